@@ -8,12 +8,12 @@ from lazysnap.errors import ConfigError
 
 
 class Recorded:
-    """The iterations of ``loader``, recorded by a position; ``asks_loader``: see ``Position``."""
+    """The iterations of ``loader``, recorded by a position."""
 
-    def __init__(self, loader: Any, *, asks_loader: bool = False) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
         """The loader itself."""
-        self.position = Position(loader, asks_loader=asks_loader)
+        self.position = Position(loader)
         """The position in its data."""
 
     def __iter__(self) -> Iterator[Any]:

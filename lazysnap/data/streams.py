@@ -60,6 +60,19 @@ def has_drawn(before: dict[str, Any]) -> bool:
     return "numpy" in before and bool(before["numpy"][2:] != now["numpy"][2:])  # how far it is in its table
 
 
+def are_same(one: Any, other: Any) -> bool:
+    """True if two states of plain values, tensors and NumPy arrays are equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
+    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)
+
+
 class RandomStreams:
     """States of the generators, compact and without tensors, so that they may come and go between captures."""
 
@@ -162,4 +175,5 @@ def _find(value: Any, seen: set[int], depth: int, path: str) -> Iterator[tuple[s
         for name, item in vars(value).items():
             # An iterator of a loader is a thing of one epoch; what it draws from is found through the loader.
             if name != "_iterator" and not callable(getattr(item, "__code__", None)):
-                yield from _find(item, seen, depth - 1, f"{path}.{name}")
+                is_node = type(value).__module__.startswith("torchdata.nodes")  # a chain of any length
+                yield from _find(item, seen, depth - (not is_node), f"{path}.{name}")

@@ -1,39 +1,29 @@
 """A loader goes on exactly where it was: order, augmentation, and what training draws afterwards."""
 
-import copy
 import random
 
 import accelerate
+import loader_run
 import numpy
 import pytest
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from loader_run import EPOCHS, Run
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lazysnap import ResumableLoader
 from lazysnap.data import make_resumable
-from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.errors import ConfigError
 
-EPOCHS = 3
 LENGTH = 22
 BATCH = 4
 
 
-class Numbers(Dataset):
-    """Each item is its number and random augmentation from every generator that there is."""
-
+class Numbers(loader_run.Numbers):
     def __init__(self):
-        self.generator = numpy.random.default_rng(torch.initial_seed() % 1000)
-
-    def __len__(self):
-        return LENGTH
-
-    def __getitem__(self, index):
-        draws = [torch.rand(()).item(), random.random(), numpy.random.rand(), self.generator.random()]
-        return torch.tensor([float(index), *draws], dtype=torch.float64)
+        super().__init__(LENGTH)
 
 
 class Stream(IterableDataset):
@@ -75,6 +65,7 @@ LOADERS = {
     ),
     "own sampler": lambda: ResumableLoader(DataLoader(Numbers(), batch_size=BATCH, sampler=Shuffled())),
     "workers": lambda: ResumableLoader(shuffled(num_workers=2)),
+    "persistent workers": lambda: ResumableLoader(shuffled(num_workers=2, persistent_workers=True)),
     "iterable": lambda: ResumableLoader(DataLoader(Stream(), batch_size=BATCH)),
     "iterable in workers": lambda: ResumableLoader(DataLoader(Stream(), batch_size=BATCH, num_workers=2)),
     "stateful": lambda: ResumableLoader(StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True)),
@@ -96,42 +87,6 @@ def in_place(loader):
     return loader
 
 
-def position_of(loader):
-    return loader if isinstance(loader, ResumableLoader) else make_resumable(loader)
-
-
-class Run:
-    """A training that draws random numbers of its own between batches; every step is noted."""
-
-    def __init__(self, make, seed):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        numpy.random.seed(seed)
-        self.loader = make()
-        self.trace = []
-        self.epoch = 0
-
-    def train(self, cut=None):
-        while self.epoch < EPOCHS:
-            for batch in self.loader:
-                draws = [torch.rand(()).item(), random.random(), numpy.random.rand()]
-                self.trace.append([self.epoch, batch.tolist(), draws])
-                if len(self.trace) == cut:
-                    self.saved = self.save()
-                    return self
-            self.epoch += 1
-        return self
-
-    def save(self):
-        state = {"loader": position_of(self.loader).state_dict(), "rng": collect_rng(), "epoch": self.epoch}
-        return copy.deepcopy(state)
-
-    def load(self, state):
-        self.epoch = state["epoch"]
-        position_of(self.loader).load_state_dict(state["loader"])
-        restore_rng(state["rng"])
-
-
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
 def test_it_goes_on_exactly_after_any_batch(make, sample):
@@ -146,25 +101,6 @@ def test_it_goes_on_exactly_after_any_batch(make, sample):
         after = Run(make, seed=2)
         after.load(state)
         assert after.train().trace == whole[cut:], f"cut after {cut}"
-
-
-def test_augmentation_in_persistent_workers_is_not_exact_but_the_order_is_and_a_warning_says_so(caplog):
-    def make():
-        return ResumableLoader(shuffled(num_workers=2, persistent_workers=True))
-
-    def order(trace):
-        return [[row[0] for row in batch] for _, batch, _ in trace]
-
-    whole = Run(make, seed=1).train().trace
-    for cut, is_exact in ((2, True), (7, False)):  # the workers are new in the first epoch
-        state = Run(make, seed=1).train(cut).saved
-        caplog.clear()
-        after = Run(make, seed=2)
-        after.load(state)
-        trace = after.train().trace
-        assert order(trace) == order(whole[cut:])
-        said = [record for record in caplog.records if "keeps its worker processes" in record.getMessage()]
-        assert (trace == whole[cut:], len(said)) == ((True, 0) if is_exact else (False, 1))
 
 
 def test_batches_that_were_trained_are_not_read_again():

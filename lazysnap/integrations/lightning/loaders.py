@@ -8,7 +8,6 @@ from typing import Any
 
 from lazysnap.data.resumable import Recorded
 from lazysnap.data.share import length_of
-from lazysnap.data.stateful import is_stateful
 from lazysnap.data.workers import keep_streams, release_streams
 
 
@@ -32,7 +31,7 @@ class LoaderPositions:
         self.forget()
         keep_streams(loaders)
         self.loaders, self._combined, self._kind = loaders, combined, type(combined)
-        self._watched = [Recorded(one, asks_loader=len(loaders) == 1 and is_stateful(one)) for one in loaders]
+        self._watched = [Recorded(one) for one in loaders]
         ours = {"__iter__": lambda _: self._iterate(), "__module__": self._kind.__module__}
         combined.__class__ = type(self._kind.__name__, (self._kind,), ours)
 

@@ -1,0 +1,230 @@
+"""One iteration of a data loader: gives the batches of the loader's own iterator, and notes how to get there again.
+
+Where a restart can only read batches again, it does so with the random generators as they were then.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lazysnap.data.parts import base_of, is_iterable
+from lazysnap.data.reading import Course, follow
+from lazysnap.data.share import is_first_rank, length_of
+from lazysnap.data.stateful import begin_anew, is_driven, load_loader, rest_of, saves_position, state_of_loader
+from lazysnap.data.workers import keep_streams
+
+if TYPE_CHECKING:
+    from lazysnap.data.position import Position
+
+logger = logging.getLogger(__name__)
+
+NOT_RECORDED = ("given", "now", "own", "mark", "share", "at_end", "was_left")
+"""Fields of a position that are not noted when its iteration begins."""
+_END = object()
+_SAID_AFTER_S = 1.0
+_clock = itertools.count(1)
+
+
+def tick() -> int:
+    """The next number of a clock that counts events: what came later has a greater one."""
+    return next(_clock)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in an iteration, and what a restart needs to reach it."""
+
+    recorded: dict[str, Any]
+    given: int
+    reached_by: dict[str, Any]
+    """The loader's own state (``own``), or a mark of its course (``mark``), if there is one."""
+
+
+class Iteration:
+    """One iteration of the loader of ``position``; ``make`` makes the loader's own iterator."""
+
+    def __init__(self, position: "Position", make: Callable[[], Iterator[Any]]) -> None:
+        self._position = position
+        self._make = make
+        self._base = base_of(position.loader)
+        self._looks_ahead = hasattr(type(position.loader), "adjust_state_dict_for_prefetch")
+        # Only one rank reads for all.
+        self._can_follow = type(position.loader).__name__ != "DataLoaderDispatcher"
+        self._owns: list[tuple[int, Any]] = []
+        """Own states of a loader that is read ahead, by the number of batches that it gave."""
+        self._inner: Iterator[Any] = iter(())
+        self._course = Course(position, looks_ahead=self._looks_ahead)
+        self._has_own = saves_position(self._base) and (
+            bool(self._course.workers) or not (self._looks_ahead or is_driven(self._base))
+        )
+        self._follows = False
+        """True if the iterator of torch takes the course; else this one notes what it can."""
+        self.began = tick()
+        self.given = 0
+        self.is_over = False
+        self.before: dict[str, Any] | None = None
+        """The position before the last batch, where the consumer holds that one."""
+
+    def __iter__(self) -> "Iteration":
+        return self
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What was noted since it began."""
+        return self._course.recorded
+
+    def place(self, *, is_at_end: bool) -> Place:
+        """Return where it stands; ``is_at_end``: it gave its last batch."""
+        found: dict[str, Any] = {}
+        # Before the first batch a loader's own state may be that of the epoch before, at its end.
+        if self._has_own and self.given and not self._looks_ahead:
+            found = {"own": state_of_loader(self._base)}
+        elif self._owns:
+            # At its end one batch is left: with none, Accelerate's loaders would not count the epoch.
+            most = self.given - is_at_end
+            found = next(({"own": own, "own_at": at} for at, own in reversed(self._owns) if at <= most), {})
+        elif (mark := self._course.mark_at(self.given, is_at_end=is_at_end)) is not None:
+            found = {"mark": mark}
+        return Place(dict(self.recorded), self.given, found)
+
+    def __next__(self) -> Any:
+        position = self._position
+        if position.before_fetch is not None:
+            position.before_fetch()
+        if position.is_held:
+            self.before = position.state_at(self.place(is_at_end=False))
+        try:
+            batch = self._next()
+        except StopIteration:
+            self.is_over = True
+            position.note_end()
+            raise
+        self.given += 1
+        return batch
+
+    def _next(self) -> Any:
+        """The next batch of the loader's own iterator; where that takes no course, what it reads ahead is noted."""
+        if not self._follows:
+            if not self.given:
+                self._course.pass_over(self._inner)
+            self._course.read = self.given
+            if self._has_own and self._looks_ahead and self.given:
+                # Accelerate's loader has asked for as many batches as it gave, and one more.
+                self._owns = [*self._owns[-1:], (self.given + 1, state_of_loader(self._base))]
+            else:
+                self._course.before_batch()
+        return next(self._inner)
+
+    # ---------------------------------------------------------------- its beginning
+
+    def begin(self, batches: int = 0) -> None:
+        """Begin a new iteration behind ``batches``. May draw random numbers."""
+        if self._can_pass():
+            self._course.passes = self._without_last(batches)
+        self._start()
+        self.recorded.update(self._position.counts(), share=self._position.share())
+        self._read_again(batches - self._course.passes)
+        self.given = batches
+
+    def _without_last(self, batches: int) -> int:
+        """Return ``batches``, less the last one of an epoch where Accelerate's loaders must give it to count that."""
+        return batches - (self._looks_ahead and batches > 0 and batches == length_of(self._position.loader))
+
+    def land(self, state: dict[str, Any]) -> None:
+        """Go on behind ``state["given"]`` batches, with the random generators as they were there."""
+        position, course, given = self._position, self._course, int(state["given"])
+        if "at_iter" not in state:  # nothing was read
+            self.begin()
+            return
+        course.origin = state
+        course.recorded = {name: value for name, value in state.items() if name not in NOT_RECORDED}
+        at = self._set_off(state, given)
+        course.is_read_again = at < given
+        self._start(state.get("own"))
+        if not course.workers:
+            ahead = [state["ahead"]] if self._looks_ahead and "ahead" in state else []
+            after = [None] if ahead and self._follows and not course.is_read_again else []
+            course.before = dict(enumerate([*ahead, *after], given + self._follows))
+        self._read_again(given - at)
+        self.given = given
+        course.recorded["share"] = position.share()
+        position.streams.watch([position.loader, self._base])  # samplers make generators when they are iterated
+        position.streams.restore(state["now"])
+
+    def _set_off(self, state: dict[str, Any], given: int) -> int:
+        """Choose where the loader begins; return behind how many batches."""
+        course = self._course
+        if "own" in state:
+            course.mark = {"at": int(state.get("own_at", given))}
+        else:
+            course.mark = dict(state.get("mark") or {})
+        at = int(course.mark.get("at", 0))
+        if "own" not in state and self._can_pass() and not state.get("keeps"):
+            if not course.workers and "collate" not in course.mark:
+                at = self._without_last(given)
+            course.passes = at
+        return at
+
+    def _can_pass(self) -> bool:
+        """True if the sampler alone can be driven over batches of a map-style dataset."""
+        return self._can_follow and isinstance(self._base, DataLoader) and not is_iterable(self._base)
+
+    def _start(self, own: Any = None) -> None:
+        """Make the loader's own iterator; ``own``: the state with which the loader goes on."""
+        course, position, base = self._course, self._position, self._base
+        position.streams.watch([position.loader, base])
+        has_ended = course.mark.get("has_ended", False)
+        self._follows = self._can_follow and not self._has_own and not has_ended and follow(course)
+        if course.workers and not getattr(base, "in_order", True):
+            position.note_disorder()
+        keep_streams([base] if self._has_own else [])
+        if not self._follows:
+            course.passes = 0
+            course.begin()
+        if own is not None:
+            load_loader(base, own)
+        elif self._has_own:
+            begin_anew(getattr(base, "dataset", None))
+        if has_ended:
+            begin_anew(base.dataset, course.mark["dataset"])
+            self._inner = iter(())
+        else:
+            self._inner = self._make() if own is None else rest_of(base, self._make)
+            has_next = getattr(self._inner, "has_next", None)
+            if own is not None and has_next is not None and has_next():  # nodes of torchdata: it has read the next one
+                course.begin()
+                load_loader(base, own)
+                self._inner = rest_of(base, self._make)
+
+    def _read_again(self, batches: int) -> None:
+        """Read ``batches`` and drop them. Blocks; one line says how long, if that is more than seconds."""
+        started, is_said = time.monotonic(), False
+        first = self.given
+        for number in range(batches):
+            try:
+                self._next()
+            except StopIteration:
+                logger.warning("the data ends %d batches before the place where it was to go on", batches - number)
+                return
+            self.given += 1
+            seconds = time.monotonic() - started
+            if not is_said and seconds > _SAID_AFTER_S and is_first_rank():
+                is_said = True
+                logger.warning(
+                    "%s: %d batches are read again, to go on behind them: about %.0f s (%s)",
+                    *(type(self._base).__name__, batches, seconds / (number + 1) * batches, self._why()),
+                )
+        self.given = first
+
+    def _why(self) -> str:
+        dataset = getattr(self._base, "dataset", self._base)
+        if (self._course.origin or {}).get("keeps"):
+            return "its collate_fn keeps something from batch to batch: give that state_dict() and load_state_dict()"
+        if is_iterable(self._base):
+            return f"{type(dataset).__name__} does not save its position: state_dict() and load_state_dict() would"
+        return "its batches cannot be passed over by index"

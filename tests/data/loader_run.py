@@ -1,0 +1,79 @@
+"""A training over a data loader that draws random numbers of its own between batches; every step is noted."""
+
+import copy
+import random
+
+import numpy
+import torch
+from torch.utils.data import Dataset
+
+from lazysnap import ResumableLoader
+from lazysnap.data import make_resumable
+from lazysnap.data.streams import collect_rng, restore_rng
+
+EPOCHS = 3
+
+
+class Numbers(Dataset):
+    """Each item is its number and random augmentation from every generator that there is."""
+
+    def __init__(self, length):
+        self.length = length
+        self.generator = numpy.random.default_rng(torch.initial_seed() % 1000)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        draws = [torch.rand(()).item(), random.random(), numpy.random.rand(), self.generator.random()]
+        return torch.tensor([float(index), *draws], dtype=torch.float64)
+
+
+def position_of(loader):
+    return loader if isinstance(loader, ResumableLoader) else make_resumable(loader)
+
+
+class Run:
+    """One start of it: ``make`` makes the loader; ``set_epoch`` is called with it and the epoch before each loop."""
+
+    def __init__(self, make, seed, set_epoch=lambda loader, epoch: None):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
+        self.loader = make()
+        self.set_epoch = set_epoch
+        self.trace = []
+        self.epoch = 0
+
+    def train(self, cut=None):
+        while self.epoch < EPOCHS:
+            self.set_epoch(self.loader, self.epoch)
+            for batch in self.loader:
+                draws = [torch.rand(()).item(), random.random(), numpy.random.rand()]
+                self.trace.append([self.epoch, batch.tolist(), draws])
+                if len(self.trace) == cut:
+                    self.saved = self.save()
+                    return self
+            self.epoch += 1
+        return self
+
+    def save(self):
+        state = {"loader": position_of(self.loader).state_dict(), "rng": collect_rng(), "epoch": self.epoch}
+        return copy.deepcopy(state)
+
+    def load(self, state):
+        self.epoch = state["epoch"]
+        position_of(self.loader).load_state_dict(state["loader"])
+        restore_rng(state["rng"])
+
+
+def check_cuts(make, cuts, set_epoch=lambda loader, epoch: None):
+    """A training that was cut after any of ``cuts`` batches goes on as the one that was not; returns that one."""
+    whole = Run(make, 1, set_epoch).train().trace
+    for cut in [cut for cut in cuts if cut <= len(whole)]:
+        before = Run(make, 1, set_epoch).train(cut)
+        assert before.trace == whole[:cut], "it does not repeat itself"
+        after = Run(make, 2, set_epoch)
+        after.load(before.saved)
+        assert after.train().trace == whole[cut:], f"cut after {cut}"
+    return whole

@@ -1,0 +1,300 @@
+"""Each row of the table in docs/data.md: kinds of loaders, cut and resumed; what was trained is not fetched again."""
+
+import importlib
+import random
+
+import pytest
+import torch
+from loader_run import Numbers, Run, check_cuts
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torchdata import nodes
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lazysnap import ResumableLoader
+
+LENGTH, BATCH = 22, 4
+CUTS = (1, 2, 5, 6, 7, 9, 12, 14)
+"""First batches, the last two of an epoch, and the same in the next ones."""
+FEW = (1, 6, 9)
+"""The same where processes are started for each."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+
+
+class Stream(IterableDataset):
+    """Saves its position, is divided among workers, and counts what it reads. ``packs``: numbers are packed in pairs
+    of whole ones; what is left over waits for the next.
+    """
+
+    reads = 0
+
+    def __init__(self, *, packs=False):
+        self.index, self.packs, self.rest = 0, packs, []
+
+    def __iter__(self):
+        info = get_worker_info()
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        while self.index * workers + number < LENGTH:
+            Stream.reads += 1
+            value = float(self.index * workers + number)
+            self.index += 1
+            if not self.packs:
+                yield torch.tensor([value, random.random()])
+                continue
+            self.rest += [value] * (1 + self.index % 3)
+            if len(self.rest) >= 2:
+                packed, self.rest = self.rest[:2], self.rest[2:]
+                yield torch.tensor(packed)
+        self.index = 0
+
+    def state_dict(self):
+        return {"index": self.index, "rest": list(self.rest)}
+
+    def load_state_dict(self, state):
+        self.index, self.rest = state["index"], list(state["rest"])
+
+
+class Unsaved(IterableDataset):
+    """Saves nothing: it is read again. It packs as ``Stream`` does."""
+
+    def __init__(self):
+        self.stream = Stream(packs=True)
+
+    def __iter__(self):
+        self.stream.index, self.stream.rest = 0, []
+        yield from self.stream
+
+
+class Packs:
+    """A collate function that keeps what is left over for the next batch."""
+
+    def __init__(self):
+        self.rest = []
+
+    def __call__(self, samples):
+        values = self.rest + [float(sample[0]) for sample in samples]
+        self.rest = values[3:]
+        return torch.tensor(values[:3])
+
+
+class SavesPacks(Packs):
+    def state_dict(self):
+        return {"rest": list(self.rest)}
+
+    def load_state_dict(self, state):
+        self.rest = list(state["rest"])
+
+
+def loader(data, **settings):
+    return ResumableLoader(DataLoader(data, BATCH, **settings))
+
+
+def numbers(**settings):
+    return loader(Numbers(LENGTH), **settings)
+
+
+def seeded(number=5):
+    return torch.Generator().manual_seed(number)
+
+
+def graph():
+    sampler = nodes.SamplerWrapper(RandomSampler(range(LENGTH), generator=seeded()))
+    mapped = nodes.Mapper(sampler, lambda index: torch.tensor([float(index)]))
+    return ResumableLoader(nodes.Loader(nodes.Mapper(nodes.Batcher(mapped, BATCH, drop_last=False), torch.stack)))
+
+
+def distributed(**settings):
+    return numbers(sampler=DistributedSampler(range(LENGTH), num_replicas=2, rank=1, seed=3), **settings)
+
+
+LOADERS = {
+    "replacement": lambda: numbers(sampler=RandomSampler(range(LENGTH), replacement=True)),
+    "replacement, own generator": lambda: numbers(
+        sampler=RandomSampler(range(LENGTH), replacement=True, generator=seeded())
+    ),
+    "replacement, workers": lambda: numbers(
+        sampler=RandomSampler(range(LENGTH), replacement=True, generator=seeded()), num_workers=2
+    ),
+    "persistent workers": lambda: numbers(shuffle=True, num_workers=2, persistent_workers=True),
+    "stream": lambda: loader(Stream()),
+    "stream, workers": lambda: loader(Stream(), num_workers=2),
+    "stream, persistent workers": lambda: loader(Stream(), num_workers=2, persistent_workers=True),
+    "stream, StatefulDataLoader": lambda: ResumableLoader(StatefulDataLoader(Stream(), BATCH)),
+    "packing": lambda: loader(Unsaved()),
+    "packing, saved": lambda: loader(Stream(packs=True)),
+    "packing, saved, workers": lambda: loader(Stream(packs=True), num_workers=2),
+    "packing in collate_fn, saved": lambda: numbers(collate_fn=SavesPacks()),
+    "packing in collate_fn, saved, workers": lambda: numbers(collate_fn=SavesPacks(), num_workers=2),
+    "torchdata nodes": graph,
+}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_it_goes_on_exactly(kind):
+    assert len(check_cuts(LOADERS[kind], FEW if "workers" in kind else CUTS)) > 12
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_distributed_sampler_goes_on_exactly(workers):
+    def set_epoch(loader, epoch):
+        loader.sampler.set_epoch(epoch)
+
+    check_cuts(lambda: distributed(num_workers=workers), (1, 2, 3, 4) if workers == 0 else (1, 4), set_epoch)
+
+
+def test_loaders_that_are_zipped_go_on_exactly():
+    class Zipped(ResumableLoader):
+        is_data_position = True
+
+        def __init__(self):
+            self.parts = numbers(shuffle=True), numbers(shuffle=True, num_workers=1)
+
+        def __iter__(self):
+            return (torch.cat(pair) for pair in zip(*self.parts, strict=True))
+
+        def state_dict(self):
+            return {"parts": [part.state_dict() for part in self.parts]}
+
+        def load_state_dict(self, state):
+            for part, saved in zip(self.parts, state["parts"], strict=True):
+                part.load_state_dict(saved)
+
+    check_cuts(Zipped, (1, 5, 8))
+
+
+class Read(Numbers):
+    """Notes what is read, by any process."""
+
+    def __init__(self, length, path):
+        super().__init__(length)
+        self.path = path
+
+    def __getitem__(self, index):
+        with self.path.open("a") as file:
+            file.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("workers", "again"), [(0, 0), (2, 1)])
+def test_what_was_trained_is_not_fetched_again(tmp_path, workers, again):
+    """With workers fewer batches than there are workers are."""
+
+    def make():
+        return ResumableLoader(DataLoader(Read(60, tmp_path / "read"), 1, num_workers=workers))
+
+    state = Run(make, 1).train(47).saved
+    given = state["loader"]["given"]
+    (tmp_path / "read").unlink()
+    after = Run(make, 2)
+    after.load(state)
+    assert [int(batch[0][0]) for batch in after.loader] == list(range(given, 60))
+
+    read = [int(line) for line in (tmp_path / "read").read_text().split()]
+    assert sorted(read) == list(range(given - again, 60))
+
+
+def test_a_stream_that_saves_its_position_is_not_read_again():
+    state = Run(lambda: loader(Stream()), 1).train(4).saved
+    after = Run(lambda: loader(Stream()), 2)
+    after.load(state)
+    Stream.reads = 0
+    next(iter(after.loader))
+    assert Stream.reads == BATCH
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_function_that_keeps_samples_and_does_not_save_them_is_named(caplog, workers):
+    def make():
+        return numbers(collate_fn=Packs(), num_workers=workers)
+
+    check_cuts(make, (1, 2, 5))  # in the first epoch
+
+    assert "its collate_fn keeps something from one batch to the next, which no snapshot holds" in caplog.text
+
+
+class Drawing(Sampler):
+    """Draws from the global generator as it goes."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        return (random.randrange(LENGTH) for _ in range(LENGTH))
+
+
+def test_a_sampler_that_draws_from_the_global_generators_as_it_goes_is_named(caplog):
+    Run(lambda: numbers(sampler=Drawing()), 1).train()
+
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the sampler of Numbers draws from the global random generators")
+
+
+def test_workers_whose_batches_come_in_any_order_are_named(caplog):
+    Run(lambda: numbers(num_workers=2, in_order=False), 1).train()
+
+    assert "in_order=False" in caplog.text
+
+
+def test_a_replay_says_how_long_it_takes(caplog, monkeypatch):
+    monkeypatch.setattr("lazysnap.data.iteration._SAID_AFTER_S", 0.0)
+    state = Run(lambda: loader(Unsaved()), 1).train(5).saved
+    after = Run(lambda: loader(Unsaved()), 2)
+    after.load(state)
+    iter(after.loader)
+
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("DataLoader: 5 batches are read again, to go on behind them: about ")
+    assert "Unsaved does not save its position" in line
+
+
+# ---------------------------------------------------------------- other packages
+
+
+def needs(package):
+    """Skip where the package is not there, or does not fit the torch that is."""
+    try:
+        return importlib.import_module(package)
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"{package}: {error}")
+
+
+def values(samples):
+    return torch.tensor([[float(sample["x"]), float(sample.get("y", 0.0))] for sample in samples])
+
+
+def noisy(sample):
+    return {"x": sample["x"], "y": random.random()}
+
+
+def hugging_face(*, streams=True, shuffled=False, maps=False):
+    data = needs("datasets").Dataset.from_dict({"x": [float(number) for number in range(LENGTH)]})
+    data = data.to_iterable_dataset(num_shards=4) if streams else data
+    data = data.shuffle(seed=3, buffer_size=6) if shuffled else data
+    return data.map(noisy) if maps else data
+
+
+HUGGING_FACE = {
+    "map-style": lambda: loader(hugging_face(streams=False), shuffle=True, collate_fn=values),
+    "streaming": lambda: loader(hugging_face(), collate_fn=values),
+    "streaming, map": lambda: loader(hugging_face(maps=True), collate_fn=values),
+    "streaming, workers": lambda: loader(hugging_face(maps=True), collate_fn=values, num_workers=2),
+    "streaming, persistent workers": lambda: loader(
+        hugging_face(), collate_fn=values, num_workers=2, persistent_workers=True
+    ),
+    "streaming, shuffle buffer": lambda: loader(hugging_face(shuffled=True), collate_fn=values),
+    "streaming, StatefulDataLoader": lambda: ResumableLoader(
+        StatefulDataLoader(hugging_face(), BATCH, collate_fn=values)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HUGGING_FACE)
+def test_datasets_of_hugging_face_go_on_exactly(kind):
+    check_cuts(HUGGING_FACE[kind], FEW if "workers" in kind else CUTS)
+
+
+def test_a_stream_of_hugging_face_shuffles_each_epoch_by_its_number():
+    def set_epoch(loader, epoch):
+        loader.dataset.set_epoch(epoch)
+
+    check_cuts(lambda: loader(hugging_face(shuffled=True), collate_fn=values), CUTS, set_epoch)
