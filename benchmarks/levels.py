@@ -98,7 +98,7 @@ class Engine:
 
     def read(self) -> None:
         """Every block compared, every tensor copied out."""
-        found = self.engine.fetch() if self._is_memory else self.engine.fetch_stored()
+        found = self.engine.fetch() if self._is_memory else self.engine.session.fetch_stored()
         if found is None or found.step != self._step or found.skipped:
             raise RuntimeError(f"expected step {self._step}, got {found}")
 

@@ -23,6 +23,8 @@ class OptimizerGates:
         self._is_disturbed = is_disturbed
         self._late = late
         self._handles: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[RemovableHandle]]] = {}
+        self.steps = 0
+        """Steps of optimizers so far."""
         self._early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -50,6 +52,7 @@ class OptimizerGates:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.steps += 1
         # args[0] is the optimizer itself.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or optimizer in self._early:

@@ -1,16 +1,14 @@
-"""Events of the keeper as log lines and counters; only ever handled on the training thread."""
+"""Events of the keeper as counters and messages; only ever handled on the training thread."""
 
-import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from rich.filesize import decimal
 
 from lazysnap.config import SnapshotConfig
+from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.protection import Protection
-from lazysnap.engine.statistics import Statistics
-from lazysnap.errors import KeeperUnavailable, MemoryBoundExceeded
+from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.events import (
     KeeperAnswers,
     KeeperEvent,
@@ -32,120 +30,80 @@ from lazysnap.keeper.protocol import (
 )
 from lazysnap.levels.redaction import shown
 
-logger = logging.getLogger("lazysnap.engine")
 
+class KeeperEvents:
+    """Follows what keeper and levels do: every occurrence is counted, trouble is told once until it is over."""
 
-class EventLog:
-    """One log line per kind of trouble until it is over; every occurrence is counted."""
-
-    def __init__(self, config: SnapshotConfig, statistics: Statistics) -> None:
-        self.statistics = statistics
-        self.protection = Protection(config, statistics)
+    def __init__(self, config: SnapshotConfig, messages: Messages, protection: Protection) -> None:
+        self._messages = messages
+        self._statistics = messages.statistics
+        self._protection = protection
         self.is_training = True
-        """Whether training goes on; ``close`` says that it does not."""
-        self.speaks_for_node = True
-        """Whether this rank warns of what all ranks of the node receive: one of them does."""
+        """True while training goes on."""
         self._due = {level.url: math.lcm(level.every_n_steps, config.every_n_steps) for level in config.levels}
         self._from_step = 0
-        self._timed: set[str] = set()
-        self._noted: set[str] = set()
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, and why."""
         self.first_level_has: set[int] = set()
         """Steps of this start that are complete there."""
-        self.takes_less: Callable[[str], bool] = lambda text: False
-        """Called when memory was refused: asks for less, and returns whether captures can do with that."""
 
     def begin(self, step: int) -> None:
         """Captures from now on are of another start, which goes on from ``step``: nothing of it is durable yet."""
         self._from_step = step
         self.first_level_has.clear()
-        self.statistics.last_durable_step.clear()
-        self.statistics.last_protected_step = None
+        self._statistics.last_durable_step.clear()
+        self._statistics.last_protected_step = None
 
-    def note_once(self, topic: str, message: str, *values: Any) -> None:
-        """Warn, unless there was a warning on ``topic`` already that nothing has ended."""
-        level = logging.DEBUG if topic in self._noted else logging.WARNING
-        self._noted.add(topic)
-        logger.log(level, message, *values)
-
-    def _note_of_node(self, topic: str, message: str, *values: Any) -> None:
-        """``note_once``, of what all ranks of the node receive: one of them warns."""
-        if self.speaks_for_node or topic in self._noted:
-            self.note_once(topic, message, *values)
-        else:
-            self._noted.add(topic)
-            logger.info(message, *values)
-
-    def _warn_of_node(self, message: str, *values: Any) -> None:
-        logger.log(logging.WARNING if self.speaks_for_node else logging.INFO, message, *values)
-
-    def _end(self, topic: str, message: str, *values: Any) -> None:
-        """Say that what the node was warned of is over."""
-        if topic in self._noted:
-            self._noted.discard(topic)
-            self._warn_of_node(message, *values)
-
-    def drain(self, events: Iterable[KeeperEvent]) -> None:
-        """Count and log what happened."""
+    def take(self, events: Iterable[KeeperEvent]) -> list[str]:
+        """Count and tell what happened. The reasons for which memory was refused are left to the caller."""
+        tell, refused = self._messages.tell, list[str]()
         for event in events:
-            if isinstance(event, Durable):
-                self._time(event)
-            elif isinstance(event, Complete):
-                self._count(event.level, event.steps)
-                self._end(event.level, "%s works again: step %d is durable there", shown(event.level), event.steps[-1])
-            elif isinstance(event, Protected):
-                is_news = event.step is not None and event.step > (self.statistics.last_protected_step or -1)
-                self.statistics.protected += is_news
-                self.statistics.last_protected_step = event.step
-            elif isinstance(event, Unprotected) and event.text:
-                self._noted.add("nodes")
-                self._warn_of_node("NOT protected against the loss of a node: %s", event.text)
-            elif isinstance(event, Unprotected):
-                self._end("nodes", "protected against the loss of a node again")
-            elif isinstance(event, LevelFailed):
-                self.statistics.level_failures[event.level] += 1
-                what_next = ", training goes on and the next snapshot is tried again" if self.is_training else ""
-                self._note_of_node(event.level, f"step %d is not persisted{what_next}: %s", event.step, event.text)
-            elif isinstance(event, KeeperFailed):
-                self._warn_of_node("%s", event.text)
-            elif isinstance(event, Unlinked) and event.text:
-                self._noted.add("links")
-                self._warn_of_node("nothing new is stored, or protected on other nodes: %s", event.text)
-            elif isinstance(event, Unlinked):
-                self._end("links", "the keepers of all nodes reach each other again: storage and protection go on")
-            elif isinstance(event, NameFailed):
-                what = "is lost" if event.is_lost else "is not as asked for"
-                self._warn_of_node(f"%s: the name %r {what}: %s", shown(event.level), event.name, event.text)
-                if event.is_lost and event.level == next(iter(self._due)):
-                    self.lost_names[event.name] = event.text
-            elif isinstance(event, KeeperLost):
-                self.statistics.keepers_lost += 1
-                self.statistics.last_protected_step = None  # its parity is gone; if it lives, it tells again
-                self._note_of_node("keeper", "the keeper is gone, a new one is being started")
-            elif isinstance(event, KeeperUnreachable):
-                self.statistics.keepers_lost += 1
-                self.protection.lost(KeeperUnavailable(event.text), is_told=event.is_refusal)
-            elif isinstance(event, KeeperReady):
-                self._noted -= {"keeper", "silent"}
-            elif isinstance(event, KeeperSilent):
-                self.note_once("silent", "%s", event.text)
-            elif isinstance(event, KeeperAnswers):
-                self._noted.discard("silent")
-                logger.warning("the keeper (process %d) answers again: snapshots are stored again", event.pid)
-            elif isinstance(event, MemoryRefused) and not self.takes_less(event.text):
-                self.protection.lost(MemoryBoundExceeded(event.text))
-
-    def _time(self, event: Durable) -> None:
-        """Log how long the first snapshot took at a level."""
-        if self.speaks_for_node and event.level not in self._timed:
-            self._timed.add(event.level)
-            size, rate = decimal(event.num_bytes), decimal(int(event.num_bytes / max(event.seconds, 1e-9)))
-            logger.info("%s: a snapshot of %s takes %.1f s (%s/s)", shown(event.level), size, event.seconds, rate)
+            match event:
+                case Durable():
+                    rate = decimal(int(event.num_bytes / max(event.seconds, 1e-9)))
+                    size, where = decimal(event.num_bytes), shown(event.level)
+                    tell(Event.FIRST_STORED, level=where, size=size, seconds=event.seconds, rate=rate)
+                case Complete():
+                    self._count(event.level, event.steps)
+                    where = shown(event.level)
+                    tell(Event.LEVEL_WORKS, level=event.level, shown=where, step=event.steps[-1])
+                case LevelFailed():
+                    kind = Event.LEVEL_FAILED if self.is_training else Event.LEVEL_FAILED_AT_END
+                    tell(kind, level=event.level, step=event.step, text=event.text)
+                case NameFailed():
+                    kind = Event.NAME_LOST if event.is_lost else Event.NAME_NOT_AS_ASKED
+                    tell(kind, shown=shown(event.level), name=event.name, text=event.text)
+                    if event.is_lost and event.level == next(iter(self._due)):
+                        self.lost_names[event.name] = event.text
+                case Protected():
+                    last = self._statistics.last_protected_step
+                    self._statistics.protected += event.step is not None and event.step > (last or -1)
+                    self._statistics.last_protected_step = event.step
+                case Unprotected():
+                    tell(Event.NODE_UNPROTECTED if event.text else Event.NODE_PROTECTED, text=event.text)
+                case Unlinked():
+                    tell(Event.UNLINKED if event.text else Event.LINKED, text=event.text)
+                case KeeperFailed():
+                    tell(Event.KEEPER_TROUBLE, text=event.text)
+                case KeeperLost():
+                    tell(Event.KEEPER_LOST)
+                    self._statistics.last_protected_step = None  # its parity is gone; if it lives, it tells again
+                case KeeperUnreachable():
+                    self._statistics.keepers_lost += 1
+                    self._protection.lost(KeeperUnavailable(event.text), is_told=event.is_refusal)
+                case KeeperReady():
+                    self._messages.over("keeper", "silent")
+                case KeeperSilent():
+                    tell(Event.KEEPER_SILENT, text=event.text)
+                case KeeperAnswers():
+                    tell(Event.KEEPER_ANSWERS, pid=event.pid)
+                case MemoryRefused():
+                    refused.append(event.text)
+        return refused
 
     def _count(self, level: str, steps: Sequence[int]) -> None:
         """``steps``: complete since the last time, oldest first."""
-        statistics, every = self.statistics, self._due.get(level, 1)
+        statistics, every = self._statistics, self._due.get(level, 1)
         statistics.persisted[level] += len(steps)
         if level == next(iter(self._due), None):
             self.first_level_has.update(steps)

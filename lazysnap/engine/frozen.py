@@ -1,7 +1,6 @@
 """Frozen tensors over a training: chosen, captured once, compared, and captured as all others once they changed."""
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +10,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.capture.frozen import FrozenSet, Parameters, digest_of, frozen_parameters, slices_of
-from lazysnap.engine.events import EventLog
+from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
@@ -20,8 +19,6 @@ from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.sharding import held_part, local_of
 from lazysnap.state.source import StateSource
-
-logger = logging.getLogger("lazysnap.engine")
 
 _MOST_CHANGES = 8
 """A program that changes frozen tensors so often gets none of them stored apart any more."""
@@ -34,10 +31,10 @@ _UNKNOWN = "0" * 32
 class FrozenTensors:
     """The frozen tensors of an engine. Used on the training thread, under the engine's lock."""
 
-    def __init__(self, source: StateSource, client: KeeperClient, log: EventLog, meta: MetaWriter) -> None:
+    def __init__(self, source: StateSource, client: KeeperClient, messages: Messages, meta: MetaWriter) -> None:
         self._source = source
         self._client = client
-        self._log = log
+        self._messages = messages
         self._meta = meta
         self._set: FrozenSet | None = None
         self._copy: _Copy | None = None
@@ -82,7 +79,7 @@ class FrozenTensors:
         if self._copy is not None:
             self._copy.cancel()
         self._set, self._copy = frozen, None
-        self._log.statistics.frozen_bytes = 0
+        self._messages.statistics.frozen_bytes = 0
         if frozen is not None:
             self._begin_copy(frozen)
 
@@ -108,7 +105,7 @@ class FrozenTensors:
         if not self._copy.is_held():
             self._begin_copy(self._set)  # the keeper died, and its successor did not get it
             return False
-        self._log.statistics.frozen_bytes = self._set.size_bytes
+        self._messages.statistics.frozen_bytes = self._set.size_bytes
         return True
 
     def is_awaited(self) -> bool:
@@ -135,7 +132,7 @@ class FrozenTensors:
             if is_set_up:
                 self._note_changed(changed)
         elif copy.error:
-            self._log.note_once("frozen", "frozen tensors are part of every snapshot: %s", copy.error)
+            self._messages.tell(Event.FROZEN_NOT_APART, text=copy.error)
             self._changes = _MOST_CHANGES
         elif not trained:
             return True
@@ -150,14 +147,8 @@ class FrozenTensors:
     def _note_changed(self, changed: list[str]) -> None:
         self._changes += 1
         self.changed.update(changed)
-        self._log.statistics.frozen_changed += len(changed)
-        self._log.note_once(
-            "frozen",
-            "%d tensors that need no gradient were changed all the same (%s, …): they are part of every snapshot from "
-            "now on. Earlier snapshots hold the values from before the change",
-            len(changed),
-            changed[0],
-        )
+        self._messages.statistics.frozen_changed += len(changed)
+        self._messages.tell(Event.FROZEN_CHANGED, count=len(changed), name=changed[0])
 
     # ---------------------------------------------------------------- loading, ending
 

@@ -1,18 +1,17 @@
 """Names that snapshots are kept under: wanted, and given to a capture. They never go to another one."""
 
-import logging
 from collections.abc import Collection
 
+from lazysnap.engine.messages import Event, Messages
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import Keep, Release
-
-logger = logging.getLogger("lazysnap.engine")
 
 
 class Names:
     """Of one engine; used on the training thread."""
 
-    def __init__(self, client: KeeperClient) -> None:
+    def __init__(self, client: KeeperClient, messages: Messages) -> None:
+        self._messages = messages
         self._client = client
         self.wanted: list[str] = []
         """For the next capture."""
@@ -42,7 +41,7 @@ class Names:
         """Another state is loaded: the next capture is not the one that was to be called so."""
         self._given = {}
         if self.wanted:
-            logger.warning("no snapshot is called %s: training went back before it was captured", self.wanted)
+            self._messages.tell(Event.NAMES_UNUSED, names=self.wanted)
             self.wanted = []
 
     def resend(self) -> None:

@@ -1,6 +1,5 @@
 """What of the state this rank captures at a boundary, and the plan of its capture."""
 
-import logging
 import time
 from dataclasses import replace
 
@@ -9,15 +8,13 @@ from torch.nn import Parameter
 
 from lazysnap.capture.frozen import FrozenSet
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature, storage_of
-from lazysnap.engine.events import EventLog
 from lazysnap.engine.frozen import FrozenTensors
+from lazysnap.engine.messages import Event, Messages
 from lazysnap.ranks.partition import Partition, replicated_keys
 from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import StateWalker, Walk
-
-logger = logging.getLogger("lazysnap.engine")
 
 _SLOW_S = 0.1
 
@@ -25,11 +22,11 @@ _SLOW_S = 0.1
 class Planner:
     """Part and plan are worked out anew when the structure of the state changed. Used on the training thread."""
 
-    def __init__(self, source: StateSource, world: World, frozen: FrozenTensors, log: EventLog) -> None:
+    def __init__(self, source: StateSource, world: World, frozen: FrozenTensors, messages: Messages) -> None:
         self._source = source
         self._world = world
         self._frozen = frozen
-        self._log = log
+        self._messages = messages
         self._walker = StateWalker()
         self._partition: Partition | None = None
         self._lazy: set[Key] = set()
@@ -55,12 +52,7 @@ class Planner:
         state = self._source.collect()
         seconds = time.perf_counter() - started
         if seconds > _SLOW_S:
-            self._log.note_once(
-                "collecting",
-                "collecting the training state took %.0f ms, at every snapshot; look for slow state_dict hooks (in "
-                "Lightning also on_save_checkpoint), or raise every_n_steps",
-                seconds * 1e3,
-            )
+            self._messages.tell(Event.SLOW_STATE, ms=seconds * 1e3)
         return self._walker.walk(state)
 
     def own_part(self, everything: Walk) -> Walk:
@@ -98,11 +90,10 @@ class Planner:
             if holds and cause is None:
                 return self.plan
             cause = cause or "frozen tensors changed, or are trained now"
-            self._log.statistics.replans += 1
             # Loading a checkpoint does this, too: nothing is lost, and the next step is captured as any other.
-            logger.info("the capture plan is made anew: %s", cause)
+            self._messages.tell(Event.REPLANNED, cause=cause)
         check_walk(everything)
-        self.parameters = names_of_parameters(self._source, everything, self._log)
+        self.parameters = names_of_parameters(self._source, everything, self._messages)
         chosen = self._frozen.choose(zip(everything.names, everything.tensors, strict=True))
         captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition
         aliases, facts = ({}, {}) if parts is None else (parts.aliases, parts.facts)
@@ -123,7 +114,7 @@ class Planner:
         return replace(plan, replicas=self._partition.replicas)
 
 
-def names_of_parameters(source: StateSource, everything: Walk, log: EventLog) -> dict[str, list[str]] | None:
+def names_of_parameters(source: StateSource, everything: Walk, messages: Messages) -> dict[str, list[str]] | None:
     """By path of an optimizer: the names of its parameters, in its order. Its own state knows them by number alone.
 
     Optimizers of which one parameter has no name are left out. Warns of parameters whose values are in no part of the
@@ -139,11 +130,5 @@ def names_of_parameters(source: StateSource, everything: Walk, log: EventLog) ->
         pairs = zip(listed, optimizers[path], strict=True)
         lost = sum(not name and one.numel() > 0 and storage_of(one) not in held for name, one in pairs)
         if lost:
-            log.note_once(
-                f"lost {path}",
-                "%d parameters of %s are in no part of the state: a restart has their optimizer state, not their "
-                "values; give the engine the module that they belong to",
-                lost,
-                path,
-            )
+            messages.tell(Event.VALUES_MISSING, count=lost, path=path)
     return known

@@ -1,15 +1,12 @@
 """The memory that outlives the training process: if captures go there, and what the user reads while they do not."""
 
-import logging
 import time
 from collections.abc import Callable
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.statistics import Statistics
+from lazysnap.engine.messages import Event, Messages
 from lazysnap.errors import KeeperError
 from lazysnap.levels.redaction import shown
-
-logger = logging.getLogger("lazysnap.engine")
 
 FIRST_REMINDER_S = 60.0
 """Seconds between the first and the second warning that captures are not in memory."""
@@ -20,11 +17,10 @@ REMINDER_S = 600.0
 class Protection:
     """Used on the training thread. PROTECTED (``cause`` is ``None``) -> UNPROTECTED (``lost``) -> PROTECTED again."""
 
-    def __init__(
-        self, config: SnapshotConfig, statistics: Statistics, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, config: SnapshotConfig, messages: Messages, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
-        self._statistics = statistics
+        self._messages = messages
+        self._statistics = messages.statistics
         self._clock = clock
         self.error: KeeperError | None = None
         """Why nothing can be captured into memory."""
@@ -49,16 +45,16 @@ class Protection:
         if is_new:
             self._since, self._next_reminder = now, now + FIRST_REMINDER_S
             if not is_told:
-                logger.warning("NOT protected in memory: %s; %s", error, self.what_is_lost())
+                self._messages.tell(Event.NO_MEMORY, text=error, lost=self.what_is_lost())
 
     def regained(self) -> None:
         """Captures are in memory again."""
         if self.error is not None:
             self.error, self._statistics.unprotected = None, None
-            logger.warning("protected in memory again, after %.0f s without", self._clock() - self._since)
+            self._messages.tell(Event.MEMORY_AGAIN, seconds=self._clock() - self._since)
 
     def may_retry(self) -> bool:
-        """Whether it is time to ask for memory once more."""
+        """True, if it is time to ask for memory once more."""
         now = self._clock()
         if self.error is None or now < self._next_retry:
             return False
@@ -72,21 +68,15 @@ class Protection:
             return
         self._next_reminder = now + REMINDER_S
         minutes = (now - self._since) / 60
-        logger.warning("still NOT protected in memory, for %.0f min: %s; %s", minutes, self.error, self.what_is_lost())
+        self._messages.tell(Event.STILL_NO_MEMORY, minutes=minutes, text=self.error, lost=self.what_is_lost())
 
     def sum_up(self) -> None:
-        """At the end: say what was not protected, if anything."""
-        count = self._statistics.skipped["no memory"]
+        """At the end: tell what was not protected, if anything."""
+        count, durable = self._statistics.skipped["no memory"], self._statistics.last_durable_step
         if count:
-            logger.warning(
-                "%d step%s of this training were NOT protected in memory, so not captured: %s; newest snapshot on "
-                "storage: %s",
-                count,
-                "s" * (count != 1),
-                self._last,
-                ", ".join(f"{shown(url)}: step {step}" for url, step in self._statistics.last_durable_step.items())
-                or "none",
-            )
+            stored = ", ".join(f"{shown(url)}: step {step}" for url, step in durable.items()) or "none"
+            plural = "s" * (count != 1)
+            self._messages.tell(Event.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last, stored=stored)
 
     def what_is_lost(self) -> str:
         """Return, for a message, what a crash loses as long as there is no memory."""

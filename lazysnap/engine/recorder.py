@@ -1,6 +1,5 @@
 """What happens at a boundary: the state is walked, planned, given a slot, and its capture begun."""
 
-import logging
 import sys
 import time
 from collections import Counter
@@ -14,12 +13,14 @@ from lazysnap.capture.plan import CapturePlan
 from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
-from lazysnap.engine.events import EventLog
+from lazysnap.engine.events import KeeperEvents
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.history import History
+from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
 from lazysnap.engine.planner import Planner
+from lazysnap.engine.protection import Protection
 from lazysnap.engine.report import Sizes
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
@@ -31,8 +32,6 @@ from lazysnap.memory.slot_pool import fits
 from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
 from lazysnap.ranks.world import World
 from lazysnap.state.source import StateSource
-
-logger = logging.getLogger("lazysnap.engine")
 
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
@@ -46,7 +45,7 @@ class Recorder:
         config: SnapshotConfig,
         source: StateSource,
         client: KeeperClient,
-        log: EventLog,
+        messages: Messages,
         world: World,
     ) -> None:
         """Collective."""
@@ -56,13 +55,16 @@ class Recorder:
         self.spill_dir = spill_dir(config.memory, config.levels)
         """Where the keeper makes slots as files if memory does not suffice."""
         self.captures = Captures()
-        self._log = log
+        self._messages = messages
+        self._statistics = messages.statistics
+        self.protection = Protection(config, messages)
+        self.events = KeeperEvents(config, messages, self.protection)
         self._world = world
         self.meta = MetaWriter.agreed(world, config)
-        self.names = Names(client)
+        self.names = Names(client, messages)
         self.history = History(self.captures, client)
-        self.frozen = FrozenTensors(source, client, log, self.meta)
-        self.planner = Planner(source, world, self.frozen, log)
+        self.frozen = FrozenTensors(source, client, messages, self.meta)
+        self.planner = Planner(source, world, self.frozen, messages)
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
         self._expects_first_step = True
@@ -77,7 +79,6 @@ class Recorder:
         self._keepers_lost = 0
         self.group = (1, 0)
         """Nodes that protect each other, and how many of them may be lost."""
-        log.takes_less = self._do_without_parity
         self.encoded_once = False
         self.stores_next = False
         """Whether storage gets the next capture, due there or not."""
@@ -129,9 +130,9 @@ class Recorder:
         self.frozen.reset()
         self.names.begin_run()
         self.history.reset()
-        self._log.statistics.last_whole_step = None
+        self._statistics.last_whole_step = None
         self.waits_for_memory = True
-        self._log.begin(step)
+        self.events.begin(step)
 
     def go_back(self, step: int) -> None:
         """The state of ``step``, the newest that was captured, was loaded in place: training stands there again."""
@@ -228,7 +229,7 @@ class Recorder:
 
     def is_unprotected(self) -> bool:
         """True if captures cannot go into the keeper's memory, so that there are none. Hot."""
-        protection = self._log.protection
+        protection = self.protection
         if self.frozen.refusal and protection.cause is None:
             protection.lost(MemoryBoundExceeded(f"the frozen tensors do not fit: {self.frozen.refusal}"))
         if protection.cause is None:
@@ -258,21 +259,15 @@ class Recorder:
         if self._config.levels and slot.word(Word.GRANT) <= step + 1:
             self._client.tell(SlotsChanged())
         self.captures.begin(capture)
-        self._log.protection.regained()
+        self.protection.regained()
         if slot.is_file:
-            self._log.note_once(
-                "files",
-                "captures go into files in %s: memory does not suffice. They outlive the training process as memory "
-                "does, but a step may wait while the kernel writes them to that disk: free memory, or raise "
-                "every_n_steps",
-                self.spill_dir,
-            )
+            self._messages.tell(Event.FILES, directory=self.spill_dir)
         faults.point("engine.begun")
-        self._log.statistics.began += 1
+        self._statistics.began += 1
         if self._skipped is not None and self._skipped[0] == step:  # tried again, with success
-            self._log.statistics.skipped -= Counter([self._skipped[1]])
+            self._statistics.skipped -= Counter([self._skipped[1]])
         self._skipped = None
-        self._log.statistics.shard_bytes = size
+        self._statistics.shard_bytes = size
         if self._config.levels and (self.stores_next or self.names.wanted):
             slot.pin(step, until_stored=True)
         if self.stores_next:
@@ -284,11 +279,11 @@ class Recorder:
         """Count a boundary that began no capture; once, however often it is tried."""
         if self._skipped is None or self._skipped[0] != self.seen_step:
             self._skipped = self.seen_step, reason
-            self._log.statistics.skipped[reason] += 1
+            self._statistics.skipped[reason] += 1
         return False
 
     def _skip_unprotected(self) -> bool:
-        self._log.protection.remind()
+        self.protection.remind()
         return self.skip("no memory")
 
     def _skip_frozen(self) -> bool:
@@ -312,11 +307,11 @@ class Recorder:
         """Wait for memory until the deadline of this capture, or until it is known that there is none; the result."""
         started = time.monotonic()
         while not (found := is_there()) and time.monotonic() < self._waits_until:
-            if self._log.protection.cause is not None or self.frozen.refusal or self._client.is_silent:
+            if self.protection.cause is not None or self.frozen.refusal or self._client.is_silent:
                 break
             time.sleep(0.001)
-            self._log.drain(self._client.poll_events())
-        self._log.statistics.memory_wait_s += time.monotonic() - started
+            self.drain_events()
+        self._statistics.memory_wait_s += time.monotonic() - started
         return found
 
     def _fitting(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
@@ -369,14 +364,16 @@ class Recorder:
         # Where memory is short parity goes first: it would take memory, too.
         self._client.reserve((meta_capacity, image_bytes), needed, least, growth, spills=not self.group[1])
 
-    def _do_without_parity(self, text: str) -> bool:
-        """Memory was refused: what is only there for other nodes' protection goes first."""
-        if not self.group[1] or self._reserved is None:
-            return False
-        self.group = (1, 0)
-        self._log.note_once("parity", "NOT protected against the loss of a node, there is too little memory: %s", text)
-        self._request(*self._reserved)
-        return True
+    def drain_events(self) -> None:
+        """Count and tell what keeper and levels did since the last call."""
+        for text in self.events.take(self._client.poll_events()):
+            if self.group[1] and self._reserved is not None:
+                # What is only there for other nodes' protection goes first.
+                self.group = (1, 0)
+                self._messages.tell(Event.NO_PARITY, text=text)
+                self._request(*self._reserved)
+            else:
+                self.protection.lost(MemoryBoundExceeded(text))
 
     def register_slots(self) -> None:
         """Slots are registered with CUDA before they count as ready, if the state is on such a device."""
@@ -395,7 +392,7 @@ class Recorder:
             time.sleep(0.001)
             slots = look_again()  # those of another size may have made room for more
         if has_waited and len(slots) <= made:  # else it waited for memory that was still being made
-            self._log.statistics.slot_waits.add(time.monotonic() - started)
+            self._statistics.slot_waits.add(time.monotonic() - started)
         if slot is not None:
             self._waits_for_storage = self._waits_for_storage or not has_waited
             return slot
@@ -417,22 +414,19 @@ class Recorder:
         """Count captures that ended, and how long devices waited at gates."""
         for capture in self.captures.take_ended():
             self._count(capture)
-        self._log.statistics.device_wait_s += self.captures.take_device_wait_s()
+        self._statistics.device_wait_s += self.captures.take_device_wait_s()
 
     def _count(self, capture: Capture) -> None:
         """A capture into memory is over: count it, and say so if it was dropped."""
-        statistics = self._log.statistics
+        statistics = self._statistics
         if capture.phase is Phase.WHOLE:
             statistics.whole += 1
             statistics.bytes_captured += capture.plan.layout.size_bytes
             statistics.copy.add(capture.copy_s)
             statistics.last_whole_step = capture.step  # whoever reads it asks whether its keeper lives
             return
-        if capture.phase is Phase.TORN:
-            statistics.torn += 1
-        else:
-            statistics.failed += 1
-        self._log.note_once("dropped", "the snapshot of step %d is dropped: %s", capture.step, capture.reason)
+        kind = Event.TORN if capture.phase is Phase.TORN else Event.FAILED
+        self._messages.tell(kind, step=capture.step, text=capture.reason)
 
     # ---------------------------------------------------------------- names
 
@@ -458,12 +452,7 @@ class Recorder:
         while waiting := self._waiting_for_storage():
             if time.monotonic() >= deadline or self._client.is_silent:
                 self._waits_for_named = False
-                logger.warning(
-                    "the snapshot %r may be lost before it is stored: memory still holds %s, which is not stored yet. "
-                    "Name snapshots less often, or give training a faster level",
-                    name,
-                    self.names.described(waiting),
-                )
+                self._messages.tell(Event.NAME_IN_DANGER, name=name, waiting=self.names.described(waiting))
                 return
             time.sleep(0.001)
 
@@ -474,7 +463,7 @@ class Recorder:
 
     def resend_to_new_keeper(self) -> None:
         """After a keeper's death: the next one does not know what was asked of the last."""
-        lost = self._log.statistics.keepers_lost
+        lost = self._statistics.keepers_lost
         if lost != self._keepers_lost and self._client.slots():
             self._keepers_lost = lost
             self.names.resend()

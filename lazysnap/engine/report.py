@@ -13,7 +13,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels.redaction import shown
 from lazysnap.restore.lost_parts import PARITY
-from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
+from lazysnap.restore.snapshot import MEMORY, Absence, Snapshot
 
 RUN_DIGITS = 8
 """How much of a run's id is shown; commands take the first digits of an id."""
@@ -131,26 +131,6 @@ def places(urls: Iterable[str]) -> str:
     return " or ".join(["in memory", *(f"at {shown(url)}" for url in urls)])
 
 
-def new_run(snapshot: Snapshot, new: NewRun) -> str:
-    """The warning where another snapshot than the newest was chosen."""
-    return (
-        f"a new run {new.name} begins at step {snapshot.step} of run {snapshot.run}, which was chosen. The newest "
-        f"snapshot is step {new.left.step} of run {new.left_name}: it stays where it is stored (in memory it is "
-        f'overwritten in the next steps), and "latest" means it until run {new.name} has a complete snapshot. To go '
-        f'back to it, restore("run:{new.left_name}") or ckpt_path="run:{new.left_name}"'
-    )
-
-
-def begins_again(step: int, last: int) -> str:
-    """Return the warning about a boundary whose step is lower than that of the last one."""
-    return (
-        f"boundary({step}) after boundary({last}): from here on snapshots are of a new start of this run. Stored "
-        f'snapshots of steps above {step} stay, and "latest" finds them until this start has stored a greater step. To '
-        "train something else make another SnapshotEngine with a directory of its own; to go back call "
-        "engine.rollback()"
-    )
-
-
 def from_checkpoint(path: str) -> str:
     """The line for a start from a checkpoint of the framework."""
     return f"starting a new run from the checkpoint {path}, which is not a snapshot of lazysnap"
@@ -217,43 +197,46 @@ class Sizes:
 def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: bool = True) -> str:
     """What the training takes: state, memory (which it has, if ``is_protected``), and how often it is stored where."""
     per_rank = " per rank" if ranks > 1 else ""
-    once = f" and {decimal(sizes.frozen_bytes)} that are not trained, once" if sizes.frozen_bytes else ""
-    memory = sizes.slots * sizes.slot_bytes + sizes.frozen_bytes
+    apart = f"{decimal(sizes.frozen_bytes)} that are not trained" if sizes.frozen_bytes else ""
+    state = " and ".join(filter(None, [f"state {decimal(sizes.state_bytes)}", apart]))
+    memory = decimal(sizes.slots * sizes.slot_bytes + sizes.frozen_bytes)
+    takes = "takes" if is_protected else "no memory: it would take"
+    kind = "of memory" if sizes.spill_dir is None else f"in files in {sizes.spill_dir}"
+    available = decimal(sizes.available_bytes)
+    free = f"of {available} available" if sizes.spill_dir is None else f"memory has {available}"
+    room = decimal(sizes.slot_bytes - sizes.state_bytes)
+    slots = f"{sizes.slots} slots of {decimal(sizes.slot_bytes)}, each the state and {room} for metadata and growth"
+    parts = "; and ".join(filter(None, [slots, apart]))
+    return f"{state}{per_rank}; {takes} {memory} {kind}{per_rank} ({free}): {parts}; {_stored(config, sizes)}"
+
+
+def _stored(config: SnapshotConfig, sizes: Sizes) -> str:
+    size, parity = sizes.group
     stored = [
         f"snapshots at {shown(level.url)} every {_interval(math.lcm(level.every_n_steps, config.every_n_steps))}"
         for level in config.levels
     ]
-    size, parity = sizes.group
     if parity:
-        stored.append(
-            f"any {parity} of {size} nodes may be lost" if parity > 1 else f"any one of {size} nodes may be lost"
-        )
+        stored.append(f"any {parity if parity > 1 else 'one'} of {size} nodes may be lost")
     if not config.levels:
         stored.append(f"no storage level: nothing outlives {'these machines' if parity else 'this machine'}")
-    lack = "" if is_protected else "no memory: it would take "
-    of = "of memory" if sizes.spill_dir is None else f"in files in {sizes.spill_dir}"
-    available = decimal(sizes.available_bytes)
-    free = f"of {available} available" if sizes.spill_dir is None else f"memory has {available}"
-    return (
-        f"state {decimal(sizes.state_bytes)}{per_rank}{once}, {lack}{sizes.slots} slots = {decimal(memory)} {of}"
-        f"{per_rank} ({free}), " + ", ".join(stored)
-    )
+    return ", ".join(stored)
 
 
 def _interval(every_n: int) -> str:
     return "step" if every_n == 1 else f"{every_n} steps"
 
 
-def shortages(config: SnapshotConfig, snapshot_bytes: int, ranks_here: int) -> list[str]:
-    """Local levels where not even one snapshot of the ranks of this machine fits, and why. Blocks: asks each disk."""
-    found = []
+def shortages(config: SnapshotConfig, snapshot_bytes: int, ranks_here: int) -> list[dict[str, str]]:
+    """Local levels where not even one snapshot of the ranks of this machine fits, with its bytes and those that are
+    free. Blocks: asks each disk.
+    """
+    found, needed = [], snapshot_bytes * ranks_here
     for level in config.levels:
-        free, needed = _free_bytes(level.url), snapshot_bytes * ranks_here
+        free = _free_bytes(level.url)
         if free is not None and free < needed:
-            found.append(
-                f"{level.url}: not even one snapshot fits: it takes {needed} bytes ({decimal(needed)}), "
-                f"{free} ({decimal(free)}) are free; free space, or choose another place"
-            )
+            sizes = {"needed": f"{needed} bytes ({decimal(needed)})", "free": f"{free} ({decimal(free)})"}
+            found.append({"url": level.url, **sizes})
     return found
 
 

@@ -5,17 +5,23 @@ is captured at once: from then on ``"latest"`` means the new run, wherever newer
 """
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lazysnap.engine.recorder import Recorder
+from lazysnap import faults
+from lazysnap.engine.boundaries import Boundaries
+from lazysnap.engine.messages import Event
+from lazysnap.engine.parts import Parts
 from lazysnap.engine.report import duration, places
+from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.redaction import shown
+from lazysnap.ranks.checks import together
 from lazysnap.resolver import RestartPlan
-from lazysnap.restore.restart import Restart, fetch_back
+from lazysnap.restore.restart import fetch_back, reseed
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.sharding import local_of
@@ -37,97 +43,109 @@ class Rollback:
     """Duration of the call."""
 
 
-class Lineage:
-    """The snapshots that led to the present state: by run, oldest run first, up to which step."""
-
-    def __init__(self) -> None:
-        self._steps: dict[str, int] = {}
-
-    def go_on(self, present: str, run_id: str, step: int) -> None:
-        """Record that training continues from ``step`` of ``run_id``; ``present`` is the run until now."""
-        if run_id not in (present, *self._steps):
-            self._steps.clear()  # a restart from elsewhere
-        runs = list(self._steps)
-        for later in runs[runs.index(run_id) :] if run_id in runs else ():
-            del self._steps[later]
-        self._steps[run_id] = step
-
-    def has(self, plan: RestartPlan, present: str) -> bool:
-        """True if a snapshot is of the present run, or one that it came from."""
-        return plan.run_id == present or plan.step <= self._steps.get(plan.run_id, -1)
-
-
 class Rollbacks:
-    """Finds and loads snapshots for the rollbacks of one engine. Training thread."""
+    """Goes back in place. Used on the training thread."""
 
-    def __init__(self, restart: Restart, recorder: Recorder) -> None:
-        self._restart = restart
-        self._recorder = recorder
-        self.lineage = Lineage()
+    def __init__(self, parts: Parts, run: Run, boundaries: Boundaries) -> None:
+        self._parts = parts
+        self._run = run
+        self._boundaries = boundaries
+        self._recorder = parts.recorder
+
+    def go_back(self, steps: int, reason: str) -> Rollback:
+        """See ``SnapshotEngine.rollback``. Collective. Blocks."""
+        parts, recorder, started = self._parts, self._recorder, time.perf_counter()
+        self._boundaries.gate()
+        if recorder.last_step is not None:  # a device may still be copying
+            self._boundaries.wait_captured(recorder.last_step, parts.config.io_timeout_s)
+        from_step, snapshot = self._from_step, self._find(steps)
+        branch = self._branch(snapshot)
+        faults.point("engine.rollback.found")
+        if branch is not None:
+            kept = snapshot.run_id, snapshot.step
+            self._run.drop("engine.rollback.drop", lambda item: (item.run_id, item.step) > kept)
+        faults.point("engine.rollback.load")
+        together(parts.world, "rolling back", lambda: self._load(snapshot))
+        faults.point("engine.rollback.loaded")
+        if snapshot.world_size != parts.world.size:
+            reseed(snapshot, parts.world)
+        if branch is None:
+            recorder.go_back(snapshot.step)
+        else:
+            self._run.go_on(snapshot, branch)
+            self._run.begin()
+            self._capture_branch(snapshot.step)
+        done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
+        why, took = f" ({reason})" if reason else "", duration(done.seconds)
+        where = {"from_step": from_step, "step": done.step, "level": shown(done.level)}
+        parts.messages.tell(Event.ROLLED_BACK, reason=why, took=took, **where)
+        return done
+
+    def _capture_branch(self, step: int) -> None:
+        """Make the state that was loaded the newest snapshot. Collective. Blocks: until it is whole in memory."""
+        self._recorder.stores_next = True
+        faults.point("engine.rollback.capture")
+        with self._boundaries.lock:
+            began = self._boundaries.capture(step, time.perf_counter())
+        is_held = began and self._boundaries.wait_captured(step, self._parts.config.io_timeout_s)
+        faults.point("engine.rollback.captured")
+        if not all(self._parts.world.exchange("capturing after a rollback", is_held)):
+            self._parts.messages.tell(Event.NOT_CAPTURED_BACK, step=step)
 
     @property
-    def from_step(self) -> int:
+    def _from_step(self) -> int:
         """The step in progress."""
         return (self._recorder.seen_step or 0) + 1
 
-    def find(self, steps: int) -> Snapshot:
-        """The newest snapshot at least ``steps`` older than the step in progress: in memory, else on storage.
+    def _find(self, steps: int) -> Snapshot:
+        """Return the newest snapshot at least ``steps`` older than the step in progress: in memory, else on storage.
 
         One whose trained weights or optimizer state are not finite is passed over. Collective. Blocks.
         Raises: ConfigError; SnapshotNotFound; as ``SnapshotEngine.fetch``.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
-        limit, present = self.from_step - steps, self._recorder.meta.run_id
+        limit, present, lineage = self._from_step - steps, self._recorder.meta.run_id, self._run.lineage
 
         def is_wanted(plan: RestartPlan) -> bool:
-            return plan.step <= limit and self.lineage.has(plan, present)
+            return plan.step <= limit and lineage.has(plan, present)
 
         def flaw(snapshot: Snapshot) -> str:
-            name = first_not_finite(self._restart.source, snapshot.state)
+            name = first_not_finite(self._parts.source, snapshot.state)
             return f"{name} holds NaN or infinity" if name else ""
 
-        levels = self._restart.config.levels
+        levels = self._parts.config.levels
         # Storage only where memory has none: listing it takes longer than the rest.
         for has_storage in (False, True) if levels else (False,):
-            restart = dataclasses.replace(self._restart, has_storage=has_storage)
+            restart = dataclasses.replace(self._run.restart, has_storage=has_storage)
             snapshot = fetch_back(restart, is_wanted, flaw)
             if snapshot is not None:
                 return snapshot
         where = places(level.url for level in levels)
         raise SnapshotNotFound(
-            f"rollback: this training has no usable snapshot that is {steps} steps older than step {self.from_step}, "
-            f"which is in progress, {where} (every_n_steps is {self._restart.config.every_n_steps}). There is none "
+            f"rollback: this training has no usable snapshot that is {steps} steps older than step {self._from_step}, "
+            f"which is in progress, {where} (every_n_steps is {self._parts.config.every_n_steps}). There is none "
             "right after a fresh start, or if memory was lost before storage had one. Nothing was changed; a restart "
             'with "latest" takes what storage has'
         )
 
-    def branch(self, snapshot: Snapshot) -> str | None:
-        """The id of the run that has to begin at ``snapshot``, the same on all ranks; ``None``, if no rank captured
-        anything newer. Collective.
+    def _branch(self, snapshot: Snapshot) -> str | None:
+        """Return the id of the run that has to begin at ``snapshot``, the same on all ranks; ``None``, if no rank
+        captured anything newer. Collective.
         """
         meta, last = self._recorder.meta, self._recorder.last_step
         is_newest = snapshot.run_id == meta.run_id and (last is None or last <= snapshot.step)
-        told = self._restart.world.exchange("rolling back", [is_newest, new_id()])
+        told = self._parts.world.exchange("rolling back", [is_newest, new_id()])
         if all(newest for newest, _ in told):
             return None
         _, run_id = told[0]
         return id_after(run_id, meta.run_id)
 
-    def load(self, snapshot: Snapshot) -> None:
+    def _load(self, snapshot: Snapshot) -> None:
         """Put the state back in place but for the data, and clear the gradients. Raises: what its objects raise."""
-        source = self._restart.source
-        source.load(snapshot.state, data=False)
-        for optimizer in source.optimizers():
+        self._parts.source.load(snapshot.state, data=False)
+        for optimizer in self._parts.source.optimizers():
             optimizer.zero_grad()
-
-
-def line_of(done: Rollback, reason: str) -> str:
-    """Return the line that reports a rollback."""
-    return (
-        f"rolled back from step {done.from_step} to step {done.step}{f' ({reason})' if reason else ''}: restored from "
-        f"{shown(done.level)} in {duration(done.seconds)}; the batches since step {done.step} are skipped"
-    )
 
 
 def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:

@@ -35,8 +35,8 @@ class Session:
             self.step = step
             self.engine.prepare()
 
-        self.engine.together("preparing", work)
-        self.engine.check_memory()
+        self.engine.session.together("preparing", work)
+        self.engine.session.check_memory()
 
     def has_passed(self, step: int) -> bool:
         """True if ``step`` is over and was not captured; else an accumulation of gradients is under way."""
@@ -54,7 +54,7 @@ class Session:
         """Capture the step that passed. ``is_last``: the end of a training, also between the steps of
         ``every_n_steps``; see ``SnapshotEngine.last_boundary``.
         """
-        (self.engine.last_boundary if is_last else self.engine.boundary)(self.step)
+        (self.engine.session.last_boundary if is_last else self.engine.boundary)(self.step)
 
     def figures(self) -> dict[str, float]:
         """Return figures for loggers: see ``Figures.values``."""
@@ -86,11 +86,11 @@ class Session:
     def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:
         """Tell the user how training starts, if it resumes no snapshot; ``asked``: the checkpoint asked for."""
         if asked and means_snapshot(asked):
-            self.engine.tell_start()
+            self.engine.session.tell_start()
         elif asked:
-            self.engine.tell_start(report.from_checkpoint(str(asked)))
+            self.engine.session.tell_start(report.from_checkpoint(str(asked)))
         else:
-            self.engine.tell_start(report.fresh(None, how=how, step=step))
+            self.engine.session.tell_start(report.fresh(None, how=how, step=step))
 
 
 class WithEngine:

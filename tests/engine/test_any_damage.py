@@ -56,7 +56,7 @@ def judge(tuning, touched):
     broken = {step for step in STEPS for path in touched if f"{step:08d}" in path.parent.name}
     is_base = any(path.parent.name.startswith("frozen-") for path in touched)
     try:
-        snapshot = tuning.engine.fetch_stored()
+        snapshot = tuning.engine.session.fetch_stored()
     except LazySnapError as error:
         return None if is_base else f"refused: {error}"
     if snapshot is None:

@@ -1,7 +1,9 @@
 """What is told of a level that fails, and works again: once each."""
 
 from lazysnap import PersistentLevel, SnapshotConfig
-from lazysnap.engine.events import EventLog
+from lazysnap.engine.events import KeeperEvents
+from lazysnap.engine.messages import Messages
+from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.keeper.events import KeeperLost
 from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, NameFailed, Protected, Unlinked, Unprotected
@@ -11,8 +13,11 @@ def said(caplog):
     return [" ".join(record.getMessage().split()[:3]) for record in caplog.records if record.levelname == "WARNING"]
 
 
-def log_of(every=1):
-    return EventLog(SnapshotConfig(levels=(PersistentLevel("/disk", every_n_steps=every),)), Statistics())
+def events_of(every=1, *, speaks_for_node=True):
+    config = SnapshotConfig(levels=(PersistentLevel("/disk", every_n_steps=every),))
+    statistics = Statistics()
+    messages = Messages(statistics, speaks_for_node=speaks_for_node)
+    return KeeperEvents(config, messages, Protection(config, messages)), statistics
 
 
 def complete(*steps):
@@ -20,63 +25,62 @@ def complete(*steps):
 
 
 def test_a_level_that_fails_is_told_once_and_once_that_it_works_again(caplog):
-    log = log_of()
+    events, statistics = events_of()
 
-    log.drain([LevelFailed("/disk", step, "read back damaged") for step in range(1, 6)])
+    events.take([LevelFailed("/disk", step, "read back damaged") for step in range(1, 6)])
     assert said(caplog) == ["step 1 is"]
 
-    log.drain([Durable("/disk", 6, 100, 0.1), complete(6), complete(7)])
+    events.take([Durable("/disk", 6, 100, 0.1), complete(6), complete(7)])
     assert said(caplog) == ["step 1 is", "/disk works again:"]
-    assert log.statistics.level_failures == {"/disk": 5}
+    assert statistics.level_failures == {"/disk": 5}
 
 
 def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
     caplog.set_level("INFO")
     told = [LevelFailed("/disk", 1, "full"), Unlinked("no link"), Unprotected("alone"), NameFailed("/disk", "x", "-")]
-    logs = [log_of() for _ in range(3)]
-    for rank, log in enumerate(logs):
-        log.speaks_for_node = rank == 0
-        log.drain([*told, Unlinked(""), Unprotected(""), complete(2)])
+    ranks = [events_of(speaks_for_node=rank == 0) for rank in range(3)]
+    for events, _ in ranks:
+        events.take([*told, Unlinked(""), Unprotected(""), complete(2)])
 
     assert len(said(caplog)) == 7
     assert len([record for record in caplog.records if record.levelname == "INFO"]) == 14
-    assert all(log.statistics.level_failures == {"/disk": 1} for log in logs)
+    assert all(statistics.level_failures == {"/disk": 1} for _, statistics in ranks)
 
 
 def test_steps_that_were_due_between_two_that_are_stored_count_as_left_out():
-    log = log_of(every=10)
+    events, statistics = events_of(every=10)
 
-    log.drain([complete(10), complete(30), complete(33), complete(40)])
+    events.take([complete(10), complete(30), complete(33), complete(40)])
 
-    assert log.statistics.persisted == {"/disk": 4}
-    assert log.statistics.dropped == {"/disk": 1}
-    assert log.statistics.last_durable_step == {"/disk": 40}
+    assert statistics.persisted == {"/disk": 4}
+    assert statistics.dropped == {"/disk": 1}
+    assert statistics.last_durable_step == {"/disk": 40}
 
 
 def test_after_going_back_only_what_comes_behind_that_step_counts():
-    log = log_of()
-    log.drain([complete(9)])
+    events, statistics = events_of()
+    events.take([complete(9)])
 
-    log.begin(4)
-    log.drain([complete(6)])
+    events.begin(4)
+    events.take([complete(6)])
 
-    assert log.statistics.dropped == {"/disk": 8 + 1}
-    assert log.statistics.last_durable_step == {"/disk": 6}
+    assert statistics.dropped == {"/disk": 8 + 1}
+    assert statistics.last_durable_step == {"/disk": 6}
 
 
 def test_a_step_is_not_protected_any_more_once_the_keeper_with_its_parity_is_gone():
-    log = log_of()
-    log.drain([Protected(6, "s1")])
-    assert log.statistics.last_protected_step == 6
+    events, statistics = events_of()
+    events.take([Protected(6, "s1")])
+    assert statistics.last_protected_step == 6
 
-    log.drain([KeeperLost()])
-    assert log.statistics.last_protected_step is None
+    events.take([KeeperLost()])
+    assert statistics.last_protected_step is None
 
 
 def test_a_level_that_fails_after_training_does_not_say_that_training_goes_on(caplog):
-    log = log_of()
-    log.is_training = False
+    events, _ = events_of()
+    events.is_training = False
 
-    log.drain([LevelFailed("/disk", 3, "full")])
+    events.take([LevelFailed("/disk", 3, "full")])
 
     assert [record.getMessage() for record in caplog.records] == ["step 3 is not persisted: full"]

@@ -46,7 +46,7 @@ def test_later_snapshots_can_be_restored_and_older_ones_again(job, tmp_path):
     assert tuning.engine.close()
     assert tuning.engine.statistics().level_failures == {}
     assert sorted(check_whole(tuning, tmp_path)) == [first, last]
-    snapshot = job.start(tmp_path, ready=False).engine.fetch_stored()
+    snapshot = job.start(tmp_path, ready=False).engine.session.fetch_stored()
     assert snapshot.step == last
     assert matches(tuning, snapshot)
 
@@ -91,4 +91,4 @@ def test_a_keeper_that_is_killed_while_it_replaces_them_leaves_what_the_next_one
     last = run_until_durable(tuning, step + 1)
     assert tuning.engine.close()
     assert last in check_whole(tuning, tmp_path)
-    assert matches(tuning, job.start(tmp_path, ready=False).engine.fetch_stored())
+    assert matches(tuning, job.start(tmp_path, ready=False).engine.session.fetch_stored())

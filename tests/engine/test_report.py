@@ -29,8 +29,19 @@ def test_directories_without_a_manifest_are_told():
 
 def test_memory_that_is_not_held_is_not_told_as_held():
     sizes = report.Sizes(state_bytes=100, frozen_bytes=0, slots=3, slot_bytes=200, available_bytes=50)
-    assert "100 bytes, 3 slots = " in report.opening(SnapshotConfig(), sizes, 1)
-    assert "no memory: it would take 3 slots = " in report.opening(SnapshotConfig(), sizes, 1, is_protected=False)
+    assert (
+        "state 100 bytes; takes 600 bytes of memory (of 50 bytes available): 3 slots of 200 bytes, each"
+        in report.opening(SnapshotConfig(), sizes, 1)
+    )
+    assert "no memory: it would take 600 bytes" in report.opening(SnapshotConfig(), sizes, 1, is_protected=False)
+
+
+def test_the_figures_of_memory_add_up():
+    sizes = report.Sizes(414_700, frozen_bytes=600_000, slots=3, slot_bytes=2_500_000, available_bytes=10**10)
+    assert report.opening(SnapshotConfig(), sizes, 1).startswith(
+        "state 414.7 kB and 600.0 kB that are not trained; takes 8.1 MB of memory (of 10.0 GB available): 3 slots of "
+        "2.5 MB, each the state and 2.1 MB for metadata and growth; and 600.0 kB that are not trained; "
+    )
 
 
 def test_that_there_is_no_storage_level_is_told_beside_parity_too():

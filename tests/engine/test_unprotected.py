@@ -18,6 +18,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel
+from lazysnap.engine.messages import Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperUnavailable, MemoryBoundExceeded
@@ -234,7 +235,7 @@ def test_without_memory_or_levels_the_end_says_that_nothing_is_saved(job, caplog
 
 def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
     now = 0.0
-    told = Protection(job.config("/level"), Statistics(), clock=lambda: now)
+    told = Protection(job.config("/level"), Messages(Statistics()), clock=lambda: now)
     told.lost(KeeperUnavailable("no keeper"))
     times = []
     for now in range(2000):
@@ -303,7 +304,7 @@ def test_the_start_says_what_the_training_takes(job, tmp_path, caplog):
 
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("state ")]
     assert len(lines) == 1
-    assert "3 slots = " in lines[0]
+    assert "): 3 slots of " in lines[0]
     assert f"snapshots at {tmp_path} every step" in lines[0]
     assert training.engine.flush(TIMEOUT_S)
     assert sum(f"{tmp_path}: a snapshot of " in record.getMessage() for record in caplog.records) == 1

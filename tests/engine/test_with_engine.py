@@ -4,6 +4,7 @@ import contextlib
 import threading
 
 import pytest
+import torch
 from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
 
@@ -78,6 +79,41 @@ def test_at_the_end_of_the_block_the_last_step_is_stored(start, tmp_path):
 
     assert stored(tmp_path)[-1] == 5
     assert training.engine.close()  # says what it said at the end of the block
+
+
+def test_at_the_end_the_last_step_is_captured_though_it_is_not_due(start, tmp_path):
+    training = start(tmp_path, every_n_steps=4)
+    with training.engine:
+        train(training, 6)
+    facts = training.facts()
+
+    assert stored(tmp_path)[-1] == 6
+    again = start(tmp_path, every_n_steps=4)
+    assert again.engine.restore("latest").step == 6
+    assert again.facts() == facts
+
+
+def step_on(training):
+    training.train()
+
+
+def swap_in(training):
+    with torch.no_grad():
+        training.model[0].weight.mul_(2)
+
+
+def point_elsewhere(training):
+    training.model[0].weight.data = training.model[0].weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [step_on, swap_in, point_elsewhere])
+def test_weights_that_changed_after_the_last_boundary_are_not_captured_as_its_step(start, tmp_path, change):
+    training = start(tmp_path, every_n_steps=4)
+    train(training, 6)
+    change(training)
+
+    assert training.engine.close()
+    assert stored(tmp_path)[-1] == 4
 
 
 @pytest.mark.parametrize("is_restored_within", [False, True])

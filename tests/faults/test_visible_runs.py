@@ -44,7 +44,7 @@ def test_it_says_that_it_starts_fresh_that_it_resumed_what_was_lost_and_what_is_
     assert lines[0] == f"lazysnap: starting fresh: there is no snapshot in memory or at {level}"
     one(
         lines[1:],
-        rf"lazysnap: state .+, \d slots = .+ of memory \(of .+ available\), snapshots at {level} every 5 "
+        rf"lazysnap: state .+; takes .+ of memory \(of .+ available\): \d slots of .+; snapshots at {level} every 5 "
         "steps",
     )
 

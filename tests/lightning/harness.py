@@ -217,6 +217,8 @@ class ListEngine:
         self.config, self.state, self.kept, self.trace = config, state, kept, trace
         self.choice: Kept | None = None
         self.ended = ""
+        self.session = self
+        self.listens = True
 
     def boundary(self, step: int, **_: Any) -> bool:
         if self.kept and self.kept[-1].step == step:

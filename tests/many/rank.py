@@ -299,7 +299,7 @@ def main() -> None:
         loop["rank"] = rank
     start = snapshot.step if snapshot else 0
     write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer), *own(model, loop))
-    write("exchanges", engine._world.exchanges)
+    write("exchanges", engine.session.parts.world.exchanges)
     if settings.get("look"):
         engine.abandon()
         os._exit(0)
@@ -349,7 +349,7 @@ def main() -> None:
         engine.gate()
         write("gated", step)
         write("waits", step, engine.statistics().slot_waits.count)
-        write("collectives", engine._world.exchanges)
+        write("collectives", engine.session.parts.world.exchanges)
         if settings.get("freeze_at") == step:
             os.kill(keeper_of(engine), signal.SIGSTOP)
         if settings.get("hear_at") == step:

@@ -123,7 +123,7 @@ class Door(WithEngine):
             engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
             self.session = Session(engine, self._left_at)
             if self._begins_from is not None:
-                engine.tell_start(self._begins_from)
+                engine.session.tell_start(self._begins_from)
         return self.session
 
     @property
@@ -240,7 +240,7 @@ class Door(WithEngine):
             self._directories.loaded(found)
             self._begins_from = report.from_checkpoint(found)
             if self.session is not None:
-                self.session.engine.tell_start(self._begins_from)
+                self.session.engine.session.tell_start(self._begins_from)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -252,7 +252,7 @@ class Door(WithEngine):
         self._is_apart = True
         if not self._state.is_uneven:
             self._state.is_uneven = True
-            self.opened().engine.replan()
+            self.opened().engine.session.replan()
         try:
             yield
         finally:
@@ -287,7 +287,7 @@ class Door(WithEngine):
             return
         if self._is_place_removed():
             logger.info("nothing is stored: the program removed %s", self._default_url)
-            session.engine.discard()
+            session.engine.session.discard()
             self._end_at(session, 0.0)
             return
         if self._end.alive and not session.is_spoilt:

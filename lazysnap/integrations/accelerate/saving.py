@@ -154,7 +154,7 @@ class Directories:
     def _name(self, engine: SnapshotEngine, *, is_there: bool) -> str | None:
         """Name the snapshot of this step. ``None`` if a rank has none, or cannot have it stored. Collective."""
         # The start's id: an earlier start may have used such a name at the same step.
-        name = f"save_state-{engine.step}-{engine.start}-{next(self._numbers)}"
+        name = f"save_state-{engine.step}-{engine.session.start}-{next(self._numbers)}"
         if all(gather_object([is_there and engine.keep(name) == engine.step])):
             return name
         if is_there:
@@ -206,7 +206,7 @@ class Directories:
         made, where = self._checkpoints, directory or "checkpoints"
         # Only the main process waits. The engine exchanges heartbeats meanwhile: the deadline of the program's process
         # group may be shorter than the wait.
-        self._engine.together("waiting for checkpoints", lambda: made and made.wait(timeout_s, directory))
+        self._engine.session.together("waiting for checkpoints", lambda: made and made.wait(timeout_s, directory))
         return bool(by_main(self._accelerator, where, lambda: made is None or made.wait(0, directory)))
 
     def find(self, directory: str | None) -> str | None:

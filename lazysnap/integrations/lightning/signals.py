@@ -15,7 +15,7 @@ def listen(trainer: Any, engine: SnapshotEngine) -> None:
     Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal, waits for the end
     of the batch, and leaves with exit code 0. Handlers of the program are called as before. Idempotent.
     """
-    if engine.listens:
+    if engine.session.listens:
         return
     connector = trainer._signal_connector
     before = getattr(connector, "_original_handlers", {}).get(signal.SIGTERM, signal.SIG_DFL)
@@ -24,7 +24,7 @@ def listen(trainer: Any, engine: SnapshotEngine) -> None:
         # Lightning puts back what was there before the fit at its end.
         signal.signal(signal.SIGTERM, Beside(before) if callable(before) else before)
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
-    engine.listen(getattr(loop, "SIGTERMException", SystemExit))
+    engine.session.listen(getattr(loop, "SIGTERMException", SystemExit))
     if trainer.received_sigterm:  # just before
         connector.received_sigterm = False
         signal.raise_signal(signal.SIGTERM)

@@ -149,7 +149,7 @@ class Training:
         if snapshot is None:
             session.tell_fresh(self._asked, HOW)
         else:
-            session.engine.load(snapshot, position=state.position_text())
+            session.engine.session.load(snapshot, position=state.position_text())
             self._snapshot = None
         session.start(self.trainer.state.global_step)
         return prepared

@@ -1,0 +1,295 @@
+"""The calls round every optimizer step, ``boundary`` and ``gate``, and what makes memory ready for the first."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from lazysnap import faults
+from lazysnap.capture.devices import is_capturing_graph
+from lazysnap.capture.gate import OptimizerGates
+from lazysnap.capture.plan import check_kinds
+from lazysnap.engine import report
+from lazysnap.engine.messages import Event
+from lazysnap.engine.notice import Notice
+from lazysnap.engine.parts import Parts
+from lazysnap.engine.run import Run
+from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, LazySnapError, UnsupportedState
+from lazysnap.keeper.client_slots import CaptureState
+from lazysnap.ranks.checks import together
+from lazysnap.state.gc_pause import collector_paused
+from lazysnap.state.modules import is_uninitialised
+from lazysnap.state.sharding import local_of
+from lazysnap.warm.steps import Steps
+
+logger = logging.getLogger(__name__)
+
+
+class Boundaries:
+    """Used on the training thread; hooks on optimizers call ``gate``."""
+
+    def __init__(self, parts: Parts, run: Run, notice: Notice) -> None:
+        self._parts = parts
+        self._run = run
+        self._notice = notice
+        self._reached = Steps()
+        self._is_sealed = False
+        """True if nothing is captured any more, though training may go on for a moment."""
+        self._recorder = parts.recorder
+        self._captures = parts.recorder.captures
+        self.lock = threading.RLock()
+        self.gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
+        self._is_past_first = False
+        """True if the first boundary is over."""
+        self._weights: list[torch.Tensor] = []
+        """What optimizers held at the last capture, if there are boundaries that are not due."""
+        self._facts: list[tuple[int, int]] | None = None
+        """See ``_weights_now``, at the last boundary, if that was not due."""
+
+    # ---------------------------------------------------------------- memory
+
+    def prepare(self) -> None:
+        """See ``SnapshotEngine.prepare``, without ``check_memory``. Does not block."""
+        check_kinds(self._parts.source.expected().items())
+        self._run.tell_start()
+        self._run.begin_once()
+        self._recorder.register_slots()  # before slots that an earlier start left are made ready
+        self._parts.client.start()
+        self.gates.install(self._parts.source.optimizers())
+        self._recorder.prepare()
+        self.listen()
+
+    def listen(self, exception: type[BaseException] = SystemExit) -> None:
+        """See ``Session.listen``. Does not block."""
+        self._notice.listen(self._parts.client, self._recorder.seen_step or 0, exception)
+
+    def check_memory(self) -> None:
+        """See ``Session.check_memory``. Collective. Blocks."""
+        if self._parts.config.require_memory:
+            together(self._parts.world, "making sure of memory", self._await_memory)
+
+    def _await_memory(self) -> None:
+        self.prepare()
+        config, found = self._parts.config, list[LazySnapError]()
+
+        def is_refused() -> bool:
+            lost = self._recorder.protection.error if self._recorder.is_unprotected() else None
+            error = self._parts.client.refusal() or lost
+            found.extend([] if error is None else [error])
+            return error is not None
+
+        if not self._await_slots(config.io_timeout_s + config.collective_timeout_s, is_refused):
+            error = found[0] if found else KeeperUnavailable("the keeper did not make its slots ready in time")
+            raise type(error)(f"SnapshotConfig(require_memory=True): {error}")
+
+    def _await_slots(self, timeout_s: float, is_refused: Callable[[], bool]) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self._recorder.is_ready():
+            self._recorder.drain_events()
+            self._recorder.return_slots()
+            if is_refused() or time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """See ``SnapshotEngine.wait_ready``. Blocks; ``prepare`` was called."""
+        recorder = self._recorder
+        losses = recorder.protection.losses
+        is_there = self._await_slots(timeout_s, lambda: recorder.protection.losses > losses)
+        recorder.waits_for_memory = recorder.waits_for_memory or is_there
+        return is_there
+
+    # ---------------------------------------------------------------- boundary
+
+    def boundary(self, step: int, *, force: bool) -> bool:
+        """See ``SnapshotEngine.boundary``. Blocks."""
+        began = self._pass(step, force=force or self._notice.cuts)
+        self._notice.passed(step)
+        return began
+
+    def _pass(self, step: int, *, force: bool) -> bool:
+        with self.lock:
+            self.listen()
+            if is_capturing_graph():
+                raise ConfigError(
+                    "engine.boundary() is being captured into a graph, where it would run once and never again: call "
+                    "it behind replay(), and engine.gate() before it"
+                )
+            self.gate()
+            started = time.perf_counter()
+            self._recorder.drain_events()
+            refusal = self._parts.client.refusal()
+            if refusal is not None:
+                raise refusal
+            last = self._recorder.seen_step or 0
+            if step < last:  # a loop that begins again
+                self._parts.messages.tell(Event.BEGINS_AGAIN, step=step, last=last)
+                self._run.begin_again(step)
+            if not self._recorder.is_due(step, force=force) or self._is_sealed:
+                self._reached.reached(step)
+                self._facts = self._weights_now()
+                return False
+            self._run.tell_start()
+            self._run.begin_once()
+            began = self.capture(step, started) if self._is_past_first else self._capture_first(step, started)
+            self._reached.reached(step)
+            return began
+
+    def _capture_first(self, step: int, started: float) -> bool:
+        began = self.capture(step, started)
+        self._is_past_first = True
+        try:
+            self._tell_sizes()
+        except (OSError, ValueError) as error:  # the machine does not tell, and training needs no answer
+            logger.info("what the training takes is not known: %s", error)
+        self.check_memory()
+        return began or (self._parts.config.require_memory and self.capture(step, started))
+
+    def _tell_sizes(self) -> None:
+        sizes, parts = self._recorder.sizes(), self._parts
+        if sizes is None:
+            return  # nothing could be planned
+        is_protected = self._recorder.protection.cause is None
+        line = report.opening(parts.config, sizes, parts.world.size, is_protected=is_protected)
+        parts.messages.tell(Event.TAKES, line=line)
+        snapshot_bytes = sizes.state_bytes + sizes.frozen_bytes
+        for lack in report.shortages(parts.config, snapshot_bytes, len(parts.world.node_ranks)):
+            parts.messages.tell(Event.NO_ROOM, **lack)
+
+    def capture(self, step: int, started: float) -> bool:
+        """Capture ``step``; ``True`` if that began. ``started``: when this boundary began. Under ``lock``.
+
+        Raises: UnsupportedState, at the first capture; JobBusy.
+        """
+        recorder, statistics, tell = self._recorder, self._parts.statistics, self._parts.messages.tell
+        recorder.resend_to_new_keeper()
+        waited_before_s = statistics.memory_wait_s
+        try:
+            optimizers = self._parts.source.optimizers()
+            self.gates.install(optimizers)
+            if self._parts.config.every_n_steps > 1:
+                held = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
+                self._weights = [local_of(one) for one in held if not is_uninitialised(one)]
+            with collector_paused():
+                began = recorder.begin(step)
+        except UnsupportedState as error:
+            began = recorder.skip("unsupported state")
+            if not recorder.encoded_once:
+                raise
+            tell(Event.UNSUPPORTED, step=step, text=error)
+        except JobBusy:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a capture meets, training goes on
+            tell(Event.NOT_CAPTURED, step=step, text=f"{type(error).__name__}: {error}")
+            began = recorder.skip("error")
+        seconds = time.perf_counter() - started
+        statistics.waited_s += seconds
+        if began:
+            statistics.boundary.add(seconds - (statistics.memory_wait_s - waited_before_s))
+        return began
+
+    # ---------------------------------------------------------------- the last boundary
+
+    def last_boundary(self, step: int) -> bool:
+        """See ``Session.last_boundary``. Blocks."""
+        deadline = time.monotonic() + self._parts.config.io_timeout_s
+        # A short training may end before all memory is there, and slots may still be read by a slow level.
+        while not self.boundary(step, force=True) and self._recorder.last_step != step:
+            left_s = deadline - time.monotonic()
+            if left_s < 0:
+                break  # ``close`` says so
+            self.prepare()
+            if not self.wait_ready(left_s):
+                break
+            time.sleep(0.005)
+        self.finish_copies()
+        return self._recorder.last_step == step
+
+    def capture_last(self) -> None:
+        """Capture the state of the last boundary, if that was not due. Not where weights changed since. Collective.
+        Blocks: as ``last_boundary``.
+        """
+        if self._parts.config.every_n_steps == 1:
+            return  # it was due
+        step, world = self._recorder.seen_step, self._parts.world
+        is_open = step is not None and step not in (self._recorder.last_step, self._recorder.last_due)
+        is_same = is_open and self._facts is not None and self._facts == self._weights_now()
+        told = world.exchange("the last step", [step, is_same])
+        if step is not None and all(other == [step, True] for other in told):
+            self.last_boundary(step)
+        elif is_open:
+            logger.info("step %d, which was not due, is not captured at the end: weights changed since", step)
+
+    def _weights_now(self) -> list[tuple[int, int]] | None:
+        """Steps of optimizers, pointers and versions of weights; ``None`` if these may change unseen. Hot."""
+        if self._parts.messages.is_known("graph"):
+            return None  # a graph that is replayed changes them without any sign
+        return [(self.gates.steps, 0), *((weight.data_ptr(), weight._version) for weight in self._weights)]
+
+    # ---------------------------------------------------------------- gate
+
+    def gate(self) -> None:
+        """See ``SnapshotEngine.gate``. Blocks. Hot."""
+        with self.lock:
+            if is_capturing_graph():
+                self._check_graph()
+            if not self._captures.is_copying:
+                return
+            started = time.perf_counter()
+            is_due = self._captures.finish(self._parts.config.io_timeout_s) is not None
+            if is_due:
+                faults.point("engine.gated")
+            self._recorder.settle()
+            seconds = time.perf_counter() - started
+            self._parts.statistics.waited_s += seconds
+            if is_due:
+                self._parts.statistics.gate.add(seconds)
+
+    def _check_graph(self) -> None:
+        if self._captures.is_copying:
+            raise ConfigError(
+                "an optimizer step is being captured into a graph while lazysnap copies the weights: the graph cannot "
+                'wait for that. Call engine.wait(until="captured", timeout_s=60) right before the capture, and '
+                "engine.gate() before every replay()"
+            )
+        self._parts.messages.tell(Event.IN_GRAPH)
+
+    def _stepped_beside(self) -> None:
+        if self._captures.discard("an optimizer stepped without passing the gate"):
+            self._parts.messages.tell(Event.STEPPED_BESIDE)
+            self.gate()
+
+    def finish_copies(self) -> None:
+        """``gate``, then wait for what devices still copy. Blocks: at most twice ``io_timeout_s``."""
+        self.gate()
+        self.gate()  # behind the gate only a device can still be copying
+
+    def wait_captured(self, step: int, timeout_s: float) -> bool:
+        """Block until the capture of ``step`` is whole in the memory of a live keeper; ``False`` after the deadline, or
+        if it was dropped.
+        """
+        self.finish_copies()
+        deadline, history = time.monotonic() + timeout_s, self._recorder.history
+        # A copy that hangs may still end. A keeper that was lost is being replaced.
+        while (state := history.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return state is CaptureState.HELD
+
+    def seal(self) -> None:
+        """Capture nothing any more. Thread-safe. Blocks: until the copies are done."""
+        with self.lock:
+            self._is_sealed = True
+            self.finish_copies()
+            self._recorder.settle()
+
+    def close(self) -> None:
+        """Take the hooks off, stop the copy thread, let go of state and slots. Blocks: at most some seconds."""
+        self.gates.remove()
+        self._captures.close(self._parts.config.io_timeout_s)
+        self._recorder.close()
+        self._weights = []

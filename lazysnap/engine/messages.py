@@ -1,0 +1,217 @@
+"""Everything that an engine tells its user: one table of events, each with its counter, severity and text."""
+
+import enum
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from lazysnap.console import say
+from lazysnap.engine.statistics import Statistics
+
+logger = logging.getLogger("lazysnap.engine")
+
+SAID = logging.INFO + 1
+"""Severity of lines that users see even if they never configured logging."""
+
+
+class By(enum.Enum):
+    """Ranks that say it; the others log it as INFO."""
+
+    EACH = "each rank"
+    NODE = "one rank of each node: all of them receive it"
+    FIRST = "rank 0"
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row of the table."""
+
+    text: str
+    """What happened, what is lost, what to do. Values by name."""
+    severity: int = logging.WARNING
+    by: By = By.EACH
+    counter: str = ""
+    """Field of ``Statistics`` that counts it; one with an entry for each level counts it there."""
+    topic: str = ""
+    """Trouble that lasts. Told again as DEBUG only, until an event ends it."""
+    repeats: bool = False
+    """True if it is told each time all the same."""
+    ends: str = ""
+    """Topic that this ends. It is told only if that trouble was."""
+
+
+class Event(enum.Enum):
+    """The table."""
+
+    # The start. Lines are composed in ``report``.
+    STARTS = Row("%(line)s", SAID, By.FIRST)
+    NEW_RUN = Row(
+        "a new run %(new)s begins at step %(step)d of run %(run)s, which was chosen. The newest snapshot is step "
+        "%(newest)d of run %(left)s: it stays where it is stored (in memory it is overwritten in the next steps), and "
+        '"latest" means it until run %(new)s has a complete snapshot. To go back to it, restore("run:%(left)s") or '
+        'ckpt_path="run:%(left)s"',
+        by=By.FIRST,
+    )
+    BEGINS_AGAIN = Row(
+        "boundary(%(step)d) after boundary(%(last)d): from here on snapshots are of a new start of this run. Stored "
+        'snapshots of steps above %(step)d stay, and "latest" finds them until this start has stored a greater step. '
+        "To train something else make another SnapshotEngine with a directory of its own; to go back call "
+        "engine.rollback()",
+        by=By.FIRST,
+    )
+    TAKES = Row("%(line)s", SAID, By.FIRST)
+    NO_ROOM = Row(
+        "%(url)s: not even one snapshot fits: it takes %(needed)s, %(free)s are free; free space, or choose another "
+        "place",
+        by=By.NODE,
+    )
+    # Captures.
+    TORN = Row("the snapshot of step %(step)d is dropped: %(text)s", counter="torn", topic="dropped")
+    FAILED = Row("the snapshot of step %(step)d is dropped: %(text)s", counter="failed", topic="dropped")
+    UNSUPPORTED = Row("step %(step)d is not captured: %(text)s", topic="state")
+    NOT_CAPTURED = Row("step %(step)d is not captured: %(text)s", topic="capture")
+    STEPPED_BESIDE = Row("an optimizer stepped beside a running copy; that snapshot is dropped", topic="gate")
+    IN_GRAPH = Row(
+        "an optimizer step is being captured into a graph: hooks do not run when it is replayed, so snapshots are "
+        "torn, and nobody notices, unless you call engine.gate() before every replay()",
+        topic="graph",
+    )
+    SLOW_STATE = Row(
+        "collecting the training state took %(ms).0f ms, at every snapshot; look for slow state_dict hooks (in "
+        "Lightning also on_save_checkpoint), or raise every_n_steps",
+        topic="collecting",
+    )
+    REPLANNED = Row("the capture plan is made anew: %(cause)s", logging.INFO, counter="replans")
+    VALUES_MISSING = Row(
+        "%(count)d parameters of %(path)s are in no part of the state: a restart has their optimizer state, not their "
+        "values; give the engine the module that they belong to",
+        topic="values of %(path)s",
+    )
+    FROZEN_NOT_APART = Row("frozen tensors are part of every snapshot: %(text)s", topic="frozen")
+    FROZEN_CHANGED = Row(
+        "%(count)d tensors that need no gradient were changed all the same (%(name)s, …): they are part of every "
+        "snapshot from now on. Earlier snapshots hold the values from before the change",
+        topic="frozen",
+    )
+    # Memory.
+    NO_MEMORY = Row("NOT protected in memory: %(text)s; %(lost)s", topic="memory")
+    STILL_NO_MEMORY = Row("still NOT protected in memory, for %(minutes).0f min: %(text)s; %(lost)s")
+    MEMORY_AGAIN = Row("protected in memory again, after %(seconds).0f s without", ends="memory")
+    STEPS_WITHOUT_MEMORY = Row(
+        "%(count)d step%(s)s of this training were NOT protected in memory, so not captured: %(text)s; newest snapshot "
+        "on storage: %(stored)s"
+    )
+    NO_PARITY = Row("NOT protected against the loss of a node, there is too little memory: %(text)s", topic="parity")
+    FILES = Row(
+        "captures go into files in %(directory)s: memory does not suffice. They outlive the training process as memory "
+        "does, but a step may wait while the kernel writes them to that disk: free memory, or raise every_n_steps",
+        topic="files",
+    )
+    # Levels and names.
+    FIRST_STORED = Row(
+        "%(level)s: a snapshot of %(size)s takes %(seconds).1f s (%(rate)s/s)", logging.INFO, topic="rate of %(level)s"
+    )
+    LEVEL_FAILED = Row(
+        "step %(step)d is not persisted, training goes on and the next snapshot is tried again: %(text)s",
+        by=By.NODE,
+        counter="level_failures",
+        topic="level %(level)s",
+    )
+    LEVEL_FAILED_AT_END = Row(
+        "step %(step)d is not persisted: %(text)s", by=By.NODE, counter="level_failures", topic="level %(level)s"
+    )
+    LEVEL_WORKS = Row("%(shown)s works again: step %(step)d is durable there", by=By.NODE, ends="level %(level)s")
+    NAME_LOST = Row("%(shown)s: the name %(name)r is lost: %(text)s", by=By.NODE)
+    NAME_NOT_AS_ASKED = Row("%(shown)s: the name %(name)r is not as asked for: %(text)s", by=By.NODE)
+    NAMES_UNUSED = Row("no snapshot is called %(names)s: training went back before it was captured")
+    NAME_IN_DANGER = Row(
+        "the snapshot %(name)r may be lost before it is stored: memory still holds %(waiting)s, which is not stored "
+        "yet. Name snapshots less often, or give training a faster level"
+    )
+    # Keepers.
+    KEEPER_TROUBLE = Row("%(text)s", by=By.NODE)
+    KEEPER_LOST = Row(
+        "the keeper is gone, a new one is being started", by=By.NODE, counter="keepers_lost", topic="keeper"
+    )
+    KEEPER_SILENT = Row("%(text)s", topic="silent")
+    KEEPER_ANSWERS = Row("the keeper (process %(pid)d) answers again: snapshots are stored again", ends="silent")
+    UNLINKED = Row(
+        "nothing new is stored, or protected on other nodes: %(text)s", by=By.NODE, topic="links", repeats=True
+    )
+    LINKED = Row(
+        "the keepers of all nodes reach each other again: storage and protection go on", by=By.NODE, ends="links"
+    )
+    NODE_UNPROTECTED = Row(
+        "NOT protected against the loss of a node: %(text)s", by=By.NODE, topic="nodes", repeats=True
+    )
+    NODE_PROTECTED = Row("protected against the loss of a node again", by=By.NODE, ends="nodes")
+    # Going back.
+    ROLLED_BACK = Row(
+        "rolled back from step %(from_step)d to step %(step)d%(reason)s: restored from %(level)s in %(took)s; the "
+        "batches since step %(step)d are skipped",
+        SAID,
+        By.FIRST,
+        counter="rollbacks",
+    )
+    NOT_CAPTURED_BACK = Row(
+        "step %(step)d could not be captured after the rollback: until the next capture is whole, "
+        '"latest" means the newest snapshot of the run before, which may be a bad one'
+    )
+    # The end. Lines are composed in ``report``.
+    ENDS = Row("%(line)s", SAID, By.FIRST)
+    NOT_DURABLE = Row("%(line)s", by=By.FIRST)
+    NOT_AT_EVERY_LEVEL = Row("the last snapshot is not durable at every level. %(reason)s")
+    END_UNKNOWN = Row("it is not known if the last snapshot is durable on all ranks: %(text)s")
+    LAST_NOT_CAPTURED = Row(
+        "step %(step)d, the last that was due, is not captured (so far: %(missing)s), so it is nowhere; the newest "
+        "snapshot of this training is %(newest)s. %(reason)s"
+    )
+    NAMES_LOST = Row(
+        "the names %(names)s are lost, unless %(level)s takes their snapshots while memory stays (linger_s, "
+        "%(linger_s)g s)",
+        by=By.FIRST,
+    )
+
+
+class Messages:
+    """Counts and tells events; used on the training thread."""
+
+    def __init__(self, statistics: Statistics, *, is_first: bool = True, speaks_for_node: bool = True) -> None:
+        self.statistics = statistics
+        self._speaks = {By.EACH: True, By.NODE: speaks_for_node, By.FIRST: is_first}
+        self._open: set[str] = set()
+
+    def tell(self, event: Event, **values: Any) -> None:
+        """Count the event, and tell it unless its trouble is known."""
+        row: Row = event.value
+        if row.counter:
+            self._count(row.counter, values)
+        topic, ends = row.topic % values, row.ends % values
+        if ends and ends not in self._open:
+            return
+        self._open.discard(ends)
+        severity = row.severity if self._speaks[row.by] else logging.INFO
+        if topic in self._open and not row.repeats:
+            severity = logging.DEBUG
+        if topic:
+            self._open.add(topic)
+        if severity == SAID:
+            say(row.text % values)
+        else:
+            logger.log(severity, row.text, *([values] if values else []))
+
+    def is_known(self, topic: str) -> bool:
+        """True if the user was told of trouble of this topic, and nothing ended it."""
+        return topic in self._open
+
+    def over(self, *topics: str) -> None:
+        """Trouble of these topics ended; nothing is told of it."""
+        self._open -= {*topics}
+
+    def _count(self, counter: str, values: dict[str, Any]) -> None:
+        found = getattr(self.statistics, counter)
+        if isinstance(found, Counter):
+            found[values["level"]] += 1
+        else:
+            setattr(self.statistics, counter, found + 1)

@@ -1,0 +1,72 @@
+"""The parts that the objects of one engine share."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lazysnap.config import SnapshotConfig
+from lazysnap.engine.level_checks import shared_levels
+from lazysnap.engine.messages import Messages
+from lazysnap.engine.recorder import Recorder
+from lazysnap.engine.statistics import Statistics
+from lazysnap.errors import ConfigError
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.ranks.checks import check_places
+from lazysnap.ranks.meeting import Meeting, meet_keepers
+from lazysnap.ranks.world import World
+from lazysnap.state.objects import ObjectState
+from lazysnap.state.source import StateSource
+from lazysnap.topology import Team
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Made once per engine."""
+
+    config: SnapshotConfig
+    source: StateSource
+    identity: JobIdentity
+    world: World
+    client: KeeperClient
+    messages: Messages
+    recorder: Recorder
+    meeting: Meeting
+    """The addresses of other nodes."""
+    shared: list[str]
+    """Levels that are one place for all nodes."""
+
+    @classmethod
+    def of(
+        cls, config: SnapshotConfig, source: StateSource, default_url: str | None, on_notice: Callable[[], None]
+    ) -> "Parts":
+        """Make the parts; no keeper is started. Collective. Blocks: for other ranks.
+
+        Raises: ConfigError; WaitTimeout.
+        """
+        identity = JobIdentity.from_config(config, default_url)
+        world = World(config.collective_timeout_s, source.optimizers())
+        client = KeeperClient(identity, config, Team.of(world.places, world.rank), on_notice)
+        messages = Messages(Statistics(), is_first=world.rank == 0, speaks_for_node=world.place.local_rank == 0)
+        recorder = Recorder(config, source, client, messages, world)
+        check_places(world, config, identity.job_id)
+        meeting = meet_keepers(world, client, config, identity.job_id)
+        recorder.group = meeting.group
+        shared = shared_levels(world, config.levels)
+        return cls(config, source, identity, world, client, messages, recorder, meeting, shared)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Counters and timings; updated in place."""
+        return self.messages.statistics
+
+
+def source_of(state: StateSource | Mapping[str, Any]) -> StateSource:
+    """Return the state as a source. Raises: ConfigError, if it is none."""
+    source = ObjectState(state) if isinstance(state, Mapping) and state else state
+    if not isinstance(source, StateSource):
+        raise ConfigError(
+            'SnapshotEngine: the state must be a dict of names to objects, as in {"model": model, "optimizer": '
+            f"optimizer}}, or a StateSource; got {'an empty one' if state == {} else type(state).__qualname__}"
+        )
+    return source

@@ -1,0 +1,200 @@
+"""The run that an engine trains: the snapshot it goes on from, how it begins, and what it leaves behind in memory."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from lazysnap import faults
+from lazysnap.data.position import position_in
+from lazysnap.engine import report
+from lazysnap.engine.messages import Event
+from lazysnap.engine.parts import Parts
+from lazysnap.errors import JobBusy, KeeperUnavailable, SnapshotNotFound
+from lazysnap.keeper.events import MemoryEntry
+from lazysnap.keeper.protocol import Run as RunMessage
+from lazysnap.ranks.checks import together
+from lazysnap.ranks.slots import kept_whole
+from lazysnap.resolver import RestartPlan
+from lazysnap.restore.restart import Restart, fetch, reseed
+from lazysnap.restore.snapshot import Absence, Snapshot
+from lazysnap.state.optimizers import check_optimizers
+
+logger = logging.getLogger(__name__)
+
+
+class Lineage:
+    """The snapshots that led to the present state: by run, oldest run first, up to which step."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, int] = {}
+
+    def go_on(self, present: str, run_id: str, step: int) -> None:
+        """Record that training continues from ``step`` of ``run_id``; ``present`` is the run until now."""
+        if run_id not in (present, *self._steps):
+            self._steps.clear()  # a restart from elsewhere
+        runs = list(self._steps)
+        for later in runs[runs.index(run_id) :] if run_id in runs else ():
+            del self._steps[later]
+        self._steps[run_id] = step
+
+    def has(self, plan: RestartPlan, present: str) -> bool:
+        """True if a snapshot is of the present run, or one that it came from."""
+        return plan.run_id == present or plan.step <= self._steps.get(plan.run_id, -1)
+
+
+class Run:
+    """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``resume`` goes on with another one."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.meta = meta = parts.recorder.meta
+        self.restart = Restart(
+            parts.config, parts.source, parts.client, parts.identity, parts.world, parts.meeting, start=meta.start
+        )
+        self.lineage = Lineage()
+        self._from_step = 0
+        """What is captured from now on is of later steps."""
+        self._stored: dict[str, list[tuple[str, int]]] = {}
+        """By level: start and step of the complete snapshots that training goes on from."""
+        self.is_begun = False
+        """True if it is settled which run this is, so that captures may begin."""
+        self.resumed: report.Resumed | None = None
+        self._absence: Absence | None = None
+        self.has_told_start = False
+        """True if the user was told how this training starts."""
+
+    # ---------------------------------------------------------------- restart
+
+    def fetch(self, which: int | str, restart: Restart | None = None) -> Snapshot | None:
+        """See ``SnapshotEngine.fetch``. Collective. Blocks."""
+        found = fetch(which, restart or self.restart)
+        if isinstance(found, Absence):
+            self._absence = found
+            return None
+        return found
+
+    def fetch_to_read(self, which: int | str) -> Snapshot:
+        """See ``Session.fetch_to_read``. Collective. Blocks."""
+        restart = replace(self.restart, casts=True)
+        try:
+            found = self.fetch(which, restart)
+        except JobBusy:
+            logger.info("the training runs: reading its newest snapshot on storage")
+            found = self.fetch(which, replace(restart, client=None))
+        if found is None:
+            where = report.places(level.url for level in self._parts.config.levels)
+            raise SnapshotNotFound(
+                f"{which!r}: there is no whole snapshot {where}; train first, or give the path of a checkpoint"
+            )
+        return found
+
+    def restore(self, which: int | str) -> Snapshot | None:
+        """See ``SnapshotEngine.restore``. Collective. Blocks."""
+        snapshot = self.fetch(which)
+        if snapshot is None:
+            self.tell_start()
+        else:
+            self.load(snapshot, position=position_in(snapshot.state))
+        return snapshot
+
+    def load(self, snapshot: Snapshot, *, position: str = "") -> None:
+        """See ``Session.load``. Collective. Blocks."""
+        source, world, started = self._parts.source, self._parts.world, time.perf_counter()
+        work = "checking the optimizers"
+        together(world, work, lambda: check_optimizers(source, snapshot.state, snapshot.parameters))
+        faults.point("restore.load")
+        together(world, "loading", lambda: source.load(snapshot.state))
+        faults.point("restore.loaded")
+        if snapshot.world_size != world.size:
+            position = ""  # it counts batches of as many ranks as there were
+            reseed(snapshot, world)
+        self.resume(snapshot, position=position, seconds=snapshot.seconds + time.perf_counter() - started)
+
+    def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
+        """See ``SnapshotEngine.resume``. Blocks: asks the keeper."""
+        self.go_on(snapshot, (snapshot.new_run or snapshot).run_id)
+        if snapshot.world_size > 1 or not self._parts.world.is_alone:
+            self._discard_others(snapshot)
+        self.begin()
+        self.has_told_start = False
+        self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
+        if snapshot.new_run is not None:
+            new, left = snapshot.new_run, snapshot.new_run.left
+            run = {"new": new.name, "run": snapshot.run, "left": new.left_name}
+            self._parts.messages.tell(Event.NEW_RUN, step=snapshot.step, newest=left.step, **run)
+
+    def go_on(self, snapshot: Snapshot, run_id: str) -> None:
+        """Captures from here on are of that run, which goes on from ``snapshot``."""
+        self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
+        self.meta.run_id = run_id
+        self.meta.follow(snapshot.newest_start)
+        self._parts.recorder.resume(snapshot.step)
+        self._from_step = snapshot.step
+        self._stored = {url: [*stored] for url, stored in snapshot.stored.items()}
+        self.resumed = report.Resumed.of(snapshot, has_levels=bool(self._parts.config.levels))
+
+    def tell_start(self, line: str | None = None) -> None:
+        """Tell the user how this training starts, if that was not told yet: ``line``, or that it starts fresh, and why.
+
+        Called by the first of ``restore``, ``resume``, ``prepare`` and ``boundary``.
+        """
+        if not self.has_told_start:
+            self.has_told_start = True
+            self._parts.messages.tell(Event.STARTS, line=line or report.fresh(self._absence))
+
+    # ---------------------------------------------------------------- beginning
+
+    def begin(self) -> None:
+        """Captures are of this run from now on. Does not block."""
+        self.is_begun = True
+        parts, meta = self._parts, self.meta
+        message = RunMessage(
+            meta.run_id,
+            meta.start,
+            step=self._from_step,
+            floor=0,
+            every_n_steps=parts.config.every_n_steps,
+            num_kept=kept_whole(parts.config, parts.world.size, runs_ahead=parts.world.runs_ahead),
+            stored=self._stored,
+            shared=parts.shared,
+            peers=parts.meeting.peers,
+            parity=parts.meeting.parity,
+            is_new=True,
+        )
+        parts.client.adopt_run(message)
+
+    def begin_once(self) -> None:
+        """``begin``, if that was not done: again would make the client forget which steps are durable."""
+        if not self.is_begun:
+            self.begin()
+
+    def begin_again(self, step: int) -> None:
+        """A loop began again with a lower ``step``: these are other snapshots."""
+        self.meta.follow(None)
+        self._from_step, self._stored = max(0, step - 1), {}
+        self._parts.recorder.events.begin(self._from_step)
+        self.begin()
+
+    # ---------------------------------------------------------------- memory
+
+    def _discard_others(self, snapshot: Snapshot) -> None:
+        """Drop what this memory holds beside ``snapshot``, what other nodes protect, and the newest one where another
+        was chosen: not all ranks have it, and it must not outlast what they all have.
+        """
+        other = snapshot.protected if snapshot.new_run is None else snapshot.new_run.left
+        wanted = {(snapshot.run_id, snapshot.step, snapshot.start)}
+        if other is not None:
+            wanted.add((other.run_id, other.step, other.start))
+        self.drop("restore.discard", lambda item: (item.run_id, item.step, item.start) not in wanted)
+
+    def drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
+        """Drop captures in memory; ``point`` is passed before each. Blocks: asks the keeper."""
+        try:
+            held = self._parts.client.inventory(self._parts.config.io_timeout_s).entries
+        except KeeperUnavailable as error:
+            logger.info("nothing in memory to go through: %s", error)
+            return
+        for item in filter(is_unwanted, held):
+            faults.point(point)
+            item.slot.drop(item.sequence)

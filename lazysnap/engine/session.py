@@ -1,0 +1,115 @@
+"""What the integrations of this package need of an engine, beside its public calls."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lazysnap.config import SnapshotConfig
+from lazysnap.engine.boundaries import Boundaries
+from lazysnap.engine.notice import Held, Notice
+from lazysnap.engine.parts import Parts
+from lazysnap.engine.run import Run
+from lazysnap.engine.shutdown import Shutdown
+from lazysnap.errors import ConfigError
+from lazysnap.ranks.checks import together
+from lazysnap.restore.snapshot import Snapshot
+from lazysnap.state.source import StateSource
+
+
+class Session:
+    """The parts of one engine, and the calls of integrations. Not public: it may change with any release."""
+
+    def __init__(self, config: SnapshotConfig, source: StateSource, default_url: str | None) -> None:
+        """Collective. Blocks: for other ranks."""
+        self.notice = Notice(config, lambda: self.shutdown.held(), self._seal)
+        self.parts = parts = Parts.of(config, source, default_url, self.notice.listener.ring)
+        self.run = Run(parts)
+        self.boundaries = Boundaries(parts, self.run, self.notice)
+        self.shutdown = Shutdown(parts, self.run, self.boundaries, self.notice)
+
+    def _seal(self) -> Held:
+        self.boundaries.seal()
+        return self.shutdown.held()
+
+    @property
+    def listens(self) -> bool:
+        """True after ``listen``."""
+        return self.notice.listens
+
+    def listen(self, exception: type[BaseException] = SystemExit) -> None:
+        """Heed a notice of the end from now on; ``prepare`` and the first ``boundary`` do that, too. Idempotent.
+
+        ``exception`` is raised at the last boundary, with the exit code. Does not block.
+        """
+        self.boundaries.listen(exception)
+
+    def check_open(self, call: str) -> None:
+        """Raises: ConfigError, after the end."""
+        if self.shutdown.is_closed:
+            raise ConfigError(
+                f"{call}: this engine was closed, by close(), abandon() or the end of its with block; make another "
+                "SnapshotEngine to go on"
+            )
+
+    @property
+    def start(self) -> str:
+        """The id of this start, the same on all ranks: what is captured now is of no other one."""
+        return self.run.meta.start
+
+    def together(self, what: str, work: Callable[[], object]) -> None:
+        """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
+        together(self.parts.world, what, work)
+
+    def fetch_stored(self, which: int | str = "latest") -> Snapshot | None:
+        """As ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective, too."""
+        self.check_open("fetch")
+        return self.run.fetch(which, replace(self.run.restart, client=None))
+
+    def fetch_to_read(self, which: int | str = "latest") -> Snapshot:
+        """Read as ``fetch``, for an evaluation, which may use another floating dtype. Of a training that runs at this
+        moment the memory is its own, and what it stored is read. Blocks. Collective, too. Raises: as ``fetch``, but for
+        JobBusy; SnapshotNotFound, if there is none.
+        """
+        self.check_open("fetch")
+        return self.run.fetch_to_read(which)
+
+    def load(self, snapshot: Snapshot, *, position: str = "") -> None:
+        """Load what ``fetch`` returned into the live objects, and ``resume`` there. Collective. Blocks.
+
+        ``position``: where in the data it goes on, in words. Raises: as ``restore``.
+        """
+        self.check_open("load")
+        self.run.load(snapshot, position=position)
+
+    def tell_start(self, line: str | None = None) -> None:
+        """Tell the user how this training starts, if that was not told yet: ``line``, or that it starts fresh."""
+        self.run.tell_start(line)
+
+    def check_memory(self) -> None:
+        """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
+
+        Blocks: until it is there. Raises: KeeperUnavailable, JobBusy or MemoryBoundExceeded, if there is none; with
+        several ranks an error on one of them is raised on all.
+        """
+        self.boundaries.check_memory()
+
+    def replan(self) -> None:
+        """Work out anew, at the next boundary, what each rank captures: what all ranks hold alike has changed.
+
+        Does not block; that boundary is collective with several ranks, so all are to call it before the same one.
+        """
+        self.check_open("replan")
+        with self.boundaries.lock:
+            self.parts.recorder.planner.forget()
+
+    def last_boundary(self, step: int) -> bool:
+        """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Not after the
+        end of the engine.
+
+        Blocks: until there is a slot, at most ``io_timeout_s``, and until the copies are done: what comes after a
+        training may change weights. Raises: as ``boundary``.
+        """
+        return not self.shutdown.is_closed and self.boundaries.last_boundary(step)
+
+    def discard(self) -> None:
+        """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""
+        self.shutdown.discard()

@@ -1,0 +1,275 @@
+"""Waiting for storage, and how an engine ends: closed, abandoned as by a crash, or discarded."""
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from lazysnap.console import has_terminal, said_after
+from lazysnap.engine import report
+from lazysnap.engine.boundaries import Boundaries
+from lazysnap.engine.messages import Event
+from lazysnap.engine.notice import Held, Notice
+from lazysnap.engine.parts import Parts
+from lazysnap.engine.run import Run
+from lazysnap.engine.statistics import Statistics
+from lazysnap.errors import WaitTimeout
+from lazysnap.keeper.protocol import Protect
+from lazysnap.levels.redaction import shown
+
+_SILENCE_S = 3.0
+"""Seconds that the end of a training waits for storage before it says so."""
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of this node's part that are stored, and with all bytes, of all levels together."""
+
+
+class Shutdown:
+    """OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
+
+    def __init__(self, parts: Parts, run: Run, boundaries: Boundaries, notice: Notice) -> None:
+        self._parts = parts
+        self._run = run
+        self._boundaries = boundaries
+        self._notice = notice
+        self._recorder = parts.recorder
+        self._history = parts.recorder.history
+        self.is_closed = False
+        self._has_ended_well = False
+        """The result of ``close``."""
+
+    # ---------------------------------------------------------------- waiting
+
+    def statistics(self) -> Statistics:
+        """See ``SnapshotEngine.statistics``."""
+        self._recorder.drain_events()
+        if not self.is_closed:
+            with self._boundaries.lock:
+                self._recorder.settle()
+            self._parts.statistics.last_whole_step = self._history.last_held_step()
+        return self._parts.statistics
+
+    def wait_durable(self, step: int, timeout_s: float) -> bool:
+        """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.
+
+        A level takes captures as it comes to them: the newest is asked for, by all ranks.
+        """
+
+        def is_there() -> bool:
+            return self._parts.client.is_durable(step)
+
+        if not (self._parts.world.is_alone and is_there()):
+            self._parts.client.drain(self._history.newest_whole(), timeout_s, enough=is_there)
+        self._recorder.drain_events()
+        return is_there()
+
+    def wait_protected(self, step: int, timeout_s: float) -> bool:
+        """Block until that step, or a later one, survives the loss of a node; ``False`` after the deadline."""
+
+        def is_protected() -> bool:
+            newest = self.statistics().last_protected_step
+            return newest is not None and newest >= step
+
+        deadline = time.monotonic() + timeout_s
+        if not is_protected():
+            self._parts.client.tell(Protect(step))
+        while not is_protected():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def flush(self, timeout_s: float, progress: Progress | None) -> bool:
+        """See ``SnapshotEngine.flush``. Blocks. Without levels: until a keeper has it."""
+        self._boundaries.finish_copies()
+        done = self._parts.client.drain(self._history.newest_whole(), timeout_s, progress)
+        self._recorder.drain_events()
+        is_captured = self._recorder.last_due is None or self._history.newest_whole() is not None
+        return done and is_captured and not self._history.has_lost_last
+
+    # ---------------------------------------------------------------- the good end
+
+    def close(self, *, drain: bool, progress: Progress | None) -> bool:
+        """See ``SnapshotEngine.close``. Collective. Blocks."""
+        if self.is_closed:
+            return self._has_ended_well
+        if self._notice.cuts:  # the training is not over, whatever the program makes of the end
+            self.abandon(None)
+            return False
+        self._notice.closes()
+        parts = self._parts
+        durable, over, captured, has_own, unstored = False, False, True, False, list[str]()
+        self._recorder.events.is_training = False
+        try:
+            self._boundaries.finish_copies()
+            over = parts.world.ends()
+            if drain and over:
+                self._capture_last()
+            has_own = self._history.newest_whole() is not None
+            durable = not drain or self._drain(progress, is_common=over)
+            captured = not drain or self._has_captured_last()
+            unstored = [] if durable else self._unstored_names()
+            self._recorder.protection.sum_up()
+        finally:
+            self._leave()
+            if over:
+                parts.world.close()
+            # What memory holds of an earlier start is not this one's to give up, as long as it captured nothing itself.
+            is_last = durable and over and has_own
+            if is_last:
+                parts.client.goodbye(parts.config.io_timeout_s)
+            else:
+                parts.client.abandon()
+            self._notice.leave()
+        self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
+        if unstored:
+            level, linger_s = shown(parts.config.levels[0].url), parts.config.memory.linger_s
+            parts.messages.tell(Event.NAMES_LOST, names=unstored, level=level, linger_s=linger_s)
+        self._has_ended_well = durable and captured
+        return self._has_ended_well
+
+    def _capture_last(self) -> None:
+        try:
+            self._boundaries.capture_last()
+        except WaitTimeout as error:  # of a rank that died here no capture would be whole
+            self._parts.messages.tell(Event.END_UNKNOWN, text=error)
+
+    def _drain(self, progress: Progress | None, *, is_common: bool) -> bool:
+        """Wait until the newest capture is durable at every level."""
+        resumed = self._run.resumed
+        is_there = self._history.newest_whole() is not None or resumed is None or not resumed.only_in_memory
+        durable = self._drain_all(progress, is_common=is_common) and is_there
+        self._recorder.drain_events()
+        if not durable and is_there and self._history.last_held_step() is None:  # else see ``report.not_durable``
+            self._parts.messages.tell(Event.NOT_AT_EVERY_LEVEL, reason=self._reason())
+        return durable
+
+    def _drain_all(self, progress: Progress | None, *, is_common: bool) -> bool:
+        """All ranks wait for each other, and fail if one of them failed. Collective, if ``is_common``: all ranks came
+        here.
+        """
+        client, world, newest = self._parts.client, self._parts.world, self._history.newest_whole()
+
+        def drain(last: int | None) -> bool:
+            if not client.was_attached:
+                return True
+            with self._telling(last, has_bar=progress is not None and has_terminal()):
+                return client.drain(last, self._parts.config.drain_timeout_s, progress)
+
+        if world.is_alone or not is_common:
+            return drain(newest)
+        try:
+            steps = world.exchange("the last snapshot", newest)
+            is_same, last = len(set(steps)) == 1, newest
+            if not is_same:  # of different steps there is no whole snapshot: what all have is waited for
+                last = None if newest is None or None in steps else min(steps)
+            done = world.exchange_after("making the last snapshot durable", lambda: drain(last))
+        except WaitTimeout as error:
+            self._parts.messages.tell(Event.END_UNKNOWN, text=error)
+            return False
+        return all(done) and is_same
+
+    def _telling(self, step: int | None, *, has_bar: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a long wait for storage is reported."""
+        config = self._parts.config
+        if step is None or has_bar or self._parts.world.rank != 0 or not config.levels:
+            return contextlib.nullcontext()
+
+        def line() -> str:
+            where = ", ".join(map(shown, self._parts.client.lacking(step))) or "the keeper"
+            return f"waiting for {where} to store step {step}, at most {config.drain_timeout_s:g} s (drain_timeout_s)"
+
+        return said_after(_SILENCE_S, line)
+
+    def _has_captured_last(self) -> bool:
+        last, newest = self._recorder.last_due, self._history.newest_whole()
+        if last is None or last == newest:
+            return True
+        self._parts.messages.tell(
+            Event.LAST_NOT_CAPTURED,
+            step=last,
+            missing=", ".join(report.missing(self._parts.statistics)) or "none left out, none torn",
+            newest="none" if newest is None else f"of step {newest}",
+            reason=self._reason(),
+        )
+        return False
+
+    def _reason(self) -> str:
+        """Why captures are missing, and what helps, as far as it is known."""
+        protection = self._recorder.protection
+        if protection.cause is not None:
+            return f"This training is NOT protected in memory: {protection.cause}; {protection.what_is_lost()}"
+        if self._parts.statistics.skipped["no slots yet"]:
+            return "Its memory was not ready in time (io_timeout_s)"
+        return "The messages above say why"
+
+    def _unstored_names(self) -> list[str]:
+        """Names that are neither stored nor reported as lost."""
+        self._recorder.drain_events()
+        events = self._recorder.events
+        return [name for name in self._recorder.names.unstored(events.first_level_has) if name not in events.lost_names]
+
+    # ---------------------------------------------------------------- other ends
+
+    def abandon(self, error: BaseException | None) -> None:
+        """See ``SnapshotEngine.abandon``."""
+        if not self.is_closed:
+            self._notice.fails(is_alone=self._parts.world.is_alone)
+            self._recorder.events.is_training = False
+            self._boundaries.finish_copies()
+            self._leave()
+            self._parts.client.abandon()
+            self._notice.leave()
+            if not self._notice.cuts:  # which has told the end
+                self._tell_end(report.Ending.ABANDONED, error)
+
+    def discard(self) -> None:
+        """See ``Session.discard``. Blocks: asks the keeper."""
+        if not self.is_closed:
+            self._recorder.events.is_training = False
+            self._boundaries.gate()
+            self._run.drop("engine.discard", lambda item: True)
+            self._leave()
+            self._parts.client.goodbye(self._parts.config.io_timeout_s)
+            self._notice.leave()
+
+    def held(self) -> Held:
+        """Return what is captured by now, for the notice of an end. Does not block. Thread-safe."""
+        resumed, steps = self._run.resumed, self._history.held_steps()
+        if not steps and resumed is not None and resumed.only_in_memory:
+            steps = [resumed.step]
+        return Held(tuple(steps), self._newest_durable())
+
+    def _newest_durable(self) -> int | None:
+        """Return the newest step of this training that a level has, as far as this process knows."""
+        stored, resumed = self._parts.statistics.last_durable_step.values(), self._run.resumed
+        of_before = [resumed.step] if resumed is not None and resumed.is_durable else []
+        return max([*stored, *of_before], default=None)
+
+    def _leave(self) -> None:
+        self.statistics()  # as they are while the keeper is there
+        self.is_closed = True
+        self._boundaries.close()
+
+    def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
+        self._recorder.drain_events()
+        config, resumed, statistics = self._parts.config, self._run.resumed, self._parts.statistics
+        end = report.End(
+            ending,
+            [level.url for level in config.levels],
+            config.memory.linger_s,
+            config.drain_timeout_s,
+            ranks=self._parts.world.size,
+            untrained=resumed if resumed is not None and resumed.step == self._recorder.seen_step else None,
+            failure=self._failure(error) if error and self._run.is_begun else None,
+        )
+        for line in report.summary(statistics, end):
+            self._parts.messages.tell(Event.ENDS, line=line)
+        if warning := report.not_durable(statistics, end):
+            self._parts.messages.tell(Event.NOT_DURABLE, line=warning)
+
+    def _failure(self, error: BaseException) -> report.Failure:
+        statistics, resumed = self._parts.statistics, self._run.resumed
+        held = statistics.last_whole_step
+        if held is None and resumed is not None and resumed.in_memory:
+            held = resumed.step
+        return report.Failure(error, (self._recorder.seen_step or 0) + 1, self._newest_durable(), held)
