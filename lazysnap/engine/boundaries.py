@@ -26,6 +26,9 @@ from lazysnap.warm.steps import Steps
 
 logger = logging.getLogger(__name__)
 
+_SEAL_S = 1.0
+"""Seconds that a notice of the end waits for a boundary that is under way."""
+
 
 class Boundaries:
     """Used on the training thread; hooks on optimizers call ``gate``."""
@@ -281,11 +284,16 @@ class Boundaries:
         return state is CaptureState.HELD
 
     def seal(self) -> None:
-        """Capture nothing any more. Thread-safe. Blocks: until the copies are done."""
-        with self.lock:
-            self._is_sealed = True
-            self.finish_copies()
-            self._recorder.settle()
+        """Capture nothing any more. Thread-safe. Blocks: until the copies are done, unless a boundary takes so long that
+        what it captures is not waited for.
+        """
+        self._is_sealed = True
+        if self.lock.acquire(timeout=_SEAL_S):
+            try:
+                self.finish_copies()
+                self._recorder.settle()
+            finally:
+                self.lock.release()
 
     def close(self) -> None:
         """Take the hooks off, stop the copy thread, let go of state and slots. Blocks: at most some seconds."""

@@ -192,7 +192,7 @@ class Notice:
         held = self._seal()
         client.give_notice(is_sealed=True)
         if self._store(client, held, ends_at):
-            self._tell()
+            self._tell(is_stored=True)
             if not self._arrived.is_set():
                 self._exit()
 
@@ -225,29 +225,28 @@ class Notice:
         while newest is not None and self._config.levels and client.newest_durable() < newest:
             if self._is_left.wait(_LOOK_S) or time.monotonic() > ends_at:
                 return
-        self._tell()
+        self._tell(is_stored=True)
 
     def _guard(self, ends_at: float) -> None:
         """End the process when the budget is over, unless the training has ended, or the program ends it."""
         if self._is_left.wait(max(0.0, ends_at - time.monotonic())):
             return
-        self._tell()
+        self._tell(is_stored=False)
         if self._way is not _Way.PROGRAM:
             self._exit()
 
-    def _tell(self) -> None:
-        """Write the last line, once."""
+    def _tell(self, *, is_stored: bool) -> None:
+        """Write the last line, once. ``is_stored``: nothing that was waited for is missing."""
         with self._telling:
             if not self._is_told.is_set():
-                line, is_good = self._line()
-                if is_good:
+                line = self._line(is_stored=is_stored)
+                if is_stored and self._config.levels:
                     say(line)
                 else:
                     logger.warning("%s", line)
                 self._is_told.set()
 
-    def _line(self) -> tuple[str, bool]:
-        """Return the line, and whether nothing that was captured is missing."""
+    def _line(self, *, is_stored: bool) -> str:
         client, held, levels = self._client, self._held(), self._config.levels
         assert client is not None
         durable = max(client.newest_durable(), self._stored, -1 if held.durable is None else held.durable)
@@ -256,9 +255,9 @@ class Notice:
         stored = f"step {durable} is durable at {shown(levels[0].url)}" if levels and durable >= 0 else ""
         newest = max(held.steps, default=-1)
         if newest < 0 and not stored:
-            return f"{head}: no step of it was captured, a restart begins as this one did", True
-        if newest <= durable:
-            return f"{head}; {stored}", True
+            return f"{head}: no step of it was captured, a restart begins as this one did"
+        if stored and (is_stored or newest <= durable):
+            return f"{head}; {stored}"
         keeper = client.keeper_pid
         where = f"step {newest} is in the memory of " + (
             "this process alone" if keeper is None else f"the keeper (process {keeper})"
@@ -268,8 +267,8 @@ class Notice:
         elif keeper is not None and levels:
             where += ", which goes on storing it"
         if not levels:
-            return f"{head}; {where}: there is no storage level", False
-        return f"{head}; NOT DURABLE after {self._budget_s:g} s ({NOTICE_S}): {where}; {stored or 'none is'}", False
+            return f"{head}; {where}: there is no storage level"
+        return f"{head}; NOT DURABLE after {self._budget_s:g} s ({NOTICE_S}): {where}; {stored or 'no step is durable'}"
 
     def _exit(self) -> NoReturn:
         """End the process. Nothing else is reliable from here: the main thread may stand in a collective."""

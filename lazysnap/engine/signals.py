@@ -17,7 +17,7 @@ STOP_FILE = "LAZYSNAP_STOP_FILE"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _CLOSE, _FILE, _KEEPER = 0, 254, 255
 """What is written to the pipe instead of the number of a signal."""
-_LOOK_S = 0.25
+_LOOK_S, _JOIN_S = 0.25, 5.0
 _listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
 
 
@@ -46,6 +46,8 @@ class Listener:
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._has_heard = False
 
     @property
     def is_on(self) -> bool:
@@ -66,7 +68,8 @@ class Listener:
         _listeners.add(self)
         if threading.current_thread() is threading.main_thread():
             self._install(writer)
-        threading.Thread(target=self._listen, args=(reader,), name="lazysnap-notice", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, args=(reader,), name="lazysnap-notice", daemon=True)
+        self._thread.start()
         path = os.environ.get(STOP_FILE)
         if path:
             # Apart from signals: a file system that does not answer holds this thread up, and nothing else.
@@ -115,6 +118,7 @@ class Listener:
                 with contextlib.suppress(OSError):
                     os.write(self._wakeup_before, bytes([what]))
             if what in names:
+                self._has_heard = True
                 self._heard(names[what])
                 names = {}
         os.close(reader)
@@ -128,7 +132,7 @@ class Listener:
             before = now
 
     def close(self) -> None:
-        """Put the handlers back that were there before. Idempotent. Does not block."""
+        """Put the handlers back that were there before. Idempotent. Blocks: an instant, for the thread to end."""
         pipe = self._pipe
         if pipe is None:
             return
@@ -139,6 +143,8 @@ class Listener:
         self._write(_CLOSE)
         self._pipe = None
         os.close(pipe[1])
+        if self._thread is not None and not self._has_heard:  # else it may wait for this very end
+            self._thread.join(_JOIN_S)
 
     def _uninstall(self, writer: int) -> None:
         if not self._before:

@@ -89,6 +89,69 @@ def looking(url):
     sys.exit(3)
 
 
+def handling(url):
+    """A program that handles the signal itself."""
+    import signal
+
+    from lazysnap import SnapshotEngine
+
+    seen = []
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
+        while not seen:
+            step = engine.step + 1
+            at("step", step)
+            model(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+            engine.boundary()
+            print(f"boundary {step}", flush=True)
+    print(f"handled {seen[0]} {'once' if len(seen) == 1 else len(seen)}", flush=True)
+    sys.exit(5)
+
+
+def forking(url):
+    """A program whose forked child is ended by SIGTERM."""
+    import signal
+
+    from lazysnap import SnapshotEngine
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
+        while True:
+            step = engine.step + 1
+            model(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+            engine.boundary()
+            print(f"boundary {step}", flush=True)
+            if step == 3:
+                if not (child := os.fork()):
+                    signal.pause()
+                os.kill(child, signal.SIGTERM)
+                print(f"child ended by {os.waitpid(child, 0)[1]}", flush=True)
+
+
+def twice(url):
+    """Two trainings, one after the other; then the default action."""
+    import signal
+
+    from lazysnap import SnapshotEngine
+
+    for number in range(2):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
+        with SnapshotEngine(f"{url}{number}", {"model": model, "optimizer": optimizer}) as engine:
+            model(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+            engine.boundary()
+        after = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
+        print(f"handlers {'as before' if before == after else after}", flush=True)
+    signal.raise_signal(signal.SIGTERM)
+
+
 def lightning(url):
     import lightning.pytorch as pl
 
@@ -190,5 +253,6 @@ def transformers(url):
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
+        print(f"rank {dist.get_rank()} {os.getpid()}", flush=True)
     globals()[DOOR](str(pathlib.Path(DIRECTORY) / "snapshots"))
     print("over", flush=True)

@@ -46,3 +46,125 @@ def test_a_notice_at_any_moment_leaves_the_newest_step_durable(door, phase, at, 
     run.await_line(f"{phase} {at.rstrip('+')}")
     os.kill(run.pid(), signal.SIGTERM)
     check(trainings, run, run.end())
+
+
+@pytest.mark.parametrize("parent", ["none", "process 1"])
+def test_a_step_that_does_not_end_is_cut_and_the_one_before_it_is_durable(parent, trainings, request):
+    if parent == "process 1":
+        request.getfixturevalue("namespaces")
+    run = trainings.start("plain", "step", "7", parent=parent)
+    run.await_line("step 7")
+    os.kill(run.pid(), signal.SIGTERM)
+    check(trainings, run, run.end())
+    assert run.cut() == (7, 6)
+
+    again = trainings.start("plain", "step", "8")
+    again.await_line("step 8")
+    assert "step 7" in again.lines
+    assert any("resumed step 6" in line for line in again.lines)
+
+
+def rank_steps(run):
+    """The newest step that every rank has said to be captured."""
+    return max((step for step in run.steps("boundary") if run.steps("boundary").count(step) == 2), default=0)
+
+
+def check_ranks(trainings, run):
+    assert run.end() != 0
+    assert "over" not in run.lines
+    cut, durable = run.cut()
+    captured = rank_steps(run)
+    assert captured <= durable < cut, "\n".join(run.lines)
+    assert trainings.durable() == durable
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["the launcher", "rank 0", "rank 1"])
+@pytest.mark.parametrize(
+    ("phase", "at"), [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("step", "4+"), ("collective", "12+")]
+)
+def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, at, told, trainings):
+    run = trainings.start_ranks(phase, at)
+    run.await_line(f"{phase} {at.rstrip('+')}")
+    workers = {rank: pid for line in run.lines for word, rank, pid in [line.split()] if word == "rank"}
+    os.kill(run.process.pid if told == "the launcher" else int(workers[told[-1]]), signal.SIGTERM)
+    check_ranks(trainings, run)
+
+
+def test_a_rank_that_was_told_nothing_ends_too(trainings):
+    run = trainings.start_ranks("collective", "6")
+    run.await_line("collective 6")
+    [pid] = [line.split()[2] for line in run.lines if line.startswith("rank 1")]
+    os.kill(int(pid), signal.SIGTERM)
+    check_ranks(trainings, run)
+
+
+@pytest.mark.parametrize("notice", ["SIGUSR1", "a file"])
+def test_another_notice_does_the_same(notice, trainings, tmp_path):
+    file = tmp_path / "stop"
+    file.touch()  # of the run before: it says nothing
+    run = trainings.start("plain", "evaluation", "5", LAZYSNAP_STOP_FILE=str(file), LAZYSNAP_NOTICE_EXIT_CODE="75")
+    run.await_line("evaluation 5")
+    if notice == "a file":
+        file.unlink()
+        file.touch()
+    else:
+        os.kill(run.pid(), signal.SIGUSR1)
+    assert run.end() == 75
+    assert run.cut() == (6, 5)
+    assert trainings.durable() == 5
+
+
+def test_a_program_that_looks_ends_itself_with_its_own_code(trainings):
+    run = trainings.start("looking", "step", "4+")
+    run.await_line("step 4")
+    os.kill(run.pid(), signal.SIGTERM)
+    assert run.end() == 3
+    [left] = [int(line.split()[2]) for line in run.lines if line.startswith("left at")]
+    assert left == max(run.steps("boundary")) == trainings.durable()
+
+
+def test_a_handler_of_the_program_is_called_and_its_step_is_stored(trainings):
+    run = trainings.start("handling", "step", "4+")
+    run.await_line("step 4")
+    os.kill(run.pid(), signal.SIGTERM)
+    assert run.end() == 5
+    assert "handled 15 once" in run.lines
+    assert trainings.durable() == max(run.steps("boundary"))
+
+
+def test_what_is_not_durable_in_time_is_named_with_the_place_where_it_is(trainings):
+    run = trainings.start(
+        "plain", "step", "6", LAZYSNAP_NOTICE_S="4", LAZYSNAP_FAULT="level.store.begin:1:hang",
+    )  # fmt: skip
+    run.await_line("step 6")
+    os.kill(run.pid(), signal.SIGTERM)
+    assert run.end() == ENDED
+    [line] = [line for line in run.lines if "NOT DURABLE" in line]
+    assert "in step 6; NOT DURABLE after 4 s (LAZYSNAP_NOTICE_S): step 5 is in the memory of the keeper" in line
+    assert f"(process {trainings.keeper()}), which goes on storing it" in line
+
+
+def test_the_keeper_outlives_the_signal_and_stores_what_its_trainer_captured(trainings):
+    """Slurm sends a signal to every process of a step."""
+    run = trainings.start("plain", "step", "6")
+    run.await_line("step 6")
+    keeper = trainings.keeper()
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(keeper, number)
+    os.kill(run.pid(), signal.SIGTERM)
+    check(trainings, run, run.end())
+    assert run.cut() == (6, 5)
+
+
+def test_a_forked_child_of_the_training_dies_of_the_signal_as_any_process(trainings):
+    run = trainings.start("forking", "step", "4+")
+    run.await_line("child ended by 15")
+    run.await_line("boundary 20")
+    assert not [line for line in run.lines if "ended this training" in line]
+
+
+def test_after_a_training_signals_are_handled_as_before(trainings):
+    run = trainings.start("twice", "-", "-")
+    assert run.end() == 128 + signal.SIGTERM
+    assert [line for line in run.lines if line.startswith("handlers")] == ["handlers as before", "handlers as before"]
