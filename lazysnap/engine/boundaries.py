@@ -284,8 +284,9 @@ class Boundaries:
         return state is CaptureState.HELD
 
     def seal(self) -> None:
-        """Capture nothing any more. Thread-safe. Blocks: until the copies are done, unless a boundary takes so long that
-        what it captures is not waited for.
+        """Capture nothing any more. Thread-safe. Blocks: until the copies are done.
+
+        A boundary under way is waited for only ``_SEAL_S``.
         """
         self._is_sealed = True
         if self.lock.acquire(timeout=_SEAL_S):

@@ -18,6 +18,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _CLOSE, _FILE, _KEEPER = 0, 254, 255
 """What is written to the pipe instead of the number of a signal."""
 _LOOK_S, _JOIN_S = 0.25, 5.0
+_forking = threading.local()
+"""The signals that were blocked before the fork of a thread."""
 _listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
 
 
@@ -186,9 +188,19 @@ def _is_caught(number: signal.Signals) -> bool:
     return False
 
 
+def _before_fork() -> None:
+    """Let a signal to the child wait until the child has its own handlers: by these it would tell the parent."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
 def _after_fork_in_child() -> None:
     for listener in list(_listeners):
         listener.forget_in_child()
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)

@@ -53,6 +53,10 @@ class Run:
             [pid] = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(pid)
 
+    def worker(self, rank):
+        [pid] = [int(line.split()[2]) for line in self.lines if re.fullmatch(rf"{rank} \d+", line)]
+        return pid
+
     def end(self):
         """Read to the end; the exit code, as a shell would show it."""
         self.lines += [line.rstrip("\n") for line in self.process.stdout]
@@ -65,9 +69,10 @@ class Run:
     def cut(self):
         """The step that was cut and the one that is durable, of the last line of lazysnap."""
         found = [match for line in self.lines if (match := LINE.search(line))]
-        assert len(found) == 1, "\n".join(self.lines)
-        durable = DURABLE.search(found[0][3])
-        return int(found[0][2]), durable and int(durable[1])
+        assert found, "\n".join(self.lines)
+        durable = [int(match[1]) if (match := DURABLE.search(one[3])) else None for one in found]
+        assert len(set(durable)) == 1, "\n".join(self.lines)  # all ranks name the same step
+        return max(int(one[2]) for one in found), durable[0]
 
 
 class Trainings:

@@ -187,7 +187,7 @@ def lightning(url):
     trainer = pl.Trainer(
         max_steps=STEPS, default_root_dir=DIRECTORY, callbacks=[Says(), LazySnapshotCallback(url)], accelerator="cpu",
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        val_check_interval=EVERY, num_sanity_val_steps=1,
+        val_check_interval=EVERY, check_val_every_n_epoch=None, num_sanity_val_steps=1,
     )  # fmt: skip
     trainer.fit(Model(), loader, loader, ckpt_path="latest")
 

@@ -86,16 +86,14 @@ def check_ranks(trainings, run):
 def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, at, told, trainings):
     run = trainings.start_ranks(phase, at)
     run.await_line(f"{phase} {at.rstrip('+')}")
-    workers = {rank: pid for line in run.lines for word, rank, pid in [line.split()] if word == "rank"}
-    os.kill(run.process.pid if told == "the launcher" else int(workers[told[-1]]), signal.SIGTERM)
+    os.kill(run.process.pid if told == "the launcher" else run.worker(told), signal.SIGTERM)
     check_ranks(trainings, run)
 
 
 def test_a_rank_that_was_told_nothing_ends_too(trainings):
     run = trainings.start_ranks("collective", "6")
     run.await_line("collective 6")
-    [pid] = [line.split()[2] for line in run.lines if line.startswith("rank 1")]
-    os.kill(int(pid), signal.SIGTERM)
+    os.kill(run.worker("rank 1"), signal.SIGTERM)
     check_ranks(trainings, run)
 
 
