@@ -103,7 +103,7 @@ class _Demo:
 
     def _kill_keeper(self) -> None:
         connection = try_connect(JobIdentity.from_config(SnapshotConfig(job_id=self._job_id)))
-        if connection is None:
+        if connection is None or not connection.peer_pid:  # 0: it just died, and to the kernel means this group
             raise DemoFailed("the training runs without a keeper: its lines above say why")
         os.kill(connection.peer_pid, signal.SIGKILL)
         connection.close()

@@ -110,8 +110,7 @@ class Trainings:
         return pid
 
     def kill_keeper(self):
-        pid = self.keeper()
-        if pid is not None:
+        if pid := self.keeper():  # 0 is one that just died; to the kernel it would mean this group of processes
             os.kill(pid, signal.SIGKILL)
 
     def close(self):
