@@ -25,7 +25,7 @@ class Phase(enum.Enum):
 
 
 class Capture:
-    """The capture of one boundary into ``slot``. Nothing else remembers what became of it, hence the many attributes.
+    """The capture of one boundary into ``slot``. Nothing else remembers its outcome, hence the many attributes.
 
     Phase changes are one act under a lock: a late copy that was given up on never commits.
     """
@@ -57,7 +57,7 @@ class Capture:
         self.is_past_gate = False
         """True if its sources may change: no gate waits for it on the host any more."""
         self.is_counted = False
-        """True if the engine has counted what became of it."""
+        """True if the engine has counted its outcome."""
         self._lock = threading.Lock()
 
     @property

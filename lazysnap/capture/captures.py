@@ -28,7 +28,7 @@ class Captures:
         self._device_waits: list[tuple[torch.Event, torch.Event]] = []
         """Events round each wait of a compute stream that is not counted yet."""
         self._is_hung = False
-        """True if a capture was waited for in vain, until nothing writes for it any more."""
+        """True after a wait for a capture failed, until nothing writes for it any more."""
 
     @property
     def before_gate(self) -> Capture | None:

@@ -20,7 +20,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""Every torch dtype that a shard holds as it is."""
+"""Every torch dtype that a shard holds unchanged."""
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -38,17 +38,17 @@ _LOGICAL = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED_AS}
 
 
 def logical_name(dtype: torch.dtype) -> str | None:
-    """The name that the manifest has to remember, ``None`` for a dtype that a shard holds as it is."""
+    """Return the name that the manifest must remember; ``None`` for a dtype that a shard holds unchanged."""
     return str(dtype).removeprefix("torch.") if dtype in _STORED_AS else None
 
 
 def is_storable(dtype: torch.dtype) -> bool:
-    """Whether a shard can hold it, in one way or the other."""
+    """True if a shard can hold tensors of this dtype."""
     return dtype in DTYPE_NAMES or dtype in _STORED_AS
 
 
 def is_converted(tensor: torch.Tensor) -> bool:
-    """Whether ``stored_form`` copies: complex numbers that wait to be conjugated."""
+    """True if ``stored_form`` copies the tensor: complex numbers whose conjugation is pending."""
     return tensor.dtype in _STORED_AS and tensor.is_conj()
 
 

@@ -27,12 +27,12 @@ from lazysnap.state.source import StateSource
 LEAST_BYTES = 1 << 20
 """Less than this is not worth a file of its own."""
 PIECES = "lazysnap.pieces"
-"""In the metadata of the header: where each tensor lies in the whole one, so that equal bytes of different pieces are
+"""Key in the header's metadata: the place of each tensor in its whole. Equal bytes of different pieces are thereby
 different files."""
 
 Memory = tuple[int, int, str, torch.Size, torch.dtype, tuple[int, ...]]
 Parameters = Mapping[str, Sequence[torch.nn.Parameter]]
-"""By name in the state: the live parameters with that memory."""
+"""The live parameters with the same memory, by name in the state."""
 
 
 def frozen_parameters(
@@ -85,7 +85,7 @@ def _is_eligible(parameter: torch.nn.Parameter) -> bool:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """Whether its memory is of another kind: sparse, quantized, none."""
+    """True if its memory is of another kind: sparse, quantized, none."""
     local = local_of(tensor)
     plain = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided
     return not plain or local.device.type == "meta"
@@ -109,9 +109,9 @@ class FrozenSet:
     """Further names of tied tensors."""
     layout: Layout
     logical: dict[str, dict[str, Any]]
-    """By name what the manifest says of a tensor besides; as ``CapturePlan.logical``."""
+    """Further facts of the manifest about each tensor, by name; see ``CapturePlan.logical``."""
     tensors: tuple[torch.Tensor, ...]
-    """As they stand in the file, and in its order. They keep the memory, whatever becomes of the parameters."""
+    """The tensors in the form and order of the file. They keep their memory alive."""
     parameters: tuple[tuple[int, torch.nn.Parameter], ...]
     """The live parameters, each with the index of its tensor."""
     _places: tuple[Memory, ...] = field(repr=False)
@@ -168,7 +168,7 @@ class FrozenSet:
 
     @cached_property
     def names(self) -> list[str]:
-        """In the order of the file; tied tensors by one name."""
+        """Names in the order of the file; tied tensors have one name."""
         return [spec.name for spec in self.layout.specs]
 
     @property
@@ -181,7 +181,7 @@ class FrozenSet:
         return {*self.names, *self.aliases}
 
     def is_like(self, other: "FrozenSet") -> bool:
-        """Whether both are the same names of the same memory."""
+        """True if both are the same names of the same memory."""
         return (self.layout, self.logical, self._places) == (other.layout, other.logical, other._places)
 
     # ---------------------------------------------------------------- watching

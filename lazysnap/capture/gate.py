@@ -16,7 +16,7 @@ Closure = Callable[[], Any]
 
 
 class OptimizerGates:
-    """Hooks on optimizers. ``gate`` waits; ``is_disturbed`` tells whether lazy tensors changed since the boundary."""
+    """Hooks on optimizers. ``gate`` waits; ``is_disturbed`` is True if lazy tensors changed since the boundary."""
 
     def __init__(self, gate: Callable[[], None], is_disturbed: Callable[[], bool], late: Callable[[], None]) -> None:
         self._gate = gate

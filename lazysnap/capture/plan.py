@@ -33,19 +33,19 @@ _NOTHING = torch.empty(0)
 
 
 def key_of(tensor: torch.Tensor) -> Key:
-    """What memory of which device a plain tensor stands in."""
+    """Return address, size in bytes and device of a plain tensor's memory."""
     return tensor.data_ptr(), tensor.numel() * tensor.element_size(), str(tensor.device)
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, str]:
-    """Whose memory a tensor, or this rank's part of it, is a view of."""
+    """Return address and device of the storage that a tensor, or this rank's part of it, is a view of."""
     local = local_of(tensor)
     return local.untyped_storage().data_ptr(), str(local.device)
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What was true of one tensor of the state when the plan was made."""
+    """Facts about one tensor of the state at the time of the plan."""
 
     name: str
     lazy: bool
@@ -70,7 +70,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """Where every tensor of the state goes. ``records`` are in the order of the walk, ``order`` in file order."""
+    """The place of every tensor of the state. ``records`` are in the order of the walk, ``order`` in file order."""
 
     names: list[str]
     """Names in the order of the walk; the very list of the walk that the plan was made from."""
@@ -78,7 +78,7 @@ class CapturePlan:
     order: list[int]
     layout: Layout
     logical: dict[str, dict[str, Any]]
-    """By name what the manifest has to say of a tensor besides: dtype, memory order, scope and place in the whole."""
+    """Further facts of the manifest about each tensor, by name: dtype, memory order, scope, place in the whole."""
     aliases: dict[str, str]
     signature: object
     frozen: FrozenSet | None = None
@@ -309,7 +309,7 @@ def make_plan(
     apart = frozen.all_names() if frozen is not None else frozenset()
     facts = _facts(walk, lazy, apart)
     chosen = [i for i, (_, primary) in enumerate(facts) if primary == i and walk.names[i] not in apart]
-    # Small and eager tensors first: copies of neighbours can be coalesced, and the watermark starts early.
+    # Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early.
     chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
     logical: dict[str, dict[str, Any]] = {}
     specs = []
@@ -331,7 +331,7 @@ def make_plan(
 
 
 def _facts(walk: Walk, lazy: Collection[Key], apart: Collection[str]) -> list[tuple[bool, int]]:
-    """Of each tensor whether it is captured lazily, and the index of the one whose bytes stand for it."""
+    """Return for each tensor: True if it is captured lazily, and the index of the tensor whose bytes it shares."""
     primaries: dict[object, int] = {}
     facts = []
     for index, tensor in enumerate(walk.tensors):

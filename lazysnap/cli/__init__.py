@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; see ``commands.main``. ``worker`` does without argparse: it is a part of restarts."""
+    """Run one command; see ``commands.main``. ``worker`` skips argparse, whose import would lengthen each restart."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["worker"] and words[1:2] not in (["--help"], ["-h"], ["--json"], []):
         from lazysnap.warm.client import main as worker

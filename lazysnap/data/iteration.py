@@ -75,7 +75,7 @@ class Iteration:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What was noted since it began."""
+        """The notes since it began."""
         return self._course.recorded
 
     def place(self, *, is_at_end: bool) -> Place:

@@ -1,9 +1,9 @@
 """The position of a data loader in its epoch, and how a restart reaches it again.
 
-``ResumableLoader`` and the doors iterate a loader by its position (``Iteration``). A restart begins where the loader's
-or the dataset's own state says, or behind the indices that were trained; else it reads batches again, with the random
-generators as they were then. Then all generators are put back as they were when the snapshot was taken: order,
-augmentation and everything that training draws go on exactly.
+``ResumableLoader`` and the integrations iterate a loader by its position (``Iteration``). A restart begins where the
+loader's or the dataset's own state says, or behind the indices that were trained; else it reads batches again, with
+the random generators as they were then. Then all generators are put back as they were when the snapshot was taken:
+order, augmentation and everything that training draws go on exactly.
 
 With another number of ranks the loader goes on in the same epoch behind the samples that were trained, with other
 random numbers: see ``lazysnap.data.share``. What is exact, and what is not, stands in ``docs/data.md``.
@@ -44,7 +44,7 @@ class Position:
         """The global random generators, and those that the loader owns."""
         self._running: weakref.ref[Iteration] | None = None
         self._stepped: Place | None = None
-        """Where the iteration stood in which the last optimizer step was, until it ends or another one begins."""
+        """Place of the iteration at the last optimizer step, until it ends or another one begins."""
         self._pending: dict[str, Any] | None = None
         self._skipped = 0
         self.may_draw = True
@@ -108,7 +108,7 @@ class Position:
         return {**self.state_at(stepped), "was_left": True}  # by a break, and the program may go on in this epoch
 
     def state_at(self, place: Place | None) -> dict[str, Any]:
-        """Return the position at ``place``, or between two iterations, with the generators as they are now."""
+        """Return the position at ``place``, or between two iterations, with the present state of the generators."""
         if place is None or place.given < 2:  # samplers make generators when they are iterated, none later
             self.streams.watch(self._loaders)
         state: dict[str, Any] = {"given": None, "now": self.streams.collect(), **self.counts()}

@@ -405,7 +405,7 @@ class Keeps:
 
 
 def _outline(value: Any, depth: int) -> Any:
-    """Return numbers as they are, and of containers and objects the sizes and outlines."""
+    """Return numbers unchanged, and the sizes and outlines of containers and objects."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, functools.partial):

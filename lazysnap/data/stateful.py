@@ -45,8 +45,8 @@ def is_stateful_loader(value: Any) -> bool:
 def saves_position(data: Any) -> bool:
     """True if ``data``, an iterable dataset or a loader, can be set to a saved position, and then gives what follows.
 
-    Not if its ``state_dict`` must be told how far it is, nor with a shuffle buffer of Hugging Face's ``datasets``: the
-    samples in that are not saved.
+    False if its ``state_dict`` needs the position as an argument, and for a shuffle buffer of Hugging Face's
+    ``datasets``: the samples in that are not saved.
     """
     if not is_stateful(data):
         return False
@@ -80,7 +80,7 @@ def _kinds_inside(examples: Any) -> set[str]:
 
 
 def load_dataset(dataset: Any, state: Any) -> None:
-    """Let the next iteration of an iterable dataset go on at ``state``; ``None`` leaves it as it is."""
+    """Let the next iteration of an iterable dataset go on at ``state``; ``None`` changes nothing."""
     if state is not None and _is_hugging_face(dataset):
         dataset.set_epoch(state["epoch"])  # it takes a state of its present epoch alone
         state = _Once(state, reads=1 if get_worker_info() is None else 2)

@@ -1,4 +1,4 @@
-"""What integrations and plain loops call: boundary, gate, restore."""
+"""The engine that integrations and plain loops call: boundary, gate, restore."""
 
 from lazysnap.engine.engine import SnapshotEngine
 from lazysnap.engine.statistics import Statistics

@@ -47,7 +47,7 @@ class Boundaries:
         self._is_past_first = False
         """True if the first boundary is over."""
         self._weights: list[torch.Tensor] = []
-        """What optimizers held at the last capture, if there are boundaries that are not due."""
+        """The optimizers' weights at the last capture, if there are boundaries that are not due."""
         self._facts: list[tuple[int, int]] | None = None
         """See ``_weights_now``, at the last boundary, if that was not due."""
 
@@ -146,7 +146,7 @@ class Boundaries:
         self._is_past_first = True
         try:
             self._tell_sizes()
-        except (OSError, ValueError) as error:  # the machine does not tell, and training needs no answer
+        except (OSError, ValueError) as error:  # the machine does not say, and training needs no answer
             logger.info("what the training takes is not known: %s", error)
         self.check_memory()
         return began or (self._parts.config.require_memory and self.capture(step, started))

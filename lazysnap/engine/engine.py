@@ -52,7 +52,7 @@ class SnapshotEngine:
     ) -> None:
         self.config = config = config_at(config)
         self.session = session = Session(config, source_of(state), default_url)
-        """For integrations of this package alone."""
+        """Private: the calls of integrations of this package."""
         self._rollbacks = Rollbacks(session.parts, session.run, session.boundaries)
         self._client, self._recorder = session.parts.client, session.parts.recorder
         self._is_training = False
@@ -126,7 +126,7 @@ class SnapshotEngine:
         return snapshot
 
     def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
-        """Continue the run that ``snapshot`` is of, or begin a new one there (see ``restore``), and tell the user; for
+        """Continue the run that ``snapshot`` is of, or begin a new one there (see ``restore``), and print that; for
         callers of ``fetch`` that loaded the state.
 
         ``position``: where in the data it goes on, in words; ``seconds``: what fetching and loading took together.
@@ -150,8 +150,8 @@ class SnapshotEngine:
             self.session.check_memory()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Block until all memory is there, frozen tensors in it; ``False`` after the deadline, or as soon as it is
-        known that there is none.
+        """Block until all memory is there, frozen tensors in it; ``False`` after the deadline, or as soon as the
+        keeper refuses it.
 
         For tests and benchmarks: in training the first boundary waits for what it needs. After this call the next one
         does, too.
@@ -231,7 +231,7 @@ class SnapshotEngine:
 
     @property
     def lost_names(self) -> Mapping[str, str]:
-        """Names that ``keep`` gave whose snapshot the first level will never have, and why, as far as it is known."""
+        """Names that ``keep`` gave whose snapshot the first level will never have, and why, if that is known."""
         return self._recorder.events.lost_names
 
     def release(self, name: str) -> None:

@@ -18,8 +18,9 @@ Bytes = Callable[[torch.Tensor], int]
 
 
 def bytes_of_share(replicated: Iterable[torch.Tensor], node_ranks: Collection[int]) -> Bytes:
-    """What a rank captures of a tensor, roughly; ``replicated``: what the ranks of a node (``node_ranks``) share beside
-    DTensors that several of them hold.
+    """Return a rough estimate of the bytes of a tensor that this rank captures.
+
+    ``replicated``: tensors that the ranks of a node (``node_ranks``) share, beside DTensors that several of them hold.
     """
     pointers = {tensor.data_ptr() for tensor in replicated}
 

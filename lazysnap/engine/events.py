@@ -32,7 +32,7 @@ from lazysnap.levels.redaction import shown
 
 
 class KeeperEvents:
-    """Follows what keeper and levels do: every occurrence is counted, trouble is told once until it is over."""
+    """Follows keeper and levels. Every occurrence is counted; trouble is reported once until it is over."""
 
     def __init__(self, config: SnapshotConfig, messages: Messages, protection: Protection) -> None:
         self._messages = messages
@@ -48,14 +48,14 @@ class KeeperEvents:
         """Steps of this start that are complete there."""
 
     def begin(self, step: int) -> None:
-        """Captures from now on are of another start, which goes on from ``step``: nothing of it is durable yet."""
+        """Captures from now on are of another start, which resumes at ``step``: nothing of it is durable yet."""
         self._from_step = step
         self.first_level_has.clear()
         self._statistics.last_durable_step.clear()
         self._statistics.last_protected_step = None
 
     def take(self, events: Iterable[KeeperEvent]) -> list[str]:
-        """Count and tell what happened. The reasons for which memory was refused are left to the caller."""
+        """Count and report ``events``. Returns the reasons for which memory was refused."""
         tell, refused = self._messages.tell, list[str]()
         for event in events:
             match event:
@@ -87,7 +87,7 @@ class KeeperEvents:
                     tell(Event.KEEPER_TROUBLE, text=event.text)
                 case KeeperLost():
                     tell(Event.KEEPER_LOST)
-                    self._statistics.last_protected_step = None  # its parity is gone; if it lives, it tells again
+                    self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again
                 case KeeperUnreachable():
                     self._statistics.keepers_lost += 1
                     self._protection.lost(KeeperUnavailable(event.text), is_told=event.is_refusal)

@@ -42,7 +42,7 @@ class FrozenTensors:
         """Names of tensors that were frozen and were found changed: captured at every boundary from then on."""
         self._changes = 0
         self._is_set_up = False
-        """Whether a boundary was passed. Before, a model is set up: weights are loaded, moved to a device."""
+        """True after a boundary. Before it a model is set up: weights are loaded, moved to a device."""
 
     # ---------------------------------------------------------------- which, and where they are
 
@@ -97,7 +97,7 @@ class FrozenTensors:
         return "" if self._copy is None else self._copy.refusal
 
     def is_whole(self) -> bool:
-        """Whether captures may refer to the set (or there is none): it is whole in a live keeper's memory. Hot."""
+        """True if captures may refer to the set: it is whole in a live keeper's memory, or there is none. Hot."""
         if self._set is None or self._copy is None:
             return True
         if not self._copy.digest:
@@ -109,11 +109,11 @@ class FrozenTensors:
         return True
 
     def is_awaited(self) -> bool:
-        """Whether waiting helps: it is being captured."""
+        """True while it is being captured."""
         return not self.is_whole() and self._copy is not None and not self._copy.error
 
     def reference(self) -> FrozenReference | None:
-        """What the next capture refers to; with a digest of noughts as long as it is not known."""
+        """Return the reference of the next capture, with an all-zero digest until the digest is known."""
         if self._set is None or self._copy is None:
             return None
         return FrozenReference(self._copy.digest or _UNKNOWN, self._set.size_bytes)
@@ -121,7 +121,7 @@ class FrozenTensors:
     # ---------------------------------------------------------------- comparing
 
     def look(self) -> bool:
-        """Whether all is as it was; else the set is gone, and the plan has to be made anew. Hot: once per boundary."""
+        """True if nothing changed; else the set is gone, and the plan has to be made anew. Hot: once per boundary."""
         frozen, copy = self._set, self._copy
         is_set_up, self._is_set_up = self._is_set_up, True
         if frozen is None or copy is None:
@@ -189,7 +189,7 @@ class _Copy:
         threading.Thread(target=self._run, name="lazysnap-frozen", daemon=True).start()
 
     def is_held(self) -> bool:
-        """Whether a live keeper holds what was copied."""
+        """True if a live keeper holds the copy."""
         slot = self._slot
         is_there = slot is not None and self._client.frozen_slot(self.digest) is slot
         return is_there and slot is not None and slot.status().phase is SlotPhase.WHOLE
@@ -246,8 +246,8 @@ class _Copy:
         faults.point("engine.frozen.committed")
 
     def _is_whole(self, slot: Slot, digest: str) -> bool:
-        """Whether it holds them. Of an earlier start memory is believed no more than a disk; a damaged slot is let go,
-        to be filled again.
+        """True if the slot holds them. Memory of an earlier start is checked like a disk; a damaged slot is released
+        and filled again.
         """
         status = slot.status()
         if status.phase is not SlotPhase.WHOLE:
@@ -262,7 +262,7 @@ class _Copy:
 
 
 def facts_of_shard(tensor: torch.Tensor, name: str) -> dict[str, Any]:
-    """What the manifest says of a DTensor's local shard; nothing of a plain tensor. As ``Partition.facts``."""
+    """Return the manifest's facts about a DTensor's local shard; none for a plain tensor. See ``Partition.facts``."""
     held = held_part(tensor, name)
     if held is None:
         return {}

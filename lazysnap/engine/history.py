@@ -1,4 +1,4 @@
-"""Reads from the newest captures what became of a step, since the start or since the last resume."""
+"""The outcome of steps since the start or the last resume, read from the newest captures."""
 
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.captures import Captures
@@ -56,7 +56,7 @@ class History:
         return next((one.step for one in whole if self._state(one) is CaptureState.HELD), None)
 
     def state_of(self, step: int) -> CaptureState:
-        """What became of the last capture of ``step``."""
+        """Return the state of the last capture of ``step``."""
         for capture in self._newest_first():
             if capture.step == step:
                 return self._state(capture)

@@ -1,4 +1,4 @@
-"""Everything that an engine tells its user: one table of events, each with its counter, severity and text."""
+"""All messages of an engine to its user: one table of events, each with its counter, severity and text."""
 
 import enum
 import logging
@@ -28,7 +28,7 @@ class Row:
     """One row of the table."""
 
     text: str
-    """What happened, what is lost, what to do. Values by name."""
+    """The message: what happened, what is lost, what to do. It names values in braces."""
     severity: int = logging.WARNING
     by: By = By.EACH
     counter: str = ""
@@ -36,9 +36,9 @@ class Row:
     topic: str = ""
     """Trouble that lasts. Told again as DEBUG only, until an event ends it."""
     repeats: bool = False
-    """True if it is told each time all the same."""
+    """True if it is printed each time."""
     ends: str = ""
-    """Topic that this ends. It is told only if that trouble was."""
+    """Topic that this ends. It is printed only if the trouble was printed."""
 
 
 class Event(enum.Enum):
@@ -175,7 +175,7 @@ class Event(enum.Enum):
 
 
 class Messages:
-    """Counts and tells events; used on the training thread."""
+    """Counts and prints events. Used on the training thread."""
 
     def __init__(self, statistics: Statistics, *, is_first: bool = True, speaks_for_node: bool = True) -> None:
         self.statistics = statistics
@@ -183,7 +183,7 @@ class Messages:
         self._open: set[str] = set()
 
     def tell(self, event: Event, **values: Any) -> None:
-        """Count the event, and tell it unless its trouble is known."""
+        """Count the event, and print it unless its trouble is known."""
         row: Row = event.value
         if row.counter:
             self._count(row.counter, values)
@@ -202,11 +202,11 @@ class Messages:
             logger.log(severity, row.text, *([values] if values else []))
 
     def is_known(self, topic: str) -> bool:
-        """True if the user was told of trouble of this topic, and nothing ended it."""
+        """True if trouble of this topic was printed, and nothing ended it."""
         return topic in self._open
 
     def over(self, *topics: str) -> None:
-        """Trouble of these topics ended; nothing is told of it."""
+        """Trouble of these topics ended. Prints nothing."""
         self._open -= {*topics}
 
     def _count(self, counter: str, values: dict[str, Any]) -> None:

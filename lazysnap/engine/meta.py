@@ -1,4 +1,4 @@
-"""What a capture says about itself: written into the slot before its first byte, later the body of the manifest."""
+"""The description of a capture: written into the slot before its first byte, later the body of the manifest."""
 
 import importlib.metadata
 import json
@@ -43,7 +43,7 @@ class MetaWriter:
 
     @classmethod
     def agreed(cls, world: World, config: SnapshotConfig) -> "MetaWriter":
-        """For a run that begins now, of the same ids on all ranks. Collective.
+        """Return a writer for a run that begins now, with the same ids on all ranks. Collective.
 
         Raises: ConfigError, if ranks are configured differently.
         """

@@ -8,15 +8,15 @@ from lazysnap.keeper.protocol import Keep, Release
 
 
 class Names:
-    """Of one engine; used on the training thread."""
+    """The names that ``keep`` gave, of one engine. Used on the training thread."""
 
     def __init__(self, client: KeeperClient, messages: Messages) -> None:
         self._messages = messages
         self._client = client
         self.wanted: list[str] = []
-        """For the next capture."""
+        """Names for the next capture."""
         self._given: dict[int, list[str]] = {}
-        """By step."""
+        """Names that were given, by step."""
 
     def give(self, step: int, names: list[str]) -> None:
         """The capture of ``step`` gets these names, at every level."""
@@ -45,7 +45,7 @@ class Names:
             self.wanted = []
 
     def resend(self) -> None:
-        """To a keeper that is new: all names of this start.
+        """Send all names of this start to a keeper that is new.
 
         Those of steps that are stored, too: the last keeper may have died before it wrote them.
         """

@@ -1,4 +1,4 @@
-"""What happens between a notice of the end (``engine.signals``) and the end of the process.
+"""The procedure between a notice of the end (``engine.signals``) and the end of the process.
 
 ::
 
@@ -102,7 +102,7 @@ class Notice:
     # ---------------------------------------------------------------- the training thread
 
     def listen(self, client: KeeperClient, step: int, exception: type[BaseException]) -> None:
-        """Training goes on behind ``step``: from now on a notice is heard. Idempotent. Does not block.
+        """React to notices from now on; training continues behind ``step``. Idempotent. Does not block.
 
         ``exception`` is raised at the last boundary, with the exit code.
         """

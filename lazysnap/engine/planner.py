@@ -1,4 +1,4 @@
-"""What of the state this rank captures at a boundary, and the plan of its capture."""
+"""This rank's part of the state at a boundary, and the plan of its capture."""
 
 import time
 from dataclasses import replace
@@ -31,13 +31,13 @@ class Planner:
         self._partition: Partition | None = None
         self._lazy: set[Key] = set()
         self._has_dtensors: tuple[list[str], bool] = ([], False)
-        """Whether there are DTensors among the tensors of these names."""
+        """Names of tensors, and True if there are DTensors among them."""
         self.plan: CapturePlan | None = None
         self.parameters: dict[str, list[str]] | None = None
         """See ``names_of_parameters``."""
 
     def forget(self) -> None:
-        """What all ranks hold alike has changed, or nothing is captured any more."""
+        """Drop the plan: the state that all ranks share has changed, or nothing is captured any more."""
         self._partition = self.plan = None
 
     def replicated(self) -> list[Parameter]:
@@ -47,7 +47,7 @@ class Planner:
     # ---------------------------------------------------------------- the state
 
     def collect(self) -> Walk:
-        """The whole state as it is now. Raises: UnsupportedState."""
+        """Return the whole present state. Raises: UnsupportedState."""
         started = time.perf_counter()
         state = self._source.collect()
         seconds = time.perf_counter() - started
@@ -56,7 +56,7 @@ class Planner:
         return self._walker.walk(state)
 
     def own_part(self, everything: Walk) -> Walk:
-        """What this rank captures of the state. With several ranks collective the first time."""
+        """Return this rank's part of the state. With several ranks collective the first time."""
         if self._world.is_alone:
             return self._local(everything)
         if self._partition is None or not self._partition.holds_for(everything):
@@ -115,7 +115,9 @@ class Planner:
 
 
 def names_of_parameters(source: StateSource, everything: Walk, messages: Messages) -> dict[str, list[str]] | None:
-    """By path of an optimizer: the names of its parameters, in its order. Its own state knows them by number alone.
+    """Return the names of each optimizer's parameters, in its order, by the optimizer's path in the state.
+
+    An optimizer's own state knows parameters by number alone.
 
     Optimizers of which one parameter has no name are left out. Warns of parameters whose values are in no part of the
     state.

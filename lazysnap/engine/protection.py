@@ -37,7 +37,7 @@ class Protection:
         return None if self.error is None else str(self.error)
 
     def lost(self, error: KeeperError, *, is_told: bool = False) -> None:
-        """Memory cannot be had. Warns, unless it is known already, or ``is_told``: training ends with that error."""
+        """Note that there is no memory. Warns, unless that is known already or ``is_told``: training ends with it."""
         is_new, self._last = self.error is None, str(error)
         self.error, self.losses, now = error, self.losses + 1, self._clock()
         self._next_retry = now + self._config.io_timeout_s
@@ -62,7 +62,7 @@ class Protection:
         return True
 
     def remind(self) -> None:
-        """At a boundary: warn again, rarely, as long as training goes on without."""
+        """Warn again, rarely, while training goes on without memory. Called at a boundary."""
         now = self._clock()
         if self.error is None or now < self._next_reminder:
             return
@@ -71,7 +71,7 @@ class Protection:
         self._messages.tell(Event.STILL_NO_MEMORY, minutes=minutes, text=self.error, lost=self.what_is_lost())
 
     def sum_up(self) -> None:
-        """At the end: tell what was not protected, if anything."""
+        """Report the steps that were not protected, if any. Called at the end."""
         count, durable = self._statistics.skipped["no memory"], self._statistics.last_durable_step
         if count:
             stored = ", ".join(f"{shown(url)}: step {step}" for url, step in durable.items()) or "none"

@@ -1,4 +1,4 @@
-"""What happens at a boundary: the state is walked, planned, given a slot, and its capture begun."""
+"""The work of a boundary: walk the state, plan, choose a slot, begin the capture."""
 
 import sys
 import time
@@ -53,7 +53,7 @@ class Recorder:
         self._source = source
         self._client = client
         self.spill_dir = spill_dir(config.memory, config.levels)
-        """Where the keeper makes slots as files if memory does not suffice."""
+        """Directory in which the keeper makes slots as files if memory does not suffice."""
         self.captures = Captures()
         self._messages = messages
         self._statistics = messages.statistics
@@ -68,12 +68,12 @@ class Recorder:
         self._meta_capacity = META_BYTES
         self._reserved: tuple[int, int] | None = None
         self._expects_first_step = True
-        """Whether the keeper still leaves room for what the first step takes."""
+        """True while the keeper still leaves room for the memory of the first step."""
         self._peak_before = 0
         """The peak of this process's memory before the first step."""
         self._resumed_step: int | None = None
         self.seen_step: int | None = None
-        """Of the last boundary, or of the snapshot that training went on from."""
+        """The step of the last boundary, or of the snapshot that was resumed."""
         self._skipped: tuple[int | None, str] | None = None
         """The step that was left out since the newest capture began, and why."""
         self._keepers_lost = 0
@@ -81,13 +81,13 @@ class Recorder:
         """Nodes that protect each other, and how many of them may be lost."""
         self.encoded_once = False
         self.stores_next = False
-        """Whether storage gets the next capture, due there or not."""
+        """True if storage gets the next capture, due there or not."""
         self.waits_for_memory = True
-        """Whether the next capture waits for memory: the first one, also after ``resume`` and ``wait_ready``."""
+        """True if the next capture waits for memory: the first one, also after ``resume`` and ``wait_ready``."""
         self._waits_until = 0.0
-        """Until when the capture that is being begun waits for memory."""
+        """Time until which the current capture waits for memory."""
         self._waits_for_storage = True
-        """Whether a capture waits for a slot that storage reads: not again, once it waited in vain."""
+        """True if a capture waits for a slot that storage reads. Not again after such a wait has failed."""
         self._waits_for_named = True
 
     # ---------------------------------------------------------------- getting ready
@@ -101,7 +101,7 @@ class Recorder:
             self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
 
     def sizes(self) -> Sizes | None:
-        """What the state and its memory take; ``None`` before the first plan."""
+        """Return the sizes of the state and of its memory; ``None`` before the first plan."""
         plan = self.planner.plan
         if plan is None:
             return None
@@ -114,7 +114,7 @@ class Recorder:
         return Sizes(plan.layout.size_bytes, frozen, self._slots_needed(), slot_bytes, available, self.group, place)
 
     def is_ready(self) -> bool:
-        """Whether every slot is there, and what every capture refers to."""
+        """True if every slot is there, and the frozen tensors that every capture refers to."""
         return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
 
     def _slots_needed(self) -> int:
@@ -156,7 +156,7 @@ class Recorder:
     # ---------------------------------------------------------------- at a boundary
 
     def is_due(self, step: int, *, force: bool) -> bool:
-        """Whether the boundary after ``step`` is to be captured."""
+        """True if the boundary after ``step`` is to be captured."""
         self.seen_step = step
         self._reach(step)
         if step == self.last_step:
@@ -180,7 +180,7 @@ class Recorder:
         try:
             return self._begin(step)
         finally:
-            self.waits_for_memory = False  # a capture that waited in vain is the last one that waits
+            self.waits_for_memory = False  # no capture waits after such a wait has failed
 
     def _begin(self, step: int) -> bool:
         if not self.captures.wait_released(self._config.io_timeout_s):
@@ -365,7 +365,7 @@ class Recorder:
         self._client.reserve((meta_capacity, image_bytes), needed, least, growth, spills=not self.group[1])
 
     def drain_events(self) -> None:
-        """Count and tell what keeper and levels did since the last call."""
+        """Count and report the events of keeper and levels since the last call."""
         for text in self.events.take(self._client.poll_events()):
             if self.group[1] and self._reserved is not None:
                 # What is only there for other nodes' protection goes first.
@@ -435,7 +435,7 @@ class Recorder:
         self._await_named(name)
         newest = self.history.newest
         if newest is not None and newest.step == self.seen_step and _is_there(newest):
-            # Before the keeper hears of it: from now on the slot is not used for another capture.
+            # Before the keeper receives it: from now on the slot is not used for another capture.
             newest.slot.pin(newest.step, until_stored=True)
             self.names.give(newest.step, [name])
             return newest.step
@@ -445,7 +445,7 @@ class Recorder:
     def _await_named(self, name: str) -> None:
         """Wait until storage has taken what must be stored of other steps: memory has one slot to spare for that.
 
-        Not again, once it waited in vain.
+        Not again after such a wait has failed.
         """
         deadline = time.monotonic() + (self._config.io_timeout_s if self._waits_for_named else 0.0)
         self._waits_for_named = True

@@ -1,4 +1,4 @@
-"""What a user is told about a run: how it starts, what it takes, and what was captured and stored at its end."""
+"""The lines about a run: its start, the memory it takes, and the captured and stored steps at its end."""
 
 import enum
 import math
@@ -16,7 +16,7 @@ from lazysnap.restore.lost_parts import PARITY
 from lazysnap.restore.snapshot import MEMORY, Absence, Snapshot
 
 RUN_DIGITS = 8
-"""How much of a run's id is shown; commands take the first digits of an id."""
+"""Digits of a run's id that are shown; commands take the first digits of an id."""
 _MOST_STEPS = 5
 _LONGEST_TEXT = 200
 """Characters of an exception's message that are shown."""
@@ -25,7 +25,7 @@ _INTERRUPTIONS = ("KeyboardInterrupt", "SystemExit", "SIGTERMException")
 
 
 class Ending(enum.Enum):
-    """How an engine ended, which says what becomes of its memory."""
+    """The kinds of an engine's end, which decide about its memory."""
 
     CLOSED = "closed"
     """The keeper stores what it has not stored yet, then it frees the memory."""
@@ -41,12 +41,12 @@ class End:
 
     ending: Ending
     urls: Sequence[str]
-    """Of the levels, fast to slow."""
+    """URLs of the levels, fast to slow."""
     linger_s: float
     drain_timeout_s: float = 0.0
     ranks: int = 1
     untrained: "Resumed | None" = None
-    """What was resumed, if no step came after it."""
+    """The snapshot that was resumed, if no step came after it."""
     failure: "Failure | None" = None
 
 
@@ -69,15 +69,15 @@ class Resumed:
 
     step: int
     in_memory: bool
-    """Whether this rank's part came from memory, of this node or others."""
+    """True if this rank's part came from memory, of this node or others."""
     only_in_memory: bool
-    """Whether no level had it then, though there are some. Of an older one that was chosen it is not asked."""
+    """True if no level had it then, though there are levels. False for an older snapshot that was chosen."""
     is_durable: bool = False
     """True if a level had it then."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
-        """From what a restart gave."""
+        """Return the facts about the snapshot of a restart."""
         key = (snapshot.start, snapshot.step)
         is_stored = any(key in stored for stored in snapshot.stored.values())
         only_in_memory = has_levels and not is_stored and snapshot.new_run is None
@@ -127,7 +127,7 @@ def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', ste
 
 
 def places(urls: Iterable[str]) -> str:
-    """Where snapshots are looked for."""
+    """Return the text of all places that are searched for snapshots."""
     return " or ".join(["in memory", *(f"at {shown(url)}" for url in urls)])
 
 
@@ -143,7 +143,7 @@ def _which(snapshot: Snapshot, position: str) -> str:
 
 
 def _age(snapshot: Snapshot, now_ns: int) -> str:
-    """What is known of the time since the capture; nothing, where clocks contradict each other."""
+    """Return the text about the time since the capture; empty if clocks contradict each other."""
     if snapshot.captured_ns is None:
         return ""
     end = snapshot.end
@@ -178,7 +178,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one rank, in bytes."""
+    """Sizes of one rank's state and memory, in bytes."""
 
     state_bytes: int
     """One snapshot, without frozen tensors."""
@@ -191,11 +191,11 @@ class Sizes:
     group: tuple[int, int] = (1, 0)
     """Nodes that protect each other, and how many of them may be lost."""
     spill_dir: str | None = None
-    """Where slots are files; ``None``: they are memory."""
+    """Directory of slots that are files; ``None``: they are memory."""
 
 
 def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: bool = True) -> str:
-    """What the training takes: state, memory (which it has, if ``is_protected``), and how often it is stored where."""
+    """Return the line about state, memory (which it has, if ``is_protected``), and the places and steps of storage."""
     per_rank = " per rank" if ranks > 1 else ""
     apart = f"{decimal(sizes.frozen_bytes)} that are not trained" if sizes.frozen_bytes else ""
     state = " and ".join(filter(None, [f"state {decimal(sizes.state_bytes)}", apart]))
@@ -241,7 +241,7 @@ def shortages(config: SnapshotConfig, snapshot_bytes: int, ranks_here: int) -> l
 
 
 def _free_bytes(url: str) -> int | None:
-    """What a local level may still take; ``None`` if that is not known."""
+    """Return the bytes that a local level may still take; ``None`` if that is not known."""
     if urlsplit(url).scheme:
         return None
     path = url
@@ -258,7 +258,7 @@ def _free_bytes(url: str) -> int | None:
 
 
 def summary(statistics: Statistics, end: End) -> list[str]:
-    """What was captured and stored, if a step was due. Of what is not durable see ``not_durable``."""
+    """Return the lines about captured and stored steps, if a step was due. See also ``not_durable``."""
     lines = [] if end.failure is None else [failed(end.failure, has_levels=bool(end.urls))]
     left_out = statistics.skipped.total()
     if not statistics.began and not left_out:

@@ -1,4 +1,4 @@
-"""The run that an engine trains: the snapshot it goes on from, how it begins, and what it leaves behind in memory."""
+"""The run that an engine trains: the snapshot it resumed, its beginning, and what it leaves in memory."""
 
 import logging
 import time
@@ -54,15 +54,15 @@ class Run:
         )
         self.lineage = Lineage()
         self._from_step = 0
-        """What is captured from now on is of later steps."""
+        """Captures from now on are of later steps."""
         self._stored: dict[str, list[tuple[str, int]]] = {}
-        """By level: start and step of the complete snapshots that training goes on from."""
+        """Start and step of the complete snapshots of the resumed run, by level."""
         self.is_begun = False
-        """True if it is settled which run this is, so that captures may begin."""
+        """True once the run's id is decided, so that captures may begin."""
         self.resumed: report.Resumed | None = None
         self._absence: Absence | None = None
         self.has_told_start = False
-        """True if the user was told how this training starts."""
+        """True after the line about the start of this training was printed."""
 
     # ---------------------------------------------------------------- restart
 
@@ -125,7 +125,7 @@ class Run:
             self._parts.messages.tell(Event.NEW_RUN, step=snapshot.step, newest=left.step, **run)
 
     def go_on(self, snapshot: Snapshot, run_id: str) -> None:
-        """Captures from here on are of that run, which goes on from ``snapshot``."""
+        """Captures from here on are of that run, which continues behind ``snapshot``."""
         self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
         self.meta.run_id = run_id
         self.meta.follow(snapshot.newest_start)
@@ -135,7 +135,7 @@ class Run:
         self.resumed = report.Resumed.of(snapshot, has_levels=bool(self._parts.config.levels))
 
     def tell_start(self, line: str | None = None) -> None:
-        """Tell the user how this training starts, if that was not told yet: ``line``, or that it starts fresh, and why.
+        """Print how this training starts, once: ``line``, or that it starts fresh, and why.
 
         Called by the first of ``restore``, ``resume``, ``prepare`` and ``boundary``.
         """

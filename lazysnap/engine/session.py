@@ -1,4 +1,4 @@
-"""What the integrations of this package need of an engine, beside its public calls."""
+"""The calls of an engine for integrations of this package, beside its public ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +60,7 @@ class Session:
         together(self.parts.world, what, work)
 
     def fetch_stored(self, which: int | str = "latest") -> Snapshot | None:
-        """As ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective, too."""
+        """Like ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective."""
         self.check_open("fetch")
         return self.run.fetch(which, replace(self.run.restart, client=None))
 
@@ -81,7 +81,7 @@ class Session:
         self.run.load(snapshot, position=position)
 
     def tell_start(self, line: str | None = None) -> None:
-        """Tell the user how this training starts, if that was not told yet: ``line``, or that it starts fresh."""
+        """Print how this training starts, once: ``line``, or that it starts fresh."""
         self.run.tell_start(line)
 
     def check_memory(self) -> None:

@@ -194,7 +194,7 @@ class Shutdown:
         return False
 
     def _reason(self) -> str:
-        """Why captures are missing, and what helps, as far as it is known."""
+        """Return the known reason for missing captures, and what helps."""
         protection = self._recorder.protection
         if protection.cause is not None:
             return f"This training is NOT protected in memory: {protection.cause}; {protection.what_is_lost()}"
@@ -219,7 +219,7 @@ class Shutdown:
             self._leave()
             self._parts.client.abandon()
             self._notice.leave()
-            if not self._notice.cuts:  # which has told the end
+            if not self._notice.cuts:  # which has printed the end
                 self._tell_end(report.Ending.ABANDONED, error)
 
     def discard(self) -> None:
@@ -246,7 +246,7 @@ class Shutdown:
         return max([*stored, *of_before], default=None)
 
     def _leave(self) -> None:
-        self.statistics()  # as they are while the keeper is there
+        self.statistics()  # the last ones with a keeper
         self.is_closed = True
         self._boundaries.close()
 

@@ -16,7 +16,7 @@ STOP_FILE = "LAZYSNAP_STOP_FILE"
 """The environment variable that names a file. When it appears, or is written again, training ends."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _CLOSE, _FILE, _KEEPER = 0, 254, 255
-"""What is written to the pipe instead of the number of a signal."""
+"""Bytes in the pipe that are no number of a signal."""
 _LOOK_S, _JOIN_S = 0.25, 5.0
 _forking = threading.local()
 """The signals that were blocked before the fork of a thread."""
@@ -171,7 +171,7 @@ class Listener:
 
 
 def _stamp(path: str) -> object:
-    """What changes when the file is written again; ``None`` if there is none."""
+    """Return a value that changes when the file is written again; ``None`` if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -189,7 +189,7 @@ def _is_caught(number: signal.Signals) -> bool:
 
 
 def _before_fork() -> None:
-    """Let a signal to the child wait until the child has its own handlers: by these it would tell the parent."""
+    """Let a signal to the child wait until the child has its own handlers: these would report to the parent."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

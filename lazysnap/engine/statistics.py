@@ -1,4 +1,4 @@
-"""What the engine did so far, in numbers."""
+"""Counters and timings of an engine."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Statistics:
     """Times the plan was worked out again after the first."""
     keepers_lost: int = 0
     rollbacks: int = 0
-    """How often training went back in place."""
+    """Times that training went back in place."""
     bytes_captured: int = 0
     shard_bytes: int = 0
     """Size of one snapshot of this rank, without frozen tensors."""

@@ -96,7 +96,7 @@ class Report(Struct, frozen=True, tag="report", forbid_unknown_fields=True):
     left: Steps | None = None
     """When all trainers of the node are gone: the steps that all of its ranks hold whole. Else ``None``."""
     is_ending: bool = False
-    """True if all processes are about to be killed, as some process of the node was told."""
+    """True if all processes are about to be killed, by a notice to a process of the node."""
 
 
 class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

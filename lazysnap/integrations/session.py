@@ -1,4 +1,4 @@
-"""One training behind a door: its steps and figures, how it starts, goes back and ends; the same for all frameworks."""
+"""One training of an integration: its steps and figures, its start, rollback and end; the same for all frameworks."""
 
 from collections.abc import Callable
 from typing import Any

@@ -238,7 +238,7 @@ class KeeperClient:
             connection.send(Adopt(), (slot.fd,))
         if (
             self._run is not None and not self._run.is_new
-        ):  # or it could not tell whose captures it got, if this one dies
+        ):  # else it would not know the owner of its captures if this one dies
             connection.send(self._run)
 
     def _listen(self, connection: Connection) -> None:

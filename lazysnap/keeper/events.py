@@ -42,7 +42,7 @@ class MemoryEntry:
 
     @classmethod
     def of(cls, held: Held, slot: Slot) -> "MemoryEntry":
-        """From an answer of the keeper."""
+        """Return the entry of a keeper's answer."""
         checksums = None
         if held.blocks is not None:
             checksums = Checksums(slot.status().image_bytes, held.block_bytes, tuple(held.blocks))
@@ -67,7 +67,7 @@ class MemoryInventory:
     def of(
         cls, told: Inventory, slot: Callable[[int], Slot | None], frozen: Callable[[str], Slot | None]
     ) -> "MemoryInventory":
-        """From an answer of the keeper, with the slots that it gave: those that cannot be mapped are left out."""
+        """Return the contents of a keeper's answer, without the slots that cannot be mapped."""
         found = [(held, slot(held.slot)) for held in told.entries]
         files = [(digest, frozen(digest)) for digest in told.frozen]
         return cls(

@@ -118,7 +118,7 @@ class GrantLoop:
         self._events.put(lambda: self._node.wish(step, levels, is_urgent=is_urgent))
 
     def give_notice(self) -> None:
-        """All processes are about to be killed: tell the other nodes."""
+        """All processes are about to be killed: report that to the other nodes."""
         self._events.put(lambda: self._node.take_notice())
 
     def leave(self, level: int, end: Callable[[], None]) -> None:

@@ -99,7 +99,7 @@ class LocalRank:
         self.inventory = RankInventory(self._pool, self._frozen)
         self._max_bytes: int | None = None
         self._spill_dir: str | None = None
-        """Where slots are files if memory does not suffice."""
+        """Directory of slots that are files, used if memory does not suffice."""
         self._spills = True
         self._wanted: tuple[int, int, int] | None = None
         self._settled: tuple[int, int, int] | None = None

@@ -352,7 +352,7 @@ class NodeStorage:
         self._loop.wish(step, self._indices, is_urgent=is_urgent)
 
     def give_notice(self) -> None:
-        """The processes of this start are about to be killed: store the newest capture now; tell all trainers, once."""
+        """Store the newest capture now, and pass the notice on to all trainers: this start is about to be killed."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -554,7 +554,7 @@ class NodeStorage:
     def _add_checksums(self) -> bool:
         """Compute the checksums of the newest capture that has none; ``False`` if there is none.
 
-        Without trainers memory rests. By its checksums a restore can tell whether its bytes are the same.
+        Without trainers memory rests. By its checksums a restore sees whether its bytes are the same.
         """
         ranks = self._slots.ranks()
         if not ranks or not all(rank.is_gone for rank in ranks) or self.is_at_work():

@@ -58,7 +58,7 @@ class PeerReads:
         return self._serves[1]
 
     def admit(self, links: Links) -> None:
-        """Accept these links, if the server of their start is the newest: links of an earlier one stay as they are."""
+        """Accept these links, if the server of their start is the newest: links of an earlier one are kept."""
         with self._lock:
             if self._server is not None and self._serves is not None and self._serves[0] == links.secret:
                 self._server.admit(links)

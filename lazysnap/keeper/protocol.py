@@ -189,8 +189,8 @@ class ServePeers(Question, frozen=True, kw_only=True):
 
 
 class Ending(Message, frozen=True):
-    """The processes of this start are about to be killed: store the newest capture now, and tell all ranks. A keeper
-    says the same to its trainers."""
+    """The processes of this start are about to be killed: store the newest capture now, and inform all ranks. A keeper
+    sends the same to its trainers."""
 
     is_sealed: bool = False
     """True if this trainer captures nothing more: what it holds counts as that of a dead one, so that all ranks store

@@ -62,7 +62,7 @@ class Refusals:
 def listener_at(host: str, port: int) -> socket.socket:
     """Return a socket that listens on one address of this machine.
 
-    Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had.
+    Raises: ConfigError, if ``host`` means every interface; OSError, if the address is taken.
     """
     address = ipaddress.ip_address(host)
     if address.is_unspecified:
@@ -73,7 +73,7 @@ def listener_at(host: str, port: int) -> socket.socket:
 def listen_when_free(
     listen: Callable[[str, int], object], address: tuple[str, int], is_wanted: Callable[[], bool], trouble: str
 ) -> None:
-    """Listen on the address that all nodes were told, now, or on a thread as soon as it is free.
+    """Listen on the address that all nodes know, now, or on a thread as soon as it is free.
 
     The keeper before this one may just be leaving it. A failure that lasts is logged once, as ``trouble``.
     Raises: ConfigError, if it is no address of one interface.

@@ -68,7 +68,7 @@ class PeerServer:
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:
         """Serve on one address of this machine; return the address.
 
-        Raises: ConfigError, if ``host`` means every interface; OSError, if the address cannot be had.
+        Raises: ConfigError, if ``host`` means every interface; OSError, if the address is taken.
         """
         return self.serve(listener_at(host, port))
 

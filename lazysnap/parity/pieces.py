@@ -35,22 +35,23 @@ class Pieces:
 
     @cached_property
     def num_blocks(self) -> int:
-        """Of a piece."""
+        """Number of blocks of a piece."""
         return -(-self._share // self.block_bytes)
 
     @property
     def piece_bytes(self) -> int:
-        """Of each piece: zeros follow where the part is over."""
+        """Size of each piece. Zeros follow behind the end of a part."""
         return self.num_blocks * self.block_bytes
 
     @property
     def stripe_bytes(self) -> int:
-        """Of the file of a stripe."""
+        """Size of a stripe's file."""
         return self.piece_bytes + (self.group.pieces + 1) * self.num_blocks * CHECKSUM_BYTES
 
     def checksum_at(self, column: int, block: int) -> int:
-        """Where in the file of a stripe the checksum of a block of a data piece stands; of the parity behind the last
-        column.
+        """Return the offset, in a stripe's file, of the checksum of a block of a data piece.
+
+        The column behind the last one is the parity.
         """
         return self.piece_bytes + (column * self.num_blocks + block) * CHECKSUM_BYTES
 

@@ -123,7 +123,7 @@ def _is_inherited(number: int) -> bool:
 
 
 def _surroundings(command: Command, environ: dict[str, str], leads: bool) -> list[Any]:
-    """All that a program inherits, and a parent hands on as it is."""
+    """Return all that a program inherits, and that a parent hands on unchanged."""
     here = os.stat(".")
     facts: list[Any] = [command.python, command.argv, sorted(environ.items()), here.st_dev, here.st_ino]
     facts += [leads or os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]

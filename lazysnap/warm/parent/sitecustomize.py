@@ -1,7 +1,7 @@
 """The warm parent: a Python interpreter that stops right before its program, and forks each start of it.
 
 Python imports this module as ``sitecustomize``, at the end of its own start. The first process waits for clients; as
-soon as it is known what the program imports, it forks a second one, which imports that and takes over. What either
+soon as the program's imports are known, it forks a second one, which imports that and takes over. What either
 forks for a client leaves this module: the interpreter goes on as it always does, with the program of its command line.
 """
 
