@@ -38,8 +38,6 @@ class Boundaries:
         self._run = run
         self._notice = notice
         self._reached = Steps()
-        self._is_sealed = False
-        """True if nothing is captured any more, though training may go on for a moment."""
         self._recorder = parts.recorder
         self._captures = parts.recorder.captures
         self.lock = threading.RLock()
@@ -48,7 +46,9 @@ class Boundaries:
         """True if the first boundary is over."""
         self._weights: list[torch.Tensor] = []
         """The optimizers' weights at the last capture, if there are boundaries that are not due."""
-        self._facts: list[tuple[int, int]] | None = None
+        self._pointers: list[int] = []
+        """Their addresses then."""
+        self._facts: list[int] | None = None
         """See ``_weights_now``, at the last boundary, if that was not due."""
 
     # ---------------------------------------------------------------- memory
@@ -66,7 +66,7 @@ class Boundaries:
 
     def listen(self, exception: type[BaseException] = SystemExit) -> None:
         """See ``Session.listen``. Does not block."""
-        self._notice.listen(self._parts.client, self._recorder.seen_step or 0, exception)
+        self._notice.listen(self._parts.client, exception)
 
     def check_memory(self) -> None:
         """See ``Session.check_memory``. Collective. Blocks."""
@@ -110,7 +110,8 @@ class Boundaries:
     def boundary(self, step: int, *, force: bool) -> bool:
         """See ``SnapshotEngine.boundary``. Blocks."""
         began = self._pass(step, force=force or self._notice.cuts)
-        self._notice.passed(step)
+        self._reached.reached(step)
+        self._notice.passed()
         return began
 
     def _pass(self, step: int, *, force: bool) -> bool:
@@ -131,15 +132,12 @@ class Boundaries:
             if step < last:  # a loop that begins again
                 self._parts.messages.tell(Event.BEGINS_AGAIN, step=step, last=last)
                 self._run.begin_again(step)
-            if not self._recorder.is_due(step, force=force) or self._is_sealed:
-                self._reached.reached(step)
+            if not self._recorder.is_due(step, force=force):
                 self._facts = self._weights_now()
                 return False
             self._run.tell_start()
             self._run.begin_once()
-            began = self.capture(step, started) if self._is_past_first else self._capture_first(step, started)
-            self._reached.reached(step)
-            return began
+            return self.capture(step, started) if self._is_past_first else self._capture_first(step, started)
 
     def _capture_first(self, step: int, started: float) -> bool:
         began = self.capture(step, started)
@@ -176,6 +174,7 @@ class Boundaries:
             if self._parts.config.every_n_steps > 1:
                 held = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
                 self._weights = [local_of(one) for one in held if not is_uninitialised(one)]
+                self._pointers = [weight.data_ptr() for weight in self._weights]
             with collector_paused():
                 began = recorder.begin(step)
         except UnsupportedState as error:
@@ -220,17 +219,18 @@ class Boundaries:
         step, world = self._recorder.seen_step, self._parts.world
         is_open = step is not None and step not in (self._recorder.last_step, self._recorder.last_due)
         is_same = is_open and self._facts is not None and self._facts == self._weights_now()
+        is_same = is_same and self._pointers == [weight.data_ptr() for weight in self._weights]
         told = world.exchange("the last step", [step, is_same])
         if step is not None and all(other == [step, True] for other in told):
             self.last_boundary(step)
         elif is_open:
             logger.info("step %d, which was not due, is not captured at the end: weights changed since", step)
 
-    def _weights_now(self) -> list[tuple[int, int]] | None:
-        """Steps of optimizers, pointers and versions of weights; ``None`` if these may change unseen. Hot."""
+    def _weights_now(self) -> list[int] | None:
+        """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""
         if self._parts.messages.is_known("graph"):
             return None  # a graph that is replayed changes them without any sign
-        return [(self.gates.steps, 0), *((weight.data_ptr(), weight._version) for weight in self._weights)]
+        return [self.gates.steps, *(weight._version for weight in self._weights)]
 
     # ---------------------------------------------------------------- gate
 
@@ -288,7 +288,7 @@ class Boundaries:
 
         A boundary under way is waited for only ``_SEAL_S``.
         """
-        self._is_sealed = True
+        self._recorder.is_sealed = True
         if self.lock.acquire(timeout=_SEAL_S):
             try:
                 self.finish_copies()

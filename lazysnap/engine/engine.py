@@ -87,8 +87,8 @@ class SnapshotEngine:
     def stop_requested(self) -> bool:
         """True once a notice says that this process is about to be killed (docs/operations.md): end the training well.
 
-        A program that reads it ends itself, so no boundary raises SystemExit then. With several ranks it becomes true
-        on all of them, though not at the same step: agree on one before you leave the loop.
+        Read it on every rank, from before the first step: such a program ends itself, and no boundary raises SystemExit
+        then. It becomes true on all ranks, though not at the same step: agree on one before you leave the loop.
         """
         return self.session.notice.is_requested()
 
@@ -298,7 +298,7 @@ class SnapshotEngine:
         boundary. ``drain=False`` captures nothing and waits for no storage.
         Blocks: with several ranks at most ``collective_timeout_s`` for the others; at most ``drain_timeout_s`` for
         storage, then at most ``io_timeout_s`` for the keeper's goodbye.
-        Returns ``False`` if the last step was not captured, or not stored at every level. Memory then stays, as after a
+        Returns ``False`` if the last step that was due was not captured, or not stored at every level. Memory then stays, as after a
         crash, and a restart finds it. ``True`` if there was no step. What memory holds of earlier starts stays there if
         this one captured nothing. With several ranks collective; where one is missing at the deadline memory stays
         likewise, for the restart of all.

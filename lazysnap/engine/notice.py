@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.console import say
@@ -41,6 +41,8 @@ NOTICE_S = "LAZYSNAP_NOTICE_S"
 EXIT_CODE = "LAZYSNAP_NOTICE_EXIT_CODE"
 """The environment variable with the exit code of a training that a notice ends."""
 _DEFAULT_NOTICE_S, _DEFAULT_EXIT_CODE = 30.0, 128 + 15
+_LONGEST_S = 86400.0
+_Number = TypeVar("_Number", int, float)
 _MARGIN = 0.1
 """The part of the budget that is left to the end of the process."""
 _SLACK_S = 0.5
@@ -57,6 +59,8 @@ class Held:
     """Whole in memory, the newest first; empty if nothing is newer than ``durable``."""
     durable: int | None
     """The newest step of this training that a level is known to have."""
+    seen: int
+    """The step of the last boundary, or of the snapshot that was resumed."""
 
 
 class _Way(enum.Enum):
@@ -68,31 +72,31 @@ class _Way(enum.Enum):
 
 
 class Notice:
-    """Waits for the notice of one training. All methods are for the training thread."""
+    """Waits for the notice of one training, and does what follows it."""
 
     def __init__(self, config: SnapshotConfig, held: Callable[[], Held], seal: Callable[[], Held]) -> None:
         """Both are called on other threads. ``held`` returns what is captured by now; ``seal``, too, when copies are
         done, and lets nothing be captured any more.
 
-        Raises: ConfigError, for an environment variable that is no number.
+        Raises: ConfigError, for an environment variable with another value than it may have.
         """
         self._config, self._held, self._seal = config, held, seal
-        self._budget_s = _number(NOTICE_S, _DEFAULT_NOTICE_S)
-        self._code = int(_number(EXIT_CODE, _DEFAULT_EXIT_CODE))
+        self._budget_s = _number(NOTICE_S, float, _DEFAULT_NOTICE_S, _LONGEST_S)
+        self._code = _number(EXIT_CODE, int, _DEFAULT_EXIT_CODE, 255)
         self._exception: type[BaseException] = SystemExit
-        self.listener = Listener(self._heard)
+        self.listener = Listener(self._received)
         self._client: KeeperClient | None = None
         self._pace_s: float | None = None
         """The seconds between the last two boundaries."""
-        self._last = (0.0, 0)
-        """The time and the step of the last boundary."""
+        self._last_s = 0.0
+        """The time of the last boundary."""
         self._way: _Way | None = None
         """``None`` before the notice."""
         self._what = ""
         """The source of the notice."""
         self._stored = -1
         """The step that was stored after the notice."""
-        self._is_looked_at = self._is_closing = self._is_raised = False
+        self._is_polled = self._is_closing = self._is_raised = self._is_telling = False
         self._arrived = threading.Event()
         """Set when the training thread is at a boundary."""
         self._telling = threading.Lock()
@@ -101,14 +105,14 @@ class Notice:
 
     # ---------------------------------------------------------------- the training thread
 
-    def listen(self, client: KeeperClient, step: int, exception: type[BaseException]) -> None:
-        """React to notices from now on; training continues behind ``step``. Idempotent. Does not block.
+    def listen(self, client: KeeperClient, exception: type[BaseException]) -> None:
+        """React to notices from now on. Idempotent. Does not block.
 
         ``exception`` is raised at the last boundary, with the exit code.
         """
         if self.listens:
             return
-        self._client, self._last, self._exception = client, (time.monotonic(), step), exception
+        self._client, self._last_s, self._exception = client, time.monotonic(), exception
         self.listener.start()
         if not self.listener.has_signals and os.getpid() == 1:
             logger.warning(
@@ -124,7 +128,7 @@ class Notice:
 
     def is_requested(self) -> bool:
         """True once a notice came. The program that asks ends its training itself, from now on."""
-        self._is_looked_at = True
+        self._is_polled = True
         return self._way is not None
 
     @property
@@ -132,60 +136,72 @@ class Notice:
         """True if the notice ends this training."""
         return self._way is _Way.CUT
 
-    def passed(self, step: int) -> None:
-        """A boundary is over. If the training ends here, block until that step is durable.
+    def passed(self) -> None:
+        """A boundary is over; see ``end``, if the training ends here."""
+        now = time.monotonic()
+        self._pace_s, self._last_s = now - self._last_s, now
+        self.end()
 
-        Raises: the exception of ``listen``, if the training ends here.
+    def end(self) -> None:
+        """If a notice cuts the training, block until its newest step is durable, and raise the exception of ``listen``.
 
         On another thread than the main one it ends the process: there an exception would end the thread alone.
         """
-        now = time.monotonic()
-        self._pace_s, self._last = now - self._last[0], (now, step)
         if self.cuts and not self._is_raised:
-            self._arrived.set()
-            self._is_told.wait()
+            self._await_line()
             if threading.current_thread() is not threading.main_thread():
                 self._exit()
             self._is_raised = True
             raise self._exception(self._code)
 
+    def _await_line(self) -> None:
+        """The training thread has arrived: block until the last line is written, within the budget."""
+        self._arrived.set()
+        self._is_told.wait(self._budget_s)
+
     def closes(self) -> None:
         """The training is over, and is about to be closed: a notice waits for that."""
         self._is_closing = True
 
-    def fails(self, *, is_alone: bool) -> None:
-        """An error ends the training. If a notice came, wait until the newest step is durable.
+    def fails(self, error: BaseException | None, *, is_alone: bool) -> None:
+        """``error`` ends the training. If a notice came, wait until the newest step is durable.
 
         With several ranks end the process then: those that are gone already make the others fail.
         """
         if self.cuts and not self._is_raised:
-            self._arrived.set()
-            self._is_told.wait()
+            self._await_line()
             if not is_alone:
+                if error is not None:
+                    _in_time(lambda: logger.warning("after the notice, %s:", type(error).__name__, exc_info=error))
                 self._exit()
 
     def leave(self) -> None:
-        """The training has ended: signals are handled as before. Idempotent. Does not block."""
+        """The training has ended: signals are handled as before. Idempotent. Blocks: an instant."""
         self._is_left.set()
         self.listener.close()
 
+    def hand_on(self) -> None:
+        """After ``leave``: a signal that came while the training was closed ends the process as it would without us."""
+        if self._way is _Way.CLOSE:
+            self.listener.raise_again(self._what)
+
     # ---------------------------------------------------------------- other threads
 
-    def _heard(self, what: str) -> None:
+    def _received(self, what: str) -> None:
         """Do all that follows a notice, on the listener's thread."""
         client, ends_at = self._client, time.monotonic() + (1 - _MARGIN) * self._budget_s
         assert client is not None
         self._what = what
+        threading.Thread(target=self._guard, args=(ends_at,), name="lazysnap-budget", daemon=True).start()
         if self._is_closing:
             self._way = _Way.CLOSE
-        elif self._is_looked_at or self.listener.is_of_program(what):
+        elif self._is_polled or self.listener.is_of_program(what):
             self._way = _Way.PROGRAM
         else:
             self._way = _Way.CUT
         client.give_notice(is_sealed=False)
-        threading.Thread(target=self._guard, args=(ends_at,), name="lazysnap-budget", daemon=True).start()
         if self._way is _Way.PROGRAM:
-            self._follow(client, ends_at)
+            self._watch_program(client, ends_at)
         if self._way is not _Way.CUT:
             return
         self._arrived.wait(self._patience_s())
@@ -200,7 +216,7 @@ class Notice:
         """Return the seconds within which the next boundary is expected."""
         if self._pace_s is None:
             return 0.0
-        return max(0.0, min(self._last[0] + 2 * self._pace_s + _SLACK_S - time.monotonic(), self._budget_s / 2))
+        return max(0.0, min(self._last_s + 2 * self._pace_s + _SLACK_S - time.monotonic(), self._budget_s / 2))
 
     def _store(self, client: KeeperClient, held: Held, ends_at: float) -> bool:
         """Block until the newest step that all ranks hold is durable at the first level; ``False`` after the deadline.
@@ -219,7 +235,7 @@ class Notice:
             time.sleep(_LOOK_S)
         return False
 
-    def _follow(self, client: KeeperClient, ends_at: float) -> None:
+    def _watch_program(self, client: KeeperClient, ends_at: float) -> None:
         """The program ends itself: say when the newest step of now is durable."""
         newest = max(self._held().steps, default=None)
         while newest is not None and self._config.levels and client.newest_durable() < newest:
@@ -238,20 +254,28 @@ class Notice:
     def _tell(self, *, is_stored: bool) -> None:
         """Write the last line, once. ``is_stored``: nothing that was waited for is missing."""
         with self._telling:
-            if not self._is_told.is_set():
-                line = self._line(is_stored=is_stored)
-                if is_stored and self._config.levels:
-                    say(line)
-                else:
-                    logger.warning("%s", line)
-                self._is_told.set()
+            is_first, self._is_telling = not self._is_telling, True
+        if not is_first:
+            self._is_told.wait(_FLUSH_S)
+            return
+        try:
+            _in_time(lambda: self._write(is_stored=is_stored))
+        finally:
+            self._is_told.set()
+
+    def _write(self, *, is_stored: bool) -> None:
+        line = self._line(is_stored=is_stored)
+        if is_stored and self._config.levels:
+            say(line)
+        else:
+            logger.warning("%s", line)
 
     def _line(self, *, is_stored: bool) -> str:
         client, held, levels = self._client, self._held(), self._config.levels
         assert client is not None
         durable = max(client.newest_durable(), self._stored, -1 if held.durable is None else held.durable)
         asks = "asks this training to end" if self._way is _Way.PROGRAM else "ended this training"
-        head = f"{self._what or 'a notice to another rank'} {asks} in step {self._last[1] + 1}"
+        head = f"{self._what or 'a notice to another rank'} {asks} in step {held.seen + 1}"
         stored = f"step {durable} is durable at {shown(levels[0].url)}" if levels and durable >= 0 else ""
         newest = max(held.steps, default=-1)
         if newest < 0 and not stored:
@@ -272,10 +296,15 @@ class Notice:
 
     def _exit(self) -> NoReturn:
         """End the process. Nothing else is reliable from here: the main thread may stand in a collective."""
-        flushing = threading.Thread(target=_flush, daemon=True)
-        flushing.start()
-        flushing.join(_FLUSH_S)  # the main thread may hold the lock of a stream
+        _in_time(_flush)
         os._exit(self._code)
+
+
+def _in_time(work: Callable[[], None]) -> None:
+    """Do ``work``, but wait for it only ``_FLUSH_S``: nobody may read a stream, or the main thread holds its lock."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(_FLUSH_S)
 
 
 def _flush() -> None:
@@ -284,10 +313,11 @@ def _flush() -> None:
             stream.flush()
 
 
-def _number(name: str, default: float) -> float:
-    """Raises: ConfigError."""
+def _number(name: str, kind: type[_Number], default: _Number, most: _Number) -> _Number:
+    """Return the environment variable ``name``. Raises: ConfigError."""
     text = os.environ.get(name) or str(default)
     with contextlib.suppress(ValueError):
-        if (value := float(text)) >= 0:
+        if 0 <= (value := kind(text)) <= most:
             return value
-    raise ConfigError(f"{name} must be a number of 0 or more, got {text!r}")
+    what = "an integer" if kind is int else "a number"
+    raise ConfigError(f"{name} must be {what} from 0 to {most:g}, got {text!r}")

@@ -80,6 +80,8 @@ class Recorder:
         self.group = (1, 0)
         """Nodes that protect each other, and how many of them may be lost."""
         self.encoded_once = False
+        self.is_sealed = False
+        """True if nothing is captured any more, though training may go on for a moment. Set by other threads."""
         self.stores_next = False
         """True if storage gets the next capture, due there or not."""
         self.waits_for_memory = True
@@ -224,6 +226,8 @@ class Recorder:
         slot = self._await_slot(slots, lambda: self._fitting(plan, len(meta)))
         if slot is None:
             return self.skip("all slots are in use")
+        if self.is_sealed:  # also while the state was walked
+            return self.skip("training ends")
         self._start(Capture(plan, slot, step, walked.tensors, sequence=self.history.next_sequence()), meta)
         return True
 

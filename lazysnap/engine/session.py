@@ -21,7 +21,7 @@ class Session:
     def __init__(self, config: SnapshotConfig, source: StateSource, default_url: str | None) -> None:
         """Collective. Blocks: for other ranks."""
         self.notice = Notice(config, lambda: self.shutdown.held(), self._seal)
-        self.parts = parts = Parts.of(config, source, default_url, self.notice.listener.ring)
+        self.parts = parts = Parts.of(config, source, default_url, self.notice.listener.notify)
         self.run = Run(parts)
         self.boundaries = Boundaries(parts, self.run, self.notice)
         self.shutdown = Shutdown(parts, self.run, self.boundaries, self.notice)

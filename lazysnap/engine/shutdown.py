@@ -94,6 +94,7 @@ class Shutdown:
             return self._has_ended_well
         if self._notice.cuts:  # the training is not over, whatever the program makes of the end
             self.abandon(None)
+            self._notice.end()
             return False
         self._notice.closes()
         parts = self._parts
@@ -125,6 +126,7 @@ class Shutdown:
             level, linger_s = shown(parts.config.levels[0].url), parts.config.memory.linger_s
             parts.messages.tell(Event.NAMES_LOST, names=unstored, level=level, linger_s=linger_s)
         self._has_ended_well = durable and captured
+        self._notice.hand_on()
         return self._has_ended_well
 
     def _capture_last(self) -> None:
@@ -213,7 +215,7 @@ class Shutdown:
     def abandon(self, error: BaseException | None) -> None:
         """See ``SnapshotEngine.abandon``."""
         if not self.is_closed:
-            self._notice.fails(is_alone=self._parts.world.is_alone)
+            self._notice.fails(error, is_alone=self._parts.world.is_alone)
             self._recorder.events.is_training = False
             self._boundaries.finish_copies()
             self._leave()
@@ -237,7 +239,7 @@ class Shutdown:
         resumed, steps = self._run.resumed, self._history.held_steps()
         if not steps and resumed is not None and resumed.only_in_memory:
             steps = [resumed.step]
-        return Held(tuple(steps), self._newest_durable())
+        return Held(tuple(steps), self._newest_durable(), self._recorder.seen_step or 0)
 
     def _newest_durable(self) -> int | None:
         """Return the newest step of this training that a level has, as far as this process knows."""

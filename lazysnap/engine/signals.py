@@ -15,16 +15,16 @@ logger = logging.getLogger("lazysnap.engine")
 STOP_FILE = "LAZYSNAP_STOP_FILE"
 """The environment variable that names a file. When it appears, or is written again, training ends."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_CLOSE, _FILE, _KEEPER = 0, 254, 255
-"""Bytes in the pipe that are no number of a signal."""
+_CLOSE, _FROM_HANDLER, _FILE, _KEEPER = 0, 128, 254, 255
+"""Bytes in the pipe that are no number of a signal; ``_FROM_HANDLER`` is added to one."""
 _LOOK_S, _JOIN_S = 0.25, 5.0
 _forking = threading.local()
 """The signals that were blocked before the fork of a thread."""
 _listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
 
 
-class Beside:
-    """A handler of somebody who does not end the training: it is called, and the training ends all the same."""
+class ChainedHandler:
+    """A handler that does not end the training: it is called, and the training ends all the same."""
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
@@ -36,25 +36,20 @@ class Beside:
 
 
 class Listener:
-    """Calls ``heard`` once, on a thread of its own, with the name of what was noticed first.
+    """Calls ``received`` once, on a thread of its own, with the name of what was noticed first.
 
     A signal reaches that thread at once, whatever the main thread does: Python's C handler writes to a pipe. The
     program's own handler is called too, on the main thread, when that is between two instructions.
     """
 
-    def __init__(self, heard: Callable[[str], None]) -> None:
-        self._heard = heard
+    def __init__(self, received: Callable[[str], None]) -> None:
+        self._received = received
         self._pipe: tuple[int, int] | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        self._has_heard = False
-
-    @property
-    def is_on(self) -> bool:
-        """True between ``start`` and ``close``."""
-        return self._pipe is not None
+        self._has_received = False
 
     @property
     def has_signals(self) -> bool:
@@ -75,22 +70,30 @@ class Listener:
         path = os.environ.get(STOP_FILE)
         if path:
             # Apart from signals: a file system that does not answer holds this thread up, and nothing else.
-            threading.Thread(target=self._watch, args=(path, _stamp(path)), name="lazysnap-file", daemon=True).start()
+            threading.Thread(target=self._watch, args=(path,), name="lazysnap-file", daemon=True).start()
 
     def _install(self, writer: int) -> None:
         for number in SIGNALS:
-            before = signal.getsignal(number)
+            before = now = signal.getsignal(number)
             while isinstance(owner := getattr(before, "__self__", None), Listener):  # of an engine that was left open
-                before = owner._before[number]
+                before = owner._before.get(number, signal.SIG_DFL)
             # A handler that is not Python's, such as that of faulthandler, could not be called, nor put back.
-            if before is not signal.SIG_IGN and (callable(before) or not _is_caught(number)):
+            if before is not signal.SIG_IGN and (callable(now) or not _is_caught(number)):
                 self._before[number] = before
                 signal.signal(number, self._on_signal)
         if self._before:
-            self._wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            replaced = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            left_open = (one for one in _listeners if one is not self and one._pipe and one._pipe[1] == replaced)
+            self._wakeup_before = next((one._wakeup_before for one in left_open), replaced)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._write(number)  # again, if somebody else took the wakeup descriptor
+        if self._is_over.is_set():  # it was closed by another thread, which may not put handlers back
+            self.close()
+            if getattr(signal.getsignal(number), "__self__", None) is self:  # somebody put it back later
+                signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        self._write(number | _FROM_HANDLER)  # again, since a program may have taken the wakeup descriptor
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)
@@ -101,10 +104,10 @@ class Listener:
         now = signal.getsignal(number)
         is_ours = getattr(now, "__self__", None) is self
         handler = self._before.get(number) if is_ours else now
-        return callable(handler) and not isinstance(handler, Beside)
+        return callable(handler) and not isinstance(handler, ChainedHandler)
 
-    def ring(self) -> None:
-        """The keeper noticed something on another rank."""
+    def notify(self) -> None:
+        """Report a notice to another rank, which the keeper passed on."""
         self._write(_KEEPER)
 
     def _write(self, what: int) -> None:
@@ -115,17 +118,20 @@ class Listener:
 
     def _listen(self, reader: int) -> None:
         names = {int(number): number.name for number in SIGNALS} | {_FILE: os.environ.get(STOP_FILE, ""), _KEEPER: ""}
-        while (what := os.read(reader, 1)[0]) != _CLOSE:
-            if self._wakeup_before >= 0 and what not in (_FILE, _KEEPER):
+        while (read := os.read(reader, 1)) and (what := read[0]) != _CLOSE:
+            if self._wakeup_before >= 0 and what < _FROM_HANDLER:
                 with contextlib.suppress(OSError):
-                    os.write(self._wakeup_before, bytes([what]))
+                    os.write(self._wakeup_before, read)
+            if what not in (_FILE, _KEEPER):
+                what &= ~_FROM_HANDLER
             if what in names:
-                self._has_heard = True
-                self._heard(names[what])
+                self._has_received = True
+                self._received(names[what])
                 names = {}
         os.close(reader)
 
-    def _watch(self, path: str, before: object) -> None:
+    def _watch(self, path: str) -> None:
+        before = _stamp(path)
         while not self._is_over.wait(_LOOK_S):
             now = _stamp(path)
             if now is not None and now != before:
@@ -145,7 +151,7 @@ class Listener:
         self._write(_CLOSE)
         self._pipe = None
         os.close(pipe[1])
-        if self._thread is not None and not self._has_heard:  # else it may wait for this very end
+        if self._thread is not None and not self._has_received:  # else it may wait for this very end
             self._thread.join(_JOIN_S)
 
     def _uninstall(self, writer: int) -> None:
@@ -160,6 +166,13 @@ class Listener:
             if getattr(signal.getsignal(number), "__self__", None) is self:
                 signal.signal(number, before)
         self._before = {}
+
+    def raise_again(self, name: str) -> None:
+        """After ``close``: send this process the signal again, unless its handler was called. Main thread only."""
+        number = next((number for number in SIGNALS if number.name == name), None)
+        is_main = threading.current_thread() is threading.main_thread()
+        if number is not None and is_main and signal.getsignal(number) is signal.SIG_DFL:
+            signal.raise_signal(number)
 
     def forget_in_child(self) -> None:
         """Leave the signals of a forked child alone: its pipe is the parent's."""

@@ -46,6 +46,14 @@ class Run:
                 return
         raise AssertionError("\n".join([f"none of {wanted} in:", *self.lines]))
 
+    def await_text(self, text):
+        """Read until a line that has this text, and return it."""
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if text in line:
+                return self.lines[-1]
+        raise AssertionError("\n".join([f"no {text!r} in:", *self.lines]))
+
     def pid(self):
         """The process that is told: the training, or the init above it."""
         pid = self.process.pid

@@ -7,6 +7,8 @@ At PHASE of STEP it stays: as a long step, evaluation or save would, until a not
 import os
 import pathlib
 import sys
+import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,24 @@ torch.set_num_threads(1)
 def at(phase, step):
     print(f"{phase} {step}", flush=True)
     if (phase, str(step)) == (PHASE, AT):
+        if "LAZYSNAP_TEST_FILLS_PIPE" in os.environ:
+            print("full", flush=True)
+            threading.Thread(target=fill_pipe, daemon=True).start()
         while True:
             sum(range(1000))
+
+
+def fill_pipe():
+    """Write until the reader's pipe is full; the last call does not return."""
+    while True:
+        os.write(1, b"-" * 4096)
+
+
+def stay_until_allowed(step):
+    """A step that lasts until the test makes a file: what is stored meanwhile was not stored by an end."""
+    print(f"step {step}", flush=True)
+    while str(step) == AT and not os.path.exists(os.path.join(DIRECTORY, "go")):
+        time.sleep(0.01)
 
 
 def net():
@@ -80,7 +98,7 @@ def looking(url):
     with engine:
         while not engine.stop_requested:
             step = engine.step + 1
-            at("step", step)
+            stay_until_allowed(step)
             model(torch.randn(4, 8)).pow(2).mean().backward()
             optimizer.step()
             engine.boundary()
@@ -102,7 +120,7 @@ def handling(url):
     with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
         while not seen:
             step = engine.step + 1
-            at("step", step)
+            stay_until_allowed(step)
             model(torch.randn(4, 8)).pow(2).mean().backward()
             optimizer.step()
             engine.boundary()
@@ -131,6 +149,39 @@ def forking(url):
                     signal.pause()
                 os.kill(child, signal.SIGTERM)
                 print(f"child ended by {os.waitpid(child, 0)[1]}", flush=True)
+
+
+def left_open(url):
+    """A training beside the engine of an earlier one, which nobody closed."""
+    from lazysnap import SnapshotConfig, SnapshotEngine
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    earlier = SnapshotEngine(SnapshotConfig(job_id=f"{os.environ['LAZYSNAP_JOB_ID']}-1"), {"model": net()})
+    earlier.boundary(1)
+    with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
+        while True:
+            step = engine.step + 1
+            at("step", step)
+            model(torch.randn(4, 8)).pow(2).mean().backward()
+            optimizer.step()
+            engine.boundary()
+            print(f"boundary {step}", flush=True)
+
+
+def closing(url):
+    """A training that is closed while its level does not answer."""
+    from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = SnapshotConfig(levels=(PersistentLevel(url),), drain_timeout_s=5.0)
+    with SnapshotEngine(config, {"model": model, "optimizer": optimizer}) as engine:
+        model(torch.randn(4, 8)).pow(2).mean().backward()
+        optimizer.step()
+        engine.boundary()
+        print("boundary 1", flush=True)
+        os.write(1, b"closing 0\n")
 
 
 def twice(url):

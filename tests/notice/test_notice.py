@@ -113,22 +113,60 @@ def test_another_notice_does_the_same(notice, trainings, tmp_path):
     assert trainings.durable() == 5
 
 
-def test_a_program_that_looks_ends_itself_with_its_own_code(trainings):
-    run = trainings.start("looking", "step", "4+")
+def test_a_program_that_looks_ends_itself_with_its_own_code(trainings, tmp_path):
+    run = trainings.start("looking", "step", "4")
     run.await_line("step 4")
     os.kill(run.pid(), signal.SIGTERM)
+    assert "SIGTERM asks this training to end in step 4; step 3 is durable" in run.await_text("asks this training")
+    assert trainings.durable() == 3, "stored while the program still trains"
+    (tmp_path / "go").touch()
     assert run.end() == 3
-    [left] = [int(line.split()[2]) for line in run.lines if line.startswith("left at")]
-    assert left == max(run.steps("boundary")) == trainings.durable()
+    assert "left at 4" in run.lines
+    assert trainings.durable() == 4
 
 
-def test_a_handler_of_the_program_is_called_and_its_step_is_stored(trainings):
-    run = trainings.start("handling", "step", "4+")
+def test_a_handler_of_the_program_is_called_and_its_step_is_stored(trainings, tmp_path):
+    run = trainings.start("handling", "step", "4")
     run.await_line("step 4")
     os.kill(run.pid(), signal.SIGTERM)
+    assert "step 3 is durable" in run.await_text("asks this training")
+    assert trainings.durable() == 3, "stored while the program still trains"
+    (tmp_path / "go").touch()
     assert run.end() == 5
     assert "handled 15 once" in run.lines
-    assert trainings.durable() == max(run.steps("boundary"))
+
+
+def test_the_engine_of_an_earlier_training_that_was_not_closed_takes_no_notice_away(trainings):
+    run = trainings.start("left_open", "step", "7")
+    run.await_line("step 7")
+    os.kill(run.pid(), signal.SIGTERM)
+    assert run.end() == ENDED
+    assert run.cut() == (7, 6)
+    assert trainings.durable() == 6
+
+
+def test_a_signal_while_a_training_is_closed_ends_the_program_after_the_close(trainings):
+    run = trainings.start("closing", "-", "-", LAZYSNAP_FAULT="level.store.begin:1:hang")
+    run.await_line("closing 0")
+    run.await_text("waiting for")  # ``close`` says that after three seconds
+    os.kill(run.pid(), signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM
+    assert "over" not in run.lines
+
+
+def test_a_console_that_nobody_reads_keeps_no_process_alive(trainings):
+    run = trainings.start("plain", "step", "6", LAZYSNAP_NOTICE_S="4", LAZYSNAP_TEST_FILLS_PIPE="1")
+    run.await_line("step 6")
+    run.await_line("full")
+    os.kill(run.pid(), signal.SIGTERM)
+    assert run.process.wait(60) == ENDED
+
+
+@pytest.mark.parametrize(("name", "value"), [("LAZYSNAP_NOTICE_S", "inf"), ("LAZYSNAP_NOTICE_EXIT_CODE", "0.5")])
+def test_a_variable_that_cannot_be_used_is_refused_at_the_start(name, value, trainings):
+    run = trainings.start("plain", "-", "-", **{name: value})
+    assert run.end() == 1
+    assert any(name in line and value in line for line in run.lines)
 
 
 def test_what_is_not_durable_in_time_is_named_with_the_place_where_it_is(trainings):

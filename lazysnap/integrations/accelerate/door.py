@@ -273,6 +273,7 @@ class Door(WithEngine):
         if snapshot is not None:
             session.step = snapshot.step
             self.boundaries.passed()
+        session.engine.session.listen()
         return snapshot
 
     # ---------------------------------------------------------------- its end

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from lazysnap.engine import SnapshotEngine
-from lazysnap.engine.signals import Beside
+from lazysnap.engine.signals import ChainedHandler
 
 
 def listen(trainer: Any, engine: SnapshotEngine) -> None:
@@ -22,7 +22,7 @@ def listen(trainer: Any, engine: SnapshotEngine) -> None:
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and type(signal.getsignal(signal.SIGTERM)).__name__ == "_HandlersCompose":
         # Lightning puts back what was there before the fit at its end.
-        signal.signal(signal.SIGTERM, Beside(before) if callable(before) else before)
+        signal.signal(signal.SIGTERM, ChainedHandler(before) if callable(before) else before)
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
     engine.session.listen(getattr(loop, "SIGTERMException", SystemExit))
     if trainer.received_sigterm:  # just before
