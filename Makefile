@@ -104,7 +104,8 @@ wheel: $(VENV)/.made
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VENV)-wheel
 	$(BIN)/uv pip install --quiet --python $(VENV)-wheel/bin/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"} \
 	  "$(TORCH)" dist/*.whl
-	wheel="$$PWD/$(VENV)-wheel/bin"; cd "$$(mktemp -d)" && "$$wheel/lazysnap" demo --max-steps 60 --kills 2
+	bin="$$PWD/$(VENV)-wheel/bin"; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; cd "$$empty"; \
+	"$$bin/lazysnap" demo --max-steps 60 --kills 2
 
 pythons: $(VENV)/.dev
 	found=""; for version in 3.10 3.12 3.13 3.14; do \

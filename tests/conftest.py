@@ -40,9 +40,10 @@ def _compile_once(config):
 
 def pytest_configure(config):
     _compile_once(config)
-    # A job in the background ignores Ctrl-C, and so would every program that a test starts and interrupts.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A job in the background ignores these, and so would every program that a test starts and interrupts.
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # Not that of the user's home.
     os.environ.setdefault("LAZYSNAP_SECRET", "of tests")
     # Programs that tests start find the package ``support``, too.

@@ -95,7 +95,8 @@ class _Demo:
     def train_and_kill(self, kills: int) -> Iterator[_Start]:
         """Run the training with snapshots, and kill it ``kills`` times; the last start runs to its end."""
         part = self._max_steps // (kills + 1)
-        options = ("--directory", self._directory)
+        # Every part of the training, the first one too, stores a step before it can be killed.
+        options = ("--directory", self._directory, "--persist-every-n-steps", str(max(1, part // 8)))
         for number in range(kills):
             at = part * number + self._dice.randint(part // 4 + 1, part)
             yield self.train(*options, kill_at=at, with_keeper=number == kills // 2)

@@ -62,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--max-steps", type=int, default=200)
     parser.add_argument("--directory")
+    parser.add_argument("--persist-every-n-steps", type=int, default=20)
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # steps are so small that threads would only wait for each other
@@ -75,7 +76,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         engine, step = None, 0
         if args.directory is not None:
-            config = SnapshotConfig(levels=(PersistentLevel(args.directory, every_n_steps=20),))
+            config = SnapshotConfig(levels=(PersistentLevel(args.directory, every_n_steps=args.persist_every_n_steps),))
             engine = stack.enter_context(SnapshotEngine(config, state))
             engine.restore("latest")
             step = engine.step

@@ -298,9 +298,9 @@ class SnapshotEngine:
         boundary. ``drain=False`` captures nothing and waits for no storage.
         Blocks: with several ranks at most ``collective_timeout_s`` for the others; at most ``drain_timeout_s`` for
         storage, then at most ``io_timeout_s`` for the keeper's goodbye.
-        Returns ``False`` if the last step that was due was not captured, or not stored at every level. Memory then stays, as after a
-        crash, and a restart finds it. ``True`` if there was no step. What memory holds of earlier starts stays there if
-        this one captured nothing. With several ranks collective; where one is missing at the deadline memory stays
+        Returns ``False`` if the last step that was due was not captured, or not stored at every level. Memory then
+        stays, as after a crash, and a restart finds it. ``True`` if there was no step. Memory of earlier starts stays
+        if this one captured nothing. With several ranks collective; where one is missing at the deadline memory stays
         likewise, for the restart of all.
         """
         return self.session.shutdown.close(drain=drain, progress=progress)

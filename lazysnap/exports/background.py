@@ -195,17 +195,19 @@ class BackgroundCheckpoints:
         code, place = filling.process.wait(), filling.place()
         with self._changed:
             has_newer = any(one is not filling and one.place() == place for one in self._pending)
-        if code in (0, GONE):
-            self._succeed(filling.checkpoint, place)
-        else:
-            if not has_newer:
-                give_up(place)
-            self._fail(filling.checkpoint, place, said if code > 0 and said else _reason(code))
-        filling.process.stdout.close()
-        with self._changed:
-            self._pending.remove(filling)
-            os.close(filling.handle)
-            self._changed.notify_all()
+        try:
+            if code in (0, GONE):
+                self._succeed(filling.checkpoint, place)
+            else:
+                if not has_newer:
+                    give_up(place)
+                self._fail(filling.checkpoint, place, said if code > 0 and said else _reason(code))
+        finally:
+            filling.process.stdout.close()
+            with self._changed:
+                self._pending.remove(filling)
+                os.close(filling.handle)
+                self._changed.notify_all()
 
     def _succeed(self, checkpoint: Checkpoint, place: str) -> None:
         """Release the snapshot: the checkpoint is complete, or its directory was deleted or saved anew."""

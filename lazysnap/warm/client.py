@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from lazysnap.warm.command import Command, python_command
@@ -38,7 +38,7 @@ _TOGETHER_S = 0.2
 """A signal to a process group reaches the client and its supervisor within that time."""
 _KEPT = "KILL STOP CHLD IO TSTP TTIN TTOU CONT SEGV BUS FPE ILL TRAP ABRT PIPE SYS XCPU XFSZ URG STKFLT"
 """Signals that are about this process itself, or that a terminal sends to all."""
-FORWARDED = signal.valid_signals() - {getattr(signal, f"SIG{name}", 0) for name in _KEPT.split()}
+_FORWARDED = signal.valid_signals() - {getattr(signal, f"SIG{name}", 0) for name in _KEPT.split()}
 SI_KERNEL = 0x80
 """``si_code`` of a signal from a terminal, which all processes of a group get."""
 
@@ -59,16 +59,31 @@ def run(words: Sequence[str], directory: str) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = python_command(words)
-    if isinstance(command, Command):
-        with contextlib.suppress(OSError):
-            for _ in range(_TRIES):
-                if (status := _Program(*_start(command, directory)).wait()) is not None:
-                    end_as(status)
+    # From before the program exists: a signal that comes early must find it, not end this process.
+    waited = forwarded() | {signal.SIGIO}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    for _ in range(_TRIES):
+        if not isinstance(command, Command):
+            break
+        try:
+            program = _Program(*_start(command, directory, mask))
+        except OSError:
+            break
+        if (status := program.wait(waited)) is not None:
+            end_as(status)
+    while signal.sigtimedwait([signal.SIGIO], 0) is not None:
+        pass  # of a connection that is closed
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         os.execvp(words[0], [*words])
     except OSError as error:
         sys.stderr.write(f"lazysnap: {words[0]}: {error.strerror}\n")
         os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def forwarded() -> set[signal.Signals]:
+    """Return the signals that are handed on to the program: those that this process does not ignore."""
+    return {number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
 
 
 def end_as(status: int) -> NoReturn:
@@ -87,15 +102,20 @@ def end_as(status: int) -> NoReturn:
 # ------------------------------------------------------------------------------------------------ the parent
 
 
-def _start(command: Command, directory: str) -> tuple[socket.socket, bool]:
-    """Ask a parent to fork the program: the connection, and True if the program is to lead a session."""
+def _start(command: Command, directory: str, mask: Collection[int]) -> tuple[socket.socket, bool]:
+    """Ask a parent to fork the program: the connection, and True if the program is to lead a session.
+
+    ``mask``: the signals that the program is to block. Raises: OSError, if no parent can start it.
+    """
     environ = {name: value for name, value in os.environ.items() if not _is_of_one_start(name)}
     leads = os.getsid(0) == os.getpid()
-    surroundings = hashlib.sha256(json.dumps(_surroundings(command, environ, leads)).encode()).hexdigest()[:24]
-    connection = _connect(command, environ, directory, surroundings)
+    surroundings = hashlib.sha256(json.dumps(_surroundings(command, environ, leads, mask)).encode()).hexdigest()[:24]
+    connection = _connect(command, environ, (directory, surroundings), mask)
     handles = [int(name) for name in os.listdir("/proc/self/fd")]
     handles = [number for number in handles if _is_inherited(number)]
-    if len(handles) > _MOST_HANDLES:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # The parent receives them beside each other, under numbers above all that the program is to have.
+    if len(handles) > _MOST_HANDLES or (soft >= 0 and max([2, *handles]) + len(handles) + 2 >= soft):
         raise OSError("too many open files")
     launcher = os.pidfd_open(os.getppid())
     message = {
@@ -122,11 +142,11 @@ def _is_inherited(number: int) -> bool:
         return False
 
 
-def _surroundings(command: Command, environ: dict[str, str], leads: bool) -> list[Any]:
+def _surroundings(command: Command, environ: dict[str, str], leads: bool, mask: Collection[int]) -> list[Any]:
     """Return all that a program inherits, and that a parent hands on unchanged."""
     here = os.stat(".")
     facts: list[Any] = [command.python, command.argv, sorted(environ.items()), here.st_dev, here.st_ino]
-    facts += [leads or os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
+    facts += [sorted(mask), leads or os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
     facts += [os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))]
     with open("/proc/self/status") as file:
         wanted = (
@@ -134,7 +154,6 @@ def _surroundings(command: Command, environ: dict[str, str], leads: bool) -> lis
             "Uid",
             "Gid",
             "Groups",
-            "SigBlk",
             "SigIgn",
             "Cap",
             "NoNewPrivs",
@@ -148,8 +167,9 @@ def _surroundings(command: Command, environ: dict[str, str], leads: bool) -> lis
     return facts
 
 
-def _connect(command: Command, environ: dict[str, str], directory: str, name: str) -> socket.socket:
-    """Connect to the parent of these surroundings; start it, if there is none."""
+def _connect(command: Command, environ: dict[str, str], place: tuple[str, str], mask: Collection[int]) -> socket.socket:
+    """Connect to the parent of these surroundings; start it, if there is none. ``place``: directory and name."""
+    directory, name = place
     connection = socket.socket(socket.AF_UNIX)
     with locked(directory) as handle:
         address = f"/proc/self/fd/{handle}/{name}"  # however long the path is
@@ -161,7 +181,7 @@ def _connect(command: Command, environ: dict[str, str], directory: str, name: st
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(address)
                 listener.listen(1024)
-                _start_parent(command, environ, directory, (listener, name))
+                _start_parent(command, environ, directory, (listener, name), mask)
             connection.connect(address)
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
@@ -170,7 +190,11 @@ def _connect(command: Command, environ: dict[str, str], directory: str, name: st
 
 
 def _start_parent(
-    command: Command, environ: dict[str, str], directory: str, listening: tuple[socket.socket, str]
+    command: Command,
+    environ: dict[str, str],
+    directory: str,
+    listening: tuple[socket.socket, str],
+    mask: Collection[int],
 ) -> None:
     """Start a parent: the interpreter with the program's own arguments. Its ``sitecustomize`` is that of the parent."""
     owner = owner_of(directory)
@@ -199,6 +223,7 @@ def _start_parent(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # this process has one thread
         )
     finally:
         os.close(handle)
@@ -219,45 +244,53 @@ class _Program:
         self._received: dict[int, float] = {}
         """Signals that came from others than the launcher of this client, and when."""
 
-    def wait(self) -> int | None:
+    def wait(self, waited: set[signal.Signals]) -> int | None:
         """Forward signals until the program ends; its wait status, SIGKILL if its parent died. ``None``: there was no
-        program yet when the parent ended or refused.
+        program yet when the parent ended or refused. ``waited``: blocked signals, SIGIO among them.
         """
-        waited = FORWARDED | {signal.SIGIO}
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
         fcntl.fcntl(self._connection, fcntl.F_SETOWN, os.getpid())
         flags = fcntl.fcntl(self._connection, fcntl.F_GETFL)
         fcntl.fcntl(self._connection, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+        early: signal.struct_siginfo | None = None
         while True:
             try:
                 data = self._connection.recv(4)
             except BlockingIOError:
-                self._next_signal(waited)
+                if early is not None:  # there is no program
+                    end_as(early.si_signo)
+                found = self._next_signal(waited)
+                if found is not None and self._pid:
+                    self._forward(found)
+                else:
+                    early = found
                 continue
             except ConnectionResetError:
                 data = b""
             if len(data) < 4:
                 self._connection.close()
-                if self._pid:
-                    return int(signal.SIGKILL)
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-                return None
+                return int(signal.SIGKILL) if self._pid else None
             number: int = struct.unpack("i", data)[0]
             if self._pid:
                 return number
             self._pid = number
+            if early is not None:
+                self._forward(early)
+                early = None
 
-    def _next_signal(self, waited: set[signal.Signals]) -> None:
-        found = signal.sigtimedwait(waited, _TOGETHER_S) if self._received else signal.sigwaitinfo(waited)
-        if found is None:
+    def _next_signal(self, waited: set[signal.Signals]) -> signal.struct_siginfo | None:
+        """Return the next signal to forward; ``None`` if there is something to read first."""
+        while self._received:
+            left_s = min(self._received.values()) + _TOGETHER_S - time.monotonic()
+            found = signal.sigtimedwait(waited, max(0.0, left_s))
+            if found is not None:
+                return None if found.si_signo == signal.SIGIO else found
             # What came to this client alone has not come by its launcher meanwhile.
-            for number in [*self._received]:
+            now = time.monotonic()
+            for number in [number for number, at in self._received.items() if now - at >= _TOGETHER_S]:
+                del self._received[number]
                 self._send(number)
-            self._received.clear()
-        elif found.si_signo != signal.SIGIO:
-            if not self._pid:
-                end_as(found.si_signo)
-            self._forward(found)
+        found = signal.sigwaitinfo(waited)
+        return None if found.si_signo == signal.SIGIO else found
 
     def _forward(self, found: signal.struct_siginfo) -> None:
         """Once only: a signal to the process group reached the program already, if it is in that group."""
@@ -272,7 +305,7 @@ class _Program:
             self._send(number)
 
     def _send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             if self._leads:
                 # Launchers signal the whole group of a worker.
                 with contextlib.suppress(ProcessLookupError):

@@ -7,9 +7,11 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lazysnap.errors import ConfigError
 from lazysnap.warm import client, steps
 from lazysnap.warm.command import Command, python_command
 from lazysnap.warm.place import owner_directory
@@ -38,6 +40,11 @@ class Restarts:
     """Restarts in all."""
     same_exit_s: float
     """A command that ends twice within that time in the same way, without a new step, is not started again."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("--max-restarts", self.most), ("--same-exit-within", self.same_exit_s)):
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} must be 0 or more, got {value}")
 
 
 def supervise(words: Sequence[str], restarts: Restarts) -> int:
@@ -76,7 +83,10 @@ class _Supervisor:
         self._directory = directory
         self._is_ended = False
         """True after a signal that ends all."""
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, client.FORWARDED | {signal.SIGCHLD})
+        self._waited = client.forwarded() | {signal.SIGCHLD}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._waited)
+        # Where it is ignored the kernel tells nobody that a child has ended. The program inherits what was before.
+        self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._libc = ctypes.CDLL(None)
 
     def run(self, restarts: Restarts) -> int:
@@ -106,16 +116,19 @@ class _Supervisor:
             return pid
         try:
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.signal(signal.SIGCHLD, self._on_child or signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             if os.getppid() == me:
                 client.run(self._words, self._directory)
+        except BaseException:  # noqa: BLE001  this process may not go on as its parent does
+            traceback.print_exc()
         finally:
             os._exit(1)
 
     def _wait(self, pid: int) -> int:
         """Forward signals until that process ends; its wait status."""
         while True:
-            found = signal.sigwaitinfo(client.FORWARDED | {signal.SIGCHLD})
+            found = signal.sigwaitinfo(self._waited)
             if found.si_signo != signal.SIGCHLD:
                 self._is_ended = self._is_ended or found.si_signo in _ENDS
                 if found.si_code != client.SI_KERNEL:  # a terminal signals the whole group

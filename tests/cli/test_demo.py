@@ -9,7 +9,7 @@ from support.programs import output_of
 @pytest.mark.slow
 def test_the_demo_kills_a_training_and_its_keeper_and_passes_in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    printed = output_of("-m", "lazysnap.cli", "demo", "--max-steps", "60", "--kills", "2", "--json")
+    printed = output_of("-m", "lazysnap.cli", "demo", "--max-steps", "16", "--kills", "2", "--json")
     result = json.loads(printed.splitlines()[-1])
 
     assert result["ok"]

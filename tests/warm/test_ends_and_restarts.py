@@ -1,8 +1,10 @@
 """When a program is started again, what ends it, and that nothing of it stays."""
 
+import fcntl
 import json
 import os
 import pty
+import resource
 import signal
 import socket
 import struct
@@ -110,6 +112,64 @@ def test_a_program_without_handlers_ends_by_the_signal_and_so_does_the_runner(pl
     assert process.wait(60) == -number
     place.wait_until_gone()
     assert [path.name for path in place.directory.glob("lazysnap-warm/*") if path.is_dir()] == []
+
+
+def test_a_signal_as_soon_as_the_program_handles_it_reaches_its_handler(place):
+    """The program sends it to the process that was started for it, with its first instruction behind the handler."""
+    path = place.write(
+        "early.py",
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        "os.kill(int(os.environ['RUNNER']), signal.SIGTERM)\n"
+        "signal.pause()\n",
+    )
+    shell = f'export RUNNER=$$; exec {LAZYSNAP} run --max-restarts 0 -- "$0" "$1"'
+    for _ in range(5):
+        assert place.run("/bin/sh", "-c", shell, sys.executable, path)[0] == 7
+    place.wait_until_gone()
+
+
+def test_a_runner_that_was_started_with_sigchld_ignored_ends_with_its_program(place):
+    path = place.write(
+        "ends.py", "import signal, sys\nsys.exit(3 + (signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN))"
+    )
+    code, *_ = place.warm(sys.executable, path, preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN))
+    assert code == 4
+    place.wait_until_gone()
+
+
+def test_a_signal_that_is_ignored_ends_no_restarts(place):
+    path = place.write(
+        "hangup.py",
+        "import os, signal, sys\n"
+        "with open('starts', 'a') as file: file.write('x')\n"
+        "os.kill(int(os.environ['RUNNER']), signal.SIGHUP)\n"
+        "sys.exit(len(open('starts').read()))\n",
+    )
+    shell = f'trap "" HUP; export RUNNER=$$; exec {LAZYSNAP} run --max-restarts 1 -- "$0" "$1"'
+    assert place.run("/bin/sh", "-c", shell, sys.executable, path)[0] == 2
+    assert (place.directory / "starts").read_text() == "xx"
+
+
+def test_a_descriptor_above_the_limit_is_there_all_the_same(place):
+    read, write = os.pipe()
+    high = fcntl.fcntl(write, fcntl.F_DUPFD, 250)
+
+    def lower():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))
+
+    path = place.write("writes.py", f"import os\nos.write({high}, b'there')")
+    assert place.warm(sys.executable, path, pass_fds=(high,), preexec_fn=lower)[0] == 0
+    assert os.read(read, 9) == b"there"
+    for number in (read, write, high):
+        os.close(number)
+
+
+@pytest.mark.parametrize("option", ["--max-restarts", "--same-exit-within"])
+def test_a_number_below_zero_is_refused_in_one_line(place, option):
+    code, _, said = place.run(LAZYSNAP, "run", option, "-1", "--", sys.executable, "-c", "")
+    assert code == 2
+    assert f"{option} must be 0 or more" in said
 
 
 def test_when_the_runner_is_killed_nothing_stays(place, handles):

@@ -215,6 +215,9 @@ class _Parent:
             if not self.starts and not self.is_stale:
                 os._exit(_UNFIT)
             return False
+        if len(handles) != 1 + len(request["handles"]):
+            raise OSError("descriptors were lost")
+        waits, known = os.pipe()
         me, pid = os.getpid(), _fork()
         if pid:
             launcher, *others = handles
@@ -223,11 +226,22 @@ class _Parent:
             self.starts.append(_Start(pid, connection, launcher, request["group"] is None))
             with contextlib.suppress(OSError):
                 connection.send(struct.pack("i", pid))
+            os.close(known)
+            os.close(waits)
             return False
         _die_with(me)
+        # No line of the program runs before its client can reach it.
+        os.close(known)
+        os.read(waits, 1)
+        os.close(waits)
         connection.close()
         os.close(handles.pop(0))
-        self._become(request, handles)
+        try:
+            self._become(request, handles)
+        except BaseException:
+            with contextlib.suppress(OSError, ValueError):  # its error belongs on the program's console
+                os.dup2(handles[request["handles"].index(2)], 2)
+            raise
         return True
 
     def _become(self, request: dict[str, Any], handles: list[int]) -> None:
@@ -243,6 +257,7 @@ class _Parent:
         else:
             os.setpgid(0, request["group"])
         _take_handles(request["handles"], handles)
+        signal.signal(signal.SIGCHLD, _on_child)
         os.environ.update(request["environ"])
         for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
             stream = _stream(number, mode, getattr(sys, name))
@@ -304,10 +319,14 @@ def _lines(path: str) -> list[str]:
 
 def _packages() -> list[tuple[str, int]]:
     """When the directories of installed packages, and the files of lazysnap, were changed last."""
-    found = [path for path in sys.path if any(part in f"{path}/" for part in _PACKAGES)]
-    found += [f"{folder}/{name}" for folder, _, names in os.walk(_PACKAGE) for name in names if name.endswith(".py")]
+    paths = [path for path in sys.path if any(part in f"{path}/" for part in _PACKAGES)]
+    paths += [f"{folder}/{name}" for folder, _, names in os.walk(_PACKAGE) for name in names if name.endswith(".py")]
     # Not of a directory of lazysnap: the first import makes ``__pycache__`` there.
-    return [(path, os.stat(path).st_mtime_ns) for path in found if os.path.exists(path)]
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path, os.stat(path).st_mtime_ns))
+    return found
 
 
 def _can_fork() -> bool:
@@ -386,6 +405,8 @@ def _begin() -> _Parent:
 
 sys.modules["_lazysnap_warm"] = sys.modules[__name__]
 _recorded: list[bool] = []
+# Where it is ignored a parent does not learn how its children end.
+_on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
 try:
     _parent = _begin()
     _parent.serve()
