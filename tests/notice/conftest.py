@@ -125,6 +125,10 @@ class Trainings:
         for run in self.runs:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.process.pid, signal.SIGKILL)
+            # Workers of torchrun are in sessions of their own.
+            for pid in [int(line.split()[2]) for line in run.lines if re.fullmatch(r"rank \d \d+", line)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             run.process.stdout.close()
             run.process.wait()
         self.kill_keeper()
