@@ -15,7 +15,15 @@ from torch.utils.data import DataLoader
 from lazysnap.data.parts import base_of, is_iterable
 from lazysnap.data.reading import Course, follow
 from lazysnap.data.share import is_first_rank, length_of
-from lazysnap.data.stateful import begin_anew, is_driven, load_loader, rest_of, saves_position, state_of_loader
+from lazysnap.data.stateful import (
+    begin_anew,
+    hides_epoch,
+    is_driven,
+    load_loader,
+    rest_of,
+    saves_position,
+    state_of_loader,
+)
 from lazysnap.data.workers import keep_streams
 
 if TYPE_CHECKING:
@@ -182,6 +190,8 @@ class Iteration:
         self._follows = self._can_follow and not self._has_own and not has_ended and follow(course)
         if course.workers and not getattr(base, "in_order", True):
             position.note_disorder()
+        if not self._has_own and hides_epoch(dataset := getattr(base, "dataset", None)):
+            position.note_hidden_epoch(dataset)
         keep_streams([base] if self._has_own else [])
         if not self._follows:
             course.passes = 0

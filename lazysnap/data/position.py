@@ -49,8 +49,8 @@ class Position:
         self._skipped = 0
         self.may_draw = True
         """True until it is known that its order may depend on draws from the global generators."""
-        self._may_keep = True
-        self._is_disorder_told = False
+        self._warned: set[str] = set()
+        """Texts that were logged: once is enough."""
         self.is_recounted = False
         """True if the position that was loaded counts other batches than it did when it was recorded."""
         self.before_fetch: Callable[[], None] | None = None
@@ -235,24 +235,33 @@ class Position:
 
     def note_kept(self) -> None:
         """The collate function keeps something from one batch to the next: warn, once."""
-        if self._may_keep:
-            self._may_keep = False
-            logger.warning(
-                "%s: its collate_fn keeps something from one batch to the next, which no snapshot holds: a restart "
-                "reads the epoch again from its start, and what was kept from the epoch before is lost. Give it "
-                "state_dict() and load_state_dict(), or pack in the dataset",
-                type(self._loaders[-1]).__name__,
-            )
+        self._warn_once(
+            "%s: its collate_fn keeps something from one batch to the next, which no snapshot holds: a restart reads "
+            "the epoch again from its start, and what was kept from the epoch before is lost. Give it state_dict() and "
+            "load_state_dict(), or pack in the dataset",
+            type(self._loaders[-1]).__name__,
+        )
 
     def note_disorder(self) -> None:
         """The workers' batches come in the order in which they are ready: warn, once."""
-        if not self._is_disorder_told:
-            self._is_disorder_told = True
-            logger.warning(
-                "%s: with in_order=False the order of the batches depends on the speed of the workers: a restart "
-                "trains some samples twice, and leaves others out; set in_order=True",
-                type(self._loaders[-1]).__name__,
-            )
+        self._warn_once(
+            "%s: with in_order=False the order of the batches depends on the speed of the workers: a restart trains "
+            "some samples twice, and leaves others out; set in_order=True",
+            type(self._loaders[-1]).__name__,
+        )
+
+    def note_hidden_epoch(self, dataset: Any) -> None:
+        """The dataset's epoch is where no snapshot sees it: warn, once."""
+        self._warn_once(
+            "%s keeps its epoch in shared memory, which no snapshot holds: a restart after the first epoch reads other "
+            "data; use streaming.StreamingDataLoader, which saves its position",
+            type(dataset).__name__,
+        )
+
+    def _warn_once(self, text: str, name: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text, name)
 
     def share(self) -> Share:
         """Return this rank's share of the data."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as _OfTorch
 
@@ -256,6 +256,8 @@ class _FromWorkers(_Follows, _OfTorch):
         self._states: list[Any] = list(mark.get("workers") or [None] * workers)
         """The last state of each worker that came with a batch that was given."""
         self._arrived = list(self._states)
+        self._keeps, self._can_begin = False, [False] * workers
+        """True if the collate function of some worker keeps something; which workers can begin behind their batch."""
         collate, begin = loader.collate_fn, loader.worker_init_fn
         loader.collate_fn = send = SendStates(loader, self._states)
         loader.worker_init_fn = send.begin
@@ -299,10 +301,11 @@ class _FromWorkers(_Follows, _OfTorch):
         course.read += 1
         if sent.state is not None:
             self._states[sent.worker] = sent.state
-        course.note_kept(sent.keeps)
+        self._keeps, self._can_begin[sent.worker] = self._keeps or sent.keeps, sent.can_begin
+        course.note_kept(self._keeps)
         self._has_ended = self._has_ended or sent.has_ended
         is_round = (course.read - self._began_at) % self._num_workers == 0 and all(self._workers_status)
-        if is_round and sent.can_begin and not self._has_ended:
+        if is_round and all(self._can_begin) and not self._has_ended:
             self._note_mark()
         return sent.batch
 
@@ -343,6 +346,10 @@ class SendStates:
         self._is_new = True
         self._kept = Keeps(loader)
         self._size = loader.batch_size
+        self._is_stream = is_iterable(loader)
+        self._saves = self._is_stream and saves_position(loader.dataset)
+        # A stream that saves nothing is read again from its start, with new workers: no state of these helps.
+        self._is_used = not self._is_stream or self._saves or loader.persistent_workers
 
     def begin(self, worker_id: int) -> None:
         """Called by torch in the worker, after it was seeded and before it reads anything."""
@@ -363,19 +370,21 @@ class SendStates:
         info = get_worker_info()
         assert info is not None
         dataset: Any = info.dataset
-        batch, is_stream = self._collate(samples), isinstance(dataset, IterableDataset)
+        batch = self._collate(samples)
+        keeps = self._kept.have_changed()
+        has_ended = self._is_stream and self._size is not None and len(samples) < self._size
+        if not self._is_used:
+            return Sent(batch, info.id, None, False, has_ended, keeps)
         if self._is_new:
             self._is_new = False
             self._streams.watch([dataset])
         state: dict[str, Any] = {"streams": self._streams.collect()}
-        if is_stream and saves_position(dataset):
+        if self._saves:
             state["dataset"] = dataset.state_dict()
         if is_stateful(self._collate):
             state["collate"] = self._collate.state_dict()
         is_same, self._last = are_same(state, self._last), state
-        keeps = self._kept.have_changed()
-        has_ended = is_stream and self._size is not None and len(samples) < self._size
-        can_begin = self._kept.is_known and not keeps and (not is_stream or "dataset" in state)
+        can_begin = self._kept.is_known and not keeps and (not self._is_stream or self._saves)
         return Sent(batch, info.id, None if is_same else state, can_begin, has_ended, keeps)
 
 

@@ -67,6 +67,12 @@ def _is_hugging_face(dataset: Any) -> bool:
     return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_ex_iterable")
 
 
+def hides_epoch(dataset: Any) -> bool:
+    """True for MosaicML's ``StreamingDataset``: its epoch is in shared memory, which no snapshot holds."""
+    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(dataset).__mro__]
+    return ("streaming", "StreamingDataset") in kinds
+
+
 def _kinds_inside(examples: Any) -> set[str]:
     """Return the names of the classes that a dataset of Hugging Face reads through."""
     found: set[str] = set()

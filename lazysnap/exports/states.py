@@ -66,12 +66,13 @@ def _decoded(whole: WholeSnapshot, encoded: Any, tensor: Callable[[str], torch.T
 def read_tensors(tensors: Mapping[str, JoinedTensor]) -> dict[str, torch.Tensor]:
     """Return tensors in memory, tied ones once. Blocks. Raises: ShardCorrupt; LevelError."""
     reads, made = Reads(), {}
-    for tensor in tensors.values():
-        if tensor.key not in made:
-            made[tensor.key] = room_for(tensor)
-            reads.add(tensor, into(made[tensor.key]))
+    keys = {name: tensor.key for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if keys[name] not in made:
+            made[keys[name]] = room_for(tensor)
+            reads.add(tensor, into(made[keys[name]]))
     reads.run()
-    return {name: made[tensor.key] for name, tensor in tensors.items()}
+    return {name: made[key] for name, key in keys.items()}
 
 
 class Outline:

@@ -210,7 +210,13 @@ class GrantLoop:
         for action in self._core.step(self._look, time.monotonic()):
             if self._is_closed:
                 return
-            self._do(action)
+            try:
+                self._do(action)
+            except Exception:
+                # The core takes every action as done: the next ones follow, and a write that did not begin is given up.
+                logger.exception("grants: %s failed; storage goes on with what follows", type(action).__name__)
+                if isinstance(action, Begin):
+                    self._core.missed(action.write)
 
     def _do(self, action: Action) -> None:
         match action:

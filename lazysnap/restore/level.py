@@ -64,6 +64,10 @@ class Level:
                 self._store = open_store(self.url, speed=self._speed, options=self._level.storage_options)
             return self._store
 
+    def forget(self) -> None:
+        """Read manifests anew."""
+        self._manifests.clear()
+
     def begin_open(self) -> None:
         """Start to open the level: packages are imported, sessions made. Does not block."""
         Watchdog(lambda beat: self._open(), f"opening {shown(self.url)}")

@@ -18,7 +18,7 @@ from lazysnap.restore.targets import (
     target_of,
     wanted_box,
 )
-from lazysnap.snapshots.assembly import Assembly, stored_in
+from lazysnap.snapshots.assembly import Assembly
 from lazysnap.snapshots.reader import OpenShard
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import Facts, facts_of, into
@@ -77,10 +77,7 @@ class PartReader:
             if isinstance(shards, Failure):
                 return shards
             try:
-                assembly.add(shards)
-                for name, stored in stored_in(shards, own):
-                    if facts.get(name) is None:
-                        facts[name] = facts_of(stored)
+                facts.update({name: facts_of(stored) for name, stored in assembly.add(shards).items()})
             except ShardCorrupt as error:
                 return self._sources.refuse(chosen[rank], error)
             added.append(rank)
@@ -147,10 +144,11 @@ def _room(
     if is_empty_part(target) and name not in assembly:
         return like(target, torch.empty(box_of(target)[1], dtype=target.dtype))
     tensor = assembly.tensor(name)
-    if tensor.key not in made:
-        made[tensor.key] = room_on_device(tensor, target)
-        reads.add(tensor, into(made[tensor.key]))
-    room = made[tensor.key]
+    key = tensor.key
+    if key not in made:
+        made[key] = room_on_device(tensor, target)
+        reads.add(tensor, into(made[key]))
+    room = made[key]
     return like(target, room) if is_part(target, tensor.shape) else room
 
 

@@ -306,7 +306,7 @@ class _Search:
             except StateMismatch as error:
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
-                failure = str(error)
+                failure = str(error) or repr(error)
             faults.point("restore.read")
             by_rank = "" if self._world.is_alone else f"rank {self._world.rank}: "
             return [text and f"{by_rank}{text}" for text in (mismatch, failure)] + [self._sources.has_vanished]

@@ -74,6 +74,8 @@ class Sources:
         self.failures.clear()
         self._opened.clear()
         self._items.clear()
+        for level in self._places.levels.values():
+            level.forget()
         self.has_vanished = False
 
     def open(self, item: Item) -> "OpenShard | Failure":
@@ -118,11 +120,11 @@ class Sources:
     def refuse(self, item: Item, error: "Exception | str") -> Failure:
         """Record that an item cannot be used: it is not tried again."""
         self._opened.pop(item, None)
-        self.failures[item] = str(error)
+        text = self.failures[item] = str(error) or repr(error)  # an empty text would pass for no failure
         self.has_vanished = self.has_vanished or isinstance(error, FileNotFoundError)
         if not isinstance(item, Entry):
-            self._note(f"{_where(item)} passed over: {error}")
-        return Failure(str(error), item)
+            self._note(f"{_where(item)} passed over: {text}")
+        return Failure(text, item)
 
 
 def _where(item: Item) -> str:

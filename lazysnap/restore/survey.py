@@ -152,7 +152,7 @@ class Survey:
         try:
             return answer()
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            problems.append(f"{shown(url)} passed over: {error}")
+            problems.append(f"{shown(url)} passed over: {str(error) or repr(error)}")
             return None
 
 

@@ -139,21 +139,30 @@ class Assembly:
         self._shards: list[OpenShard] = []
         self._tensors: dict[str, JoinedTensor] = {}
         self._missing: dict[str, None] = {}
+        self._seen: set[str] = set()
+        """Names of all tensors in the shards added so far, wanted or not."""
 
     @property
     def missing(self) -> Collection[str]:
         """Names of wanted tensors of which a part was in no shard so far."""
         return self._missing.keys()
 
-    def add(self, shards: Sequence[OpenShard]) -> None:
+    def add(self, shards: Sequence[OpenShard]) -> dict[str, Stored]:
         """Add the shard of a rank, and the frozen tensors that it refers to; the own rank's first.
 
+        Returns a part of each tensor, wanted or not, that was in no shard before.
         Raises: ShardCorrupt, if they do not fit each other, or others.
         """
         check_apart(shards)
         self._shards += shards
-        for name in list(self._missing):
-            self._take(name, shards)
+        new: dict[str, Stored] = {}
+        for name, stored in self._parts_in(shards):
+            if name not in self._seen:
+                self._seen.add(name)
+                new[name] = stored
+            if name in self._missing:
+                self._put(name, stored)
+        return new
 
     def want(self, names: Iterable[str]) -> None:
         """Look for these tensors in all shards, and in those that are added later. Raises: ShardCorrupt."""
@@ -165,16 +174,26 @@ class Assembly:
     def _take(self, name: str, shards: Iterable[OpenShard]) -> None:
         for shard in shards:
             stored = shard.find(name)
-            if stored is None or not (stored.is_scoped or shard.rank == self._own):
-                continue
-            tensor = self._tensors.get(name)
-            if tensor is None:
-                box = self._box(name, stored.extent[0])
-                tensor = self._tensors[name] = JoinedTensor(name, stored, box)
-            tensor.add(shard.rank, stored)
-            if tensor.is_whole:
-                del self._missing[name]
-                return
+            if stored is not None and (stored.is_scoped or shard.rank == self._own):
+                self._put(name, stored)
+                if name not in self._missing:
+                    return
+
+    def _put(self, name: str, stored: Stored) -> None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            tensor = self._tensors[name] = JoinedTensor(name, stored, self._box(name, stored.extent[0]))
+        tensor.add(stored.shard.rank, stored)
+        if tensor.is_whole:
+            del self._missing[name]
+
+    def _parts_in(self, shards: Iterable[OpenShard]) -> Iterator[tuple[str, Stored]]:
+        """Yield each tensor in these shards by each of its names; of other ranks only parts of shared ones."""
+        for shard in shards:
+            for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
+                found = shard.find(name)
+                if found is not None and (found.is_scoped or shard.rank == self._own):
+                    yield name, found
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -185,15 +204,3 @@ class Assembly:
             raise ShardCorrupt(f"no shard has the tensor {name!r}")
         self._tensors[name].check()
         return self._tensors[name]
-
-
-def stored_in(shards: Iterable[OpenShard], own: int) -> Iterator[tuple[str, Stored]]:
-    """Yield each tensor in these shards by each of its names; of other ranks than ``own`` only parts of shared ones.
-
-    Raises: ShardCorrupt.
-    """
-    for shard in shards:
-        for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
-            found = shard.find(name)
-            if found is not None and (found.is_scoped or shard.rank == own):
-                yield name, found

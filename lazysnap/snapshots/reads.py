@@ -28,8 +28,12 @@ class Span:
     """Strides in elements, from ``start``."""
 
 
-def spans(place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int) -> Iterator[Span]:
-    """The parts of ``box`` of a row-major tensor of shape ``whole``, in file order; together they cover it once.
+def spans(
+    place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int, origin: Extent | None = None
+) -> Iterator[Span]:
+    """Yield the parts of ``box`` of a row-major tensor of shape ``whole``, in file order; together they cover it once.
+
+    ``origin``: the offsets of the box in what is wanted; default: zeros.
 
     ``place``: offset of the tensor in the file, and bytes of one element. Parts end at multiples of ``unit`` bytes
     where rows allow; a part that crosses such a multiple is a single row (or element) of some dimension.
@@ -72,7 +76,7 @@ def spans(place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], un
                 yield from cut(begin, part, (*sizes[:dim], 1, *sizes[dim + 1 :]), dim + 1)
             done += max(count, 1)
 
-    yield from cut(start, (0,) * len(shape), tuple(shape), 0)
+    yield from cut(start, (0,) * len(shape) if origin is None else origin, tuple(shape), 0)
 
 
 Use = Callable[[Span, memoryview], None]
@@ -130,10 +134,8 @@ class Reads:
         stored = tile.stored
         block = stored.shard.blocks.block_bytes
         unit = block * -(-_LEAST_UNIT // block)
-        for span in spans((stored.offset, item_bytes), tile.box.piece.shape, tile.box.source, unit):
-            offsets = tuple(at + start for at, start in zip(span.offsets, tile.offsets, strict=True))
-            placed = Span(span.start, span.stop, offsets, span.shape, span.strides)
-            self._parts.append((stored.shard, _Part(placed, use, item_bytes * math.prod(span.shape))))
+        for span in spans((stored.offset, item_bytes), tile.box.piece.shape, tile.box.source, unit, tile.offsets):
+            self._parts.append((stored.shard, _Part(span, use, item_bytes * math.prod(span.shape))))
 
     @property
     def size_bytes(self) -> int:

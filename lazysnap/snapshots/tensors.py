@@ -32,9 +32,10 @@ def room_for(tensor: JoinedTensor, device: torch.device | None = None, *, is_row
     order = None if is_row_major else tensor.first.order
     try:
         return torch.empty_strided(shape, strides_of(shape, order), dtype=facts_of(tensor.first)[0], device=device)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # an empty shape like [0, 2**61, 2**61]
+    except RuntimeError as error:
+        if 0 not in shape:
+            raise  # no memory
+        # A shape like [0, 2**61, 2**61] is damaged.
         raise ShardCorrupt(f"{tensor.first.shard.where}: tensor {tensor.name}: {error}") from error
 
 

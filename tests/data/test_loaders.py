@@ -298,3 +298,14 @@ def test_a_stream_of_hugging_face_shuffles_each_epoch_by_its_number():
         loader.dataset.set_epoch(epoch)
 
     check_cuts(lambda: loader(hugging_face(shuffled=True), collate_fn=values), CUTS, set_epoch)
+
+
+def test_a_dataset_whose_epoch_is_in_shared_memory_is_named_before_anything_is_lost(caplog):
+    """MosaicML's ``streaming`` cannot be installed beside the torch that is tested: its name is what counts."""
+    kind = type("StreamingDataset", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(range(8))})
+    kind.__module__ = "streaming.base.dataset"
+    mine = type("Mine", (kind,), {})
+    loader = ResumableLoader(torch.utils.data.DataLoader(mine(), batch_size=2))
+
+    assert [len(batch) for _ in range(2) for batch in loader] == [2] * 8
+    assert caplog.text.count("Mine keeps its epoch in shared memory") == 1

@@ -106,6 +106,30 @@ def test_one_line_says_which_snapshot_is_passed_over_and_why(job, tmp_path, capl
     assert reason in line
 
 
+def test_an_error_without_text_of_the_program_costs_the_snapshots_and_is_named(job, tmp_path, caplog):
+    """Such an error was once taken for none, and the restart had no snapshot to return."""
+
+    class Odd(torch.nn.Linear):
+        is_odd = False
+
+        def state_dict(self, *arguments, **options):
+            if self.is_odd:
+                raise NotImplementedError
+            return super().state_dict(*arguments, **options)
+
+    training = job.start(tmp_path, extra={"odd": Odd(2, 2)})
+    training.run(1, 1)
+    assert training.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
+    assert training.engine.close()
+    odd = Odd(2, 2)
+    again = job.start(tmp_path, ready=False, extra={"odd": odd})
+    odd.is_odd = True
+
+    with pytest.raises(SnapshotNotFound, match="no whole snapshot of step 1"):
+        again.engine.fetch(1)
+    assert "step 1 passed over: NotImplementedError()" in caplog.text
+
+
 def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     training = job.start(fast, slow)

@@ -5,6 +5,7 @@ capture 10      all ranks begin a step, and hold it whole
 wish 10         it must be stored
 die             the trainers are dead, memory stays
 part            no link to other nodes any more
+break settle    the next action of this name raises an error
 """
 
 import os
@@ -44,6 +45,7 @@ class Node:
     def __init__(self, node, num_nodes, directory):
         self.node, self.num_nodes, self.directory = node, num_nodes, pathlib.Path(directory)
         self.lock, self.word, self.begun, self.is_gone = threading.RLock(), None, -1, False
+        self.breaks = ""
         self.slots = [{"step": None, "pin": None} for _ in range(NUM_RANKS * 3)]
         self.retention = Retention(PersistentLevel(str(directory), every_n_steps=10), "s1")
 
@@ -77,19 +79,28 @@ class Node:
                 for own in ranks
             ]
 
+    def break_once(self, action):
+        if action == self.breaks:
+            self.breaks = ""
+            say("broken", 0)
+            raise OSError(f"{action} is broken")
+
     def settle(self, word):
+        self.break_once("settle")
         with self.lock:
             self.word = word
             for slot in self.slots:
                 slot["pin"] = slot["pin"] if slot["pin"] == word else None
 
     def pin(self, ranks, step):
+        self.break_once("pin")
         with self.lock:
             for rank in ranks:
                 for slot in self.slots[3 * rank : 3 * rank + 3]:
                     slot["pin"] = step if slot["step"] == step else slot["pin"]
 
     def begin(self, write):
+        self.break_once("begin")
         threading.Thread(target=self._write, args=(write,), daemon=True).start()
 
     def _write(self, write):
@@ -136,6 +147,8 @@ def main():
             say("captured", rest[0])
         elif command == "wish":
             node.loop.wish(int(rest[0]), [0])
+        elif command == "break":
+            node.breaks = rest[0]
         elif command == "die":
             node.is_gone = True
         elif command == "part":

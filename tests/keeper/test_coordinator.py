@@ -26,6 +26,7 @@ class Process:
         self.popen = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=False)
         self.write(secret.hex.encode() + b"\n")
         self.complete = set()
+        self.is_broken = False
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -34,6 +35,8 @@ class Process:
             kind, *rest = line.decode().split()
             if kind == "complete":
                 self.complete |= set(map(int, rest))
+            elif kind == "broken":
+                self.is_broken = True
             else:
                 self.lines.put((kind, *map(int, rest)))
 
@@ -122,6 +125,19 @@ def test_after_the_death_of_a_keeper_snapshots_become_complete_again(job, number
     job.check()
     job.train_until(lambda: job.newest() >= before + 20)
 
+    job.check()
+
+
+@pytest.mark.parametrize("action", ["settle", "pin", "begin"])
+def test_an_action_that_fails_once_costs_at_most_a_step(job, action):
+    """What the core has decided is carried out, or the write has failed and another one follows."""
+    node = job.nodes[1]
+    job.train_until(lambda: job.newest() >= 10)
+    node.tell("break", action)
+    job.train_until(lambda: node.is_broken)
+    before = job.newest()
+
+    job.train_until(lambda: job.newest() >= before + 20)
     job.check()
 
 

@@ -19,11 +19,16 @@ ROWS, EPOCHS = 64, STEPS // 8
 torch.set_num_threads(1)
 
 
+def say(text):
+    """Write a line at once: two ranks share the pipe, and ``print`` writes the end of a line apart."""
+    os.write(1, f"{text}\n".encode())
+
+
 def at(phase, step):
-    print(f"{phase} {step}", flush=True)
+    say(f"{phase} {step}")
     if (phase, str(step)) == (PHASE, AT):
         if "LAZYSNAP_TEST_FILLS_PIPE" in os.environ:
-            print("full", flush=True)
+            say("full")
             threading.Thread(target=fill_pipe, daemon=True).start()
         while True:
             sum(range(1000))
@@ -37,7 +42,7 @@ def fill_pipe():
 
 def stay_until_allowed(step):
     """A step that lasts until the test makes a file: what is stored meanwhile was not stored by an end."""
-    print(f"step {step}", flush=True)
+    say(f"step {step}")
     while str(step) == AT and not os.path.exists(os.path.join(DIRECTORY, "go")):
         time.sleep(0.01)
 
@@ -82,7 +87,7 @@ def plain(url):
             optimizer.step()
             optimizer.zero_grad()
             engine.boundary()
-            print(f"boundary {step}", flush=True)
+            say(f"boundary {step}")
             if step % EVERY == 0:
                 at("evaluation", step)
 
@@ -102,8 +107,8 @@ def looking(url):
             model(torch.randn(4, 8)).pow(2).mean().backward()
             optimizer.step()
             engine.boundary()
-            print(f"boundary {step}", flush=True)
-    print(f"left at {engine.step}", flush=True)
+            say(f"boundary {step}")
+    say(f"left at {engine.step}")
     sys.exit(3)
 
 
@@ -124,8 +129,8 @@ def handling(url):
             model(torch.randn(4, 8)).pow(2).mean().backward()
             optimizer.step()
             engine.boundary()
-            print(f"boundary {step}", flush=True)
-    print(f"handled {seen[0]} {'once' if len(seen) == 1 else len(seen)}", flush=True)
+            say(f"boundary {step}")
+    say(f"handled {seen[0]} {'once' if len(seen) == 1 else len(seen)}")
     sys.exit(5)
 
 
@@ -143,12 +148,12 @@ def forking(url):
             model(torch.randn(4, 8)).pow(2).mean().backward()
             optimizer.step()
             engine.boundary()
-            print(f"boundary {step}", flush=True)
+            say(f"boundary {step}")
             if step == 3:
                 if not (child := os.fork()):
                     signal.pause()
                 os.kill(child, signal.SIGTERM)
-                print(f"child ended by {os.waitpid(child, 0)[1]}", flush=True)
+                say(f"child ended by {os.waitpid(child, 0)[1]}")
 
 
 def left_open(url):
@@ -166,7 +171,7 @@ def left_open(url):
             model(torch.randn(4, 8)).pow(2).mean().backward()
             optimizer.step()
             engine.boundary()
-            print(f"boundary {step}", flush=True)
+            say(f"boundary {step}")
 
 
 def closing(url):
@@ -180,7 +185,7 @@ def closing(url):
         model(torch.randn(4, 8)).pow(2).mean().backward()
         optimizer.step()
         engine.boundary()
-        print("boundary 1", flush=True)
+        say("boundary 1")
         os.write(1, b"closing 0\n")
 
 
@@ -199,7 +204,7 @@ def twice(url):
             optimizer.step()
             engine.boundary()
         after = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
-        print(f"handlers {'as before' if before == after else after}", flush=True)
+        say(f"handlers {'as before' if before == after else after}")
     signal.raise_signal(signal.SIGTERM)
 
 
@@ -225,7 +230,7 @@ def lightning(url):
 
     class Says(pl.Callback):
         def on_train_batch_start(self, trainer, module, batch, index):
-            print(f"boundary {trainer.global_step}", flush=True)
+            say(f"boundary {trainer.global_step}")
 
         def on_train_start(self, trainer, module):
             at("before", 0)
@@ -262,7 +267,7 @@ def accelerate(url):
             optimizer.step()
             optimizer.zero_grad()
             accelerator.save_state()
-            print(f"boundary {step}", flush=True)
+            say(f"boundary {step}")
             if step % EVERY == 0:
                 at("evaluation", step)
 
@@ -285,7 +290,7 @@ def transformers(url):
             at("before", 0)
 
         def on_step_begin(self, args, state, control, **_):
-            print(f"boundary {state.global_step}", flush=True)
+            say(f"boundary {state.global_step}")
             at("step", state.global_step + 1)
 
         def on_prediction_step(self, args, state, control, **_):
@@ -304,6 +309,6 @@ def transformers(url):
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
-        print(f"rank {dist.get_rank()} {os.getpid()}", flush=True)
+        say(f"rank {dist.get_rank()} {os.getpid()}")
     globals()[DOOR](str(pathlib.Path(DIRECTORY) / "snapshots"))
-    print("over", flush=True)
+    say("over")
