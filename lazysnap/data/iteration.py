@@ -17,6 +17,7 @@ from lazysnap.data.reading import Course, follow
 from lazysnap.data.share import is_first_rank, length_of
 from lazysnap.data.stateful import (
     begin_anew,
+    drop_early_iterator,
     hides_epoch,
     is_driven,
     load_loader,
@@ -65,7 +66,7 @@ class Iteration:
         self._can_follow = type(position.loader).__name__ != "DataLoaderDispatcher"
         self._owns: list[tuple[int, Any]] = []
         """Own states of a loader that is read ahead, by the number of batches that it gave."""
-        self._inner: Iterator[Any] = iter(())
+        self._inner: Any = iter(())
         self._course = Course(position, looks_ahead=self._looks_ahead)
         self._has_own = saves_position(self._base) and (
             bool(self._course.workers) or not (self._looks_ahead or is_driven(self._base))
@@ -176,6 +177,7 @@ class Iteration:
             if not course.workers and "collate" not in course.mark:
                 at = self._without_last(given)
             course.passes = at
+        course.read, course.has_ended = at, course.mark.get("has_ended", False)
         return at
 
     def _can_pass(self) -> bool:
@@ -195,6 +197,8 @@ class Iteration:
         keep_streams([base] if self._has_own else [])
         if not self._follows:
             course.passes = 0
+            if not self._has_own:
+                drop_early_iterator(base)
             course.begin()
         if own is not None:
             load_loader(base, own)
@@ -205,11 +209,13 @@ class Iteration:
             self._inner = iter(())
         else:
             self._inner = self._make() if own is None else rest_of(base, self._make)
-            has_next = getattr(self._inner, "has_next", None)
-            if own is not None and has_next is not None and has_next():  # nodes of torchdata: it has read the next one
-                course.begin()
-                load_loader(base, own)
-                self._inner = rest_of(base, self._make)
+            if own is not None and hasattr(self._inner, "has_next"):  # nodes of torchdata read ahead
+                is_ahead = self._inner.has_next()
+                self._inner._cached_state_dict = None  # else it would be their state from here on
+                if is_ahead:
+                    course.begin()
+                    load_loader(base, own)
+                    self._inner = rest_of(base, self._make)
 
     def _read_again(self, batches: int) -> None:
         """Read ``batches`` and drop them. Blocks; one line says how long, if that is more than seconds."""

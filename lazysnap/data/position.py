@@ -57,6 +57,10 @@ class Position:
         """Called before every batch is fetched: then nothing of the next step has begun."""
         self.is_held = False
         """True if the consumer holds one batch that was not trained: the position is then the one before that batch."""
+        self._at_boundary: dict[str, Any] | None = None
+        """The position at the last boundary that captured nothing, if that was within a loop."""
+        self._has_ended = False
+        """True if the training is over: a loop that was left goes on at its last boundary."""
         self.at_end: Callable[[], None] | None = None
         """Called when an iteration gave its last batch, before the loop over it ends."""
         self.counted_epochs: Callable[[], dict[str, int]] | None = None
@@ -97,6 +101,8 @@ class Position:
         """Return the current position as plain values: some tens of KB."""
         if self._pending is not None:
             return dict(self._pending)
+        if self._has_ended and self._at_boundary is not None:
+            return dict(self._at_boundary)
         running = self._iteration()
         if running is not None and running.before is not None:
             return dict(running.before)
@@ -126,7 +132,7 @@ class Position:
                 "so that the loop begins where the snapshot stands",
                 type(self._loaders[-1]).__name__,
             )
-        self._running = self._stepped = None
+        self._running = self._stepped = self._at_boundary = None
         self.streams.watch(self._loaders)
         share = self.share()
         passed = passed_in(state, share)
@@ -216,9 +222,17 @@ class Position:
         if pending is not None and pending.get("at_end") and _raised(pending.get("epochs", {}), self.epochs()):
             self._leave_epoch(pending)
 
+    def note_boundary(self) -> None:
+        """A boundary captured nothing."""
+        self._at_boundary = None if self._iteration() is None else self.state_dict()
+
+    def end(self) -> None:
+        """Go back to the last boundary: the loop was left since, maybe with a batch that was not trained."""
+        self._has_ended = True
+
     def note_end(self) -> None:
         """The running iteration gave its last batch."""
-        self._stepped = None
+        self._stepped = self._at_boundary = None
         if self.at_end is not None:
             self.at_end()
 
@@ -282,6 +296,7 @@ class Position:
         self._settle()
         pending, self._pending = self._pending, None
         self._running, self._stepped = weakref.ref(iteration), None
+        self._at_boundary, self._has_ended = None, False
         if pending is not None:
             iteration.land(pending)
         else:

@@ -23,7 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as _OfTorch
 
 from lazysnap.data.parts import base_of, held, is_iterable
-from lazysnap.data.stateful import is_stateful, load_dataset, saves_position
+from lazysnap.data.stateful import drop_early_iterator, is_stateful, load_dataset, saves_position
 from lazysnap.data.streams import RandomStreams, are_same, collect_rng, has_drawn
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ class Course:
         """Before the first index is taken from the sampler: leave ``passes`` batches out."""
         self._watch()
         self._here = self.streams.collect()
-        if self.origin is None:
+        if self.origin is None or "at_first" not in self.origin:  # or it was captured before its first batch
             self._note_streams()
-        elif not self.workers and "at_first" in self.origin:
+        elif not self.workers:
             self.streams.restore(self.origin["at_first"])
         self.read = self.passes or self.mark.get("at", 0)
         if self.passes:
@@ -168,7 +168,7 @@ def follow(course: Course) -> bool:
     is_of_torchdata = type(base).__name__ == "StatefulDataLoader"
     is_plain = isinstance(base, DataLoader) and type(base)._get_iterator is DataLoader._get_iterator
     if is_of_torchdata and not course.workers:
-        base._iterator, base._initial_iter_for_state_dict = None, False
+        drop_early_iterator(base)
         base._get_iterator = functools.partial(_make, course)
     elif not is_plain or is_of_torchdata or is_stateful(base):
         return False

@@ -132,6 +132,15 @@ def rest_of(loader: Any, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         loader.restart_on_stop_iteration = restarts
 
 
+def drop_early_iterator(loader: Any) -> None:
+    """Let a ``StatefulDataLoader`` make its iterator in each epoch, and draw its seed then.
+
+    Accelerate asks it for its state when it is prepared, and so the first epoch alone would draw nothing.
+    """
+    if "_initial_iter_for_state_dict" in getattr(loader, "__dict__", {}):
+        loader._iterator, loader._initial_iter_for_state_dict = None, False
+
+
 def state_of_loader(loader: Any) -> dict[str, Any]:
     """The loader's state. Draws no random number."""
     streams = RandomStreams()

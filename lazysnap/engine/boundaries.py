@@ -21,6 +21,7 @@ from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.ranks.checks import together
 from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.modules import is_uninitialised
+from lazysnap.state.objects import ObjectState
 from lazysnap.state.sharding import local_of
 from lazysnap.warm.steps import Steps
 
@@ -45,11 +46,11 @@ class Boundaries:
         self._is_past_first = False
         """True if the first boundary is over."""
         self._weights: list[torch.Tensor] = []
-        """The optimizers' weights at the last capture, if there are boundaries that are not due."""
+        """The optimizers' weights at the last capture, if not every boundary is due, or at the last one that failed."""
         self._pointers: list[int] = []
         """Their addresses then."""
         self._facts: list[int] | None = None
-        """See ``_weights_now``, at the last boundary, if that was not due."""
+        """See ``_weights_now``, at the last boundary, if that captured nothing."""
 
     # ---------------------------------------------------------------- memory
 
@@ -133,11 +134,15 @@ class Boundaries:
                 self._parts.messages.tell(Event.BEGINS_AGAIN, step=step, last=last)
                 self._run.begin_again(step)
             if not self._recorder.is_due(step, force=force):
-                self._facts = self._weights_now()
+                self._note()
                 return False
             self._run.tell_start()
             self._run.begin_once()
-            return self.capture(step, started) if self._is_past_first else self._capture_first(step, started)
+            began = self.capture(step, started) if self._is_past_first else self._capture_first(step, started)
+            if not began:
+                self._look_at_weights()
+                self._note()
+            return began
 
     def _capture_first(self, step: int, started: float) -> bool:
         began = self.capture(step, started)
@@ -172,9 +177,7 @@ class Boundaries:
             optimizers = self._parts.source.optimizers()
             self.gates.install(optimizers)
             if self._parts.config.every_n_steps > 1:
-                held = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
-                self._weights = [local_of(one) for one in held if not is_uninitialised(one)]
-                self._pointers = [weight.data_ptr() for weight in self._weights]
+                self._look_at_weights()
             with collector_paused():
                 began = recorder.begin(step)
         except UnsupportedState as error:
@@ -199,7 +202,7 @@ class Boundaries:
         """See ``Session.last_boundary``. Blocks."""
         deadline = time.monotonic() + self._parts.config.io_timeout_s
         # A short training may end before all memory is there, and slots may still be read by a slow level.
-        while not self.boundary(step, force=True) and self._recorder.last_step != step:
+        while self._recorder.last_step != step and not self.boundary(step, force=True):
             left_s = deadline - time.monotonic()
             if left_s < 0:
                 break  # ``close`` says so
@@ -211,20 +214,33 @@ class Boundaries:
         return self._recorder.last_step == step
 
     def capture_last(self) -> None:
-        """Capture the state of the last boundary, if that was not due. Not where weights changed since. Collective.
-        Blocks: as ``last_boundary``.
+        """Capture the state of the last boundary, if that was not due, or found no slot. Not where weights changed
+        since. Collective. Blocks: as ``last_boundary``.
         """
-        if self._parts.config.every_n_steps == 1:
-            return  # it was due
-        step, world = self._recorder.seen_step, self._parts.world
-        is_open = step is not None and step not in (self._recorder.last_step, self._recorder.last_due)
+        recorder, world = self._recorder, self._parts.world
+        step = recorder.seen_step
+        is_open = step is not None and step != recorder.last_step and (step != recorder.last_due or recorder.may_retry)
         is_same = is_open and self._facts is not None and self._facts == self._weights_now()
         is_same = is_same and self._pointers == [weight.data_ptr() for weight in self._weights]
-        told = world.exchange("the last step", [step, is_same])
+        told = world.exchange("the last step", [step, is_same or step == recorder.last_step])
         if step is not None and all(other == [step, True] for other in told):
+            if isinstance(self._parts.source, ObjectState):
+                self._parts.source.end()
             self.last_boundary(step)
         elif is_open:
-            logger.info("step %d, which was not due, is not captured at the end: weights changed since", step)
+            logger.info("step %d, which was not captured, is not captured at the end: weights changed since", step)
+
+    def _note(self) -> None:
+        """Note what ``capture_last`` needs of a boundary that captured nothing. Hot."""
+        self._facts = self._weights_now()
+        if isinstance(self._parts.source, ObjectState):
+            self._parts.source.note_boundary()
+
+    def _look_at_weights(self) -> None:
+        optimizers = self._parts.source.optimizers()
+        held = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
+        self._weights = [local_of(one) for one in held if not is_uninitialised(one)]
+        self._pointers = [weight.data_ptr() for weight in self._weights]
 
     def _weights_now(self) -> list[int] | None:
         """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""

@@ -35,6 +35,8 @@ from lazysnap.state.source import StateSource
 
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
+_PASSING = ("no slots yet", "all slots are in use", "frozen tensors are being captured")
+"""Reasons for leaving out a capture that pass by themselves."""
 
 
 class Recorder:
@@ -155,6 +157,11 @@ class Recorder:
         newest = self.history.newest
         return None if newest is None else newest.step
 
+    @property
+    def may_retry(self) -> bool:
+        """True if the last boundary that was due was left out for want of memory that may come."""
+        return self._skipped is not None and self._skipped[1] in _PASSING and self.protection.cause is None
+
     # ---------------------------------------------------------------- at a boundary
 
     def is_due(self, step: int, *, force: bool) -> bool:
@@ -225,7 +232,7 @@ class Recorder:
             return self.skip("no slots yet")
         slot = self._await_slot(slots, lambda: self._fitting(plan, len(meta)))
         if slot is None:
-            return self.skip("all slots are in use")
+            return self.skip("all slots are in use" if self.is_ready() else "no slots yet")
         if self.is_sealed:  # also while the state was walked
             return self.skip("training ends")
         self._start(Capture(plan, slot, step, walked.tensors, sequence=self.history.next_sequence()), meta)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lazysnap.data.resumable import ResumableLoader
 from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loader
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
@@ -137,6 +138,18 @@ class ObjectState(NamedObjects):
     def named(self) -> Mapping[str, Any]:
         """See ``NamedObjects.named``."""
         return self._objects
+
+    def note_boundary(self) -> None:
+        """A boundary captured nothing: note where the data stands."""
+        for value in self._objects.values():
+            if isinstance(value, ResumableLoader):
+                value.position.note_boundary()
+
+    def end(self) -> None:
+        """Let ``collect`` return data loaders as they were at that boundary: loops over them may have been left."""
+        for value in self._objects.values():
+            if isinstance(value, ResumableLoader):
+                value.position.end()
 
     def _check(self) -> None:
         check_supported(self._objects)

@@ -57,6 +57,12 @@ class Run:
             self.epoch += 1
         return self
 
+    def begin(self):
+        """Begin an iteration, and no more."""
+        self.set_epoch(self.loader, self.epoch)
+        self.iterator = iter(self.loader)
+        self.saved = self.save()
+
     def save(self):
         state = {"loader": position_of(self.loader).state_dict(), "rng": collect_rng(), "epoch": self.epoch}
         return copy.deepcopy(state)
@@ -77,3 +83,19 @@ def check_cuts(make, cuts, set_epoch=lambda loader, epoch: None):
         after.load(before.saved)
         assert after.train().trace == whole[cut:], f"cut after {cut}"
     return whole
+
+
+def check_chain(make, strides, set_epoch=lambda loader, epoch: None):
+    """Each start goes on from the one before and is cut after so many batches; 0: when its iteration has begun."""
+    whole = Run(make, 1, set_epoch).train().trace
+    run, trace = Run(make, 1, set_epoch).train(strides[0]), []
+    for number, stride in enumerate((*strides[1:], None), 2):
+        trace += run.trace
+        assert trace == whole[: len(trace)], f"start {number - 1}"
+        state, run = run.saved, Run(make, number, set_epoch)
+        run.load(state)
+        if stride == 0:
+            run.begin()
+        else:
+            run.train(stride)
+    assert trace + run.trace == whole

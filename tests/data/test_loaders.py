@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from loader_run import Numbers, Run, check_cuts
+from loader_run import Numbers, Run, check_chain, check_cuts
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -132,6 +132,7 @@ LOADERS = {
 @pytest.mark.parametrize("kind", LOADERS)
 def test_it_goes_on_exactly(kind):
     assert len(check_cuts(LOADERS[kind], FEW if "workers" in kind else CUTS)) > 12
+    check_chain(LOADERS[kind], (2, 0, 1, 3, 0, 2, 1))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

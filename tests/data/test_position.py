@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from loader_run import EPOCHS, Run
+from loader_run import EPOCHS, Run, check_chain
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -101,6 +101,13 @@ def test_it_goes_on_exactly_after_any_batch(make, sample):
         after = Run(make, seed=2)
         after.load(state)
         assert after.train().trace == whole[cut:], f"cut after {cut}"
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
+def test_it_goes_on_exactly_from_start_to_start(make, sample):
+    check_chain(make, (2, 0, 1, 1, 2, 0, 1, 1, 3))
+    check_chain(make, (6, 0, 0, 2, 1, 3, 0))
 
 
 def test_batches_that_were_trained_are_not_read_again():

@@ -29,7 +29,7 @@ def test_the_first_capture_waits_for_one_slot_alone(job, monkeypatch):
     training.run(1, 2)
 
     assert training.began == [True, False]
-    assert training.engine.statistics().skipped == {"all slots are in use": 1}
+    assert training.engine.statistics().skipped == {"no slots yet": 1}
     assert training.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
 
 

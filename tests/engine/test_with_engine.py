@@ -1,14 +1,19 @@
 """The plain loop: an engine over a path, steps that it counts itself, and a block that ends it well or as a crash."""
 
 import contextlib
+import os
+import signal
 import threading
 
+import psutil
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
+from support.waiting import until
+from torch.utils.data import DataLoader, TensorDataset
 
-from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig
 from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.levels import open_store
 
@@ -91,6 +96,53 @@ def test_at_the_end_the_last_step_is_captured_though_it_is_not_due(start, tmp_pa
     again = start(tmp_path, every_n_steps=4)
     assert again.engine.restore("latest").step == 6
     assert again.facts() == facts
+
+
+def test_a_training_that_ends_before_there_is_memory_for_a_second_step_is_stored(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:2:stop")
+    training = start(tmp_path)
+    with training.engine as engine:
+        for _ in range(5):
+            training.train()
+            engine.boundary()
+        assert engine.statistics().skipped == {"no slots yet": 4}
+        keeper = engine._client._connection.peer_pid
+        until(lambda: psutil.Process(keeper).status() == psutil.STATUS_STOPPED)
+        os.kill(keeper, signal.SIGCONT)
+
+    assert stored(tmp_path)[-1] == 5
+    facts = training.facts()
+    again = start(tmp_path)
+    assert again.engine.restore("latest").step == 5
+    assert again.facts() == facts
+
+
+@pytest.mark.parametrize("fetches_one_more", [False, True])
+def test_what_is_captured_at_the_end_stands_where_the_data_was_at_the_last_boundary(job, tmp_path, fetches_one_more):
+    def begin():
+        loader = ResumableLoader(DataLoader(TensorDataset(torch.arange(24)), 2, shuffle=True))
+        job.trainings.append(training := Training(job.config(tmp_path, every_n_steps=4), loader=loader))
+        torch.manual_seed(100 + len(job.trainings))
+        training.engine.restore("latest")
+        return training, loader, []
+
+    training, loader, seen = begin()
+    with training.engine as engine:
+        for [numbers] in loader:
+            if fetches_one_more and engine.step == 6:
+                break
+            training.train()
+            engine.boundary()
+            seen += numbers.tolist()
+            if not fetches_one_more and engine.step == 6:
+                break
+
+    training, loader, rest = begin()
+    assert training.engine.step == 6
+    for [numbers] in loader:
+        rest += numbers.tolist()
+    assert len(seen) == len(rest) == 12
+    assert sorted(seen + rest) == list(range(24))
 
 
 def step_on(training):

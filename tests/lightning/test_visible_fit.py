@@ -36,7 +36,7 @@ def test_a_killed_fit_tells_where_it_goes_on_and_lightning_says_nothing_false(tm
 
     assert code == 0, text
     resumed, state, summary, loaded = lines
-    assert re.fullmatch(rf"lazysnap: state .+ available\), snapshots at {level} every 10 steps", state)
+    assert re.fullmatch(rf"lazysnap: state .+ available\): .+; snapshots at {level} every 10 steps", state)
     found = re.fullmatch(
         r"lazysnap: resumed step (\d+) of run \w{4,16} \(epoch 1, batch (\d+)\) from memory: captured [\d.]+ m?s "
         r"before the end, (\d) steps? lost; restored in [\d.]+ m?s",

@@ -47,10 +47,10 @@ def train(zygote, tmp_path):
 )
 def test_every_sample_of_the_epoch_is_trained_once(train, then, now, stop, twice):
     """``then``, ``now``: ranks and the batch size of each."""
-    before, _ = train(*then, stop)
+    before, first = train(*then, stop)
     after, text = train(*now, stop + SAMPLES)
 
     counts = Counter(before + after)
     assert set(counts) == set(range(SAMPLES)), text
-    assert [count for count in counts.values() if count > 1] == [2] * twice, text
+    assert [count for count in counts.values() if count > 1] == [2] * twice, first + text
     assert text.count(f"captured by {then[0]} rank") == 1

@@ -100,6 +100,7 @@ class Training:
     def __init__(self, world, start, num_nodes, steps):
         r, self.world, self.start, self.num_nodes = world.random, world, start, num_nodes
         self.first, self.last = steps
+        self.began = world.now
         self.every, self.tick = r.choice((1, 1, 2, 5)), r.choice((0.02, 0.2, 1.0))
         self.num_kept, self.down, self.gradients = 2 if self.every == 1 else 1, set(), Counter()
         self.cut, self.out, self.linked, self.due = [0] * num_nodes, [0.0] * num_nodes, set(), {}
@@ -518,15 +519,17 @@ def play(scenario, seed, *, num_levels=1, without=()):
         keeper.retain()  # as with a next snapshot
         world.broken[UNANSWERED] += bool(keeper.grants.wishes)
     for number, settings in enumerate(last.settings):
-        _check_files(world, number, settings, {"1": job.num_nodes, last.start: last.num_nodes})
+        _check_files(world, number, settings, {"1": job.num_nodes, last.start: last.num_nodes}, last)
         newest = None if last.common is None else StepKey(last.common, last.start)
         world.broken[NOT_STORED] += newest is not None and newest not in world.published[number]
     return world, job
 
 
-def _check_files(world, number, settings, num_nodes):
+def _check_files(world, number, settings, num_nodes, last):
+    # What keepers of an earlier start complete after the last one listed the level is not counted by that one.
     files, published = world.files[number], world.published[number]
-    kept = sorted(published)[-settings.keep_last :]
+    kept = sorted(key for key, at in published.items() if key.start == last.start or at < last.began)
+    kept = kept[-settings.keep_last :]
     every = settings.keep_every_n_steps
     left = [file for file in files if file.key not in kept and (every is None or file.step % every)]
     world.broken[LEFT_BEHIND] += len(left)
