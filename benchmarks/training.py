@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -136,6 +137,9 @@ def ready(engine: Any) -> None:
 
 
 def capture(engine: Any, step: int, until: str = "captured") -> None:
-    """One capture, until it is whole, or durable."""
-    if not engine.boundary(step) or not engine.wait(step, until=until, timeout_s=DEADLINE_S):
+    """One capture, until it is whole, or durable. On a busy machine it may wait until a slot is free."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (began := engine.boundary(step)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    if not began or not engine.wait(step, until=until, timeout_s=DEADLINE_S):
         raise RuntimeError(f"step {step} was not {until}: {engine.statistics()}")

@@ -128,12 +128,12 @@ def test_figures_of_two_checkouts_are_paired_by_what_they_are_of():
 @pytest.mark.timeout(900)
 def test_levels_are_measured(tmp_path):
     how = ("--levels", "memory", "local", "--size-mb", 2, "--rounds", 2, "--repeats", 0)
-    run("levels", *how, "--out", tmp_path / "out", "--directory", tmp_path / "disk")
+    done = run("levels", *how, "--out", tmp_path / "out", "--directory", tmp_path / "disk")
 
     found = [line for line in lines(tmp_path / "out" / "levels.jsonl") if line["measure"] == "rate"]
     raw = {"memory": "memcpy", "local": "O_DIRECT"}
     measured = [(one["level"], one["direction"], one["raw_limit"]) for one in found]
-    assert measured == [(level, how, raw[level]) for level in raw for how in ("write", "read")]
+    assert measured == [(level, how, raw[level]) for level in raw for how in ("write", "read")], done.stderr
     assert all(len(one["raw_mb_per_s"]) == len(one["lazysnap_mb_per_s"]) == 2 for one in found)
     assert not list((tmp_path / "disk").iterdir())
     assert "target:" in (tmp_path / "out" / "levels.txt").read_text()

@@ -109,7 +109,9 @@ class Node:
             self.loop.missed(write)
         elif self.loop.is_wanted(write):
             self.path(write.step).parent.mkdir(parents=True, exist_ok=True)
-            self.path(write.step).write_text(f"step {write.step} of node {self.node}")
+            unfinished = self.path(write.step).with_name(f"unfinished-{self.node}")
+            unfinished.write_text(f"step {write.step} of node {self.node}")
+            unfinished.rename(self.path(write.step))  # a node that is killed leaves it whole, or not at all
             self.loop.committed(write)
             self.loop.verified(write)
 
