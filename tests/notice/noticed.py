@@ -67,6 +67,11 @@ class State:
 STEP = [0]
 
 
+def make_ready(engine):
+    """From here on every step is captured: none finds that its memory is still being made."""
+    assert engine.wait_ready(60)
+
+
 def plain(url):
     from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 
@@ -77,6 +82,7 @@ def plain(url):
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "state": State()})
     engine.restore("latest")
     with engine:
+        make_ready(engine)
         at("before", 0)
         while engine.step < STEPS:
             STEP[0] = step = engine.step + 1
@@ -101,6 +107,7 @@ def looking(url):
     engine = SnapshotEngine(url, {"model": model, "optimizer": optimizer})
     engine.restore("latest")
     with engine:
+        make_ready(engine)
         while not engine.stop_requested:
             step = engine.step + 1
             stay_until_allowed(step)
@@ -123,6 +130,7 @@ def handling(url):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
+        make_ready(engine)
         while not seen:
             step = engine.step + 1
             stay_until_allowed(step)
@@ -143,6 +151,7 @@ def forking(url):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
+        make_ready(engine)
         while True:
             step = engine.step + 1
             model(torch.randn(4, 8)).pow(2).mean().backward()
@@ -165,6 +174,7 @@ def left_open(url):
     earlier = SnapshotEngine(SnapshotConfig(job_id=f"{os.environ['LAZYSNAP_JOB_ID']}-1"), {"model": net()})
     earlier.boundary(1)
     with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
+        make_ready(engine)
         while True:
             step = engine.step + 1
             at("step", step)
@@ -233,15 +243,18 @@ def lightning(url):
             say(f"boundary {trainer.global_step}")
 
         def on_train_start(self, trainer, module):
+            make_ready(lazy.engine)
             at("before", 0)
 
         def on_save_checkpoint(self, trainer, module, checkpoint):
+            checkpoint["said_at"] = trainer.global_step  # a slow hook that gives the same twice is not called each time
             if trainer.global_step:
                 at("save_state", trainer.global_step)
 
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(ROWS, 8)), batch_size=8)
+    lazy = LazySnapshotCallback(url)
     trainer = pl.Trainer(
-        max_steps=STEPS, default_root_dir=DIRECTORY, callbacks=[Says(), LazySnapshotCallback(url)], accelerator="cpu",
+        max_steps=STEPS, default_root_dir=DIRECTORY, callbacks=[Says(), lazy], accelerator="cpu",
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         val_check_interval=EVERY, check_val_every_n_epoch=None, num_sanity_val_steps=1,
     )  # fmt: skip
@@ -257,6 +270,7 @@ def accelerate(url):
     model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     accelerator.register_for_checkpointing(State())
     accelerator.load_state("latest")
+    make_ready(accelerator.engine)
     at("before", 0)
     step = 0
     for _ in range(EPOCHS):
@@ -275,7 +289,7 @@ def accelerate(url):
 def transformers(url):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    import lazysnap
+    from lazysnap import LazyTrainerCallback
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -287,6 +301,7 @@ def transformers(url):
 
     class Says(TrainerCallback):
         def on_train_begin(self, args, state, control, **_):
+            make_ready(lazy.engine)
             at("before", 0)
 
         def on_step_begin(self, args, state, control, **_):
@@ -302,7 +317,8 @@ def transformers(url):
         save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
     )  # fmt: skip
     trainer = Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Says()])
-    lazysnap.attach(trainer, url)
+    lazy = LazyTrainerCallback(url)
+    lazy.attach(trainer)
     trainer.train(resume_from_checkpoint="latest")
 
 
