@@ -8,10 +8,9 @@ import time
 from lazysnap.cli.output import Output
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import KeeperUnavailable
-from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import Received
+from lazysnap.keeper.messages import Received, prove
 from lazysnap.keeper.protocol import Busy, NotDurable, Stop
 
 _ANSWER_S = 5.0

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable
-from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import Starting, start_keeper, try_connect
-from lazysnap.keeper.messages import Connection, OtherVersion, Received
+from lazysnap.keeper.messages import Connection, OtherVersion, Received, prove
 from lazysnap.keeper.protocol import Busy, Hello, Welcome
 from lazysnap.keeper.trouble import log_path
 from lazysnap.topology import Team

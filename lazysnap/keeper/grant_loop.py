@@ -1,6 +1,6 @@
 """Grants at work: ``grants.core`` between a keeper's slots, its levels and its links.
 
-One thread per keeper takes events from a queue, hands them to the core, and carries out its actions. With one node
+One thread per keeper takes events from a queue, hands them to the core, and has its actions carried out. With one node
 there are no links, and all else is the same.
 """
 
@@ -9,53 +9,37 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import ParamSpec
 
-from lazysnap.grants.core import COORDINATOR_NODE, Action, Begin, Core, GiveNotice, Hold, Learn, Pin, Send, Settle
-from lazysnap.grants.node import NodeLevel, RankView, Write
+from lazysnap.grants.core import COORDINATOR_NODE, Action, Begin, Core, Send
+from lazysnap.grants.node import RankView, Write
 from lazysnap.links.links import Links, Message
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 """While a granted step is waited for, the words of the slots are looked at so often, or a few times per step."""
 _POLLS_PER_STEP = 5
 _IDLE_S = 1.0
 
 
-class GrantActions(Protocol):
-    """The keeper's work for the grants. Called on the grants' thread: nothing here may take long."""
-
-    def views(self) -> Sequence[RankView]:
-        """The words of the slots of all ranks of the node."""
-
-    def settle(self, word: int | None) -> None:
-        """Store the control word that the trainers read, *then* remove every pin of another step."""
-
-    def pin(self, ranks: Sequence[int], step: int) -> None:
-        """Pin the slots that hold the step, of these ranks."""
-
-    def hold(self, ranks: Sequence[int], step: int) -> None:
-        """Hold the slots of the step for parity, of these ranks."""
-
-    def begin(self, write: Write) -> None:
-        """Begin a write on a thread of its level, which reports its progress and end to ``GrantLoop``."""
-
-    def learned(self, levels: Sequence[NodeLevel]) -> None:
-        """Report complete and lost snapshots to the trainers, and delete expired ones, on other threads."""
-
-    def give_notice(self) -> None:
-        """Another node says that all processes are about to be killed. May be called again."""
-
-
 class GrantLoop:
     """The thread. Its methods may be called from any thread, and never block, but for ``close``."""
 
-    def __init__(self, core: Core, actions: GrantActions) -> None:
-        self._core, self._node, self._actions = core, core.node, actions
+    def __init__(self, core: Core, look: Callable[[], Sequence[RankView]], act: Callable[[Action], None]) -> None:
+        """``look`` reads the words of the slots of all ranks of the node. ``act`` carries out an action.
+
+        Both are called on the grants' thread: nothing there may take long. ``act`` never gets a ``Send``.
+        """
+        self.core, self.node = core, core.node
+        """Their events are handed to ``post``."""
+        self.lock = threading.RLock()
+        """Held while a decision is made and carried out."""
+        self._look_at_slots, self._act = look, act
         self._links: Links | None = None
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()
         self._is_closed = False
         self._poll_s = _POLL_S
         self._begun = (-1, time.monotonic())
@@ -64,7 +48,7 @@ class GrantLoop:
 
     def start(self, links: Links | None) -> None:
         """Begin, if it is not closed. ``links`` have this as their handler, and end with it; ``None``: of one node."""
-        with self._lock:
+        with self.lock:
             self._links = links
             if not self._is_closed:
                 self._thread.start()
@@ -76,7 +60,7 @@ class GrantLoop:
         """Stop deciding. Blocks: until the present decision is done."""
         self._is_closed = True
         self._events.put(None)
-        with self._lock:
+        with self.lock:
             links, is_started = self._links, self._thread.is_alive()
         if is_started:
             self._thread.join()
@@ -86,96 +70,48 @@ class GrantLoop:
     @property
     def unreached(self) -> tuple[frozenset[int], float]:
         """Nodes without which nothing is stored and to which there is no link, and for how many seconds that is so."""
-        return self._core.unreached, time.monotonic() - self._core.unreached_since
+        return self.core.unreached, time.monotonic() - self.core.unreached_since
 
-    @property
-    def has_stored_alone(self) -> bool:
-        """True if not all nodes answer, all trainers of this node are dead, and it stored alone what it could."""
-        return self._core.alone is not None and self._core.alone.is_over
-
-    # Events of the links
-
-    def link_is_up(self, node: int) -> None:
-        """Send the whole state: earlier messages may be lost."""
-        self._events.put(lambda: self._core.link_is_up(node, time.monotonic()))
-
-    def link_is_down(self, node: int) -> None:
-        """Nothing is lost that ``link_is_up`` would not repeat."""
-        self._events.put(lambda: self._core.link_is_down(node, time.monotonic()))
-
-    def received(self, node: int, message: Message) -> None:
-        """A report at node 0, an order elsewhere."""
-        self._events.put(lambda: self._core.received(node, message))
-
-    # Events of the keeper
+    def post(self, event: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Hand an event of ``core`` or ``node`` over: it is dealt with soon, and a decision follows."""
+        self._events.put(partial(event, *args, **kwargs))
 
     def slots_changed(self) -> None:
         """A trainer began a step, died or came back."""
         self._events.put(lambda: None)
 
-    def wish(self, step: int, levels: Sequence[int], *, is_urgent: bool = False) -> None:
-        """The step must be stored at these levels."""
-        self._events.put(lambda: self._node.wish(step, levels, is_urgent=is_urgent))
+    # Events of the links
 
-    def give_notice(self) -> None:
-        """All processes are about to be killed: report that to the other nodes."""
-        self._events.put(lambda: self._node.take_notice())
+    def link_is_up(self, node: int) -> None:
+        """Send the whole state: earlier messages may be lost."""
+        self._events.put(lambda: self.core.link_is_up(node, time.monotonic()))
 
-    def leave(self, level: int, end: Callable[[], None]) -> None:
-        """Decide nothing on a level from now on, and end what it holds. Blocks: until the present decision is done."""
-        with self._lock:
-            self._node.levels[level].leave()
-            end()
+    def link_is_down(self, node: int) -> None:
+        """Nothing is lost that ``link_is_up`` would not repeat."""
+        self._events.put(lambda: self.core.link_is_down(node, time.monotonic()))
 
-    def listed(self, level: int, steps: set[int] | None) -> None:
-        """Record what an earlier keeper of this start stored at a level; ``None``: the level does not answer."""
-        self._events.put(lambda: self._node.listed(level, steps))
+    def received(self, node: int, message: Message) -> None:
+        """A report at node 0, an order elsewhere."""
+        self.post(self.core.received, node, message)
 
-    def wait_for_decision(self) -> None:
-        """Block until the decision under way, if there is one, was carried out."""
-        with self._lock:
-            pass
+    # Questions of the writers
 
     def is_wanted(self, write: Write) -> bool:
         """Ask just before the commit, and obey."""
         # When this start is over, what was under way may still come to its end: nobody counts it.
-        with self._lock:
-            return self._is_closed or self._node.is_wanted(write)
-
-    def committed(self, write: Write) -> None:
-        """The file is there; ``verified`` or ``failed`` follows."""
-        self._events.put(lambda: self._node.committed(write))
-
-    def verified(self, write: Write) -> None:
-        """The file was read back."""
-        self._events.put(lambda: self._core.verified(write))
-
-    def missed(self, write: Write) -> None:
-        """Record that the step to be written is not in memory any more."""
-        self._events.put(lambda: self._core.missed(write))
-
-    def failed(self, write: Write) -> None:
-        """The level failed; ``probed`` follows once a small write works."""
-        self._events.put(lambda: self._core.failed(write))
-
-    def probed(self, level: int) -> None:
-        """A small write to the level worked."""
-        self._events.put(lambda: self._node.probed(level))
-
-    def ask(self, level: int, digest: str | None) -> None:
-        """Ask to write frozen tensors at a level; ``None``: it is done, or given up."""
-        self._events.put(lambda: self._node.ask(level, digest))
+        with self.lock:
+            return self._is_closed or self.node.is_wanted(write)
 
     def is_to_write(self, level: int, digest: str) -> bool:
         """True if this node writes the frozen tensors that it asked for. Without a coordinator every node does."""
-        with self._lock:
-            is_without = self._is_closed or COORDINATOR_NODE in self._core.unreached
-            return is_without or self._node.is_to_write(level, digest)
+        with self.lock:
+            is_without = self._is_closed or COORDINATOR_NODE in self.core.unreached
+            return is_without or self.node.is_to_write(level, digest)
 
     def give_up(self, level: int, step: int) -> bool:
         """Ask before the node's file of this step is deleted, and obey."""
-        with self._lock:
-            return not self._is_closed and self._node.give_up(level, step)
+        with self.lock:
+            return not self._is_closed and self.node.give_up(level, step)
 
     # The thread
 
@@ -184,7 +120,7 @@ class GrantLoop:
             events = self._wait()
             if None in events:
                 return
-            with self._lock:
+            with self.lock:
                 # One report and one decision for what came together. No error of one costs another.
                 for event in (*events, self._step):
                     try:
@@ -195,7 +131,7 @@ class GrantLoop:
 
     def _wait(self) -> list[Callable[[], None] | None]:
         """Return the events; at least one, or none when it is time to look."""
-        is_waiting = (self._node.word, self._node.held) != (None, None)
+        is_waiting = (self.node.word, self.node.held) != (None, None)
         timeout_s = self._poll_s if is_waiting else _IDLE_S
         events: list[Callable[[], None] | None] = []
         try:
@@ -207,42 +143,23 @@ class GrantLoop:
         return events
 
     def _step(self) -> None:
-        for action in self._core.step(self._look, time.monotonic()):
+        for action in self.core.step(self._look, time.monotonic()):
             if self._is_closed:
                 return
             try:
-                self._do(action)
+                if not isinstance(action, Send):
+                    self._act(action)
+                elif self._links is not None:
+                    self._links.send(action.node, action.message)
             except Exception:
                 # The core takes every action as done: the next ones follow, and a write that did not begin is given up.
                 logger.exception("grants: %s failed; storage goes on with what follows", type(action).__name__)
                 if isinstance(action, Begin):
-                    self._core.missed(action.write)
-
-    def _do(self, action: Action) -> None:
-        match action:
-            case Pin(ranks, step):
-                self._actions.pin(ranks, step)
-            case Hold(ranks, step):
-                self._actions.hold(ranks, step)
-            case Settle(word):
-                self._actions.settle(word)
-            case Begin(write):
-                if write.is_alone:
-                    logger.warning(
-                        "all trainers here are dead and not all nodes answer: this node stores step %d", write.step
-                    )
-                self._actions.begin(write)
-            case Send(node, message):
-                if self._links is not None:
-                    self._links.send(node, message)
-            case GiveNotice():
-                self._actions.give_notice()
-            case Learn():
-                self._actions.learned(self._node.levels)
+                    self.core.missed(action.write)
 
     def _look(self) -> Sequence[RankView]:
         """Read the slots. With long steps that is needed less often: a slot stays for a step and longer."""
-        views = self._actions.views()
+        views = self._look_at_slots()
         newest, now = max((view.begun for view in views), default=-1), time.monotonic()
         step, since = self._begun
         if newest > step:

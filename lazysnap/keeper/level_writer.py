@@ -10,8 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
@@ -19,8 +20,7 @@ from lazysnap.errors import CaptureAborted, ConfigError, FormatError, LazySnapEr
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, Write
 from lazysnap.grants.retention import Retention, still_to_copy
-from lazysnap.keeper.frozen import FrozenWriter
-from lazysnap.keeper.frozen_turn import FrozenTurn
+from lazysnap.keeper.frozen import FrozenTurn, FrozenWriter
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import NodeFiles
@@ -49,23 +49,20 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Seconds between two small writes to a level that failed: the pause doubles from the first to the second."""
 
 
-class WriterContext(Protocol):
-    """The source of a writer, and the receiver of its results. Any thread."""
+@dataclass(frozen=True)
+class WriterContext:
+    """The source of a writer, and the receiver of its results. Called on any thread."""
 
-    def slots_of(self, step: int) -> Sequence[Slot | None]:
-        """Return the slot of each rank that holds a capture of this start."""
-
-    def frozen(self, digest: str) -> Slot | None:
-        """The slot that holds the frozen tensors of a digest, if there is one."""
-
-    def named_before(self) -> set[StepKey]:
-        """Snapshots of earlier starts that are still to be named, at this level or another."""
-
-    def may_delete(self) -> bool:
-        """``False`` while a trainer chooses what to go on with: what falls out then may be what it chooses."""
-
-    def emit(self, message: Message) -> None:
-        """Tell the trainers of the node."""
+    slots_of: Callable[[int], Sequence[Slot | None]]
+    """Return the slot of each rank that holds a capture of that step of this start."""
+    frozen: Callable[[str], Slot | None]
+    """Return the slot that holds the frozen tensors of a digest, if there is one."""
+    named_before: Callable[[], set[StepKey]]
+    """Return the snapshots of earlier starts that are still to be named, at this level or another."""
+    may_delete: Callable[[], bool]
+    """``False`` while a trainer chooses what to go on with: what falls out then may be what it chooses."""
+    emit: Callable[[Message], None]
+    """Tell the trainers of the node."""
 
 
 class LevelPlace:
@@ -284,20 +281,20 @@ class LevelWriter:
             size = manifest.size_bytes
             logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, size, seconds)
             faults.point("keeper.persist.committed")
-            loop.committed(write)
+            loop.post(loop.node.committed, write)
             self._read_back(manifest)
             faults.point("keeper.persist.verified")
         except CaptureAborted as error:
             logger.info("%s: step %d is not stored: %s", self._where, step, error)
-            loop.missed(write)
+            loop.post(loop.core.missed, write)
         except Exception as error:  # noqa: BLE001  what cannot be read back is not there
             self._failed(step, error)
-            loop.failed(write)
+            loop.post(loop.core.failed, write)
         else:
             self._pause_s = _SHORTEST_PAUSE_S
             if loop.is_wanted(write):
                 self._memory.emit(Durable(self._level.url, step, size, seconds))
-            loop.verified(write)
+            loop.post(loop.core.verified, write)
 
     def _bring(self, write: Write, beat: Beat) -> Manifest:
         """The files of all ranks of the node; each is committed by its manifest."""
@@ -444,7 +441,7 @@ class LevelWriter:
             self._lists = False
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._failed(None, error)
-        self._loop.listed(self._index, found)
+        self._loop.post(self._loop.node.listed, self._index, found)
 
     def _look(self, beat: Beat) -> set[int]:
         """Return the steps of this start that the node has, by their manifests and the sizes of their files."""
@@ -493,7 +490,7 @@ class LevelWriter:
         self._fails_since = None
         if self._lists:
             self._put(self._list)
-        self._loop.probed(self._index)
+        self._loop.post(self._loop.node.probed, self._index)
 
     def _rest(self) -> None:
         """Longer each time, until something is stored: a full disk may take what is small."""

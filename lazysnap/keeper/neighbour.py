@@ -8,10 +8,9 @@ import time
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.client_slots import MappedFrozen, MappedSlots
 from lazysnap.keeper.events import MemoryInventory
-from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import Connection, Unclaimed
+from lazysnap.keeper.messages import Connection, Unclaimed, prove
 from lazysnap.keeper.protocol import FrozenSlot, Inventory, ShowRank, SlotMade
 
 

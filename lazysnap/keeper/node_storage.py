@@ -16,14 +16,14 @@ from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.core import Core
+from lazysnap.grants.core import Action, Begin, Core, GiveNotice, Learn, Pin, Settle
 from lazysnap.grants.messages import Progress, StepKey
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write, whole_before_newest
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
-from lazysnap.keeper.level_writer import LevelPlace, LevelWriter
+from lazysnap.keeper.level_writer import LevelPlace, LevelWriter, WriterContext
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
-from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext, interval_of
 from lazysnap.keeper.protocol import Complete, Ending, Message, NameFailed, Run, Unlinked
 from lazysnap.keeper.step_wait import AtLevel, Wait
@@ -111,8 +111,9 @@ class NodeStorage:
         """The levels, without the protection by other nodes."""
         parity = (NodeLevel(is_memory=True),) if run.parity is not None and run.peers is not None else ()
         self._node = NodeGrants(team.node, run.start, (*map(self._known, self.levels), *parity))
-        alone = StoringAlone(self._node, run.num_kept, _ALONE_S)
-        self._loop = GrantLoop(Core(self._node, self._coordinator(), alone, time.monotonic()), self)
+        self._alone = StoringAlone(self._node, run.num_kept, _ALONE_S)
+        core = Core(self._node, self._coordinator(), self._alone, time.monotonic())
+        self._loop = GrantLoop(core, self._views, self._act)
         for writer in self._writers:
             writer.start(self._loop, self._writers)
         self._protection = self._protecting()
@@ -124,7 +125,7 @@ class NodeStorage:
         if self.run.parity is None or self.run.peers is None:
             return None
         grants = self._loop, self._node.levels[-1], len(self.levels)
-        context = ProtectionContext(self.emit, lambda: any(level.complete for level in self._levels), *grants)
+        context = ProtectionContext(self._news.put, lambda: any(level.complete for level in self._levels), *grants)
         return NodeProtection(self.run, self._team, self._slots, self._context.parity, context)
 
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
@@ -132,7 +133,9 @@ class NodeStorage:
         files = NodeFiles(self._team, run.run_id, run.start, is_shared=bool(level.shared))
         earlier = () if self._before is None else self._before._writers
         before = next((writer.place for writer in earlier if writer.place.level.url == level.url), None)
-        return LevelWriter(LevelPlace(level, before), index, files, self, knows_earlier=level.url in run.stored)
+        slots_of, frozen = self._slots.of_step, self._context.frozen
+        context = WriterContext(slots_of, frozen, self._named_before, self._may_delete, self._news.put)
+        return LevelWriter(LevelPlace(level, before), index, files, context, knows_earlier=level.url in run.stored)
 
     def _known(self, level: PersistentLevel) -> NodeLevel:
         """Take as complete what the restart saw there. The coordinator lists only the newest."""
@@ -171,7 +174,7 @@ class NodeStorage:
             self._has_memory = True
             if self.run.is_new:
                 for index in self._indices:
-                    self._loop.listed(index, set())
+                    self._loop.post(self._node.listed, index, set())
             else:
                 self._wish_kept()
                 for writer in self._writers:
@@ -207,20 +210,38 @@ class NodeStorage:
             links.connect(0, peers.host, peers.port)
         return links
 
-    # ---------------------------------------------------------------- the grants' side (``grant_loop.GrantActions``)
+    # ---------------------------------------------------------------- the grants' side (``grant_loop``)
 
-    def views(self) -> list[RankView]:
-        """See ``GrantActions.views``."""
+    def _views(self) -> list[RankView]:
         views = self._slots.views()
         return [RankView(view.begun, True, ()) for view in views] if self._is_retired else views
 
-    def settle(self, word: int | None) -> None:
-        """See ``GrantActions.settle``."""
+    def _act(self, action: Action) -> None:
+        """Carry out an action of the grants."""
         if self._protection is not None:
-            self._protection.settle()
-        if self._is_retired or not self._has_memory:
-            return
-        granted = 0 if word is None else word + 1
+            self._protection.act(action)
+        match action:
+            case Pin(ranks, step) if not self._is_retired:
+                slots = self._slots.of_step(step)
+                for slot in (slots[number] for number in ranks):
+                    if slot is not None and slot.word(Word.PIN) & ~KEEP != step + 1:
+                        slot.pin(step)
+            case Settle(word) if self._has_memory and not self._is_retired:
+                self._settle(0 if word is None else word + 1)
+            case Begin(write) if write.level < len(self._writers):
+                if write.is_alone:
+                    logger.warning(
+                        "all trainers here are dead and not all nodes answer: this node stores step %d", write.step
+                    )
+                self._writers[write.level].begin(write)
+            case GiveNotice():
+                self.give_notice()
+            case Learn():
+                own = self._node.levels[: len(self.levels)]
+                known = (replace(level, stored=set(level.stored), complete=set(level.complete)) for level in own)
+                self._news.put(tuple(known))
+
+    def _settle(self, granted: int) -> None:
         for slot in self._slots.all():
             if slot.word(Word.GRANT) != granted:
                 slot.set_word(Word.GRANT, granted)
@@ -246,35 +267,6 @@ class NodeStorage:
         readers = [writer for writer in self._writers if writer.is_reading(slot)]
         is_granted = slot.word(Word.PIN) & ~KEEP == granted
         return is_granted and not any(writer.idle_s > _MOVING_S for writer in readers)
-
-    def pin(self, ranks: Sequence[int], step: int) -> None:
-        """See ``GrantActions.pin``."""
-        if self._is_retired:
-            return
-        slots = self.slots_of(step)
-        for number in ranks:
-            slot = slots[number]
-            if slot is not None and slot.word(Word.PIN) & ~KEEP != step + 1:
-                slot.pin(step)
-
-    def hold(self, ranks: Sequence[int], step: int) -> None:
-        """See ``GrantActions.hold``."""
-        if self._protection is not None:
-            self._protection.hold(ranks, step)
-
-    def begin(self, write: Write) -> None:
-        """See ``GrantActions.begin``."""
-        if write.level < len(self._writers):
-            self._writers[write.level].begin(write)
-        elif self._protection is not None:
-            self._protection.begin(write)
-
-    def learned(self, levels: Sequence[NodeLevel]) -> None:
-        """See ``GrantActions.learned``."""
-        if self._protection is not None:
-            self._protection.learned()
-        own = levels[: len(self.levels)]
-        self._news.put(tuple(replace(level, stored=set(level.stored), complete=set(level.complete)) for level in own))
 
     def _learn(self) -> None:
         """Run the thread that sends messages: a trainer that does not listen may block it for seconds."""
@@ -312,34 +304,20 @@ class NodeStorage:
                 if step in level.lost and (index, step, name) not in self._lost_names:
                     self._lost_names.add((index, step, name))
                     text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
-                    self.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
+                    self._news.put(NameFailed(self.levels[index].url, name, text, is_lost=True))
 
     # --------------------------------------------------------------- the writers' side (``level_writer.WriterContext``)
 
-    def slots_of(self, step: int) -> list[Slot | None]:
-        """See ``WriterContext.slots_of``."""
-        return self._slots.of_step(step)
-
-    def may_delete(self) -> bool:
-        """See ``WriterContext.may_delete``."""
+    def _may_delete(self) -> bool:
         return not self._is_retired and not any(rank.is_choosing for rank in self._slots.ranks())
 
-    def named_before(self) -> set[StepKey]:
-        """See ``WriterContext.named_before``."""
+    def _named_before(self) -> set[StepKey]:
         before = self._before
         if before is None:
             return set()
         with before._lock:
             steps = [step for step, names in before._names.items() if names]
-        return {StepKey(step, before.run.start) for step in steps} | before.named_before()
-
-    def frozen(self, digest: str) -> Slot | None:
-        """See ``WriterContext.frozen``."""
-        return self._context.frozen(digest)
-
-    def emit(self, message: Message) -> None:
-        """See ``WriterContext.emit``."""
-        self._news.put(message)
+        return {StepKey(step, before.run.start) for step in steps} | before._named_before()
 
     # ---------------------------------------------------------------- the keeper's side
 
@@ -349,7 +327,7 @@ class NodeStorage:
 
     def wish(self, step: int, *, is_urgent: bool = False) -> None:
         """The step must be stored at every level."""
-        self._loop.wish(step, self._indices, is_urgent=is_urgent)
+        self._loop.post(self._node.wish, step, self._indices, is_urgent=is_urgent)
 
     def give_notice(self) -> None:
         """Store the newest capture now, and pass the notice on to all trainers: this start is about to be killed."""
@@ -357,8 +335,8 @@ class NodeStorage:
             return
         self._is_ending = True
         self.store_newest()
-        self._loop.give_notice()
-        self.emit(Ending())
+        self._loop.post(self._node.take_notice)
+        self._news.put(Ending())
 
     def store_newest(self) -> None:
         """Store the newest capture that all ranks of the node hold whole, due or not."""
@@ -369,14 +347,14 @@ class NodeStorage:
     def protect(self, step: int) -> None:
         """The step is to be protected by other nodes."""
         if self._protection is not None:
-            self._loop.wish(step, [len(self.levels)])
+            self._loop.post(self._node.wish, step, [len(self.levels)])
 
     def keep(self, name: str, step: int) -> None:
         """Name a snapshot, at every level."""
         with self._lock:
             self._names.setdefault(step, set()).add(name)
         # A new keeper gets old names, too: what is being written does not give way to those.
-        self.wish(step, is_urgent=any(slot is not None for slot in self.slots_of(step)))
+        self.wish(step, is_urgent=any(slot is not None for slot in self._slots.of_step(step)))
         with self._telling:
             self._tell(self._levels)
 
@@ -441,11 +419,11 @@ class NodeStorage:
 
     @property
     def has_stored_alone(self) -> bool:
-        """See ``GrantLoop.has_stored_alone``."""
-        return self._loop.has_stored_alone
+        """True if not all nodes answer, all trainers of this node are dead, and it stored alone what it could."""
+        return self._alone.is_over
 
     def _size_of(self, step: int) -> int:
-        return sum(0 if slot is None else slot.status().image_bytes for slot in self.slots_of(step))
+        return sum(0 if slot is None else slot.status().image_bytes for slot in self._slots.of_step(step))
 
     def is_reading(self, slot: Slot) -> bool:
         """True if a level reads this slot now."""
@@ -489,8 +467,8 @@ class NodeStorage:
         deadline = time.monotonic() + _NAMES_S
         while self._needs_memory() and not self._is_closed and not self._is_to_be_left(deadline):
             time.sleep(_REST_S)
-        self._is_retired = True
-        self._loop.wait_for_decision()
+        with self._loop.lock:
+            self._is_retired = True
         self._loop.slots_changed()
 
     def _needs_memory(self) -> bool:
@@ -573,14 +551,14 @@ class NodeStorage:
         nodes, seconds = self._loop.unreached
         if not nodes:
             if self._tells_unreached_at is not None:
-                self.emit(Unlinked(""))
+                self._news.put(Unlinked(""))
             self._tells_unreached_at = None
         elif seconds >= (self._tells_unreached_at or _UNREACHED_S):
             self._tells_unreached_at = seconds + _REMINDER_S
             peers = self.run.peers
             at = f"{peers.host}:{peers.port}" if peers is not None else "no address"
             who = "rank 0's node" if 0 in nodes else f"node {min(nodes)}" + (", …" if len(nodes) > 1 else "")
-            self.emit(
+            self._news.put(
                 Unlinked(
                     f"node {self._team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at "
                     f"{at}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach "

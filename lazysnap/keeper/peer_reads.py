@@ -8,7 +8,7 @@ from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.node_part import open_part
 from lazysnap.keeper.node_slots import NodeSlots
-from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.parity import ParityStore
 from lazysnap.levels.source import BlockSource, MemorySource
 from lazysnap.links.links import Links
 from lazysnap.links.listener import listen_when_free

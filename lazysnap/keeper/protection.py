@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from lazysnap import faults
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
+from lazysnap.grants.core import Action, Begin, Hold, Learn, Settle
 from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
-from lazysnap.keeper.encoding import Encoding
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.node_slots import NodeSlots
-from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.parity import Encoding, ParityStore
 from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
@@ -147,20 +147,29 @@ class NodeProtection:
             return  # another start may hold slots by now
         self._is_closed = True
         self._encoding.interrupt()
-        self._loop.leave(self._index, self._end)
+        with self._loop.lock:
+            self._context.level.leave()
+            self._let_go()  # now it is known of which steps there is parity
+            self._held.end()
+            self._let_go()
         self._work.put(None)
 
-    def _end(self) -> None:
-        self._let_go()  # now it is known of which steps there is parity
-        self._held.end()
-        self._let_go()
+    # ---------------------------------------------------------------- the grants' side (``grant_loop``)
 
-    # ---------------------------------------------------------------- the grants' side (``grant_loop.GrantActions``)
-
-    def settle(self) -> None:
-        """Let go what nobody counts on any more."""
-        if not self._is_closed:
-            self._let_go()
+    def act(self, action: Action) -> None:
+        """Carry out an action of the grants, if it concerns protection."""
+        match action:
+            case Hold(ranks, step) if not self._is_closed:
+                slots = self._slots.of_step(step)
+                for slot in (slots[number] for number in ranks):
+                    if slot is not None:
+                        slot.set_word(Word.HOLD, step + 1)
+            case Settle() if not self._is_closed:
+                self._let_go()
+            case Begin(write) if write.level == self._index:
+                self._work.put(write)
+            case Learn() if not self._is_closed and self._held.learn():
+                self._context.emit(Protected(self._held.protected, self._run.start))
 
     def _let_go(self) -> None:
         held = self._held
@@ -177,23 +186,6 @@ class NodeProtection:
         left = self._store.keep(lambda parity: held.stays(parity.step, is_own=parity.start == start))
         held.level.stored = {parity.step for parity in left if parity.start == start}
 
-    def hold(self, ranks: Sequence[int], step: int) -> None:
-        """See ``GrantActions.hold``."""
-        slots = self._slots.of_step(step)
-        for number in ranks:
-            slot = slots[number]
-            if slot is not None and not self._is_closed:
-                slot.set_word(Word.HOLD, step + 1)
-
-    def begin(self, write: Write) -> None:
-        """See ``GrantActions.begin``."""
-        self._work.put(write)
-
-    def learned(self) -> None:
-        """An order was obeyed."""
-        if not self._is_closed and self._held.learn():
-            self._context.emit(Protected(self._held.protected, self._run.start))
-
     # ---------------------------------------------------------------- parity
 
     def _encode_all(self) -> None:
@@ -202,13 +194,13 @@ class NodeProtection:
             try:
                 self._encode(write)
                 self._is_failing, self._why = False, ""
-                self._loop.verified(write)
+                self._loop.post(self._loop.core.verified, write)
             except (CaptureAborted, WriteCancelled, PeerRefused) as error:
                 self._encoding.close()  # a reader may be in the middle of a block
                 logger.info("step %d is not protected: %s", write.step, error)
                 if not isinstance(error, WriteCancelled):
                     self._why = f"step {write.step}: {error}"
-                self._loop.missed(write)
+                self._loop.post(self._loop.core.missed, write)
             except Exception as error:  # noqa: BLE001  the last handler of the thread
                 self._encoding.close()
                 if self._is_closed:
@@ -221,7 +213,7 @@ class NodeProtection:
         level, self._is_failing = logging.INFO if self._is_failing else logging.WARNING, True
         self._why = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
         logger.log(level, "step %d is not protected by other nodes, tried again: %s", write.step, self._why)
-        self._loop.failed(write)
+        self._loop.post(self._loop.core.failed, write)
 
     def _encode(self, write: Write) -> None:
         def obey() -> None:
@@ -274,7 +266,7 @@ class NodeProtection:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
-                self._loop.probed(self._index)
+                self._loop.post(self._loop.node.probed, self._index)
                 return
 
     # ---------------------------------------------------------------- telling

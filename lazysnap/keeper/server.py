@@ -15,12 +15,11 @@ import msgspec
 from lazysnap import faults
 from lazysnap.errors import KeeperUnavailable, LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
-from lazysnap.keeper.greeting import Greeting
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
-from lazysnap.keeper.messages import Connection, OtherVersion
+from lazysnap.keeper.messages import Connection, Greeting, OtherVersion
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
-from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import (
     Adopt,

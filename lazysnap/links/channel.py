@@ -1,21 +1,26 @@
 """A channel between two processes of a start: frames and raw bytes over one TCP connection, by blocking calls.
 
-On the wire: the handshake of ``links.secret``, then ``links.framing``. The raw bytes of a payload go from and to the
-caller's memory.
+On the wire: the handshake of ``links.secret``, then messages as frames. A frame is a length (4 bytes, big-endian,
+bounded), a checksum (8 bytes, xxh3_64) and that many bytes of MessagePack, of which the checksum is. Nothing is
+allocated for a frame that is too long. The raw bytes of a payload go from and to the caller's memory.
 """
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
-from typing import Generic
+from typing import Generic, TypeVar
 
-from msgspec import Struct, msgpack
+import xxhash
+from msgspec import DecodeError, Struct, msgpack
 
-from lazysnap.links.framing import HEAD_BYTES, Framing, M
+from lazysnap.links.listener import Violation
 from lazysnap.links.secret import Secret, handshake
 
+_HEAD = struct.Struct("!IQ")
+M = TypeVar("M", bound=Struct)
 PROTOCOL = b"lazysnap", 5
 """Letters, and the version of all messages between keepers: raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 1 << 20
@@ -40,14 +45,14 @@ class Channel(Generic[M]):
     def __init__(self, connection: socket.socket, decoder: "msgpack.Decoder[M]", send_s: float) -> None:
         """``send_s``: an other end that takes nothing for so long has failed."""
         self._connection, self._send_s = connection, send_s
-        self._framing = Framing(MAX_FRAME_BYTES, decoder)
+        self._decoder = decoder
         self._in_use = threading.Lock()
         self._in_use.acquire()  # by the one thread, except inside ``waiting``
 
     def send(self, message: Struct, payload: memoryview | None = None) -> None:
         """Send a frame, and behind it the bytes of ``payload``. Blocks: while the other end takes some of them."""
         self._connection.settimeout(self._send_s)
-        self._connection.sendall(self._framing.frame(message))
+        self._connection.sendall(_frame(message))
         if payload is not None:
             for start in range(0, len(payload), _PROGRESS_BYTES):  # a call fails after ``send_s``, even if bytes move
                 self._connection.sendall(payload[start : start + _PROGRESS_BYTES])
@@ -55,8 +60,16 @@ class Channel(Generic[M]):
     def receive(self, timeout_s: float) -> M:
         """The next message. Blocks: at most ``timeout_s`` until all of it is there."""
         deadline = time.monotonic() + timeout_s
-        length, checksum = self._framing.head(_read(self._connection, HEAD_BYTES, deadline))
-        return self._framing.decode(_read(self._connection, length, deadline), checksum)
+        length, checksum = _HEAD.unpack(_read(self._connection, _HEAD.size, deadline))
+        if length > MAX_FRAME_BYTES:
+            raise Violation(f"a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
+        data = _read(self._connection, length, deadline)
+        if (got := xxhash.xxh3_64_intdigest(data)) != checksum:
+            raise Violation(f"a damaged message: xxh3_64 of {length} bytes is {got:016x}, expected {checksum:016x}")
+        try:
+            return self._decoder.decode(data)
+        except (DecodeError, RecursionError) as error:
+            raise Violation(f"a malformed message: {error}") from error
 
     def receive_into(self, out: memoryview, silence_s: float) -> None:
         """Fill ``out`` with raw bytes. Blocks: while they arrive, at most ``silence_s`` without any."""
@@ -82,7 +95,7 @@ class Channel(Generic[M]):
             return
         try:
             self._connection.settimeout(0.0)
-            self._connection.sendall(self._framing.frame(message))
+            self._connection.sendall(_frame(message))
         except OSError:  # the other end is gone, or takes nothing: half a frame may be sent
             shut(self._connection)
         finally:
@@ -122,6 +135,14 @@ def shut(connection: socket.socket) -> None:
     """End a connection from any thread: whoever uses it gets an error at once."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def _frame(message: Struct) -> bytes:
+    """Return the bytes of a message. Raises: Violation, if it is too long for the other end."""
+    data = msgpack.encode(message)
+    if len(data) > MAX_FRAME_BYTES:
+        raise Violation(f"a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent")
+    return _HEAD.pack(len(data), xxhash.xxh3_64_intdigest(data)) + data
 
 
 def _read(connection: socket.socket, size_bytes: int, deadline: float) -> bytearray:

@@ -20,7 +20,7 @@ from support.listing import files_below
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.core import Core
+from lazysnap.grants.core import Begin, Core, Learn, Pin, Settle
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention
@@ -85,37 +85,37 @@ class Node:
             say("broken", 0)
             raise OSError(f"{action} is broken")
 
-    def settle(self, word):
-        self.break_once("settle")
-        with self.lock:
-            self.word = word
-            for slot in self.slots:
-                slot["pin"] = slot["pin"] if slot["pin"] == word else None
-
-    def pin(self, ranks, step):
-        self.break_once("pin")
-        with self.lock:
-            for rank in ranks:
-                for slot in self.slots[3 * rank : 3 * rank + 3]:
-                    slot["pin"] = step if slot["step"] == step else slot["pin"]
-
-    def begin(self, write):
-        self.break_once("begin")
-        threading.Thread(target=self._write, args=(write,), daemon=True).start()
+    def act(self, action):
+        self.break_once(type(action).__name__.lower())
+        match action:
+            case Settle(word):
+                with self.lock:
+                    self.word = word
+                    for slot in self.slots:
+                        slot["pin"] = slot["pin"] if slot["pin"] == word else None
+            case Pin(ranks, step):
+                with self.lock:
+                    for rank in ranks:
+                        for slot in self.slots[3 * rank : 3 * rank + 3]:
+                            slot["pin"] = step if slot["step"] == step else slot["pin"]
+            case Begin(write):
+                threading.Thread(target=self._write, args=(write,), daemon=True).start()
+            case Learn():
+                self.learn(self.loop.node.levels)
 
     def _write(self, write):
         slots = [rank.holding(write.step) for rank in self.views()]
         if any(slot is None or (slot.pin != write.step and not write.is_alone) for slot in slots):
-            self.loop.missed(write)
+            self.loop.post(self.loop.core.missed, write)
         elif self.loop.is_wanted(write):
             self.path(write.step).parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.path(write.step).with_name(f"unfinished-{self.node}")
             unfinished.write_text(f"step {write.step} of node {self.node}")
             unfinished.rename(self.path(write.step))  # a node that is killed leaves it whole, or not at all
-            self.loop.committed(write)
-            self.loop.verified(write)
+            self.loop.post(self.loop.node.committed, write)
+            self.loop.post(self.loop.core.verified, write)
 
-    def learned(self, levels):
+    def learn(self, levels):
         complete = sorted(key.step for key in levels[0].complete)
         say("complete", *complete)
         for step in self.stored():
@@ -132,7 +132,9 @@ def main():
         levels = (LevelGrants(node.retention.settings),)
         coordinator = Coordinator(random.getrandbits(60), "s1", num_nodes, levels)
     grants = NodeGrants(number, "s1", (NodeLevel(node.stored()),))
-    node.loop = GrantLoop(Core(grants, coordinator, StoringAlone(grants, 1, 0.5), time.monotonic()), node)
+    node.loop = GrantLoop(
+        Core(grants, coordinator, StoringAlone(grants, 1, 0.5), time.monotonic()), node.views, node.act
+    )
     links = Links(secret, Hello("job", "s1", number), node.loop, QUICK)
     node.loop.start(links)
     if number == 0:
@@ -148,7 +150,7 @@ def main():
             node.capture(int(rest[0]))
             say("captured", rest[0])
         elif command == "wish":
-            node.loop.wish(int(rest[0]), [0])
+            node.loop.post(grants.wish, int(rest[0]), [0])
         elif command == "break":
             node.breaks = rest[0]
         elif command == "die":

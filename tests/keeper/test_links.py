@@ -383,7 +383,7 @@ def test_a_keeper_that_is_not_ready_for_a_link_is_tried_again(ends, secret, capl
 
 
 def test_links_of_grants_that_are_closed_before_they_begin_are_closed(secret):
-    loop = GrantLoop(Core(NodeGrants(0, "s1", ()), None), None)
+    loop = GrantLoop(Core(NodeGrants(0, "s1", ()), None), list, lambda action: None)
     links = Links(secret, hello(0), loop, QUICK)
     loop.close()
     loop.start(links)

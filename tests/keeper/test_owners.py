@@ -21,12 +21,11 @@ from lazysnap.cli import main
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import FormatError, KeeperUnavailable
 from lazysnap.keeper.attach import attach
-from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.heartbeat import Patience
-from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.identity import ENVIRONMENT, JobIdentity, owner_secret
 from lazysnap.keeper.launch import try_connect
+from lazysnap.keeper.messages import prove
 from lazysnap.keeper.neighbour import NeighbourMemory
-from lazysnap.keeper.owner import ENVIRONMENT, owner_secret
 from lazysnap.keeper.protocol import ShowRank
 from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import Slot
@@ -52,7 +51,7 @@ while not select.select([0], [], [], 0.02)[0]:
     pass
 if not sys.stdin.readline():
     sys.exit()
-from lazysnap.keeper.greeting import prove
+from lazysnap.keeper.messages import prove
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import Welcome
 from lazysnap.links.secret import Secret

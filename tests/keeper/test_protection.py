@@ -18,11 +18,10 @@ from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
 from lazysnap.grants.messages import LevelReport, Progress, Report
 from lazysnap.keeper import protection
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.encoding import Encoding
 from lazysnap.keeper.events import KeeperEvent
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.node_slots import NodeSlots
-from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.parity import Encoding, ParityStore
 from lazysnap.keeper.protection import interval_of
 from lazysnap.keeper.protocol import Protected, Run, Unprotected
 from lazysnap.levels.source import RateLimiter

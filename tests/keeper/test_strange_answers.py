@@ -14,10 +14,9 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, KeeperUnavailable
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.greeting import prove
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.messages import Connection, prove
 from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.keeper.protocol import (
     PROTOCOL,

@@ -8,7 +8,7 @@ from typing import Any
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
-from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, Message, NameFailed, Peers, Run
 from lazysnap.levels import open_store

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.parity_store import ParityStore
+from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protocol import Parity, Protected, Run
 from support.node_rig import Rank, Rig
 from support.waiting import until
