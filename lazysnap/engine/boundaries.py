@@ -43,6 +43,8 @@ class Boundaries:
         self._captures = parts.recorder.captures
         self.lock = threading.RLock()
         self.gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
+        self._steps = 0
+        """Steps of optimizers up to the last boundary."""
         self._is_past_first = False
         """True if the first boundary is over."""
         self._weights: list[torch.Tensor] = []
@@ -111,6 +113,7 @@ class Boundaries:
     def boundary(self, step: int, *, force: bool) -> bool:
         """See ``SnapshotEngine.boundary``. Blocks."""
         began = self._pass(step, force=force or self._notice.cuts)
+        self._steps = self.gates.steps
         self._reached.reached(step)
         self._notice.passed()
         return began
@@ -195,6 +198,11 @@ class Boundaries:
         if began:
             statistics.boundary.add(seconds - (statistics.memory_wait_s - waited_before_s))
         return began
+
+    @property
+    def has_stepped(self) -> bool:
+        """True if an optimizer stepped since the last boundary."""
+        return self.gates.steps != self._steps
 
     # ---------------------------------------------------------------- the last boundary
 

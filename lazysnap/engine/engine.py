@@ -216,8 +216,8 @@ class SnapshotEngine:
     def keep(self, name: str) -> int:
         """Name the newest snapshot, that of the last boundary: every level keeps it until ``release``. Its step.
 
-        Where the last boundary was not captured, the next one will be, due or not; then the step returned is the least
-        that it can have. A name is never given to another snapshot than that one: if it is lost before it is stored (a
+        Where the last boundary was not captured, or an optimizer stepped since (as in a validation of Lightning), the
+        next one is named, and captured, due or not; then the step returned is the least that it can have. A name is never given to another snapshot than that one: if it is lost before it is stored (a
         torn copy, memory that died), a warning says so, and ``lost_names``.
         Blocks: where storage has not taken the snapshot named before, until it has, at most ``io_timeout_s``; not
         again, once that was in vain. Raises: ConfigError, for a bad name, or without persistent levels.
@@ -227,7 +227,7 @@ class SnapshotEngine:
         if not self.config.levels:
             raise ConfigError("keep: there is no persistent level that could keep a snapshot")
         with self.session.boundaries.lock:
-            return self._recorder.keep(name)
+            return self._recorder.keep(name, is_over=not self.session.boundaries.has_stepped)
 
     @property
     def lost_names(self) -> Mapping[str, str]:

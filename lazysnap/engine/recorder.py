@@ -441,11 +441,14 @@ class Recorder:
 
     # ---------------------------------------------------------------- names
 
-    def keep(self, name: str) -> int:
-        """Name the capture of the last boundary, or else that of the next; its step (of the next: the least)."""
+    def keep(self, name: str, *, is_over: bool) -> int:
+        """Name the capture of the last boundary, or else that of the next; its step (of the next: the least).
+
+        ``is_over``: the step of the last boundary is the present one.
+        """
         self._await_named(name)
         newest = self.history.newest
-        if newest is not None and newest.step == self.seen_step and _is_there(newest):
+        if is_over and newest is not None and newest.step == self.seen_step and _is_there(newest):
             # Before the keeper receives it: from now on the slot is not used for another capture.
             newest.slot.pin(newest.step, until_stored=True)
             self.names.give(newest.step, [name])
