@@ -217,8 +217,9 @@ class SnapshotEngine:
         """Name the newest snapshot, that of the last boundary: every level keeps it until ``release``. Its step.
 
         Where the last boundary was not captured, or an optimizer stepped since (as in a validation of Lightning), the
-        next one is named, and captured, due or not; then the step returned is the least that it can have. A name is never given to another snapshot than that one: if it is lost before it is stored (a
-        torn copy, memory that died), a warning says so, and ``lost_names``.
+        next one is named, and captured, due or not; then the step returned is the least that it can have. A name is
+        never given to another snapshot than that one: if it is lost before it is stored (a torn copy, memory that
+        died), a warning says so, and ``lost_names``.
         Blocks: where storage has not taken the snapshot named before, until it has, at most ``io_timeout_s``; not
         again, once that was in vain. Raises: ConfigError, for a bad name, or without persistent levels.
         """

@@ -207,3 +207,14 @@ def test_a_name_that_nothing_has_is_not_found(job, tmp_path):
 
     with pytest.raises(SnapshotNotFound, match=r"called 'nowhere'; there are steps \[1\]"):
         job.start(tmp_path, ready=False).engine.fetch("nowhere")
+
+
+def test_a_name_that_is_given_in_a_step_that_is_not_over_is_of_that_step(job, tmp_path):
+    training = job.start(tmp_path)
+    training.run(1, 2)
+    training.train()  # the weights are those of step 3, whose boundary comes
+    assert training.engine.keep("best") == 3
+    training.engine.boundary(3)
+
+    assert training.engine.close()
+    assert named(tmp_path) == {"best": 3}
