@@ -68,3 +68,15 @@ def _write(message: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"lazysnap: {message}\n")
             sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would use."""
+    if seconds < 0.1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for unit, length, limit in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
+        if seconds < limit * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds / 86400:.0f} days"

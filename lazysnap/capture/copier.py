@@ -16,6 +16,7 @@ import torch
 from lazysnap import faults
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.plan import view_of
+from lazysnap.memory.arena import Word
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class CopyThread:
         for before, behind in capture.device_copies:
             behind.synchronize()
             capture.copy_s = max(capture.copy_s, before.elapsed_time(behind) / 1000)
+        capture.slot.set_word(Word.COPIED, int(1e9 * capture.copy_s))
         capture.commit()
 
 

@@ -72,6 +72,7 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     _add_export(commands.add_parser("export", parents=[level], help="write a snapshot in the format of another tool"))
     _add_keeper(commands.add_parser("keeper", parents=[common], help="run a keeper for a job, ahead of it (a sidecar)"))
     _add_stop(commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left"))
+    _add_status(commands.add_parser("status", parents=[common], help="the jobs of this node, what would survive now"))
     add_demo(commands.add_parser("demo", parents=[common], help="kill a real training, resume it, compare bit for bit"))
     doctor = commands.add_parser("doctor", parents=[common], help="check this node and a level before a training")
     doctor.add_argument("url", nargs="?", **_URL)
@@ -139,6 +140,18 @@ def _add_stop(stop: argparse.ArgumentParser) -> None:
     stop.add_argument("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level")
     stop.add_argument("--force", action="store_true", help="also a keeper whose newest capture cannot be stored")
     stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)")
+
+
+def _add_status(status: argparse.ArgumentParser) -> None:
+    status.add_argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level")
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=1.0,
+        metavar="SECONDS",
+        help="show it again every so many seconds (1), until Ctrl-C",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -119,6 +120,25 @@ class Output:
         kind = type(error).__name__
         self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(error)), soft_wrap=True)
         self.result(ok=False, error=f"{kind}: {error}")
+
+    @contextlib.contextmanager
+    def screen(self) -> Iterator[Callable[[RenderableType], None]]:
+        """Yield a function that shows something in place of what it showed before. The last of it stays visible."""
+        if not self._results.is_terminal:
+            yield self.show
+            return
+        last: list[RenderableType] = []
+        try:
+            with Live(console=self._results, screen=True, auto_refresh=False) as live:
+
+                def update(item: RenderableType) -> None:
+                    last[:] = [item]
+                    live.update(item, refresh=True)
+
+                yield update
+        finally:
+            for item in last:
+                self.show(item)
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:

@@ -5,8 +5,8 @@ import os
 import select
 import time
 
+from lazysnap.cli.keepers import identities
 from lazysnap.cli.output import Output
-from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """
     deadline = time.monotonic() + args.timeout
     ended, staying = [], []
-    for identity in _identities(args.job):
+    for identity in identities(args.job):
         pid, refusal = _ask_to_leave(identity, deadline, is_forced=args.force)
         if pid is None:
             continue
@@ -42,12 +42,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if not ended and not staying:
         output.line(f"no keeper of job {args.job} on this node; `pgrep -af lazysnap.keeper` lists all of them")
     return output.result(ok=not staying, job=args.job, ended=ended, staying=staying)
-
-
-def _identities(job: str) -> list[JobIdentity]:
-    """Return the jobs that ``job`` may mean: a ``job_id``, or the path or URL of a first level."""
-    names = dict.fromkeys((job, resolve_url(job)))
-    return [JobIdentity.from_config(SnapshotConfig(job_id=name)) for name in names]
 
 
 def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) -> tuple[int | None, str]:

@@ -264,6 +264,7 @@ class Recorder:
         slot, step, size = capture.slot, capture.step, capture.plan.layout.size_bytes
         faults.point("engine.begin")
         slot.begin(step, sequence=capture.sequence, image_bytes=size, meta=meta, pin=slot.is_granted(step))
+        slot.set_word(Word.WAITED, int(1e9 * self._statistics.waited_s))
         if slot.word(Word.PIN) and not slot.is_granted(step):
             slot.unpin()  # withdrawn in between: the keeper, which looks the other way round, may have missed the pin
         # While storage waits for a step ahead its keeper looks at the words by itself: a message costs 0.3 ms.

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from rich.filesize import decimal
 
 from lazysnap.config import SnapshotConfig
+from lazysnap.console import duration
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels.redaction import shown
 from lazysnap.restore.lost_parts import PARITY
@@ -159,18 +160,6 @@ def _age(snapshot: Snapshot, now_ns: int) -> str:
 def _steps(steps: Sequence[int]) -> str:
     some = ", ".join(map(str, steps[-_MOST_STEPS:]))
     return f"step{'s' * (len(steps) > 1)} {'…, ' * (len(steps) > _MOST_STEPS)}{some}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would use."""
-    if seconds < 0.1:
-        return f"{seconds * 1e3:.0f} ms"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    for unit, length, limit in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 48)):
-        if seconds < limit * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds / 86400:.0f} days"
 
 
 # ---------------------------------------------------------------- what it takes

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from lazysnap import faults
+from lazysnap.console import duration
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.messages import Event
 from lazysnap.engine.parts import Parts
-from lazysnap.engine.report import duration, places
+from lazysnap.engine.report import places
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.redaction import shown

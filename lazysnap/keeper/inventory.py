@@ -23,6 +23,11 @@ class RankInventory:
         self._sequence = 0
         self._end: TrainerEnd | None = None
 
+    @property
+    def end(self) -> TrainerEnd | None:
+        """The end of the last trainer that captured anything."""
+        return self._end
+
     def trainer_came(self) -> None:
         """A trainer is attached; what is captured from now on is its own."""
         self._sequence = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)

@@ -161,6 +161,11 @@ class LocalRank:
         """The number of ranks that the node had in that start; 0, if its trainer does not know it."""
         return next((len(team.node_ranks) for run, team in self._runs if run.start == start), 0)
 
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline of its phase."""
+        return max(0.0, self._deadline - time.monotonic())
+
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""
         self._memory_wake.set()

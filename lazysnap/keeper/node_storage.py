@@ -83,7 +83,7 @@ class NodeStorage:
             if not any(level.shared or not above.shared for above in self.levels[:index])
         ]
         """Levels that cannot copy from a faster one: see ``Coordinator``."""
-        self._context, self._team = context, team
+        self._context, self.team = context, team
         self._slots = NodeSlots(context.ranks, run.start, run.step)
         self._lock = threading.Lock()
         self._telling = threading.Lock()
@@ -126,11 +126,11 @@ class NodeStorage:
             return None
         grants = self._loop, self._node.levels[-1], len(self.levels)
         context = ProtectionContext(self._news.put, lambda: any(level.complete for level in self._levels), *grants)
-        return NodeProtection(self.run, self._team, self._slots, self._context.parity, context)
+        return NodeProtection(self.run, self.team, self._slots, self._context.parity, context)
 
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
         run = self.run
-        files = NodeFiles(self._team, run.run_id, run.start, is_shared=bool(level.shared))
+        files = NodeFiles(self.team, run.run_id, run.start, is_shared=bool(level.shared))
         earlier = () if self._before is None else self._before._writers
         before = next((writer.place for writer in earlier if writer.place.level.url == level.url), None)
         slots_of, frozen = self._slots.of_step, self._context.frozen
@@ -146,7 +146,7 @@ class NodeStorage:
         return frozenset(StepKey(step, start) for start, step in self.run.stored.get(level.url, ()))
 
     def _coordinator(self) -> Coordinator | None:
-        if self._team.node != 0:
+        if self.team.node != 0:
             return None
         grants = []
         for level in self.levels:
@@ -156,7 +156,7 @@ class NodeStorage:
             # It has no place: its interval counts.
             settings = PersistentLevel("parity", every_n_steps=interval_of(self.run.parity, self.run))
             grants.append(LevelGrants(settings, is_memory=True))
-        return Coordinator(secrets.randbits(62), self.run.start, self._team.nodes, tuple(grants))
+        return Coordinator(secrets.randbits(62), self.run.start, self.team.nodes, tuple(grants))
 
     def _begin(self) -> None:
         """The thread that begins, and then waits for the end of the start before."""
@@ -201,10 +201,10 @@ class NodeStorage:
     def _linked(self) -> Links | None:
         """Return the links to other nodes; ``None``: there is one node."""
         peers = self.run.peers
-        if self._team.nodes == 1 or peers is None:
+        if self.team.nodes == 1 or peers is None:
             return None
-        links = Links(peers.secret, LinkHello(peers.job, self.run.start, self._team.node), self._loop)
-        if self._team.node == 0:
+        links = Links(peers.secret, LinkHello(peers.job, self.run.start, self.team.node), self._loop)
+        if self.team.node == 0:
             self._context.admit(links)
         else:
             links.connect(0, peers.host, peers.port)
@@ -386,7 +386,7 @@ class NodeStorage:
     def wait_for(self, step: int) -> Wait:
         """Ask for a step at every level; the result shows if it arrives."""
         self.wish(step)
-        return Wait(lambda: self._at_levels(step), lambda: self._size_of(step))
+        return Wait(lambda: self._at_levels(step), lambda: self.size_of(step))
 
     def _at_levels(self, step: int) -> list[AtLevel]:
         with self._lock:
@@ -402,6 +402,13 @@ class NodeStorage:
                 )
                 for level, stopped, writer in known
             ]
+
+    def level_facts(self) -> list[tuple[PersistentLevel, NodeLevel, LevelWriter]]:
+        """Settings, state and writer of each level."""
+        with self._lock:
+            known = zip(self._levels, self._node.levels, strict=False)  # the last may be protection
+            levels = [replace(level, wishes=now.wishes) for level, now in known]
+        return list(zip(self.levels, levels, self._writers, strict=True))
 
     def has_complete(self) -> bool:
         """True if the first level has a complete snapshot of this start."""
@@ -422,7 +429,8 @@ class NodeStorage:
         """True if not all nodes answer, all trainers of this node are dead, and it stored alone what it could."""
         return self._alone.is_over
 
-    def _size_of(self, step: int) -> int:
+    def size_of(self, step: int) -> int:
+        """Bytes of that step in the slots of the node."""
         return sum(0 if slot is None else slot.status().image_bytes for slot in self._slots.of_step(step))
 
     def is_reading(self, slot: Slot) -> bool:
@@ -560,7 +568,7 @@ class NodeStorage:
             who = "rank 0's node" if 0 in nodes else f"node {min(nodes)}" + (", …" if len(nodes) > 1 else "")
             self._news.put(
                 Unlinked(
-                    f"node {self._team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at "
+                    f"node {self.team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at "
                     f"{at}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach "
                     "each other there; SnapshotConfig(link_address=...) sets another address"
                 )

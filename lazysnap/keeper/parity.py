@@ -81,6 +81,12 @@ class ParityStore:
         with self._lock:
             self._sets, self._spare = [], []
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+        with self._lock:
+            return sum(len(buffer) for one in self._sets for buffer in one.files.values()) + sum(map(len, self._spare))
+
     def inventory(self) -> list[HeldParity]:
         """The parity of each step that is held."""
         with self._lock:

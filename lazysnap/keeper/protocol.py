@@ -12,7 +12,7 @@ from lazysnap.errors import KeeperUnavailable
 from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -216,6 +216,8 @@ class ShowRank(Message, frozen=True):
     """Another process of the job wants to read what a rank holds. Answered by slots and an ``Inventory``."""
 
     local_rank: int
+    in_words: bool = False
+    """True to get the state of the whole node (``Inventory.state``), and neither slots nor entries."""
 
 
 class Stop(Message, frozen=True):
@@ -362,6 +364,84 @@ class TrainerEnd(msgspec.Struct, frozen=True):
     """The step of the last boundary that it passed."""
 
 
+class CaptureState(msgspec.Struct, frozen=True):
+    """A whole capture, as its slot's words describe it."""
+
+    step: int
+    taken_ns: int
+    """Unix time when it began, in nanoseconds."""
+    copied_ns: int
+    waited_ns: int
+    """Nanoseconds that the training had waited in all when the capture began."""
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """One rank of the node."""
+
+    rank: int
+    phase: str
+    """See ``keeper.lifecycle``."""
+    pid: int
+    """The process that trains it, or did last."""
+    since_s: float
+    """Unix time in seconds when that process came."""
+    lingers_s: float | None
+    """Seconds for which the memory of a dead process stays; ``None``: none is dead, or the keeper is ending."""
+    end: TrainerEnd | None
+    reached: int | None
+    """The step of the newest boundary that it passed."""
+    captures: list[CaptureState]
+    """The oldest first."""
+    slots: int
+    memory_bytes: int
+    file_bytes: int
+    """Bytes of slots that are files."""
+
+
+class LevelState(msgspec.Struct, frozen=True):
+    """One level, as this node knows it. Texts hold no secrets."""
+
+    url: str
+    is_shared: bool
+    """True if all of several nodes see the same place there."""
+    newest: int | None
+    """The newest complete step."""
+    complete_ns: int | None
+    """Unix time when that became complete, if this keeper saw it."""
+    bytes_per_s: float | None
+    """The rate of the last write."""
+    storing: int | None
+    """The step that is being stored."""
+    moved_bytes: int
+    total_bytes: int
+    waiting: int
+    """The number of steps that must be stored, due or not, and are not complete yet."""
+    is_failing: bool
+    failure: str
+    """The text of the last failed write; empty, if none failed."""
+    failed_ns: int | None
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """The state of a job on one node, for people. Nothing is decided by it."""
+
+    run_id: str
+    node: int
+    nodes: int
+    every_n_steps: int
+    common_step: int | None
+    """The newest step that all ranks of the node hold whole."""
+    protected: int | None
+    """The newest step that survives the loss of ``may_lose`` nodes."""
+    may_lose: int
+    parity_bytes: int
+    """Memory of this node that protects other nodes."""
+    ranks: list[RankState]
+    levels: list[LevelState]
+    problems: list[str]
+    """Reminders and errors that were sent to trainers and are not over."""
+
+
 class Inventory(Answer, frozen=True, kw_only=True):
     """The captures of a keeper for one rank."""
 
@@ -374,6 +454,8 @@ class Inventory(Answer, frozen=True, kw_only=True):
     """All ranks for which it holds anything."""
     parity: list[HeldParity] = []
     """The memory of the whole node; only for the first rank."""
+    state: NodeState | None = None
+    """Only where it was asked for (``ShowRank.in_words``), and once a training began."""
 
 
 class Durable(Message, frozen=True):

@@ -18,6 +18,7 @@ from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection, Greeting, OtherVersion
+from lazysnap.keeper.node_state import LastMessages, node_state
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
@@ -83,6 +84,7 @@ class Server:
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._trouble = trouble
+        self._sent = LastMessages()
         self._untold: deque[str] = deque(maxlen=_TROUBLES)
         self._failing_since: float | None = None
         self._ranks: dict[int, LocalRank] = {}
@@ -242,6 +244,7 @@ class Server:
         return [ranks.get(number) for number in range(max(ranks, default=-1) + 1)]
 
     def _emit(self, message: Message) -> None:
+        self._sent.add(message)
         for rank in list(self._ranks.values()):
             rank.emit(message)
 
@@ -350,7 +353,7 @@ class Server:
         if isinstance(message, Hello):
             self._hello(connection, message)
         elif isinstance(message, ShowRank):
-            self._show(connection, message.local_rank)
+            self._show(connection, message)
         elif isinstance(message, Stop):
             self._stop(connection, is_forced=message.force)
         elif rank is None:
@@ -393,11 +396,17 @@ class Server:
         """A trainer ended: a goodbye may be among what it said before."""
         self._read(connection, wait=False)
 
-    def _show(self, connection: Connection, number: int) -> None:
+    def _show(self, connection: Connection, asked: ShowRank) -> None:
         """Another process wants to read what a rank holds. Raises: OSError, if it is gone again."""
-        rank, local_ranks = self._ranks.get(number), sorted(self._ranks)
-        if rank is None:
-            connection.send(Inventory(entries=[], frozen=[], end=None, local_ranks=local_ranks, parity=[]))
+        rank, local_ranks = self._ranks.get(asked.local_rank), sorted(self._ranks)
+        nothing = Inventory(entries=[], frozen=[], end=None, local_ranks=local_ranks)
+        if asked.in_words:
+            ranks, storage = [self._ranks[number] for number in local_ranks], self._storage
+            state = None if storage is None else node_state(ranks, storage, self._parity, self._sent)
+            # A process that was stopped while it asked must not hold up the keeper.
+            connection.post(msgspec.structs.replace(nothing, state=state))
+        elif rank is None:
+            connection.send(nothing)
         else:
             rank.inventory.send_slots(connection)
             connection.send(rank.inventory.message(local_ranks))

@@ -19,6 +19,7 @@ import fcntl
 import mmap
 import os
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,6 +59,9 @@ class Word(enum.IntEnum):
     VOID = 11  # the capture was, or may have been, torn
     READY = 12  # pages are populated
     PLAN = 13  # checksum of the header in the image, 0: none
+    TAKEN = 17  # Unix time in ns when the capture began; with the next two for people, not for decisions
+    COPIED = 18  # ns that the copy took, written before END
+    WAITED = 19  # ns that this training had waited for captures in all when this one began
     REACHED = 20  # step + 1 of the last boundary, in the slot of the newest capture
 
 
@@ -279,6 +283,7 @@ class Slot:
         words[Word.WATERMARK] = 0
         words[Word.REACHED] = 0
         words[Word.SEQUENCE] = sequence
+        words[Word.TAKEN] = time.time_ns()
         words[Word.IMAGE_BYTES] = image_bytes
         self._bytes[PAGE : PAGE + len(meta)] = meta
         words[Word.META_BYTES] = len(meta)

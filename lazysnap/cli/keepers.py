@@ -1,0 +1,114 @@
+"""The keepers of this node that belong to the owner of this process, and their state."""
+
+import os
+import pathlib
+import select
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lazysnap.config import SnapshotConfig, resolve_url
+from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
+from lazysnap.keeper.messages import Connection, OtherVersion, prove
+from lazysnap.keeper.protocol import Inventory, NodeState, ShowRank
+
+
+def identities(job: str) -> list[JobIdentity]:
+    """Return the jobs that ``job`` may mean: a ``job_id``, or the path or URL of a first level."""
+    names = dict.fromkeys((job, resolve_url(job)))
+    return [JobIdentity.from_config(SnapshotConfig(job_id=name)) for name in names]
+
+
+@dataclass(frozen=True)
+class FoundKeeper:
+    """The answer of a keeper, or the reason why there is none."""
+
+    identity: JobIdentity
+    pid: int
+    state: NodeState | None = None
+    """``None``: it did not answer, or no training began yet."""
+    problem: str = ""
+
+
+def of_this_node() -> Iterator[tuple[JobIdentity, int, bool]]:
+    """Yield job and process of each keeper of this user, and True if it has this owner's secret.
+
+    Its command line names the job; the address there follows from the job and the secret.
+    """
+    seen = set()
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.stat().st_uid != os.getuid():
+                continue
+            words = os.fsdecode(path.read_bytes()).split("\0")
+        except OSError:  # it ended meanwhile
+            continue
+        facts = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        if "lazysnap.keeper" not in words or not {"job", "node", "address"} <= facts.keys():
+            continue
+        identity = JobIdentity(facts["job"], os.getuid(), facts["node"])
+        if facts["address"] not in seen:
+            seen.add(facts["address"])
+            yield identity, int(path.parent.name), facts["address"] == identity.address.encode().hex()
+
+
+def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None:
+    """Ask the keeper of a job for its state; ``None`` if there is no keeper. Blocks: at most ``timeout_s``.
+
+    ``pid``: the process that is known to be it; 0, if none is.
+    """
+    deadline = time.monotonic() + timeout_s
+    try:
+        connection = try_connect(identity)
+    except KeeperUnavailable as error:
+        return FoundKeeper(identity, 0, problem=str(error))
+    if connection is None:  # many may have asked one that is stopped
+        return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s)) if _is_stopped(pid) else None
+    pid = connection.peer_pid
+    try:
+        state = _state(connection, identity, deadline)
+    except TimeoutError:
+        return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s))
+    except OtherVersion as error:
+        return FoundKeeper(identity, pid, problem=f"keeper {pid} is of another version of lazysnap: {error}")
+    except KeeperUnavailable as error:
+        return FoundKeeper(identity, pid, problem=str(error))
+    except OSError:
+        return None  # it ended
+    finally:
+        connection.close()
+    return FoundKeeper(identity, pid, state)
+
+
+def _state(connection: Connection, identity: JobIdentity, deadline: float) -> NodeState | None:
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+
+    def wait() -> bool:
+        return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
+
+    if prove(connection, identity.secret, wait):
+        connection.send(ShowRank(0, in_words=True), timeout_s=max(0.05, deadline - time.monotonic()))
+        while wait():
+            received = connection.receive(wait=False)
+            if received is None:
+                raise ConnectionResetError("the keeper ended")
+            for message, _ in received:
+                return message.state if isinstance(message, Inventory) else None
+    raise TimeoutError
+
+
+def _why_silent(pid: int, timeout_s: float) -> str:
+    text = f"keeper {pid} does not answer within {timeout_s:g} s"
+    if _is_stopped(pid):
+        return f"{text}: it is stopped; `kill -CONT {pid}` lets it go on"
+    return f"{text}: it hangs, or the machine is overloaded; training goes on, ask again"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return "State:\tT" in pathlib.Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,340 @@
+"""``lazysnap status``: the jobs of this node, and what would survive now."""
+
+import argparse
+import os
+import pathlib
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+
+from lazysnap.cli.keepers import FoundKeeper, ask, identities, of_this_node
+from lazysnap.cli.output import OK, Output, count_of
+from lazysnap.console import duration
+from lazysnap.errors import ConfigError
+from lazysnap.keeper.protocol import LevelState, NodeState, RankState
+
+_ANSWER_S = 2.0
+_ALIVE = ("attached", "away")
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs")
+"""File systems that are on no disk of this node."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The snapshot that a restart would resume. ``step`` is ``None`` if there is none."""
+
+    step: int | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Survival:
+    """The outcome of one loss."""
+
+    safe: Outcome = field(default_factory=Outcome)
+    if_disks_stay: Outcome = field(default_factory=Outcome)
+    """A newer snapshot, on disks of the nodes that are lost."""
+
+    @property
+    def is_safe(self) -> bool:
+        """True if there is a snapshot whatever becomes of disks."""
+        return self.safe.step is not None
+
+    def lost(self, reached: int) -> str:
+        """Say how many steps would be lost of those that training passed."""
+        steps = (one.step for one in (self.if_disks_stay, self.safe) if one.step is not None)
+        counts = [str(max(0, reached - step)) for step in steps]
+        return " or ".join(counts if self.is_safe else [*counts, "all"])
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Show the jobs of this node. Blocks: at most about ``_ANSWER_S``; with ``--watch`` until Ctrl-C.
+
+    Returns 1 if a keeper does not answer, a level fails or a job has another problem.
+    """
+    if args.watch is None:
+        found, others = _look(args.job)
+        output.show(_screen(found, others, args.job, output))
+        jobs = [_fields(one) for one in found]
+        return output.result(ok=not any(job["problems"] for job in jobs), jobs=jobs, not_asked=others)
+    if args.json or args.watch <= 0:
+        raise ConfigError("--watch takes seconds, more than 0, and goes without --json: ask again in a loop for that")
+    try:
+        with output.screen() as show:
+            while True:
+                show(_screen(*_look(args.job), args.job, output))
+                time.sleep(args.watch)
+    except KeyboardInterrupt:
+        return OK
+
+
+def _look(job: str | None) -> tuple[list[FoundKeeper], list[int]]:
+    """Return the answers of all keepers of this owner, and the processes of other keepers of this user."""
+    running = [(one, 0, True) for one in identities(job)] if job is not None else list(of_this_node())
+    own = [(one, pid) for one, pid, is_own in running if is_own]
+    with ThreadPoolExecutor(len(own) or 1) as pool:
+        answers = pool.map(lambda known: ask(known[0], known[1], _ANSWER_S), own)
+        found = [answer for answer in answers if answer is not None]
+    others = sorted(pid for _, pid, is_own in running if not is_own)
+    return sorted(found, key=lambda one: (one.identity.job_id, one.pid)), others
+
+
+# ---------------------------------------------------------------- what would survive
+
+
+def survival(state: NodeState) -> dict[str, Survival]:
+    """Return the outcome of the loss of the training process, of its keeper, of both, and of nodes. Pure."""
+    memory, stored = Outcome(memory_step(state), "memory"), _newest(state.levels)
+    in_memory = stored if memory.step is None else memory
+    lives = any(rank.phase in _ALIVE for rank in state.ranks)
+    lost = {"node": 1, "two_nodes": 2, "all_nodes": state.nodes}
+    return {
+        "process": Survival(in_memory),
+        "keeper": Survival(in_memory if lives else stored),  # the trainers hold the memory, too
+        "process_and_keeper": Survival(stored),
+        **{name: _without_nodes(state, stored, min(count, state.nodes)) for name, count in lost.items()},
+    }
+
+
+def memory_step(state: NodeState) -> int | None:
+    """Return the newest step that memory of this node holds whole, of all its ranks. Pure."""
+    if state.common_step is not None or len(state.ranks) != 1:
+        return state.common_step
+    return state.ranks[0].captures[-1].step if state.ranks[0].captures else None
+
+
+def _without_nodes(state: NodeState, stored: Outcome, lost: int) -> Survival:
+    safe = _newest(level for level in state.levels if _is_elsewhere(level, state.nodes))
+    if lost <= state.may_lose and lost < state.nodes:
+        safe = _newer(safe, Outcome(state.protected, "memory of other nodes"))
+    return Survival(safe, stored if _newer(safe, stored) is not safe else Outcome())
+
+
+def _newest(levels: Iterable[LevelState]) -> Outcome:
+    return reduce(_newer, (Outcome(level.newest, level.url) for level in levels), Outcome())
+
+
+def _newer(one: Outcome, other: Outcome) -> Outcome:
+    """Return the newer of both; of the same step, the first."""
+    is_newer = other.step is not None and (one.step is None or other.step > one.step)
+    return other if is_newer else one
+
+
+def _is_elsewhere(level: LevelState, nodes: int) -> bool:
+    """True if what is stored there survives this node. The place itself is not touched: it might not answer."""
+    if urlsplit(level.url).scheme or (nodes > 1 and level.is_shared):
+        return True
+    mounts = [line.split(" - ") for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]
+    around = [(mount.split()[4].rstrip("/"), kind.split()[0]) for mount, kind in mounts]
+    fitting = [one for one in around if f"{level.url}/".startswith(f"{one[0]}/")]
+    return nodes == 1 and max(fitting, key=lambda one: len(one[0]), default=("", ""))[1] in _NETWORK
+
+
+# ---------------------------------------------------------------- figures
+
+
+def steps_per_s(rank: RankState) -> float | None:
+    """Return the rate between the captures in memory; ``None``: unknown. Pure."""
+    known = [capture for capture in rank.captures if capture.taken_ns]
+    if len(known) < 2 or rank.phase not in _ALIVE or known[-1].taken_ns <= known[0].taken_ns:
+        return None
+    return max(0.0, 1e9 * (known[-1].step - known[0].step) / (known[-1].taken_ns - known[0].taken_ns))
+
+
+def _age_s(time_ns: int | None) -> float | None:
+    return None if not time_ns else max(0.0, (time.time_ns() - time_ns) / 1e9)
+
+
+def _fields(found: FoundKeeper) -> dict[str, Any]:
+    """Return a job in a JSON result: the same keys whether it answers or not (docs/cli.md)."""
+    state = found.state
+    return {
+        "job": found.identity.job_id,
+        "keeper": found.pid,
+        "answers": not found.problem,
+        "run_id": state.run_id if state else None,
+        "nodes": state.nodes if state else None,
+        "survives": {name: asdict(outcome) for name, outcome in survival(state).items()} if state else {},
+        "levels": [_level_fields(level) for level in state.levels] if state else [],
+        "ranks": [_rank_fields(rank) for rank in state.ranks] if state else [],
+        "parity_bytes": state.parity_bytes if state else 0,
+        "problems": _problems(found),
+    }
+
+
+def _level_fields(level: LevelState) -> dict[str, Any]:
+    return {
+        "url": level.url,
+        "newest_step": level.newest,
+        "age_s": _age_s(level.complete_ns),
+        "bytes_per_s": level.bytes_per_s,
+        "storing_step": level.storing,
+        "moved_bytes": level.moved_bytes,
+        "total_bytes": level.total_bytes,
+        "waiting_steps": level.waiting,
+        "is_failing": level.is_failing,
+        "failure": level.failure or None,
+        "failure_age_s": _age_s(level.failed_ns),
+    }
+
+
+def _rank_fields(rank: RankState) -> dict[str, Any]:
+    newest = rank.captures[-1] if rank.captures else None
+    return {
+        "rank": rank.rank,
+        "training": rank.phase in _ALIVE,
+        "pid": rank.pid,
+        "step": rank.reached,
+        "captured_step": newest.step if newest else None,
+        "captured_age_s": _age_s(newest.taken_ns) if newest else None,
+        "steps_per_s": steps_per_s(rank),
+        "copy_s": newest.copied_ns / 1e9 if newest and newest.copied_ns else None,
+        "waited_s": newest.waited_ns / 1e9 if newest and newest.waited_ns else None,
+        "slots": rank.slots,
+        "memory_bytes": rank.memory_bytes,
+        "file_bytes": rank.file_bytes,
+        "memory_stays_s": rank.lingers_s,
+    }
+
+
+def _problems(found: FoundKeeper) -> list[str]:
+    if found.state is None:
+        return [found.problem] if found.problem else []
+    state = found.state
+    failing = [f"{level.url} fails: {level.failure or 'no answer'}" for level in state.levels if level.is_failing]
+    bare = any(rank.phase in _ALIVE and not rank.slots for rank in state.ranks)
+    nothing = ["a rank has no slots in memory: nothing of it is captured now"] if bare else []
+    return [*nothing, *failing, *state.problems]
+
+
+# ---------------------------------------------------------------- the screen
+
+
+def _screen(found: list[FoundKeeper], others: list[int], job: str | None, output: Output) -> RenderableType:
+    parts = [part for one in found for part in _job(one, output)]
+    if not parts:
+        what = f"job {job} does not run" if job else f"no training with lazysnap of user {os.getuid()} runs"
+        parts += [output.cell(f"{what} on this node, and none left memory here")]
+        parts += [output.cell("`lazysnap ls URL` lists the snapshots of a level: a directory or an object store")]
+    if others:
+        text = f"{count_of(len(others), 'more keeper')} of this user: process {', '.join(map(str, others))}. "
+        text += "Another secret (LAZYSNAP_SECRET), or a password in the name of the job: `lazysnap status JOB`"
+        parts += [output.cell(text, "yellow")]
+    return Group(*parts)
+
+
+def _job(found: FoundKeeper, output: Output) -> Iterator[RenderableType]:
+    state, problems = found.state, _problems(found)
+    yield output.cell(f"job {found.identity.job_id}", "bold")
+    if state is not None:
+        where = f"node {state.node} of {state.nodes}, " if state.nodes > 1 else ""
+        yield output.cell(f"run {state.run_id[:8]}, {where}keeper {found.pid}; {_life(state)}")
+    elif not problems:
+        yield output.cell(f"keeper {found.pid} waits for a training to begin")
+    yield from (output.cell(problem, "bold red") for problem in problems)
+    if state is not None:
+        for table in _tables(state, output):
+            yield from ("", table)
+        if state.nodes > 1:
+            yield output.cell("memory is that of this node: a restart takes the newest step that all nodes hold whole")
+        if state.parity_bytes:
+            yield output.cell(f"and {decimal(state.parity_bytes)} of memory that protects other nodes")
+    yield ""
+
+
+def _life(state: NodeState) -> str:
+    """Say whether the training lives; of several ranks, the first that does not counts."""
+    if not state.ranks:
+        return "training ended well; old snapshots are being named and deleted"
+    rank = next((rank for rank in state.ranks if rank.phase not in _ALIVE), state.ranks[0])
+    if rank.phase in _ALIVE:
+        return f"training runs, process {rank.pid}, for {duration(max(0.0, time.time() - rank.since_s))}"
+    age_s = _age_s(rank.end.ended_ns) if rank.end is not None else None
+    ended = f"process {rank.pid} ended{'' if age_s is None else f' {duration(age_s)} ago'}"
+    if rank.lingers_s is None:
+        return f"process {rank.pid} is done; the keeper stores what is left, then ends"
+    return f"{ended}; memory waits {duration(rank.lingers_s)} more for a restart"
+
+
+_ROWS = {
+    "process": "the training process",
+    "keeper": "the keeper",
+    "process_and_keeper": "both",
+    "node": "this node",
+    "two_nodes": "two nodes",
+    "all_nodes": "all nodes",
+}
+
+
+def _tables(state: NodeState, output: Output) -> Iterator[Table]:
+    reached = max((rank.reached for rank in state.ranks if rank.reached is not None), default=0)
+    lives = any(rank.phase in _ALIVE for rank in state.ranks)
+    hidden = {"two_nodes": state.nodes < 3, "all_nodes": state.nodes < 2, "process_and_keeper": not lives}
+    table = _table(output, "if this ends", "a restart resumes", "steps lost>")
+    for name, outcome in survival(state).items():
+        if not hidden.get(name, False):
+            goes_on = name == "keeper" and lives and outcome.safe.source == "memory"
+            text = "training goes on, and starts another keeper" if goes_on else _outcome(outcome)
+            label = "the process (it ended)" if name == "process" and not lives else _ROWS[name]
+            lost = "0" if goes_on else outcome.lost(reached)
+            table.add_row(label, output.cell(text, "" if outcome.is_safe else "yellow"), lost)
+    yield table
+    if state.levels:
+        table = _table(output, "level", "newest>", "stored>", "rate>", "stores now", "last failure")
+        for level in state.levels:
+            table.add_row(*(output.cell(text) for text in _level_row(level)))
+        yield table
+    table = _table(output, "rank>", "step>", "captured>", "steps/s>", "copy>", "waited in all>", "memory")
+    for rank in state.ranks:
+        table.add_row(*_rank_row(rank))
+    yield table
+
+
+def _table(output: Output, *columns: str) -> Table:
+    """Return a table without lines between its columns: all of them are to fit one screen."""
+    table = output.table("", *columns)
+    table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
+    return table
+
+
+def _outcome(outcome: Survival) -> str:
+    safe, disks = (f"step {one.step} from {one.source}" for one in (outcome.safe, outcome.if_disks_stay))
+    if outcome.if_disks_stay.step is None:
+        return safe if outcome.is_safe else "nothing: it begins anew"
+    return f"{f'{safe}; ' if outcome.is_safe else ''}{disks}, if its disk is not lost"
+
+
+def _level_row(level: LevelState) -> Iterator[str]:
+    yield level.url
+    yield "none yet" if level.newest is None else f"step {level.newest}"
+    age_s, failed_s = _age_s(level.complete_ns), _age_s(level.failed_ns)
+    yield "" if age_s is None else f"{duration(age_s)} ago"
+    yield "" if level.bytes_per_s is None else f"{decimal(int(level.bytes_per_s))}/s"
+    total = level.total_bytes
+    share = f", {100 * level.moved_bytes // total} % of {decimal(total)}" if total else ""
+    now = "" if level.storing is None else f"step {level.storing}{share}"
+    yield now + (f"{', ' if now else ''}{count_of(level.waiting, 'step')} waiting" if level.waiting else "")
+    since = "" if level.is_failing else ", works again"
+    yield "" if failed_s is None else f"{duration(failed_s)} ago{since}: {level.failure}"
+
+
+def _rank_row(rank: RankState) -> Iterator[str]:
+    facts = _rank_fields(rank)
+    rate, waited, age = facts["steps_per_s"], facts["waited_s"], facts["captured_age_s"]
+    yield str(rank.rank)
+    yield "" if rank.reached is None else str(rank.reached)
+    yield "" if age is None else f"{duration(age)} ago"
+    yield "" if rate is None else f"{rate:.3g}"
+    yield "" if facts["copy_s"] is None else duration(facts["copy_s"])
+    yield "" if waited is None else duration(waited)
+    files = f", {decimal(rank.file_bytes)} of them in files" if rank.file_bytes else ""
+    yield f"{count_of(rank.slots, 'slot')}, {decimal(rank.memory_bytes + rank.file_bytes)}{files}"

@@ -1,0 +1,57 @@
+"""``lazysnap status`` beside a real training with an engine: while it runs, and after its death."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from cli_level import run, run_json
+from support.waiting import until
+
+PROGRAM = pathlib.Path(__file__).parents[1] / "faults" / "visible_trainer.py"
+
+
+@pytest.fixture
+def training(url, tmp_path):
+    settings = json.dumps({"url": url, "steps": 10**9})
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen([sys.executable, str(PROGRAM), settings], stdout=output, stderr=output)
+    yield process
+    process.kill()
+    process.wait(60)
+    run("stop", url, "--force")
+
+
+def test_a_training_is_seen_live_and_what_is_left_after_its_death(training, url, capsys):
+    def job(is_so):
+        def look():
+            jobs = run_json(capsys, "status", url)[1]["jobs"]
+            return jobs and jobs[0]["ranks"] and is_so(jobs[0]) and jobs[0]
+
+        return until(look)
+
+    live = job(lambda found: found["levels"][0]["age_s"] and found["ranks"][0]["steps_per_s"])
+
+    assert live["job"] == url
+    [rank] = live["ranks"]
+    assert (rank["training"], rank["pid"], rank["slots"]) == (True, training.pid, 3)
+    assert rank["copy_s"] > 0
+    assert rank["waited_s"] > 0
+    assert rank["captured_age_s"] < 30
+    assert rank["captured_step"] <= rank["step"] <= rank["captured_step"] + 1
+    assert live["survives"]["keeper"]["safe"] == live["survives"]["process"]["safe"]
+    assert live["survives"]["process"]["safe"]["source"] == "memory"
+    assert live["survives"]["process_and_keeper"]["safe"]["source"] == url
+    assert live["problems"] == []
+
+    training.kill()
+    training.wait(60)
+    dead = job(lambda found: not found["ranks"][0]["training"])
+
+    left = dead["survives"]["process"]["safe"]
+    assert left["source"] == "memory"
+    assert left["step"] >= live["survives"]["process"]["safe"]["step"]
+    assert dead["survives"]["keeper"]["safe"]["source"] == url
+    assert 0 < dead["ranks"][0]["memory_stays_s"] <= 30
+    assert dead["ranks"][0]["steps_per_s"] is None

@@ -1,0 +1,277 @@
+"""``lazysnap status``: what it shows of keepers that live, store, fail, hang or belong to others."""
+
+import json
+import os
+import pathlib
+import pty
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from msgspec.structs import replace
+from support.names import START
+from support.waiting import until
+
+from lazysnap.cli import main
+from lazysnap.cli.status import survival
+from lazysnap.keeper.identity import ENVIRONMENT
+from lazysnap.keeper.protocol import LevelState, NodeState
+
+SHELL = ["/bin/sh", "-c", "read line", "-m", "lazysnap.keeper", "--job=a", "--node=b", "--address=00"]
+"""A process that looks like a keeper in lists of processes."""
+
+
+@pytest.fixture
+def status(capsys):
+    """Exit code and JSON of the command."""
+
+    def ask(*words):
+        capsys.readouterr()
+        code = main(["status", *words, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return ask
+
+
+@pytest.fixture
+def of_job(status, job):
+    """The one job that the command shows, once a training began there."""
+
+    def ask(is_so=lambda found: True):
+        def look():
+            jobs = status(job.job_id)[1]["jobs"]
+            return jobs and jobs[0]["ranks"] and is_so(jobs[0]) and jobs[0]
+
+        return until(look)
+
+    return ask
+
+
+def test_a_training_that_runs_is_found_without_its_name(job, status, of_job, capsys):
+    trainer = job.trainer(levels=[job.level()])
+    for step in (1, 2, 3):
+        trainer.capture(step=step, must=step == 3)
+    found = of_job(lambda found: found["levels"][0]["newest_step"] == 3)
+
+    assert job.job_id in [one["job"] for one in status()[1]["jobs"]]
+    survives = {name: outcome["safe"]["step"] for name, outcome in found["survives"].items()}
+    # The level is on a disk of this node, which a lost node may take along.
+    assert survives == {"process": 3, "keeper": 3, "process_and_keeper": 3, **dict.fromkeys(LOST_NODES)}
+    assert all(found["survives"][name]["if_disks_stay"]["step"] == 3 for name in LOST_NODES)
+    [rank] = found["ranks"]
+    assert (rank["training"], rank["pid"], rank["step"]) == (True, trainer.process.pid, 3)
+    assert rank["slots"] == 3
+    assert rank["memory_bytes"] >= 3 * 100_000
+    assert rank["steps_per_s"] > 0
+    assert 0 <= found["levels"][0]["age_s"] <= 60
+    assert found["levels"][0]["bytes_per_s"] > 0
+    assert found["problems"] == []
+    assert main(["status", job.job_id]) == 0
+    shown = capsys.readouterr().out
+    assert "training goes on, and starts another keeper" in shown
+    assert len(shown.splitlines()) < 24
+
+
+LOST_NODES = ("node", "two_nodes", "all_nodes")
+
+
+def test_after_the_death_of_its_trainer_the_keeper_says_what_memory_still_has(job, of_job, capsys):
+    """The level takes every 1000th step alone, and the last one once nobody trains: here nothing, it is a file."""
+    level = job.level(every_n_steps=1000)
+    pathlib.Path(level["url"]).write_text("in the way")
+    trainer = job.trainer(levels=[level])
+    for step in (1, 2):
+        trainer.capture(step=step)
+    trainer.begin(step=3)
+    trainer.kill()
+
+    found = of_job(lambda found: not found["ranks"][0]["training"])
+
+    survives = {name: outcome["safe"] for name, outcome in found["survives"].items()}
+    assert survives.pop("process") == {"step": 2, "source": "memory"}
+    assert all(outcome == {"step": None, "source": None} for outcome in survives.values())
+    [rank] = found["ranks"]
+    assert (rank["step"], rank["captured_step"], rank["steps_per_s"]) == (3, 2, None)
+    assert 0 < rank["memory_stays_s"] <= 30
+    main(["status", job.job_id])
+    shown = capsys.readouterr().out
+    assert f"process {trainer.process.pid} ended" in shown
+    assert "the process (it ended)" in shown
+
+
+def test_a_level_that_fails_shows_failure_and_queue_until_it_works_again(job, status, of_job, capsys):
+    level = job.level()
+    place = pathlib.Path(level["url"])
+    place.write_text("in the way")
+    trainer = job.trainer(levels=[level])
+    trainer.capture(step=1, must=True)
+
+    found = of_job(lambda found: found["levels"][0]["failure"])
+
+    [shown] = found["levels"]
+    assert shown["is_failing"]
+    assert (shown["newest_step"], shown["waiting_steps"], shown["age_s"]) == (None, 1, None)
+    assert level["url"] in shown["failure"]
+    assert shown["failure_age_s"] >= 0
+    assert status(job.job_id)[0] == 1
+    assert main(["status", job.job_id]) == 1
+    assert f"{level['url']} fails: " in capsys.readouterr().out
+
+    place.unlink()
+    found = of_job(lambda found: found["levels"][0]["newest_step"] == 1 and not found["levels"][0]["is_failing"])
+
+    assert found["levels"][0]["failure"] == shown["failure"]
+    assert status(job.job_id)[0] == 0
+
+
+def test_what_is_being_stored_is_shown_with_its_progress(job, of_job):
+    trainer = job.trainer(levels=[job.level(max_bytes_per_s=4_000_000)], size=12_000_000)
+    trainer.capture(step=7, must=True)
+
+    [level] = of_job(lambda found: found["levels"][0]["storing_step"] == 7)["levels"]
+
+    assert 0 <= level["moved_bytes"] <= level["total_bytes"] == 12_004_096
+
+
+def test_a_keeper_that_is_stopped_is_one_line_within_the_deadline(job, status, capsys):
+    trainer = job.trainer()
+    trainer.capture(step=1)
+    whole = set(status(job.job_id)[1]["jobs"][0])
+    keeper = job.keeper_pid()
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        code, said = status(job.job_id)
+        seconds = time.monotonic() - began
+        main(["status", job.job_id])
+        lines = capsys.readouterr().out.split("\n")
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+    text = f"keeper {keeper} does not answer within 2 s: it is stopped; `kill -CONT {keeper}` lets it go on"
+    assert 2 <= seconds < 4
+    assert code == 1
+    [found] = said["jobs"]
+    assert (found["answers"], found["problems"]) == (False, [text])
+    assert set(found) == whole
+    assert [line for line in lines if line] == [f"job {job.job_id}", text]
+    assert trainer.capture(step=2)
+
+
+def test_a_keeper_of_another_owner_is_counted_and_not_touched(make_job, status, monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    with monkeypatch.context() as other:
+        other.setenv(ENVIRONMENT, "another owner")
+        job = make_job()
+        trainer = job.trainer(environment={"LAZYSNAP_KEEPER_LOG": str(log)})
+        keeper = job.keeper_pid()  # what connects and says nothing is not refused, and in no log
+
+    _, said = status()
+
+    assert keeper in said["not_asked"]
+    assert job.job_id not in [one["job"] for one in said["jobs"]]
+    assert trainer.capture(step=1)
+    assert "refused" not in log.read_text()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_process_of_another_user_is_no_keeper_of_this_one(status):
+    with (
+        subprocess.Popen(SHELL, stdin=subprocess.PIPE) as own,
+        subprocess.Popen(SHELL, stdin=subprocess.PIPE, user=65534) as others,
+    ):
+        _, said = status()
+
+    assert own.pid in said["not_asked"]
+    assert others.pid not in said["not_asked"]
+
+
+def test_watching_ends_with_ctrl_c_and_leaves_the_terminal_as_it_was(job):
+    job.trainer().capture(step=1)
+    ours, theirs = pty.openpty()
+    before, seen = termios.tcgetattr(theirs), b""
+    command = [sys.executable, "-m", "lazysnap.cli", "status", job.job_id, "--watch", "0.05"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        while seen.count(b"this node") < 3:
+            seen += os.read(ours, 1 << 16)
+        process.send_signal(signal.SIGINT)
+        while b"\x1b[?1049l" not in seen:
+            seen += os.read(ours, 1 << 16)
+        while seen.rpartition(b"\x1b[?1049l")[2].count(b"this node") < 1:  # the last view stays
+            seen += os.read(ours, 1 << 16)
+        assert process.wait(60) == 0
+    assert seen.count(b"\x1b[?1049h") == 1
+    assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l")
+    assert b"Traceback" not in seen
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_watching_is_refused_where_one_json_object_was_asked_for(status):
+    code, said = status("--watch")
+
+    assert code == 2
+    assert "without --json" in said["error"]
+
+
+def test_where_nothing_runs_the_command_says_so_and_what_to_look_at(status, monkeypatch, capsys):
+    monkeypatch.setenv(ENVIRONMENT, "an owner without jobs")
+
+    code, said = status()
+
+    assert (code, said["jobs"]) == (0, [])
+    assert main(["status"]) == 0
+    assert "`lazysnap ls URL`" in capsys.readouterr().out
+
+
+def test_of_several_ranks_memory_holds_what_all_of_them_hold(job, of_job):
+    first, second = (job.trainer(rank=(rank, 2), start=START, kept=2) for rank in (0, 1))
+    for step in (1, 2):
+        first.capture(step=step)
+    second.capture(step=1)
+
+    found = of_job(lambda found: [rank["step"] for rank in found["ranks"]] == [2, 1])
+
+    assert found["survives"]["process"]["safe"] == {"step": 1, "source": "memory"}
+
+
+LEVEL = LevelState("/own", False, 30, None, None, None, 0, 0, 0, False, "", None)
+NODES = NodeState("ab" * 8, 0, 4, 1, 40, 35, 1, 0, [], [LEVEL], [])
+"""Node 0 of four. Each stores at its own disk; memory of one node may be lost."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [35, None, None]),
+        ({"may_lose": 2}, [35, 35, None]),
+        ({"protected": None}, [None, None, None]),
+        ({"protected": 0}, [0, None, None]),
+        ({"levels": [LEVEL, replace(LEVEL, url="/all", is_shared=True, newest=20)]}, [35, 20, 20]),
+        ({"levels": [LEVEL, replace(LEVEL, url="s3://bucket/run", newest=36)]}, [36, 36, 36]),
+        ({"nodes": 1, "may_lose": 0}, [None, None, None]),
+        ({"nodes": 1, "levels": [replace(LEVEL, is_shared=True)]}, [None, None, None]),
+    ],
+    ids=str,
+)
+def test_what_survives_lost_nodes_is_their_parity_or_at_a_place_that_outlives_them(changes, expected):
+    found = survival(replace(NODES, **changes))
+
+    assert [found[name].safe.step for name in LOST_NODES] == expected
+    assert all(found[name].if_disks_stay.step in (None, 30) for name in LOST_NODES)
+
+
+def test_all_keys_of_the_result_are_documented(job, of_job):
+    trainer = job.trainer(levels=[job.level()])
+    trainer.capture(step=1)
+    found = of_job()
+    page = pathlib.Path(__file__).parents[2] / "docs" / "cli.md"
+    documented = page.read_text().split("\n## status\n")[1].split("\n## ")[0]
+
+    keys = {*found, *found["survives"], *found["survives"]["node"], *found["levels"][0], *found["ranks"][0]}
+    assert {key for key in keys if f"`{key}`" not in documented} == set()
