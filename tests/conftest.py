@@ -21,9 +21,9 @@ from support.zygote import Zygote
 from lazysnap.levels.storage import Storage
 
 SEED = "LAZYSNAP_TEST_SEED"
-ONE_WORKER = ("nfs", "huggingface", "nodes")
-"""Folders whose tests share what is started once: a server and a guest; a process that has imported transformers;
-trainings that nothing happens to, on nodes that take a machine for themselves.
+ONE_WORKER = ("nfs", "huggingface", "logged", "nodes")
+"""Folders whose tests share what is started once: a server and a guest; a process that has imported transformers, or
+loggers, too; trainings that nothing happens to, on nodes that take a machine for themselves.
 """
 
 

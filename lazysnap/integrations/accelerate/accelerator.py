@@ -145,9 +145,20 @@ class _WithSnapshots:
         super().backward(loss, **kwargs)  # type: ignore[misc]
         self._lazysnap_door.see(loss)
 
-    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """Like Accelerate's; trackers go on with the runs of the snapshot that was loaded."""
+        super().init_trackers(*args, **kwargs)  # type: ignore[misc]
+        self._lazysnap_door.logged.go_on()
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Like Accelerate's; call it behind ``load_state``, which may exchange the run of W&B."""
+        self._lazysnap_door.logged.shown.add(name)
+        return super().get_tracker(name, unwrap)  # type: ignore[misc]
+
+    def log(self, values: dict[str, Any], step: int | None = None, *args: Any, **kwargs: Any) -> None:
         """Like Accelerate's; trackers get what snapshots cost as well, under ``lazysnap/…``: see ``Figures.values``."""
-        super().log({**values, **self._lazysnap_door.figures()}, *args, **kwargs)  # type: ignore[misc]
+        super().log({**values, **self._lazysnap_door.figures()}, step, *args, **kwargs)  # type: ignore[misc]
+        self._lazysnap_door.logged.note(step)
 
     def free_memory(self, *objects: Any) -> Any:
         """Like Accelerate's; the training ends before, as in ``end_training``."""

@@ -16,6 +16,7 @@ from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.losses import NonFinite, check_policy
 from lazysnap.errors import ConfigError, JobBusy
 from lazysnap.integrations.accelerate.boundaries import Boundaries
+from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
 from lazysnap.integrations.arguments import place_beside
@@ -59,7 +60,9 @@ class Door(WithEngine):
         self._config = None if snapshots is None or self._why_stock is not None else config_at(snapshots)
         self._choose_place()
         self.boundaries = Boundaries(self._at_boundary, self._gate, self._counted_epochs)
-        self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
+        self.logged = LoggedRuns(self._accelerator)
+        """The runs of the trackers."""
+        self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions, self.logged)
         self._directories = Directories(self._accelerator, self._state)
         self._begins_from: str | None = None
         """The line about the start that the user sees when the session begins."""
@@ -273,6 +276,7 @@ class Door(WithEngine):
         if snapshot is not None:
             session.step = snapshot.step
             self.boundaries.passed()
+            self.logged.go_on()
         session.engine.session.listen()
         return snapshot
 

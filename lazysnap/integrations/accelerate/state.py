@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from lazysnap.data import Position
 from lazysnap.exports.accelerate import FACTS
+from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.state.objects import ObjectState
 
 _EPOCH = re.compile(
@@ -20,21 +21,24 @@ _KINDS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedul
 
 
 class _Counters:
-    """The counters that an accelerator keeps itself."""
+    """The counters that an accelerator keeps itself, and the runs of its trackers."""
 
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Any, logged: LoggedRuns) -> None:
+        self._accelerator, self._logged = accelerator, logged
         self.facts: dict[str, Any] = {}
         """More for a snapshot that becomes a checkpoint: see ``exports.accelerate``."""
 
     def state_dict(self) -> dict[str, Any]:
         accelerator = self._accelerator
         iteration, world_size = accelerator.project_configuration.iteration, accelerator.num_processes
-        return {"iteration": iteration, "step": accelerator.step, "world_size": world_size, **self.facts}
+        found = {"iteration": iteration, "step": accelerator.step, "world_size": world_size, **self.facts}
+        return {**found, "logged": self._logged.collect()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.project_configuration.iteration = state["iteration"]
         self._accelerator.step = state["step"]
+        if "logged" in state:
+            self._logged.restore(state["logged"])
 
 
 def counted_epochs(accelerator: Any) -> dict[str, int]:
@@ -52,13 +56,13 @@ def counted_epochs(accelerator: Any) -> dict[str, int]:
 class AcceleratorState(ObjectState):
     """The ``StateSource`` over what an accelerator prepared and what was registered with it, in its order.
 
-    ``positions``: those of the prepared loaders.
+    ``positions``: those of the prepared loaders. ``logged``: the runs of the trackers.
     """
 
-    def __init__(self, accelerator: Any, positions: Callable[[], Sequence[Position]]) -> None:
+    def __init__(self, accelerator: Any, positions: Callable[[], Sequence[Position]], logged: LoggedRuns) -> None:
         self._accelerator = accelerator
         self._positions = positions
-        self.counters = _Counters(accelerator)
+        self.counters = _Counters(accelerator, logged)
         self._wrapped: dict[int, Any] = {}
         """Wrappers that Accelerate does not list, by the id of the model that was prepared to one."""
         self.is_uneven = False

@@ -10,6 +10,7 @@ from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.lightning.display import Loggers, drain_bar
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
+from lazysnap.integrations.lightning.logged import LoggedRuns
 from lazysnap.integrations.lightning.signals import listen
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
@@ -34,6 +35,9 @@ class LazySnapshotCallback(WithEngine, Callback):
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
+    _held: LoggedRuns | None = None
+    """The loggers of a fit that has begun, before ``setup``."""
+
     def __init__(
         self,
         dirpath: "str | os.PathLike[str] | None" = None,
@@ -55,6 +59,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         self.session = None
         self._state: LightningState | None = None
         self._latest: Latest | None = None
+        self._logged: LoggedRuns | None = None
         self._patches = Patches()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,9 +72,23 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     # ---------------------------------------------------------------- hooks
 
+    @property
+    def log(self) -> Any:
+        """The ``log`` of the module. Lightning sets it before the runs of loggers begin, which no hook comes before."""
+        return vars(self).get("log")
+
+    @log.setter
+    def log(self, method: Any) -> None:
+        vars(self)["log"], self._held = method, None
+        trainer = getattr(getattr(method, "__self__", None), "_trainer", None)
+        if trainer is not None and trainer.state.fn == "fit" and not trainer.fast_dev_run:
+            self._held = LoggedRuns(trainer)
+            self._held.hold()
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare one run of the trainer. Raises: ConfigError, for a strategy that cannot be captured."""
         self.leave()
+        held, self._held = self._held, None
         if not trainer.fast_dev_run:
             check_strategy(trainer)
         self._state = LightningState(trainer)
@@ -84,6 +103,9 @@ class LazySnapshotCallback(WithEngine, Callback):
             wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
             wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
             self._latest, self._loggers = latest, Loggers(trainer)
+            self._logged = self._state.logged = held or LoggedRuns(trainer)
+            self._logged.delay_checkpoints()
+            wrap(trainer._checkpoint_connector, "resume_start", self._begin_runs)
             self._hook_loops(trainer)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
@@ -138,6 +160,11 @@ class LazySnapshotCallback(WithEngine, Callback):
         finally:
             self.leave()
 
+    def _begin_runs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if self._logged is not None and self._state is not None:
+            self._logged.begin(self._state.saved_runs())
+
     # ---------------------------------------------------------------- engine
 
     def _begun(self, trainer: Any) -> Session:
@@ -151,6 +178,8 @@ class LazySnapshotCallback(WithEngine, Callback):
         self._patches.undo()
         if self._state is not None:
             self._state.loaders.forget()
+        if self._logged is not None:
+            self._logged.leave()
         self._reset()
 
     def _gate(self) -> None:

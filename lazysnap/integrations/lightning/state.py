@@ -30,6 +30,7 @@ from lazysnap.integrations.lightning.extras import (
 from lazysnap.integrations.lightning.framework import neighbour, overrides
 from lazysnap.integrations.lightning.hooks import Hooks
 from lazysnap.integrations.lightning.loaders import LoaderPositions
+from lazysnap.integrations.lightning.logged import LoggedRuns
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
@@ -59,6 +60,8 @@ _OLDER = "older"
 _MOST_NAMED = 8
 """Paths in one warning."""
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+_LOGGED = "logged"
+"""Below ``KEY``: the runs of the loggers."""
 _LEFT_OUT = "left_out"
 """Below ``KEY``: paths of the program's values that the snapshot does not hold."""
 
@@ -76,6 +79,8 @@ class LightningState(NamedObjects):
         self._streams = RandomStreams()
         self.loaders = LoaderPositions()
         self.hooks = Hooks(trainer)
+        self.logged: LoggedRuns | None = None
+        """The runs of the loggers; ``None`` in an evaluation."""
         self._extras: dict[str, ModuleExtras] = {}
         self._landing: dict[str, Any] | None = None
         self._told_left_out: set[Path] = set()
@@ -109,6 +114,8 @@ class LightningState(NamedObjects):
             "streams": self._streams.collect(),
             OPTIMIZERS: classes_of(self),
         }
+        if self.logged is not None:
+            state[KEY][_LOGGED] = self.logged.collect()
         if left_out:
             state[KEY][_LEFT_OUT] = left_out
         if self.hooks.older:
@@ -267,6 +274,10 @@ class LightningState(NamedObjects):
         if self._trainer.state.fn == "fit" and (why := reason_of_end(self._trainer, state)):
             self._trainer.should_stop = True  # Lightning asks before the first epoch
             logger.warning("nothing is left to train: %s", why)
+
+    def saved_runs(self) -> dict[str, Any] | None:
+        """Return the runs of the loggers in a restored state that still waits for its point X, if it has them."""
+        return None if self._landing is None else self._landing.get(_LOGGED)
 
     @property
     def is_landing(self) -> bool:

@@ -19,6 +19,7 @@ from transformers.trainer_callback import ExportableState
 from lazysnap.data import Position
 from lazysnap.data.streams import restore_rng
 from lazysnap.errors import ShardCorrupt, StateMismatch, UnsupportedState
+from lazysnap.integrations.transformers.logged import LoggedRuns
 from lazysnap.state.codec import decode, encode, path_text
 from lazysnap.state.objects import ObjectState
 
@@ -56,6 +57,7 @@ class TrainingState(ObjectState):
         """A restored state that still waits for the point where it was collected."""
         self.end_reason = ""
         """Why nothing is left to train of the restored state; empty, if something is."""
+        self.logged = LoggedRuns(trainer)
         self._history = History()
         self._is_at_epoch_end = False
         self._numbers_at_start: dict[str, str] = {}
@@ -98,6 +100,7 @@ class TrainingState(ObjectState):
                 if repr(value) != self._numbers_at_start.get(name)
             },
             "loss": trainer._tr_loss,
+            "logged": self.logged.collect(),
             "epoch": self.epoch,
             "given": position.given,
             "seconds": time.time() - self.began_s + self.earlier_s,
@@ -136,6 +139,7 @@ class TrainingState(ObjectState):
                 "dirpath of its own"
             )
         self.landing, self.earlier_s = state, state["trainer"]["seconds"]
+        self.logged.saved = list(state["trainer"].get("logged", ()))
         self._restore_state(state["trainer"])
         self.end_reason = self._reason()
 

@@ -8,7 +8,7 @@ step k+1 has begun but, at an epoch's start, ``on_epoch_begin``, which a restart
 import logging
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -108,6 +108,8 @@ class Training:
         for item in trainer.callback_handler.callbacks:
             if not isinstance(item, (PrinterCallback, ProgressCallback)):  # lines on the console stay as they were
                 self._patches.replace(item, "on_log", self._on_log)
+        for item, _ in self._state.logged.known():
+            self._patches.replace(item, "on_train_begin", partial(self._state.logged.on_train_begin, item))
         self._patches.replace(sys.modules[Trainer.__module__], "skip_first_batches", self._skip_first_batches)
 
     # ---------------------------------------------------------------- in place of the trainer's methods
