@@ -133,7 +133,7 @@ def _is_elsewhere(level: LevelState, nodes: int) -> bool:
     """True if what is stored there survives this node. The place itself is not touched: it might not answer."""
     if urlsplit(level.url).scheme or (nodes > 1 and level.is_shared):
         return True
-    mounts = [line.split(" - ") for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]
+    mounts = [line.split(" - ", 1) for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]
     around = [(mount.split()[4].rstrip("/"), kind.split()[0]) for mount, kind in mounts]
     fitting = [one for one in around if f"{level.url}/".startswith(f"{one[0]}/")]
     return nodes == 1 and max(fitting, key=lambda one: len(one[0]), default=("", ""))[1] in _NETWORK
@@ -244,6 +244,9 @@ def _job(found: FoundKeeper, output: Output) -> Iterator[RenderableType]:
     if state is not None:
         for table in _tables(state, output):
             yield from ("", table)
+        for level in state.levels:
+            if level.failure and not level.is_failing:  # else it is one of the problems
+                yield output.cell(f"last failure of {level.url}: {level.failure}", "yellow")
         if state.nodes > 1:
             yield output.cell("memory is that of this node: a restart takes the newest step that all nodes hold whole")
         if state.parity_bytes:
@@ -323,8 +326,8 @@ def _level_row(level: LevelState) -> Iterator[str]:
     share = f", {100 * level.moved_bytes // total} % of {decimal(total)}" if total else ""
     now = "" if level.storing is None else f"step {level.storing}{share}"
     yield now + (f"{', ' if now else ''}{count_of(level.waiting, 'step')} waiting" if level.waiting else "")
-    since = "" if level.is_failing else ", works again"
-    yield "" if failed_s is None else f"{duration(failed_s)} ago{since}: {level.failure}"
+    now = "fails now" if level.is_failing else "works again"
+    yield "" if failed_s is None else f"{duration(failed_s)} ago, {now}"
 
 
 def _rank_row(rank: RankState) -> Iterator[str]:
@@ -333,7 +336,7 @@ def _rank_row(rank: RankState) -> Iterator[str]:
     yield str(rank.rank)
     yield "" if rank.reached is None else str(rank.reached)
     yield "" if age is None else f"{duration(age)} ago"
-    yield "" if rate is None else f"{rate:.3g}"
+    yield "" if rate is None else f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
     yield "" if facts["copy_s"] is None else duration(facts["copy_s"])
     yield "" if waited is None else duration(waited)
     files = f", {decimal(rank.file_bytes)} of them in files" if rank.file_bytes else ""

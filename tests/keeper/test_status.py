@@ -124,6 +124,8 @@ def test_a_level_that_fails_shows_failure_and_queue_until_it_works_again(job, st
     found = of_job(lambda found: found["levels"][0]["newest_step"] == 1 and not found["levels"][0]["is_failing"])
 
     assert found["levels"][0]["failure"] == shown["failure"]
+    assert main(["status", job.job_id]) == 0
+    assert f"last failure of {level['url']}: " in capsys.readouterr().out
     assert status(job.job_id)[0] == 0
 
 
