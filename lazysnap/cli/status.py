@@ -1,7 +1,6 @@
 """``lazysnap status``: the jobs of this node, and what would survive now."""
 
 import argparse
-import os
 import pathlib
 import time
 from collections.abc import Iterable, Iterator
@@ -222,7 +221,8 @@ def _problems(found: FoundKeeper) -> list[str]:
 def _screen(found: list[FoundKeeper], others: list[int], job: str | None, output: Output) -> RenderableType:
     parts = [part for one in found for part in _job(one, output)]
     if not parts:
-        what = f"job {job} does not run" if job else f"no training with lazysnap of user {os.getuid()} runs"
+        owner = "this user and secret" if others else "this user"
+        what = f"job {job} does not run" if job else f"no training with lazysnap of {owner} runs"
         parts += [output.cell(f"{what} on this node, and none left memory here")]
         parts += [output.cell("`lazysnap ls URL` lists the snapshots of a level: a directory or an object store")]
     if others:
