@@ -12,7 +12,7 @@ from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection, OtherVersion, prove
-from lazysnap.keeper.protocol import Inventory, NodeState, ShowRank
+from lazysnap.keeper.protocol import AskInventory, Inventory, NodeState
 
 
 def identities(job: str) -> list[JobIdentity]:
@@ -90,7 +90,7 @@ def _state(connection: Connection, identity: JobIdentity, deadline: float) -> No
         return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
 
     if prove(connection, identity.secret, wait):
-        connection.send(ShowRank(0, in_words=True), timeout_s=max(0.05, deadline - time.monotonic()))
+        connection.send(AskInventory(local_rank=0, in_words=True), timeout_s=max(0.05, deadline - time.monotonic()))
         while wait():
             received = connection.receive(wait=False)
             if received is None:

@@ -18,17 +18,22 @@ from lazysnap.keeper.events import (
     KeeperUnreachable,
 )
 from lazysnap.keeper.protocol import (
+    Alert,
     Complete,
     Durable,
-    KeeperFailed,
     LevelFailed,
     MemoryRefused,
     NameFailed,
     Protected,
-    Unlinked,
-    Unprotected,
 )
 from lazysnap.levels.redaction import shown
+
+_ALERTS = {
+    "links": (Event.UNLINKED, Event.LINKED),
+    "protection": (Event.NODE_UNPROTECTED, Event.NODE_PROTECTED),
+    "keeper": (Event.KEEPER_TROUBLE, Event.KEEPER_TROUBLE),
+}
+"""What the user is told of an alert, and of its end."""
 
 
 class KeeperEvents:
@@ -79,12 +84,8 @@ class KeeperEvents:
                     last = self._statistics.last_protected_step
                     self._statistics.protected += event.step is not None and event.step > (last or -1)
                     self._statistics.last_protected_step = event.step
-                case Unprotected():
-                    tell(Event.NODE_UNPROTECTED if event.text else Event.NODE_PROTECTED, text=event.text)
-                case Unlinked():
-                    tell(Event.UNLINKED if event.text else Event.LINKED, text=event.text)
-                case KeeperFailed():
-                    tell(Event.KEEPER_TROUBLE, text=event.text)
+                case Alert():
+                    tell(_ALERTS[event.about][0 if event.text else 1], text=event.text)
                 case KeeperLost():
                     tell(Event.KEEPER_LOST)
                     self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again

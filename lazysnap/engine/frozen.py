@@ -14,7 +14,7 @@ from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.protocol import FrozenFilled
+from lazysnap.keeper.protocol import Return
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.sharding import held_part, local_of
@@ -226,7 +226,7 @@ class _Copy:
                 try:
                     self._fill(slot, digest)
                 finally:
-                    self._client.tell(FrozenFilled(digest))
+                    self._client.tell(Return(digest))
             if slot is not None and self._is_whole(slot, digest):
                 self._slot, self.digest = slot, digest
                 return

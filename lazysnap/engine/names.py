@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.protocol import Keep, Release
+from lazysnap.keeper.protocol import Release, Store
 
 
 class Names:
@@ -22,7 +22,7 @@ class Names:
         """The capture of ``step`` gets these names, at every level."""
         self._given.setdefault(step, []).extend(names)
         for name in names:
-            self._client.tell(Keep(name, step))
+            self._client.tell(Store(step, name))
 
     def give_wanted(self, step: int) -> None:
         """A capture began: it gets the names that wait for one."""
@@ -51,7 +51,7 @@ class Names:
         """
         for step, names in self._given.items():
             for name in names:
-                self._client.tell(Keep(name, step))
+                self._client.tell(Store(step, name))
 
     def release(self, name: str) -> None:
         """Take the name from every snapshot of the run."""

@@ -24,7 +24,7 @@ from lazysnap.engine.protection import Protection
 from lazysnap.engine.report import Sizes
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.protocol import SlotsChanged, Wish
+from lazysnap.keeper.protocol import SlotsChanged, Store
 from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.slot_files import spill_dir
@@ -284,7 +284,7 @@ class Recorder:
             slot.pin(step, until_stored=True)
         if self.stores_next:
             self.stores_next = False
-            self._client.tell(Wish(step))
+            self._client.tell(Store(step))
         self.names.give_wanted(step)
 
     def skip(self, reason: str) -> bool:

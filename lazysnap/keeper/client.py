@@ -20,7 +20,7 @@ import msgspec
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperUnavailable, MemoryBoundExceeded
 from lazysnap.keeper.attach import attach
-from lazysnap.keeper.client_slots import CaptureState, MappedFrozen, MappedSlots
+from lazysnap.keeper.client_slots import CaptureState, MappedSlots
 from lazysnap.keeper.events import (
     DurableSteps,
     KeeperAnswers,
@@ -36,22 +36,19 @@ from lazysnap.keeper.heartbeat import Heartbeat, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, Received, Unclaimed
 from lazysnap.keeper.protocol import (
-    Abandon,
     Adopt,
-    AdoptFrozen,
     Answer,
     AskFrozen,
     AskInventory,
     Complete,
+    Done,
     Drain,
-    Drained,
     DrainProgress,
     Ending,
     FrozenDropped,
-    FrozenRefused,
-    FrozenSlot,
     Goodbye,
     Inventory,
+    MemoryRefused,
     Message,
     Protected,
     Question,
@@ -108,7 +105,6 @@ class KeeperClient:
         self._closing = False
         self._fatal: Exception | None = None
         self._slots = MappedSlots(self._changed)
-        self._frozen = MappedFrozen()
         self._wanted: Reserve | None = None
         self._progress = (0, 0)
         """The progress of a drain: bytes that levels have, and bytes that all shall have."""
@@ -212,7 +208,7 @@ class KeeperClient:
     def _leave(self, connection: Connection) -> None:
         """Leave a keeper that was reached too late: nobody uses its slots."""
         try:
-            connection.send(Goodbye() if self._said_goodbye else Abandon())
+            connection.send(Goodbye(is_over=self._said_goodbye))
         finally:
             connection.close()
             self._release()
@@ -230,12 +226,9 @@ class KeeperClient:
     def _hand_over(self, connection: Connection) -> None:
         """After a keeper's death: its successor gets the slots that this process still maps, before it even runs."""
         with self._changed:
-            orphans, frozen = self._slots.orphans(), self._frozen.orphans()
-        # Frozen tensors first: no capture is taken up before what it refers to.
-        for digest, slot in frozen:
-            connection.send(AdoptFrozen(digest), (slot.fd,))
-        for slot in orphans:
-            connection.send(Adopt(), (slot.fd,))
+            orphans = self._slots.orphans()
+        for digest, slot in orphans:
+            connection.send(Adopt(digest), (slot.fd,))
         if (
             self._run is not None and not self._run.is_new
         ):  # else it would not know the owner of its captures if this one dies
@@ -264,7 +257,6 @@ class KeeperClient:
                 self._heartbeat = Heartbeat(self._config.io_timeout_s)
                 self._notes.clear()  # the next keeper gets it again
                 self._slots.orphan_all()
-                self._frozen.orphan_all()
                 connection.close()
                 if not self._closing:
                     self._events.append(KeeperLost())
@@ -305,20 +297,20 @@ class KeeperClient:
                 self._newest_held = max(self._newest_held, message.newest)
             elif isinstance(message, SlotMade):
                 self._slots.map(message.slot, fds[0])
-            elif isinstance(message, FrozenSlot):
-                self._frozen.take(message.digest, fds[0])
             elif isinstance(message, FrozenDropped):
-                self._frozen.drop(message.digest)
+                self._slots.drop(message.digest)
             elif isinstance(message, DrainProgress):
                 self._progress = message.done, message.total
             elif isinstance(message, Ending):
                 self._on_notice()
             if isinstance(message, Complete):
                 news = self._durable.add(message)
+                if not news:
+                    return
                 message = msgspec.structs.replace(message, steps=news)
             if isinstance(message, Protected) and (self._run is None or message.start != self._run.start):
                 return  # what an earlier start has is not this one's
-            if isinstance(message, News) and not (isinstance(message, Complete) and not message.steps):
+            if isinstance(message, News) and not (isinstance(message, Answer) and message.id):
                 self._events.append(message)
             self._questions.receive(message)
             self._changed.notify_all()
@@ -340,11 +332,6 @@ class KeeperClient:
         self.tell(run)
         if is_told:
             self._run = msgspec.structs.replace(run, is_new=False)
-
-    @property
-    def is_attached(self) -> bool:
-        """True if there is a keeper now."""
-        return self._connection is not None
 
     def make_ready(self, work: Callable[[Slot], None]) -> None:
         """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
@@ -464,17 +451,19 @@ class KeeperClient:
 
         Raises: KeeperUnavailable, if there is no answer in time; a keeper that runs slowly has more of it.
         """
-        reply = self._questions.ask(AskInventory(), timeout_s, patience=Patience(timeout_s))
+        reply = self._questions.ask(
+            AskInventory(local_rank=self._team.local_rank), timeout_s, patience=Patience(timeout_s)
+        )
         if not isinstance(reply, Inventory):
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._changed:
-            return MemoryInventory.of(reply, self._slots.get, self._frozen.get)
+            return MemoryInventory.of(reply, self._slots.get)
 
     def frozen_slot(self, digest: str) -> Slot | None:
         """Return the slot of frozen tensors of that digest, filled or to be filled; ``None`` if no live keeper holds
         them."""
         with self._changed:
-            return self._frozen.get(digest)
+            return self._slots.get(digest)
 
     def ask_frozen(self, digest: str, meta_bytes: int, image_bytes: int) -> tuple[Slot | None, bool]:
         """Ask for a slot for frozen tensors, and whether to fill it; it may be whole, or another rank may fill it.
@@ -483,9 +472,9 @@ class KeeperClient:
         Blocks: while the keeper finds memory. Raises: MemoryBoundExceeded, if there is none.
         """
         reply = self._questions.ask(AskFrozen(digest=digest, meta=meta_bytes, image=image_bytes), _FROZEN_S)
-        if isinstance(reply, FrozenRefused):
+        if isinstance(reply, MemoryRefused):
             raise MemoryBoundExceeded(reply.text)
-        return (self.frozen_slot(digest), reply.fills) if isinstance(reply, FrozenSlot) else (None, False)
+        return (self.frozen_slot(digest), reply.fills) if isinstance(reply, SlotMade) else (None, False)
 
     def reserve_port(self, host: str) -> int:
         """Reserve a port of this address for the keepers of this node, until this process ends or releases it.
@@ -542,7 +531,7 @@ class KeeperClient:
             return enough()
 
         reply = self._ask_any_keeper(Drain(step=step), time.monotonic() + timeout_s, show)
-        if not isinstance(reply, Drained):
+        if not isinstance(reply, Done):
             return False
         show()
         return reply.ok
@@ -592,7 +581,7 @@ class KeeperClient:
         if connection is not None:
             with contextlib.suppress(OSError):
                 # A process that lives and only lost its connection would be expected back.
-                connection.send(Abandon(), timeout_s=_LAST_WORD_S)
+                connection.send(Goodbye(is_over=False), timeout_s=_LAST_WORD_S)
             self._cut(connection)
         self._join(_JOIN_S)  # of a keeper that is just being started it takes leave, too
         self._release()
@@ -610,7 +599,7 @@ class KeeperClient:
     def _release(self) -> None:
         self._release_port()
         with self._changed:
-            slots = [*self._slots.take_all(), *self._frozen.take_all()]
+            slots = self._slots.take_all()
         for slot in slots:
             slot.close()
         self._slots.join(_JOIN_S)

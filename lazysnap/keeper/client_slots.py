@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from lazysnap.errors import FormatError
+from lazysnap.keeper.protocol import SlotName
 from lazysnap.memory.arena import Slot, SlotPhase
 
 logger = logging.getLogger(__name__)
@@ -27,13 +28,18 @@ class CaptureState(enum.Enum):
 
 
 class MappedSlots:
-    """Not thread-safe but for ``want`` and its own populating threads: they take ``lock``, the caller holds it."""
+    """Slots for captures by their number, slots of frozen tensors by their digest. Those that no live keeper holds are
+    orphans, for the next keeper to adopt.
+
+    Not thread-safe but for ``want`` and its own populating threads: they take ``lock``, the caller holds it.
+    """
 
     def __init__(self, lock: threading.Condition) -> None:
         self._lock = lock
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[SlotName, Slot] = {}
         self._ready: set[Slot] = set()
-        self._orphans: list[Slot] = []
+        self._orphans: list[tuple[str | None, Slot]] = []
+        """Each with its digest, if there are frozen tensors in it."""
         self._waiting: list[Slot] = []
         self._is_wanted = False
         self._populating: list[threading.Thread] = []
@@ -51,48 +57,62 @@ class MappedSlots:
             while self._waiting:
                 self._begin_populating(self._waiting.pop())
 
-    def get(self, number: int) -> Slot | None:
-        """The slot that the keeper calls ``number``; good for reading."""
-        return self._slots.get(number)
+    def get(self, name: SlotName) -> Slot | None:
+        """The slot that the keeper holds under that name; good for reading."""
+        return self._slots.get(name)
 
     def ready(self) -> tuple[Slot, ...]:
         """Slots whose pages are in this process's tables; good for writing at full speed."""
-        return tuple(slot for slot in self._slots.values() if slot in self._ready)
+        return tuple(slot for slot in self.all() if slot in self._ready)
 
     def newest_sequence(self) -> int:
-        """The greatest sequence number in any slot."""
-        return max((slot.status().sequence for slot in self._slots.values()), default=0)
+        """The greatest sequence number of any capture."""
+        return max((slot.status().sequence for slot in self.all()), default=0)
 
     def state_of(self, sequence: int) -> CaptureState:
         """Return the state of the capture with that sequence number."""
-        for slot in (*self._slots.values(), *self._orphans):
+        held, alone = self.all(), [slot for digest, slot in self._orphans if digest is None]
+        for slot, whole in (*((one, CaptureState.HELD) for one in held), *((one, CaptureState.ALONE) for one in alone)):
             status = slot.status()
             if status.sequence == sequence and status.phase is SlotPhase.CAPTURING:
                 return CaptureState.COPYING
             if status.sequence == sequence and status.phase is SlotPhase.WHOLE:
-                is_held = any(slot is held for held in self._slots.values())
-                return CaptureState.HELD if is_held else CaptureState.ALONE
+                return whole
         return CaptureState.LOST
 
-    def map(self, number: int, fd: int) -> None:
-        """Map a slot that the keeper handed over, unless it is mapped already; its pages follow in the background."""
+    def map(self, name: SlotName, fd: int) -> None:
+        """Map a slot that the keeper handed over, unless it is mapped already.
+
+        The pages of one for captures follow in the background.
+        """
         inode = os.fstat(fd).st_ino
-        for known in (*self._slots.values(), *self._orphans):
+        for known in (*self._slots.values(), *(slot for _, slot in self._orphans)):
             if os.fstat(known.fd).st_ino == inode:
                 os.close(fd)
-                self._slots[number] = known
-                self._orphans = [slot for slot in self._orphans if slot is not known]
+                self._slots[name] = known
+                self._orphans = [orphan for orphan in self._orphans if orphan[1] is not known]
                 return
         try:
             slot = Slot.attach(fd)
         except (FormatError, OSError) as error:
             logger.warning("a slot of the keeper cannot be mapped: %s", error)
             return
-        self._slots[number] = slot
-        if self._is_wanted:
+        if isinstance(name, str):
+            self.drop(name)
+        self._slots[name] = slot
+        if isinstance(name, int) and self._is_wanted:
             self._begin_populating(slot)
-        else:
+        elif isinstance(name, int):
             self._waiting.append(slot)
+
+    def drop(self, digest: str) -> None:
+        """Forget frozen tensors: no keeper holds them any more."""
+        gone = [slot for known, slot in self._orphans if known == digest]
+        self._orphans = [orphan for orphan in self._orphans if orphan[0] != digest]
+        if (held := self._slots.pop(digest, None)) is not None:
+            gone.append(held)
+        for slot in gone:
+            weakref.finalize(slot, os.close, slot.fd)  # another thread may still look at it
 
     def _begin_populating(self, slot: Slot) -> None:
         thread = threading.Thread(target=self._populate, args=(slot,), name="lazysnap-populate", daemon=True)
@@ -117,86 +137,40 @@ class MappedSlots:
             logger.warning("a slot could not be made ready: %s: %s", type(error).__name__, error)
         with self._lock:
             # Else it was dropped meanwhile, and nothing may hold it.
-            if any(slot is held for held in (*self._slots.values(), *self._orphans)):
+            if any(slot is held for held in (*self._slots.values(), *(orphan for _, orphan in self._orphans))):
                 self._ready.add(slot)
                 self._lock.notify_all()
 
     def all(self) -> tuple[Slot, ...]:
-        """Every slot of the live keeper."""
-        return tuple(self._slots.values())
+        """Every slot for captures of the live keeper."""
+        return tuple(slot for name, slot in self._slots.items() if isinstance(name, int))
 
     def remove(self, slot: Slot) -> int | None:
-        """Forget a slot; its number, or ``None`` if the live keeper has no such slot."""
-        number = next((number for number, known in self._slots.items() if known is slot), None)
-        if number is not None:
-            del self._slots[number]
-            self._ready.discard(slot)
-            self._waiting = [other for other in self._waiting if other is not slot]
-            weakref.finalize(slot, os.close, slot.fd)  # somebody may still look at it
-        return number
+        """Forget a slot for captures; its number, or ``None`` if the live keeper has no such slot."""
+        for number, known in self._slots.items():
+            if known is slot and isinstance(number, int):
+                del self._slots[number]
+                self._ready.discard(slot)
+                self._waiting = [other for other in self._waiting if other is not slot]
+                weakref.finalize(slot, os.close, slot.fd)  # somebody may still look at it
+                return number
+        return None
 
     def orphan_all(self) -> None:
         """The keeper is gone: its numbers mean nothing any more, the memory stays."""
-        self._orphans += self._slots.values()
+        self._orphans += [(name if isinstance(name, str) else None, slot) for name, slot in self._slots.items()]
         self._slots.clear()
 
-    def orphans(self) -> list[Slot]:
-        """Slots for the next keeper to adopt."""
-        return list(self._orphans)
+    def orphans(self) -> list[tuple[str | None, Slot]]:
+        """Slots for the next keeper to adopt, with the digest of what is frozen in them.
+
+        Frozen tensors come first: no capture is taken up before what it refers to.
+        """
+        return sorted(self._orphans, key=lambda orphan: orphan[0] is None)
 
     def take_all(self) -> list[Slot]:
         """Forget all slots and return them, for the caller to close."""
         self.orphan_all()
-        slots, self._orphans, self._waiting = self._orphans, [], []
+        slots, self._orphans, self._waiting = [slot for _, slot in self._orphans], [], []
         self._ready.clear()
-        return slots
-
-
-class MappedFrozen:
-    """Slots of frozen tensors by digest; those that no live keeper holds are orphans. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._slots: dict[str, Slot] = {}
-        self._held: set[str] = set()
-
-    def get(self, digest: str) -> Slot | None:
-        """The slot that the keeper holds for ``digest``."""
-        return self._slots.get(digest) if digest in self._held else None
-
-    def take(self, digest: str, fd: int) -> None:
-        """Map what the keeper handed over, unless it is mapped already."""
-        known = self._slots.get(digest)
-        if known is not None and os.fstat(known.fd).st_ino == os.fstat(fd).st_ino:
-            os.close(fd)
-        else:
-            try:
-                slot = Slot.attach(fd)
-            except (FormatError, OSError) as error:
-                logger.warning("the keeper's frozen tensors cannot be mapped: %s", error)
-                return
-            self.drop(digest)
-            self._slots[digest] = slot
-        self._held.add(digest)
-
-    def drop(self, digest: str) -> None:
-        """The keeper let it go."""
-        self._held.discard(digest)
-        slot = self._slots.pop(digest, None)
-        if slot is not None:
-            # Another thread may still look at it.
-            weakref.finalize(slot, os.close, slot.fd)
-
-    def orphan_all(self) -> None:
-        """The keeper is gone, the memory stays."""
-        self._held.clear()
-
-    def orphans(self) -> list[tuple[str, Slot]]:
-        """Return the slots for the next keeper to adopt."""
-        return [(digest, slot) for digest, slot in self._slots.items() if digest not in self._held]
-
-    def take_all(self) -> list[Slot]:
-        """Forget all and return them, for the caller to close."""
-        slots = list(self._slots.values())
-        self._slots.clear()
-        self._held.clear()
         return slots

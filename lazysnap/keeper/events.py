@@ -4,19 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lazysnap.keeper.protocol import (
+    Alert,
     Complete,
     Durable,
     Held,
     HeldParity,
     Inventory,
-    KeeperFailed,
     LevelFailed,
     MemoryRefused,
     NameFailed,
     Protected,
+    SlotName,
     TrainerEnd,
-    Unlinked,
-    Unprotected,
 )
 from lazysnap.memory.arena import Slot
 from lazysnap.shard.checksum import Checksums
@@ -38,16 +37,12 @@ class MemoryEntry:
     world_size: int
     start: str
     checksums: Checksums | None
-    """Known once the keeper persisted the capture or rested without a trainer."""
 
     @classmethod
     def of(cls, held: Held, slot: Slot) -> "MemoryEntry":
         """Return the entry of a keeper's answer."""
-        checksums = None
-        if held.blocks is not None:
-            checksums = Checksums(slot.status().image_bytes, held.block_bytes, tuple(held.blocks))
         facts = (held.step, held.run_id, held.sequence, held.frozen)
-        return cls(slot, *facts, held.rank, held.world_size, held.start, checksums)
+        return cls(slot, *facts, held.rank, held.world_size, held.start, held.checksums)
 
 
 @dataclass(frozen=True)
@@ -61,15 +56,13 @@ class MemoryInventory:
     local_ranks: tuple[int, ...] = ()
     """The ranks for which the keeper holds anything, this one included."""
     parity: tuple[HeldParity, ...] = ()
-    """The listener for other nodes; only for the first rank of a node."""
+    """The parity that the node holds for others; only for the first rank of a node."""
 
     @classmethod
-    def of(
-        cls, told: Inventory, slot: Callable[[int], Slot | None], frozen: Callable[[str], Slot | None]
-    ) -> "MemoryInventory":
+    def of(cls, told: Inventory, slot: Callable[[SlotName], Slot | None]) -> "MemoryInventory":
         """Return the contents of a keeper's answer, without the slots that cannot be mapped."""
         found = [(held, slot(held.slot)) for held in told.entries]
-        files = [(digest, frozen(digest)) for digest in told.frozen]
+        files = [(digest, slot(digest)) for digest in told.frozen]
         return cls(
             tuple(MemoryEntry.of(held, slot) for held, slot in found if slot is not None),
             {digest: slot for digest, slot in files if slot is not None},
@@ -112,7 +105,7 @@ class KeeperAnswers:
     pid: int
 
 
-News = Durable | Complete | Protected | Unprotected | LevelFailed | KeeperFailed | NameFailed | MemoryRefused | Unlinked
+News = Durable | Complete | Protected | LevelFailed | NameFailed | Alert | MemoryRefused
 """Messages of the keeper that the trainer's training thread wants to know of."""
 
 KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import FrozenSlot, Held, HeldParity, Inventory, Message, SlotMade, TrainerEnd
+from lazysnap.keeper.protocol import Held, HeldParity, Inventory, Message, SlotMade, TrainerEnd
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.shard.manifest import CaptureMeta
@@ -64,7 +64,6 @@ class RankInventory:
         if status.phase is not SlotPhase.WHOLE:
             return None
         meta = CaptureMeta.from_bytes(slot.read_meta())
-        checksums = slot.checksums
         return Held(
             slot=number,
             step=meta.step,
@@ -74,16 +73,15 @@ class RankInventory:
             frozen=None if meta.frozen is None else meta.frozen.digest,
             rank=meta.rank,
             world_size=meta.world_size,
-            block_bytes=checksums.block_bytes if checksums else 0,
-            blocks=list(checksums.blocks) if checksums else None,
+            checksums=slot.checksums,
         )
 
     def send_slots(self, connection: Connection) -> None:
         """Give the memory itself to another process that wants to read. Raises: OSError, if it is gone again."""
         for number, slot in self._pool.items():
-            _lend(connection, SlotMade(number), slot)
+            _lend(connection, SlotMade(slot=number), slot)
         for digest, slot in self._frozen.items():
-            _lend(connection, FrozenSlot(digest=digest), slot)
+            _lend(connection, SlotMade(slot=digest), slot)
 
 
 def _lend(connection: Connection, message: Message, slot: Slot) -> None:

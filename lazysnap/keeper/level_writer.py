@@ -4,7 +4,6 @@ It never decides what is stored; that is ``grants.coordinator``. What it does ru
 fails costs this level this snapshot, and nothing else.
 """
 
-import contextlib
 import logging
 import threading
 import time
@@ -16,27 +15,23 @@ from typing import Any
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import CaptureAborted, ConfigError, FormatError, LazySnapError, LevelHangs, ShardCorrupt
+from lazysnap.errors import CaptureAborted, ConfigError, LazySnapError, LevelHangs
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, Write
 from lazysnap.grants.retention import Retention, still_to_copy
 from lazysnap.keeper.frozen import FrozenTurn, FrozenWriter
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_names import LevelNames, Naming
-from lazysnap.keeper.node_files import NodeFiles
+from lazysnap.keeper.node_files import FileWriter, NodeFiles
 from lazysnap.keeper.protocol import Durable, LevelFailed, Message, NameFailed
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource
-from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
+from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.shared_part import SharedPart, has_shared_rows
-from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, RateLimiter, shard_of
+from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.storage import probe
 from lazysnap.levels.watchdog import Beat, Watchdog, WriteCancelled
 from lazysnap.memory.arena import Slot
-from lazysnap.memory.slot_source import SlotSource, open_slot
-from lazysnap.shard.manifest import CaptureMeta, Manifest
-from lazysnap.shard.names import NodeName
+from lazysnap.shard.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +48,8 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 class WriterContext:
     """The source of a writer, and the receiver of its results. Called on any thread."""
 
+    loop: GrantLoop
+    """The grants, which get the result of each write."""
     slots_of: Callable[[int], Sequence[Slot | None]]
     """Return the slot of each rank that holds a capture of that step of this start."""
     frozen: Callable[[str], Slot | None]
@@ -95,13 +92,13 @@ class LevelWriter:
         """``knows_earlier``: whether the restart saw what earlier starts stored at this level."""
         level = place.level
         self.place, self._level, self._index, self._files, self._memory = place, level, index, files, memory
+        self._loop = memory.loop
         self._where = shown(level.url)
         self._retention = Retention(level, files.start)
-        self._frozen_writer = FrozenWriter(memory.frozen, place.pace)
+        self._bytes = FileWriter(files, memory.slots_of, FrozenWriter(memory.frozen, place.pace), place.pace)
         self._store: SnapshotStore | None = None
         self._above: Sequence[LevelWriter] = ()
         self._below: Sequence[LevelWriter] = ()
-        self._loop: GrantLoop | None = None
         self._changed = threading.Condition()
         self._work: deque[Callable[[], None]] = deque()
         self._known: tuple[Sequence[NodeLevel], Mapping[int, set[str]]] = (), {}
@@ -110,22 +107,21 @@ class LevelWriter:
         self._knows_earlier = knows_earlier
         self._lists = False
         """True until it is known what an earlier keeper of this start stored."""
-        self._fails_since: float | None = None
+        self.fails_since: float | None = None
+        """When the level began to fail, by the monotonic clock; ``None``: it works."""
         self._began = 0.0
         self.failed_at = 0.0
         """When the last try that failed was begun, by the monotonic clock."""
         self._probe_at = 0.0
         self._pause_s = _SHORTEST_PAUSE_S
         self._attempt: Watchdog[Any] | None = None
-        self._reading: list[RateLimitedSource] = []
-        self._slots: tuple[Slot, ...] = ()
         self._names = LevelNames()
         self.step: int | None = None
         """The step that is being stored; ``None``: nothing."""
 
-    def start(self, loop: GrantLoop, writers: Sequence["LevelWriter"]) -> None:
-        """Begin. ``writers``: of all levels, fast to slow; ``loop`` gets the result of each write."""
-        self._loop, self._above, self._below = loop, writers[: self._index], writers[self._index + 1 :]
+    def start(self, writers: Sequence["LevelWriter"]) -> None:
+        """Begin. ``writers``: of all levels, fast to slow."""
+        self._above, self._below = writers[: self._index], writers[self._index + 1 :]
         threading.Thread(target=self._run, name="lazysnap-level", daemon=True).start()
 
     def close(self) -> None:
@@ -182,7 +178,7 @@ class LevelWriter:
     @property
     def has_names(self) -> bool:
         """True if names are still to be given or taken away, as far as the level works."""
-        return self._fails_since is None and self._names.first() is not None
+        return self.fails_since is None and self._names.first() is not None
 
     @property
     def is_idle(self) -> bool:
@@ -190,21 +186,16 @@ class LevelWriter:
         with self._changed:
             stands = self.idle_s > _STANDS_S
             is_done = stands or not (self._is_busy or self._work)
-            return is_done and (stands or self._fails_since is not None or not (self._is_untidy or self.has_names))
-
-    @property
-    def fails_since(self) -> float | None:
-        """When the level began to fail, by the monotonic clock; ``None``: it works."""
-        return self._fails_since
+            return is_done and (stands or self.fails_since is not None or not (self._is_untidy or self.has_names))
 
     @property
     def moved_bytes(self) -> int:
         """The bytes read so far of the current step."""
-        return sum(source.moved_bytes for source in self._reading)
+        return self._bytes.moved_bytes
 
     def is_reading(self, slot: Slot) -> bool:
         """True if the slot is read now."""
-        return any(slot is other for other in self._slots)
+        return any(slot is other for other in self._bytes.slots)
 
     # ---------------------------------------------------------------- the thread
 
@@ -219,7 +210,8 @@ class LevelWriter:
             except Exception:  # the last handler of the thread: a bug here must not end persistence
                 logger.exception("%s", self._where)
             finally:
-                self._attempt, self._reading, self._slots, self.step = None, [], (), None
+                self._attempt = self.step = None
+                self._bytes.rest()
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
@@ -231,18 +223,18 @@ class LevelWriter:
     def _await_work(self) -> Callable[[], None] | None:
         with self._changed:
             while not self._is_closed:
-                naming = self._names.first() if self._fails_since is None else None
+                naming = self._names.first() if self.fails_since is None else None
                 if naming is not None:
                     return partial(self._name, naming)
                 if self._work:
                     return self._work.popleft()
                 now = time.monotonic()
-                if self._fails_since is not None and now >= self._probe_at:
+                if self.fails_since is not None and now >= self._probe_at:
                     return self._probe
-                if self._is_untidy and self._fails_since is None and self._memory.may_delete():
+                if self._is_untidy and self.fails_since is None and self._memory.may_delete():
                     self._is_untidy = False
                     return self._tidy
-                self._changed.wait(_IDLE_S if self._fails_since is None else max(0.0, self._probe_at - now))
+                self._changed.wait(_IDLE_S if self.fails_since is None else max(0.0, self._probe_at - now))
             return None
 
     def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
@@ -272,13 +264,12 @@ class LevelWriter:
 
     def _write(self, write: Write) -> None:
         loop, step, started = self._loop, write.step, time.monotonic()
-        assert loop is not None
         self.step = step
         doing = "writing" if write.source is None else "copying"
         try:
             manifest = self._within_deadline(f"{doing} step {step}", lambda beat: self._bring(write, beat))
-            seconds, self._slots, self._reading = time.monotonic() - started, (), []
-            size = manifest.size_bytes
+            seconds, size = time.monotonic() - started, manifest.size_bytes
+            self._bytes.rest()
             logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, size, seconds)
             faults.point("keeper.persist.committed")
             loop.post(loop.node.committed, write)
@@ -298,12 +289,10 @@ class LevelWriter:
 
     def _bring(self, write: Write, beat: Beat) -> Manifest:
         """The files of all ranks of the node; each is committed by its manifest."""
-        loop = self._loop
-        assert loop is not None
 
         def obey() -> None:
             beat()
-            if not loop.is_wanted(write):  # other nodes may already know that this write is void
+            if not self._loop.is_wanted(write):  # other nodes may already know that this write is void
                 raise WriteCancelled(f"step {write.step} was cancelled")
 
         store = self._opened(obey)
@@ -311,96 +300,22 @@ class LevelWriter:
             faults.point("keeper.persist.copy")
             return self._copy(store, write, obey)
         faults.point("keeper.persist.begin")
-        held = [self._source(number, write.step, obey) for number in range(len(self._files.team.node_ranks))]
-        self._slots = tuple(slot for slot, _ in held)
-        return self._store_slots(store, held, obey, self._turn(write))
+        return self._bytes.store(store, write.step, obey, self._turn(write))
 
     def _turn(self, write: Write) -> FrozenTurn | None:
         """Return ``None`` if no other node writes the same frozen tensors there, or none answers."""
         if not self._files.is_shared or self._files.team.nodes == 1 or write.is_alone:
             return None
-        assert self._loop is not None
         return FrozenTurn(self._loop, self._index, self._level)
-
-    def _store_slots(
-        self, store: SnapshotStore, held: Sequence[tuple[Slot, SlotSource]], beat: Beat, turn: FrozenTurn | None
-    ) -> Manifest:
-        for _, source in held:
-            self._frozen_writer.bring(store, source.meta, beat, turn=turn)
-        shards = [self._stored(source.meta, source) for _, source in held]
-        manifest = self._store_shards(store, self._files.name, shards, beat)
-        slot, first = held[0]
-        if shards == [(first.meta, first)]:  # the file is what is in memory
-            slot.set_checksums(first.sequence, manifest.checksums)
-        return manifest
-
-    def _stored(self, meta: CaptureMeta, source: BlockSource) -> tuple[CaptureMeta, BlockSource]:
-        """Return the part of a shard that this level gets."""
-        if not self._files.is_shared or not has_shared_rows(meta):
-            return meta, source
-        part = SharedPart(meta, source)
-        return part.meta, part
-
-    def _store_shards(
-        self, store: SnapshotStore, name: NodeName, shards: Sequence[tuple[CaptureMeta, BlockSource]], beat: Beat
-    ) -> Manifest:
-        if len(shards) == 1:
-            [(meta, source)] = shards
-            return store.write_file(name, [shard_of(meta, source)], self._paced(source, beat), beat)
-        together = NodeSource(shards)
-        return store.write_file(name, together.shards, self._paced(together, beat), beat)
-
-    def _source(self, number: int, step: int, beat: Beat) -> tuple[Slot, SlotSource]:
-        """Raises: CaptureAborted; FormatError."""
-        slot, source = open_slot(lambda: self._memory.slots_of(step)[number], step, beat)
-        self._check_own(number, source.meta)
-        return slot, source
-
-    def _check_own(self, number: int, meta: CaptureMeta) -> None:
-        """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
-        files = self._files
-        wanted = (files.run_id, files.start, files.team.node_ranks[number], files.team.world_size)
-        if (meta.run_id, meta.start, meta.rank, meta.world_size) != wanted:
-            raise CaptureAborted(
-                f"a slot of the arena: holds rank {meta.rank} of {meta.world_size} of {meta.name.directory}, "
-                f"expected rank {wanted[2]} of {wanted[3]} of {files.directory(meta.step)}"
-            )
 
     def _copy(self, store: SnapshotStore, write: Write, beat: Beat) -> Manifest:
         """Copy from the files of a faster level."""
         assert write.source is not None
-        above, turn = self._above[write.source], self._turn(write)
+        above = self._above[write.source]
         if above._files.is_shared and not self._files.is_shared:
             raise CaptureAborted(f"{above._where}: has this node's share alone of what several nodes hold")
         origin = open_store(above._level.url, options=above._level.storage_options)
-        try:
-            found = self._files.found(origin.storage, write.step)
-        except (FileNotFoundError, FormatError) as error:
-            raise CaptureAborted(str(error)) from error
-        return self._copy_file(store, origin, found, beat, turn)
-
-    def _copy_file(
-        self, store: SnapshotStore, origin: SnapshotStore, manifest: Manifest, beat: Beat, turn: FrozenTurn | None
-    ) -> Manifest:
-        place = self._files.place(origin.storage, manifest.meta.step)
-        blocks = FileBlocks(place, manifest)
-        try:
-            with contextlib.closing(blocks):
-                blocks.header(manifest.shards[0])  # opened once: also what is deleted meanwhile is copied
-                for shard in manifest.shards:
-                    self._frozen_writer.bring(store, shard.meta, beat, origin, turn)
-                source = VerifiedSource(blocks, lambda count: beat())
-                if not self._files.is_shared or not any(has_shared_rows(shard.meta) for shard in manifest.shards):
-                    return store.write_file(manifest.name, manifest.shards, self._paced(source, beat), beat)
-                parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
-                return self._store_shards(store, manifest.name, [(part.meta, part) for part in parts], beat)
-        except (FileNotFoundError, FormatError) as error:  # what is there is not what the manifest says
-            raise CaptureAborted(f"{place.where}: {error}") from error
-
-    def _paced(self, source: BlockSource, beat: Beat) -> RateLimitedSource:
-        paced = RateLimitedSource(source, self.place.pace, beat)
-        self._reading = [*self._reading, paced]
-        return paced
+        return self._bytes.copy(store, origin, write.step, beat, self._turn(write))
 
     def _read_back(self, manifest: Manifest) -> None:
         """Raises: ShardCorrupt, and it is no snapshot any more."""
@@ -412,66 +327,25 @@ class LevelWriter:
             wanted = not store.storage.checks_writes
         if wanted:
             what = f"reading back step {manifest.meta.step}"
-            self._within_deadline(what, lambda beat: self._check(store, manifest, beat))
-
-    def _check(self, store: SnapshotStore, manifest: Manifest, beat: Beat) -> None:
-        step = manifest.meta.step
-        place = self._files.place(store.storage, step)
-        try:
-            self._verify(store, place, beat)
-        except (FormatError, FileNotFoundError) as error:
-            with contextlib.suppress(FileNotFoundError):
-                place.withdraw()
-            if not place.is_link():
-                place.delete_or_leave()  # a place where all is read back damaged would fill up
-            raise ShardCorrupt(f"{store.url}: step {step}: it was read back damaged: {error}") from error
-
-    @staticmethod
-    def _verify(store: SnapshotStore, place: FilePlace, beat: Beat) -> None:
-        """Raises: FormatError, FileNotFoundError."""
-        for entry in entries_of(place.read_manifest(), store.url, store.speed, place.directory):
-            store.check_frozen(entry, beat)
-        store.verify(place, beat)
+            self._within_deadline(what, lambda beat: self._bytes.check(store, manifest.meta.step, beat))
 
     def _list(self) -> None:
-        assert self._loop is not None
         found: set[int] | None = None
         try:
-            found = self._within_deadline("looking for what is there", self._look)
+            found = self._within_deadline(
+                "looking for what is there", lambda beat: self._bytes.listed(self._opened(beat), beat)
+            )
             self._lists = False
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._failed(None, error)
         self._loop.post(self._loop.node.listed, self._index, found)
-
-    def _look(self, beat: Beat) -> set[int]:
-        """Return the steps of this start that the node has, by their manifests and the sizes of their files."""
-        store, found = self._opened(beat), set()
-        for key in self._files.of_run(store.storage.list()).values():
-            beat()
-            if key.start != self._files.start:
-                continue
-            try:
-                manifest = self._files.found(store.storage, key.step)
-            except FileNotFoundError:
-                continue  # it was never whole
-            except FormatError as error:
-                logger.warning("%s: step %d does not count: %s", self._where, key.step, error)
-                continue
-            try:
-                self._files.place(store.storage, key.step).check_size(manifest.size_bytes)
-            except (FormatError, FileNotFoundError) as error:
-                # It does not count, but stays: what it refers to may be brought again.
-                logger.warning("%s: step %d does not count: %s", self._where, key.step, error)
-                continue
-            found.add(key.step)
-        return found
 
     # ---------------------------------------------------------------- a level that fails
 
     def _failed(self, step: int | None, error: Exception) -> None:
         if not isinstance(error, LazySnapError):
             self._store = None  # credentials may have expired, a mount gone stale: the next try opens everything anew
-        self._fails_since = self._fails_since or time.monotonic()
+        self.fails_since = self.fails_since or time.monotonic()
         self._rest()
         logger.info("%s: step %s: %s", self._where, step, error)
         if step is not None:
@@ -479,7 +353,6 @@ class LevelWriter:
 
     def _probe(self) -> None:
         """True if a small write works again."""
-        assert self._loop is not None
         try:
             self._within_deadline("trying a small write", lambda beat: probe(self._opened(beat).storage, beat))
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
@@ -487,7 +360,7 @@ class LevelWriter:
             self._rest()
             logger.info("%s: a small write fails: %s", self._where, error)
             return
-        self._fails_since = None
+        self.fails_since = None
         if self._lists:
             self._put(self._list)
         self._loop.post(self._loop.node.probed, self._index)
@@ -549,7 +422,7 @@ class LevelWriter:
             if not self._retention.is_over(key, own, protected) or not (is_own or self._knows_earlier):
                 continue
             # Asked at the last moment: a step that was cancelled may have been granted again.
-            if not is_own or (self._loop is not None and self._loop.give_up(self._index, key.step)):
+            if not is_own or self._loop.give_up(self._index, key.step):
                 delete_files(self._files.mine(store.storage, directory, key), beat)
 
     def _protected(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> set[int]:

@@ -4,39 +4,28 @@ import logging
 import os
 import select
 import selectors
-import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.inventory import RankInventory
 from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.node_storage import NodeStorage
 from lazysnap.keeper.protocol import (
-    Abandon,
     Adopt,
-    AdoptFrozen,
     AskFrozen,
     Busy,
+    Done,
     Drain,
-    Drained,
     DrainProgress,
     Ending,
-    FrozenFilled,
-    FrozenRefused,
-    FrozenSlot,
     Goodbye,
     Hello,
-    Keep,
-    MemoryRefused,
     Message,
     Ping,
-    Pong,
     Protect,
     Release,
     Reserve,
@@ -44,14 +33,12 @@ from lazysnap.keeper.protocol import (
     Run,
     SlotMade,
     SlotsChanged,
+    Store,
     Welcome,
-    Wish,
 )
+from lazysnap.keeper.rank_slots import RankSlots
 from lazysnap.keeper.step_wait import Wait
 from lazysnap.memory.arena import Slot, SlotPhase, Word
-from lazysnap.memory.budget import NODE
-from lazysnap.memory.slot_files import spill_dir
-from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
@@ -91,21 +78,12 @@ class LocalRank:
         self._trainer_since = 0.0
         self._trainer_pid = 0
         self._pidfd = -1
-        self._pool = SlotPool(lambda number, slot: self.emit(SlotMade(number), (slot.fd,)))
+        self._memory = RankSlots(frozen, self.emit, lambda: self.phase is Phase.ATTACHED, self._is_reading)
+        self._pool = self._memory.pool
         self._frozen = frozen
-        self._frozen_asked: deque[tuple[Connection, AskFrozen]] = deque()
         self.levels: tuple[PersistentLevel, ...] = ()
         self.team = Team()
         self.inventory = RankInventory(self._pool, self._frozen)
-        self._max_bytes: int | None = None
-        self._spill_dir: str | None = None
-        """Directory of slots that are files, used if memory does not suffice."""
-        self._spills = True
-        self._wanted: tuple[int, int, int] | None = None
-        self._settled: tuple[int, int, int] | None = None
-        self._least: int | None = None
-        self._pool.is_outdated = lambda wanted: wanted != self._wanted
-        self._memory_wake = threading.Event()
         self._drain: tuple[Drain, Wait | None] | None = None
         self._is_superseded = False
         """True if nobody needs what it holds."""
@@ -120,7 +98,6 @@ class LocalRank:
         """True if its trainer did not name its run yet: until then nothing may be deleted."""
         self._runs: list[tuple[Run, Team]] = []
         """The starts that its trainers captured, and the ranks they had then, the newest last."""
-        threading.Thread(target=self._provide_memory, name="memory", daemon=True).start()
 
     @property
     def is_used(self) -> bool:
@@ -168,7 +145,7 @@ class LocalRank:
 
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""
-        self._memory_wake.set()
+        self._memory.wake()
         self._tell_again()
         if self._drain is not None:
             self._look_at_drain(*self._drain)
@@ -212,11 +189,8 @@ class LocalRank:
         if self.trainer is not None:
             self._close(self.trainer)
         self._unwatch()
-        NODE.forget(self)
         self.phase = Phase.GONE
-        self._frozen.forget(self.team.local_rank)
-        self._memory_wake.set()
-        self._pool.close()
+        self._memory.close()
 
     # ---------------------------------------------------------------- what a person who stops the keeper wants to know
 
@@ -275,27 +249,27 @@ class LocalRank:
 
     def attach(self, trainer: Connection, hello: Hello) -> None:
         """Serve this trainer from now on."""
-        self._linger_s, self._max_bytes = hello.memory.linger_s, hello.memory.max_bytes
+        self._linger_s = hello.memory.linger_s
+        self._memory.serve(hello)
         self.trainer, self._trainer_since, self._trainer_pid = trainer, time.time(), trainer.peer_pid
         self.inventory.trainer_came()
         self._unwatch()
         self._watch(trainer)
         self.levels, self.team = hello.levels, hello.team
-        self._spill_dir = spill_dir(hello.memory, hello.levels)
-        self.is_choosing, self._last, self._settled, self._has_missed = True, None, None, False
+        self.is_choosing, self._last, self._has_missed = True, None, False
         self._is_sealed = False
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
         self.emit(Welcome(os.getpid(), newest))
         for number, slot in self._pool.items():
-            self.emit(SlotMade(number), (slot.fd,))
+            self.emit(SlotMade(slot=number), (slot.fd,))
         for digest in self._frozen.digests():
             self._hand_over(digest)
 
     def _hand_over(self, digest: str) -> None:
         slot = dict(self._frozen.items()).get(digest)
         if slot is not None:
-            self.emit(FrozenSlot(digest=digest), (slot.fd,))
+            self.emit(SlotMade(slot=digest), (slot.fd,))
 
     def _watch(self, connection: Connection) -> None:
         """Notice the trainer's death even if a forked child of it still holds the socket."""
@@ -314,7 +288,7 @@ class LocalRank:
 
     def _on_trainer_exit(self) -> None:
         if self.trainer is not None:
-            self._last_words(self.trainer)
+            self._last_words(self.trainer)  # a goodbye may be among what it said before
         if self.trainer is not None:
             self._close(self.trainer)
         if self._pidfd >= 0:  # its connection had ended before
@@ -323,8 +297,7 @@ class LocalRank:
     def _trainer_died(self) -> None:
         """Nothing is written into the slots any more. What is not whole is void."""
         self._unwatch()
-        NODE.forget(self)
-        self._frozen.filled(self.team.local_rank)
+        self._memory.trainer_ended()
         self.inventory.trainer_ended()
         self.is_choosing = False
         for slot in self._pool.all():
@@ -349,41 +322,29 @@ class LocalRank:
                 if storage is not None:
                     storage.slots_changed()
             case Ping():
-                self.emit(Pong())
+                self.emit(Done(id=message.id))
             case Reserve():
-                self._wanted = (message.meta, message.image, message.count)
-                self._least, self._spills = message.least, message.spills
-                NODE.expect(self, message.growth)
-                self._settled = None  # what was there once may have been returned meanwhile
-                self._memory_wake.set()
-            case Return():
-                self._pool.take_back(message.slot)
-                self._settled = None  # it may be one of those that are wanted
-                self._memory_wake.set()
-            case Adopt():
-                (fd,) = fds
-                self._adopt(Slot.attach(fd))
-            case AdoptFrozen():
-                (fd,) = fds
-                self._frozen.adopt(self.team.local_rank, message.digest, Slot.attach(fd))
-                self._hand_over(message.digest)
-            case AskFrozen():
-                assert self.trainer is not None
-                self._frozen_asked.append((self.trainer, message))
-                self._memory_wake.set()
-            case FrozenFilled():
-                self._frozen.filled(self.team.local_rank, message.digest)
+                self._memory.reserve(message)
+            case Return(slot=int(number)):
+                self._memory.take_back(number)
+            case Return(slot=str(digest)):
+                self._frozen.filled(self.team.local_rank, digest)
                 if storage is not None:
                     storage.slots_changed()
-            case Keep():
-                if storage is not None:
-                    storage.keep(message.name, message.step)
+            case Adopt():
+                (fd,) = fds
+                self._adopt(Slot.attach(fd), message.digest)
+            case AskFrozen():
+                assert self.trainer is not None
+                self._memory.ask_frozen(self.trainer, message)
             case Release():
                 if storage is not None:
                     storage.release(message.name)
-            case Wish():
-                if storage is not None:
-                    storage.wish(message.step, is_urgent=True)
+            case Store(step, name):
+                if storage is not None and name is None:
+                    storage.wish(step, is_urgent=True)
+                elif storage is not None and name is not None:
+                    storage.keep(name, step)
             case Protect():
                 if storage is not None:
                     storage.protect(message.step)
@@ -395,12 +356,13 @@ class LocalRank:
             case Drain():
                 self._progress = (0, 0)
                 self._drain = message, storage.wait_for(message.step) if storage is not None and self.levels else None
-            case Abandon():  # it leaves as if it died, and its process may live on
-                self.trainer, self._drain = None, None
-                self._trainer_died()
             case Goodbye():
                 self._drain = None
-                self.go(Event.GOODBYE)
+                if message.is_over:
+                    self.go(Event.GOODBYE)
+                else:  # its process may live on
+                    self.trainer = None
+                    self._trainer_died()
             case _:
                 raise ValueError("no message of a trainer")
 
@@ -420,10 +382,14 @@ class LocalRank:
         """Nothing of that start is held."""
         self._runs = [known for known in self._runs if known[0].start != start]
 
-    def _adopt(self, slot: Slot) -> None:
-        """A trainer outlived the keeper before: its slot, and the capture in it, are kept on."""
-        number, kept = self._pool.adopt(slot)
-        self.emit(SlotMade(number), (kept.fd,))
+    def _adopt(self, slot: Slot, digest: str | None) -> None:
+        """A trainer outlived the keeper before: its slot, and what is in it, are kept on."""
+        if digest is None:
+            number, kept = self._pool.adopt(slot)
+            self.emit(SlotMade(slot=number), (kept.fd,))
+        else:
+            self._frozen.adopt(self.team.local_rank, digest, slot)
+            self._hand_over(digest)
 
     def _look_at_drain(self, request: Drain, wait: Wait | None) -> None:
         if wait is None:  # without levels, what counts is that this keeper has it
@@ -440,7 +406,7 @@ class LocalRank:
 
     def _answer(self, request: Drain, ok: bool) -> None:
         self._drain = None
-        self.emit(Drained(id=request.id, ok=ok))
+        self.emit(Done(id=request.id, ok=ok))
 
     # ---------------------------------------------------------------- other threads
 
@@ -468,54 +434,6 @@ class LocalRank:
             is_told = False
         self._has_missed = self._has_missed or not is_told
 
-    def _provide_memory(self) -> None:
-        while self.phase is not Phase.GONE:
-            self._memory_wake.wait()
-            self._memory_wake.clear()
-            while self._frozen_asked:
-                self._provide_frozen(*self._frozen_asked.popleft())
-            wanted = self._wanted
-            if wanted is None or wanted == self._settled or self.phase is not Phase.ATTACHED:
-                continue
-            bound = None if self._max_bytes is None else self._max_bytes - self._frozen.size_bytes(self.team.local_rank)
-            self._settled = wanted  # before: a message that comes meanwhile takes it back
-            place = self._spill_dir if self._spills else None
-            try:
-                if not self._pool.provide(wanted, bound, self._is_reading, self._least, place):
-                    self._settled = None
-            except LazySnapError as error:
-                self.emit(MemoryRefused(str(error)))
-            except Exception:  # the last handler of the thread
-                logger.exception("memory")
-        self._pool.close()  # what was made meanwhile
-
     def _is_reading(self, slot: Slot) -> bool:
         storage = self._storage()
         return storage is not None and storage.is_reading(slot)
-
-    def _provide_frozen(self, trainer: Connection, asked: AskFrozen) -> None:
-        """Answer with a slot for frozen tensors. Another trainer than the one that asked needs no answer."""
-        reply: Message
-        fds: tuple[int, ...]
-        try:
-            rank, sizes, free = self.team.local_rank, (asked.meta, asked.image), None
-            if self._max_bytes is not None:
-                others = self._frozen.size_bytes(rank, without=asked.digest)
-                free = self._max_bytes - others - self._capture_bytes()
-            slot, fills = self._frozen.provide(rank, asked.digest, sizes, free, self._spill_dir)
-            reply, fds = FrozenSlot(id=asked.id, digest=asked.digest, fills=fills), (slot.fd,)
-        except Exception as error:  # noqa: BLE001  the last handler of the thread; the trainer says what it means
-            reply, fds = FrozenRefused(id=asked.id, text=str(error)), ()
-        try:
-            trainer.send(reply, fds)
-        except OSError as error:
-            logger.info("could not tell the trainer: %s", error)
-
-    def _capture_bytes(self) -> int:
-        """The memory of the slots for captures, once all are made."""
-        slots = self._pool.all()
-        held = sum(slot.memory_bytes for slot in slots)
-        if self._wanted is None or any(slot.is_file for slot in slots):
-            return held
-        meta, image, count = self._wanted
-        return max(held, count * Slot.bytes_for(meta, image))

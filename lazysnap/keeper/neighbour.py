@@ -6,12 +6,12 @@ import threading
 import time
 
 from lazysnap.errors import KeeperUnavailable
-from lazysnap.keeper.client_slots import MappedFrozen, MappedSlots
+from lazysnap.keeper.client_slots import MappedSlots
 from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection, Unclaimed, prove
-from lazysnap.keeper.protocol import FrozenSlot, Inventory, ShowRank, SlotMade
+from lazysnap.keeper.protocol import AskInventory, Inventory, SlotMade
 
 
 class NeighbourMemory:
@@ -20,7 +20,7 @@ class NeighbourMemory:
     def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
         """Blocks: at most ``timeout_s``. Raises: KeeperUnavailable, if there is no keeper, or it does not answer."""
         self._local_rank = local_rank
-        self._slots, self._frozen = MappedSlots(threading.Condition()), MappedFrozen()
+        self._slots = MappedSlots(threading.Condition())
         connection = try_connect(identity)
         if connection is None:
             raise KeeperUnavailable(f"no keeper of job {identity.job_id!r}")
@@ -43,7 +43,7 @@ class NeighbourMemory:
             connection, identity.secret, lambda: bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
         ):
             raise KeeperUnavailable("the keeper did not answer in time")
-        connection.send(ShowRank(self._local_rank), timeout_s=timeout_s)
+        connection.send(AskInventory(local_rank=self._local_rank), timeout_s=timeout_s)
         while time.monotonic() < deadline:
             connection.set_receive_timeout(max(0.05, deadline - time.monotonic()))
             received = connection.receive()
@@ -53,14 +53,12 @@ class NeighbourMemory:
                 for message, fds in messages:
                     if isinstance(message, SlotMade) and fds:
                         self._slots.map(message.slot, fds[0])
-                    elif isinstance(message, FrozenSlot) and fds:
-                        self._frozen.take(message.digest, fds[0])
                     elif isinstance(message, Inventory):
-                        return MemoryInventory.of(message, self._slots.get, self._frozen.get)
+                        return MemoryInventory.of(message, self._slots.get)
         raise KeeperUnavailable("the keeper did not tell what it holds")
 
     def close(self) -> None:
         """Unmap. Views that others still hold keep the memory alive."""
-        for slot in (*self._slots.take_all(), *self._frozen.take_all()):
+        for slot in self._slots.take_all():
             with contextlib.suppress(OSError):
                 slot.close()

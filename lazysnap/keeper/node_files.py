@@ -1,15 +1,29 @@
-"""The files of one start of a job that one node writes and looks after at one level."""
+"""The files of one start of a job that one node writes and looks after at one level: their names and their bytes."""
 
-from collections.abc import Iterable
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from lazysnap.errors import CaptureAborted, FormatError, ShardCorrupt
 from lazysnap.grants.messages import StepKey
-from lazysnap.levels.node_file import FilePlace
+from lazysnap.keeper.frozen import FrozenTurn, FrozenWriter
+from lazysnap.levels import SnapshotStore
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource
+from lazysnap.levels.node_file import FilePlace, entries_of
+from lazysnap.levels.redaction import shown
+from lazysnap.levels.shared_part import SharedPart, has_shared_rows
+from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.storage import Storage
+from lazysnap.levels.watchdog import Beat
+from lazysnap.memory.arena import Slot
+from lazysnap.memory.slot_source import SlotSource, open_slot
 from lazysnap.resolver import Entry
-from lazysnap.shard.manifest import Manifest
+from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name
 from lazysnap.topology import Team
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,3 +103,142 @@ class NodeFiles:
 def _manifests(storage: Storage, directory: str) -> list[NodeName]:
     parsed = [found for found in map(parse_file_name, storage.list(directory)) if found is not None]
     return [name for name, suffix in parsed if suffix == "json"]
+
+
+class FileWriter:
+    """Writes the node's file of a snapshot at one level, out of memory or from a faster level, and reads it back.
+
+    Its methods block, on one thread; ``slots`` and ``moved_bytes`` may be read from any.
+    """
+
+    def __init__(
+        self,
+        files: NodeFiles,
+        slots_of: Callable[[int], Sequence[Slot | None]],
+        frozen: FrozenWriter,
+        pace: RateLimiter,
+    ) -> None:
+        """``slots_of``: see ``level_writer.WriterContext``."""
+        self._files, self._slots_of, self._frozen, self._pace = files, slots_of, frozen, pace
+        self._reading: list[RateLimitedSource] = []
+        self.slots: tuple[Slot, ...] = ()
+        """The slots that are read now."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes read so far of the current step."""
+        return sum(source.moved_bytes for source in self._reading)
+
+    def rest(self) -> None:
+        """Nothing is read any more."""
+        self._reading, self.slots = [], ()
+
+    def store(self, store: SnapshotStore, step: int, beat: Beat, turn: FrozenTurn | None) -> Manifest:
+        """Write the shards of all ranks out of their slots. Raises: CaptureAborted, LevelError, FormatError."""
+        held = [self._source(number, step, beat) for number in range(len(self._files.team.node_ranks))]
+        self.slots = tuple(slot for slot, _ in held)
+        for _, source in held:
+            self._frozen.bring(store, source.meta, beat, turn=turn)
+        shards = [self._stored(source.meta, source) for _, source in held]
+        manifest = self._store_shards(store, self._files.name, shards, beat)
+        slot, first = held[0]
+        if shards == [(first.meta, first)]:  # the file is what is in memory
+            slot.set_checksums(first.sequence, manifest.checksums)
+        return manifest
+
+    def _stored(self, meta: CaptureMeta, source: BlockSource) -> tuple[CaptureMeta, BlockSource]:
+        """Return the part of a shard that this level gets."""
+        if not self._files.is_shared or not has_shared_rows(meta):
+            return meta, source
+        part = SharedPart(meta, source)
+        return part.meta, part
+
+    def _store_shards(
+        self, store: SnapshotStore, name: NodeName, shards: Sequence[tuple[CaptureMeta, BlockSource]], beat: Beat
+    ) -> Manifest:
+        if len(shards) == 1:
+            [(meta, source)] = shards
+            return store.write_file(name, [shard_of(meta, source)], self._paced(source, beat), beat)
+        together = NodeSource(shards)
+        return store.write_file(name, together.shards, self._paced(together, beat), beat)
+
+    def _source(self, number: int, step: int, beat: Beat) -> tuple[Slot, SlotSource]:
+        """Raises: CaptureAborted; FormatError."""
+        slot, source = open_slot(lambda: self._slots_of(step)[number], step, beat)
+        self._check_own(number, source.meta)
+        return slot, source
+
+    def _check_own(self, number: int, meta: CaptureMeta) -> None:
+        """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
+        files = self._files
+        wanted = (files.run_id, files.start, files.team.node_ranks[number], files.team.world_size)
+        if (meta.run_id, meta.start, meta.rank, meta.world_size) != wanted:
+            raise CaptureAborted(
+                f"a slot of the arena: holds rank {meta.rank} of {meta.world_size} of {meta.name.directory}, "
+                f"expected rank {wanted[2]} of {wanted[3]} of {files.directory(meta.step)}"
+            )
+
+    def copy(
+        self, store: SnapshotStore, origin: SnapshotStore, step: int, beat: Beat, turn: FrozenTurn | None
+    ) -> Manifest:
+        """Write what a faster level has. Raises: CaptureAborted, if that is not whole; LevelError."""
+        try:
+            manifest = self._files.found(origin.storage, step)
+        except (FileNotFoundError, FormatError) as error:
+            raise CaptureAborted(str(error)) from error
+        place = self._files.place(origin.storage, step)
+        blocks = FileBlocks(place, manifest)
+        try:
+            with contextlib.closing(blocks):
+                blocks.header(manifest.shards[0])  # opened once: also what is deleted meanwhile is copied
+                for shard in manifest.shards:
+                    self._frozen.bring(store, shard.meta, beat, origin, turn)
+                source = VerifiedSource(blocks, lambda count: beat())
+                if not self._files.is_shared or not any(has_shared_rows(shard.meta) for shard in manifest.shards):
+                    return store.write_file(manifest.name, manifest.shards, self._paced(source, beat), beat)
+                parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
+                return self._store_shards(store, manifest.name, [(part.meta, part) for part in parts], beat)
+        except (FileNotFoundError, FormatError) as error:  # what is there is not what the manifest says
+            raise CaptureAborted(f"{place.where}: {error}") from error
+
+    def _paced(self, source: BlockSource, beat: Beat) -> RateLimitedSource:
+        paced = RateLimitedSource(source, self._pace, beat)
+        self._reading = [*self._reading, paced]
+        return paced
+
+    def check(self, store: SnapshotStore, step: int, beat: Beat) -> None:
+        """Read a file back. Raises: ShardCorrupt, and it is no snapshot any more."""
+        place = self._files.place(store.storage, step)
+        try:
+            for entry in entries_of(place.read_manifest(), store.url, store.speed, place.directory):
+                store.check_frozen(entry, beat)
+            store.verify(place, beat)
+        except (FormatError, FileNotFoundError) as error:
+            with contextlib.suppress(FileNotFoundError):
+                place.withdraw()
+            if not place.is_link():
+                place.delete_or_leave()  # a place where all is read back damaged would fill up
+            raise ShardCorrupt(f"{store.url}: step {step}: it was read back damaged: {error}") from error
+
+    def listed(self, store: SnapshotStore, beat: Beat) -> set[int]:
+        """Return the steps of this start that the node has, by their manifests and the sizes of their files."""
+        found = set()
+        for key in self._files.of_run(store.storage.list()).values():
+            beat()
+            if key.start != self._files.start:
+                continue
+            try:
+                manifest = self._files.found(store.storage, key.step)
+            except FileNotFoundError:
+                continue  # it was never whole
+            except FormatError as error:
+                logger.warning("%s: step %d does not count: %s", shown(store.url), key.step, error)
+                continue
+            try:
+                self._files.place(store.storage, key.step).check_size(manifest.size_bytes)
+            except (FormatError, FileNotFoundError) as error:
+                # It does not count, but stays: what it refers to may be brought again.
+                logger.warning("%s: step %d does not count: %s", shown(store.url), key.step, error)
+                continue
+            found.add(key.step)
+        return found

@@ -13,18 +13,16 @@ from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.node_storage import NodeStorage
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protocol import (
+    Alert,
     CaptureState,
     Complete,
     Durable,
-    KeeperFailed,
     LevelFailed,
     LevelState,
     Message,
     NodeState,
     Protected,
     RankState,
-    Unlinked,
-    Unprotected,
 )
 from lazysnap.levels.redaction import Redaction, shown
 from lazysnap.memory.arena import Slot, SlotPhase, Word
@@ -34,25 +32,26 @@ M = TypeVar("M", bound=Message)
 
 
 class LastMessages:
-    """The last message of each kind and level to trainers, and its time. Used by any thread."""
+    """The last message of each kind and level to trainers, and its time; alerts by subject. Used by any thread."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[type[Message], str], tuple[int, Message]] = {}
 
     def add(self, message: Message) -> None:
         """A message is sent."""
-        self._found[type(message), getattr(message, "level", "")] = time.time_ns(), message
+        about = message.about if isinstance(message, Alert) else getattr(message, "level", "")
+        self._found[type(message), about] = time.time_ns(), message
 
-    def last(self, kind: type[M], level: str = "") -> tuple[int, M] | tuple[None, None]:
+    def last(self, kind: type[M], about: str = "") -> tuple[int, M] | tuple[None, None]:
         """Return Unix time in nanoseconds and message; ``None`` twice, if there was none."""
-        return cast("tuple[int, M]", self._found.get((kind, level), (None, None)))
+        return cast("tuple[int, M]", self._found.get((kind, about), (None, None)))
 
 
 def node_state(ranks: Iterable[LocalRank], storage: NodeStorage, parity: ParityStore, sent: LastMessages) -> NodeState:
     """Return the state of the node. Does not block."""
     run, team = storage.run, storage.team
     _, protected = sent.last(Protected)
-    reminders = [sent.last(Unprotected)[1], sent.last(Unlinked)[1], sent.last(KeeperFailed)[1]]
+    alerts = [sent.last(Alert, about)[1] for about in ("protection", "links", "keeper")]
     return NodeState(
         run_id=run.run_id,
         node=team.node,
@@ -64,7 +63,7 @@ def node_state(ranks: Iterable[LocalRank], storage: NodeStorage, parity: ParityS
         parity_bytes=parity.size_bytes,
         ranks=[_rank_state(rank) for rank in ranks],
         levels=[_level_state(*facts, storage, sent) for facts in storage.level_facts()],
-        problems=[reminder.text for reminder in reminders if reminder is not None and reminder.text],
+        problems=[alert.text for alert in alerts if alert is not None and alert.text],
     )
 
 

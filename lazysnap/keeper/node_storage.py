@@ -25,7 +25,7 @@ from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext, interval_of
-from lazysnap.keeper.protocol import Complete, Ending, Message, NameFailed, Run, Unlinked
+from lazysnap.keeper.protocol import Alert, Complete, Ending, Message, NameFailed, Run
 from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.links.links import Hello as LinkHello
 from lazysnap.links.links import Links
@@ -106,7 +106,6 @@ class NodeStorage:
         """True once memory belongs to this start. Parity does not wait for that."""
         self._tells_unreached_at: float | None = None
         """The time of the next warning; ``None``: none was given, or it is over."""
-        self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         self._indices = range(len(levels))
         """The levels, without the protection by other nodes."""
         parity = (NodeLevel(is_memory=True),) if run.parity is not None and run.peers is not None else ()
@@ -114,8 +113,9 @@ class NodeStorage:
         self._alone = StoringAlone(self._node, run.num_kept, _ALONE_S)
         core = Core(self._node, self._coordinator(), self._alone, time.monotonic())
         self._loop = GrantLoop(core, self._views, self._act)
+        self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         for writer in self._writers:
-            writer.start(self._loop, self._writers)
+            writer.start(self._writers)
         self._protection = self._protecting()
         works = (self._begin, "lazysnap-begin"), (self._learn, "lazysnap-tell"), (self._rest, "lazysnap-checksums")
         for work, name in works:
@@ -133,8 +133,8 @@ class NodeStorage:
         files = NodeFiles(self.team, run.run_id, run.start, is_shared=bool(level.shared))
         earlier = () if self._before is None else self._before._writers
         before = next((writer.place for writer in earlier if writer.place.level.url == level.url), None)
-        slots_of, frozen = self._slots.of_step, self._context.frozen
-        context = WriterContext(slots_of, frozen, self._named_before, self._may_delete, self._news.put)
+        reads = self._loop, self._slots.of_step, self._context.frozen
+        context = WriterContext(*reads, self._named_before, self._may_delete, self._news.put)
         return LevelWriter(LevelPlace(level, before), index, files, context, knows_earlier=level.url in run.stored)
 
     def _known(self, level: PersistentLevel) -> NodeLevel:
@@ -559,7 +559,7 @@ class NodeStorage:
         nodes, seconds = self._loop.unreached
         if not nodes:
             if self._tells_unreached_at is not None:
-                self._news.put(Unlinked(""))
+                self._news.put(Alert("links", ""))
             self._tells_unreached_at = None
         elif seconds >= (self._tells_unreached_at or _UNREACHED_S):
             self._tells_unreached_at = seconds + _REMINDER_S
@@ -567,9 +567,10 @@ class NodeStorage:
             at = f"{peers.host}:{peers.port}" if peers is not None else "no address"
             who = "rank 0's node" if 0 in nodes else f"node {min(nodes)}" + (", …" if len(nodes) > 1 else "")
             self._news.put(
-                Unlinked(
+                Alert(
+                    "links",
                     f"node {self.team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at "
                     f"{at}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach "
-                    "each other there; SnapshotConfig(link_address=...) sets another address"
+                    "each other there; SnapshotConfig(link_address=...) sets another address",
                 )
             )

@@ -1,7 +1,7 @@
 """The parity that a keeper holds for the other nodes of its group, and how it is computed out of their memory.
 
-One thread per node reads its pieces block by block, as its captures fill, and adds each block to the parity; so links
-and processor work at the same time, and what is read takes one block of memory per node.
+One thread per node reads its pieces block by block, as its captures fill, and adds each block to the parity. So links
+and processor work at the same time. Reading takes one block of memory per node.
 """
 
 import ctypes

@@ -20,7 +20,7 @@ from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
-from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run, Unprotected
+from lazysnap.keeper.protocol import Alert, HeldParity, Message, Parity, Peers, Protected, Run
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.memory.arena import SlotPhase, Word
@@ -278,7 +278,7 @@ class NodeProtection:
         protected, every = -1 if self._held.protected is None else self._held.protected, self._every
         if protected > news.newest or begun // every <= protected // every:
             if news.tells_at_s is not None:
-                self._context.emit(Unprotected(""))
+                self._context.emit(Alert("protection", ""))
             self._news = _News(protected)
             return
         seconds = now - news.since
@@ -287,4 +287,4 @@ class NodeProtection:
             nodes, _ = self._loop.unreached
             unreached = f"no link to the keeper of node {min(nodes)}" if nodes else ""
             reason = unreached or self._why or "a node of its group, or of another one, has no parity yet"
-            self._context.emit(Unprotected(f"nothing was protected for {seconds:.0f} s: {reason}"))
+            self._context.emit(Alert("protection", f"nothing was protected for {seconds:.0f} s: {reason}"))

@@ -3,17 +3,22 @@
 import functools
 import json
 import operator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.links.secret import Secret
+from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
+
+
+SlotName = int | str
+"""The keeper's number of a slot for captures, or the digest of the frozen tensors in a slot."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
@@ -47,11 +52,8 @@ class Hello(Message, frozen=True):
 class Adopt(Message, frozen=True):
     """Comes with a slot that an earlier keeper gave it."""
 
-
-class AdoptFrozen(Message, frozen=True):
-    """Comes with a slot of frozen tensors that an earlier keeper gave it."""
-
-    digest: str
+    digest: str | None = None
+    """Digest of the frozen tensors in it; ``None``: the slot is for captures."""
 
 
 class Peers(msgspec.Struct, frozen=True):
@@ -122,9 +124,12 @@ class Reserve(Message, frozen=True):
 
 
 class Return(Message, frozen=True):
-    """A slot is given back: nothing in it is needed, and the trainer writes nothing into it from now on."""
+    """The trainer writes nothing into this slot from now on.
 
-    slot: int
+    A slot for captures is given back: nothing in it is needed. The words of frozen tensors show if they are whole.
+    """
+
+    slot: SlotName
 
 
 class SlotsChanged(Message, frozen=True):
@@ -132,24 +137,19 @@ class SlotsChanged(Message, frozen=True):
 
 
 class AskFrozen(Question, frozen=True, kw_only=True):
-    """A slot for frozen tensors is wanted. Answered by ``FrozenSlot`` or ``FrozenRefused``."""
+    """A slot for frozen tensors is wanted. Answered by ``SlotMade`` or ``MemoryRefused``."""
 
     digest: str
     meta: int
     image: int
 
 
-class FrozenFilled(Message, frozen=True):
-    """The trainer writes no more into the slot of these frozen tensors. Its words show if they are whole."""
+class Store(Message, frozen=True):
+    """A step must be stored at every level, due or not."""
 
-    digest: str
-
-
-class Keep(Message, frozen=True):
-    """A capture gets a name at every level."""
-
-    name: str
     step: int
+    name: str | None = None
+    """The name that its snapshot gets, if any."""
 
 
 class Release(Message, frozen=True):
@@ -158,30 +158,28 @@ class Release(Message, frozen=True):
     name: str
 
 
-class Wish(Message, frozen=True):
-    """A step must be stored at every level, due or not."""
-
-    step: int
-
-
 class Protect(Message, frozen=True):
     """A step is to be protected by other nodes, due or not."""
 
     step: int
 
 
-class AskInventory(Question, frozen=True):
-    """Answered by ``Inventory``."""
+class AskInventory(Question, frozen=True, kw_only=True):
+    """Answered by ``Inventory``. If another process than the rank's trainer asks, its slots come before the answer."""
+
+    local_rank: int
+    in_words: bool = False
+    """True to get the state of the whole node (``Inventory.state``), and neither slots nor entries."""
 
 
 class Drain(Question, frozen=True, kw_only=True):
-    """Bring a step to all levels. Answered by ``Drained``, when it is there, or every other level was tried."""
+    """Bring a step to all levels. Answered by ``Done``, when it is there, or every other level was tried."""
 
     step: int
 
 
 class ServePeers(Question, frozen=True, kw_only=True):
-    """Serve other nodes at this address and port of the machine from now on. Answered by ``ServingPeers``."""
+    """Serve other nodes at this address and port of the machine from now on. Answered by ``Done``."""
 
     host: str
     port: int
@@ -197,27 +195,18 @@ class Ending(Message, frozen=True):
     the same step."""
 
 
-class Ping(Message, frozen=True):
-    """Answered by ``Pong``."""
-
-
-class Abandon(Message, frozen=True):
-    """The trainer leaves as if it died."""
+class Ping(Question, frozen=True):
+    """Answered by ``Done``, which is a sign of life."""
 
 
 class Goodbye(Message, frozen=True):
-    """The training is over."""
+    """The trainer leaves."""
+
+    is_over: bool = True
+    """True if the training is over; else it leaves as if it died."""
 
 
 # ---------------------------------------------------------------- what others say to a keeper
-
-
-class ShowRank(Message, frozen=True):
-    """Another process of the job wants to read what a rank holds. Answered by slots and an ``Inventory``."""
-
-    local_rank: int
-    in_words: bool = False
-    """True to get the state of the whole node (``Inventory.state``), and neither slots nor entries."""
 
 
 class Stop(Message, frozen=True):
@@ -248,8 +237,6 @@ class Busy(Message, frozen=True):
 class Leaving(Message, frozen=True):
     """This keeper serves nobody any more."""
 
-    pid: int
-
 
 class NotDurable(Message, frozen=True):
     """It stays: its newest capture is not at every level."""
@@ -257,24 +244,12 @@ class NotDurable(Message, frozen=True):
     step: int | None
 
 
-class SlotMade(Message, frozen=True):
-    """Comes with a slot, a new one or one that was handed over, and says what the keeper calls it."""
+class SlotMade(Answer, frozen=True, kw_only=True):
+    """Comes with a slot, a new one or one that was handed over. An answer, if frozen tensors were asked for."""
 
-    slot: int
-
-
-class FrozenSlot(Answer, frozen=True, kw_only=True):
-    """Comes with a slot of frozen tensors."""
-
-    digest: str
+    slot: SlotName
     fills: bool = False
-    """True if this trainer shall fill it; else another one does, or it is whole."""
-
-
-class FrozenRefused(Answer, frozen=True, kw_only=True):
-    """There is no room for frozen tensors."""
-
-    text: str
+    """True if this trainer shall fill it with frozen tensors; else another one does, or it is whole."""
 
 
 class FrozenDropped(Message, frozen=True):
@@ -283,14 +258,17 @@ class FrozenDropped(Message, frozen=True):
     digest: str
 
 
-class MemoryRefused(Message, frozen=True):
-    """There is no room for the slots."""
+class MemoryRefused(Answer, frozen=True, kw_only=True):
+    """There is no room for the slots; as an answer, for the frozen tensors that were asked for."""
 
     text: str
 
 
-class Pong(Message, frozen=True):
-    """A sign of life."""
+class Done(Answer, frozen=True, kw_only=True):
+    """The answer to a question that has no other one."""
+
+    ok: bool = True
+    """``False`` if what was to be done has failed."""
 
 
 class DrainProgress(Message, frozen=True):
@@ -298,16 +276,6 @@ class DrainProgress(Message, frozen=True):
 
     done: int
     total: int
-
-
-class Drained(Answer, frozen=True, kw_only=True):
-    """True if it is at every level."""
-
-    ok: bool
-
-
-class ServingPeers(Answer, frozen=True, kw_only=True):
-    """Reads by other nodes are served, or will be as soon as the port is free."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -322,9 +290,8 @@ class Held(msgspec.Struct, frozen=True):
     """Digest of the frozen tensors that belong with it."""
     rank: int
     world_size: int
-    block_bytes: int
-    blocks: list[str] | None
-    """Checksums, if they are known."""
+    checksums: Checksums | None
+    """Known once the keeper stored the capture, or rested without a trainer."""
 
 
 class HeldMember(msgspec.Struct, frozen=True):
@@ -455,7 +422,7 @@ class Inventory(Answer, frozen=True, kw_only=True):
     parity: list[HeldParity] = []
     """The memory of the whole node; only for the first rank."""
     state: NodeState | None = None
-    """Only where it was asked for (``ShowRank.in_words``), and once a training began."""
+    """Only where it was asked for (``AskInventory.in_words``), and once a training began."""
 
 
 class Durable(Message, frozen=True):
@@ -483,9 +450,12 @@ class Protected(Message, frozen=True):
     start: str
 
 
-class Unprotected(Message, frozen=True):
-    """Nothing was protected for a while; a repeated reminder. Empty: protection works again."""
+class Alert(Message, frozen=True):
+    """Something keeps snapshots from being safe. It is sent again while that lasts; without text it is over."""
 
+    about: Literal["links", "protection", "keeper"]
+    """``links``: keepers of nodes do not reach each other, so nothing is stored. ``protection``: nothing was protected
+    for a while. ``keeper``: an error that no other message shows; sent once."""
     text: str
 
 
@@ -494,18 +464,6 @@ class LevelFailed(Message, frozen=True):
 
     level: str
     step: int
-    text: str
-
-
-class Unlinked(Message, frozen=True):
-    """Keepers of nodes do not reach each other, so nothing is stored; a repeated reminder. Empty: they do again."""
-
-    text: str
-
-
-class KeeperFailed(Message, frozen=True):
-    """An error in the keeper that no other message shows."""
-
     text: str
 
 

@@ -1,6 +1,7 @@
 """The keeper's main loop: one process per job and node serves all ranks there. It ends with the last of them."""
 
 import contextlib
+import functools
 import logging
 import os
 import selectors
@@ -24,19 +25,17 @@ from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import (
     Adopt,
-    AdoptFrozen,
+    Alert,
     AskInventory,
+    Done,
     FrozenDropped,
     Hello,
     Inventory,
-    KeeperFailed,
     Leaving,
     Message,
     NotDurable,
     Run,
     ServePeers,
-    ServingPeers,
-    ShowRank,
     Stop,
 )
 from lazysnap.keeper.trouble import Trouble
@@ -149,7 +148,7 @@ class Server:
                 self._untold.append(self._trouble.texts.get())
         if any(rank.trainer is not None for rank in self._ranks.values()):
             while self._untold:
-                self._emit(KeeperFailed(self._untold.popleft()))
+                self._emit(Alert("keeper", self._untold.popleft()))
 
     def _is_over(self) -> bool:
         if self._has_served or self._is_leaving:
@@ -311,7 +310,7 @@ class Server:
         except OtherVersion as error:
             logger.warning("%s", error)
             with contextlib.suppress(OSError):
-                connection.send(Leaving(os.getpid()))  # what it says does not matter: it comes with our version
+                connection.send(Leaving())  # what it says does not matter: it comes with our version
             messages = None
         except (KeeperUnavailable, OSError) as error:
             logger.warning("closing a connection: %s", error)
@@ -320,7 +319,7 @@ class Server:
             self._close(connection)
             return
         for message, fds in messages:
-            is_adopted = isinstance(message, Adopt | AdoptFrozen) and len(fds) == 1
+            is_adopted = isinstance(message, Adopt) and len(fds) == 1
             is_taken = is_adopted and self._rank_of(connection) is not None
             try:
                 self._handle(connection, message, fds)
@@ -352,7 +351,7 @@ class Server:
         rank = self._rank_of(connection)
         if isinstance(message, Hello):
             self._hello(connection, message)
-        elif isinstance(message, ShowRank):
+        elif isinstance(message, AskInventory):
             self._show(connection, message)
         elif isinstance(message, Stop):
             self._stop(connection, is_forced=message.force)
@@ -362,10 +361,7 @@ class Server:
             self._begin_run(rank, message)
         elif isinstance(message, ServePeers):
             self._reads.serve((message.host, message.port), message.secret)
-            connection.send(ServingPeers(id=message.id))
-        elif isinstance(message, AskInventory):
-            parity = self._parity.inventory() if rank.team.local_rank == 0 else ()
-            connection.send(rank.inventory.message(sorted(self._ranks), message.id, parity))
+            connection.send(Done(id=message.id))
         else:
             rank.handle(message, fds)
 
@@ -381,8 +377,9 @@ class Server:
             rank.close()
             rank = None
         if rank is None:
+            last_words = functools.partial(self._read, wait=False)
             rank = self._ranks[number] = LocalRank(
-                self._selector, self._close, self._last_words, self._frozen, lambda: self._storage
+                self._selector, self._close, last_words, self._frozen, lambda: self._storage
             )
         self._has_served = True
         faults.set_peer(connection.peer_pid)
@@ -392,24 +389,24 @@ class Server:
                 self._asked_to_stop.send(rank.busy())
             self._asked_to_stop = None
 
-    def _last_words(self, connection: Connection) -> None:
-        """A trainer ended: a goodbye may be among what it said before."""
-        self._read(connection, wait=False)
-
-    def _show(self, connection: Connection, asked: ShowRank) -> None:
-        """Another process wants to read what a rank holds. Raises: OSError, if it is gone again."""
+    def _show(self, connection: Connection, asked: AskInventory) -> None:
+        """Tell what is held for a rank, or by the node. Raises: OSError, if whoever asked is gone again."""
         rank, local_ranks = self._ranks.get(asked.local_rank), sorted(self._ranks)
-        nothing = Inventory(entries=[], frozen=[], end=None, local_ranks=local_ranks)
+        nothing = Inventory(id=asked.id, entries=[], frozen=[], end=None, local_ranks=local_ranks)
         if asked.in_words:
             ranks, storage = [self._ranks[number] for number in local_ranks], self._storage
             state = None if storage is None else node_state(ranks, storage, self._parity, self._sent)
             # A process that was stopped while it asked must not hold up the keeper.
             connection.post(msgspec.structs.replace(nothing, state=state))
-        elif rank is None:
+            return
+        if rank is None:
             connection.send(nothing)
-        else:
+            return
+        is_own = rank.trainer is connection
+        if not is_own:
             rank.inventory.send_slots(connection)
-            connection.send(rank.inventory.message(local_ranks))
+        parity = self._parity.inventory() if is_own and asked.local_rank == 0 else ()
+        connection.send(rank.inventory.message(local_ranks, asked.id, parity))
 
     # ---------------------------------------------------------------- stopping
 
@@ -438,5 +435,5 @@ class Server:
             logger.info("asked to stop: %s", error)
 
     def _agree_to_leave(self, connection: Connection) -> None:
-        connection.send(Leaving(os.getpid()))
+        connection.send(Leaving())
         self._leave()

@@ -45,7 +45,7 @@ class Trouble(logging.Handler):
         self._address = address
         self._told: dict[str, float] = {}
         self.texts: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Return one line for each error that trainers must see."""
+        """One line for each error that trainers must see."""
 
     def watch(self) -> None:
         """Take note of errors from now on, and remove log files that nobody uses any more."""

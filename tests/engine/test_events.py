@@ -6,7 +6,7 @@ from lazysnap.engine.messages import Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.keeper.events import KeeperLost
-from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, NameFailed, Protected, Unlinked, Unprotected
+from lazysnap.keeper.protocol import Alert, Complete, Durable, LevelFailed, NameFailed, Protected
 
 
 def said(caplog):
@@ -37,10 +37,11 @@ def test_a_level_that_fails_is_told_once_and_once_that_it_works_again(caplog):
 
 def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
     caplog.set_level("INFO")
-    told = [LevelFailed("/disk", 1, "full"), Unlinked("no link"), Unprotected("alone"), NameFailed("/disk", "x", "-")]
+    alerts = [Alert("links", "no link"), Alert("protection", "alone")]
+    told = [LevelFailed("/disk", 1, "full"), *alerts, NameFailed("/disk", "x", "-")]
     ranks = [events_of(speaks_for_node=rank == 0) for rank in range(3)]
     for events, _ in ranks:
-        events.take([*told, Unlinked(""), Unprotected(""), complete(2)])
+        events.take([*told, Alert("links", ""), Alert("protection", ""), complete(2)])
 
     assert len(said(caplog)) == 7
     assert len([record for record in caplog.records if record.levelname == "INFO"]) == 14

@@ -12,7 +12,7 @@ from test_strange_answers import keeper_at, proven
 from lazysnap.config import MemoryLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.protocol import PROTOCOL, Busy, Drain, Drained, Hello, Leaving, Run, Stop, Welcome, encode
+from lazysnap.keeper.protocol import PROTOCOL, Busy, Done, Drain, Hello, Leaving, Run, Stop, Welcome, encode
 from lazysnap.topology import Team
 
 DEADLINE_S = 60
@@ -100,14 +100,14 @@ def test_a_keeper_knows_the_run_before_anything_is_asked(tmp_path):
         heard.append(type(message))
         if isinstance(message, Hello):
             return [(Welcome(os.getpid()), ())]
-        return [(Drained(id=message.id, ok=True), ())] if isinstance(message, Drain) else []
+        return [(Done(id=message.id, ok=True), ())] if isinstance(message, Drain) else []
 
     with keeper_at(identity, answer):
         client = KeeperClient(identity, config)
         client.adopt_run(Run("ab" * 8, "1" * 16, 0, 0, 1, 1, {}, [], None, is_new=True))
 
         def ask_at_once():
-            until(lambda: client.is_attached)
+            until(lambda: client.keeper_pid is not None)
             answers.append(client.drain(1, DEADLINE_S))
 
         threading.Thread(target=ask_at_once, daemon=True).start()

@@ -22,7 +22,7 @@ def temporary(tmp_path, monkeypatch):
 
 
 def failures(trainer):
-    return [told["text"] for name, told in trainer.take_events() if name == "KeeperFailed"]
+    return [told["text"] for name, told in trainer.take_events() if name == "Alert"]
 
 
 def test_an_error_in_the_main_loop_costs_no_memory_and_the_next_trainer_is_told(job, temporary):

@@ -13,7 +13,7 @@ from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import Complete, Hello, Pong, Run
+from lazysnap.keeper.protocol import Complete, Done, Hello, Run
 from lazysnap.topology import Team
 
 
@@ -72,7 +72,7 @@ def test_a_trainer_that_took_nothing_for_long_hears_later_what_is_complete(serve
     served.storages = trainer.storages
     served.begin_run(level)
     step = trainer.store()
-    while served.rank.trainer.post(Pong()):
+    while served.rank.trainer.post(Done()):
         pass
     served.rank.emit(Complete(level.url, [step], STARTS[0]))
     assert served.received(Complete) == []

@@ -26,7 +26,7 @@ from lazysnap.keeper.identity import ENVIRONMENT, JobIdentity, owner_secret
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import prove
 from lazysnap.keeper.neighbour import NeighbourMemory
-from lazysnap.keeper.protocol import ShowRank
+from lazysnap.keeper.protocol import AskInventory
 from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import Slot
 from lazysnap.topology import Team
@@ -118,7 +118,7 @@ def test_a_process_without_the_secret_is_shown_no_memory(job, greets):
             with pytest.raises((KeeperUnavailable, OSError)):
                 prove(connection, OTHERS, reader(connection))
         else:
-            connection.send(ShowRank(0))
+            connection.send(AskInventory(local_rank=0))
         # Nothing comes but the keeper's half of the greeting, before the end.
         with contextlib.suppress(ConnectionError):
             while (found := socket.recv_fds(connection.sock, 1 << 16, 16))[0]:

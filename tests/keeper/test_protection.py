@@ -23,7 +23,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
 from lazysnap.keeper.protection import interval_of
-from lazysnap.keeper.protocol import Protected, Run, Unprotected
+from lazysnap.keeper.protocol import Alert, Protected, Run
 from lazysnap.levels.source import RateLimiter
 from lazysnap.links import client as peer_client
 from lazysnap.links.client import PeerReader
@@ -272,7 +272,7 @@ def test_what_is_refused_again_and_again_says_why(rig, stands_in, monkeypatch):
 
     def is_told():
         rig.capture(rig.step + 2)
-        told = "".join(event.text for event in rig.told_to[0] if isinstance(event, Unprotected))
+        told = "".join(event.text for event in rig.told_to[0] if isinstance(event, Alert))
         return re.search(r"nothing was protected for \d+ s: step \d+: .*this will never be", told)
 
     with stands_in(2, refuse):

@@ -7,7 +7,7 @@ import pytest
 from support.waiting import until
 
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import Drain, Drained, Pong
+from lazysnap.keeper.protocol import Done, Drain
 from lazysnap.keeper.questions import Questions
 
 
@@ -33,7 +33,7 @@ def test_an_answer_that_comes_after_the_deadline_is_not_kept(ends):
     assert questions.ask(Drain(step=1), 0.0) is None
     late = asked(theirs)
     with lock:
-        questions.receive(Drained(id=late.id, ok=True))
+        questions.receive(Done(id=late.id, ok=True))
 
     assert questions._open == {}
 
@@ -46,12 +46,12 @@ def test_each_question_gets_its_own_answer(ends):
     thread.start()
     number = asked(theirs).id
     with lock:
-        for message in (Pong(), Drained(id=number + 1, ok=True), Drained(id=number, ok=True)):
+        for message in (Done(), Done(id=number + 1, ok=True), Done(id=number, ok=True)):
             questions.receive(message)
         lock.notify_all()
     thread.join(20)
 
-    assert answers == [Drained(id=number, ok=True)]
+    assert answers == [Done(id=number, ok=True)]
 
 
 def test_nobody_waits_for_an_answer_on_a_connection_that_ended(ends):
@@ -87,10 +87,10 @@ def test_who_is_told_of_progress_holds_up_no_answer(ends):
     assert told.wait(60)
     is_free = lock.acquire(timeout=20)
     if is_free:
-        questions.receive(Drained(id=number, ok=True))
+        questions.receive(Done(id=number, ok=True))
         lock.release()
     goes_on.set()
     thread.join(60)
 
     assert is_free
-    assert answers == [Drained(id=number, ok=True)]
+    assert answers == [Done(id=number, ok=True)]

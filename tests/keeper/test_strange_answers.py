@@ -21,7 +21,6 @@ from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.keeper.protocol import (
     PROTOCOL,
     Adopt,
-    FrozenSlot,
     Hello,
     Inventory,
     Message,
@@ -118,7 +117,7 @@ def test_a_slot_is_mapped_or_its_descriptor_closed(slot):
         assert copies(slot.fd, empty.fileno()) == before
 
 
-@pytest.mark.parametrize("told", [SlotMade(7), FrozenSlot(digest="7" * 32)], ids=["slot", "frozen"])
+@pytest.mark.parametrize("told", [SlotMade(slot=7), SlotMade(slot="7" * 32)], ids=["slot", "frozen"])
 def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tmp_path, told, slot):
     """Neither a slot for which there is no room, nor what follows a message that cannot be used."""
     config = SnapshotConfig(job_id=str(tmp_path), io_timeout_s=20.0)
@@ -152,7 +151,7 @@ def test_keepers_of_others_are_looked_at_without_what_cannot_be_mapped(tmp_path)
         large = too_large()
         stack.callback(os.close, large)
         nothing = Inventory(entries=[], frozen=[], end=None, local_ranks=[0])
-        told = [(SlotMade(7), (large,)), (nothing, ())]
+        told = [(SlotMade(slot=7), (large,)), (nothing, ())]
         stack.enter_context(keeper_at(identity, lambda _: told))
         before = copies(large)
 

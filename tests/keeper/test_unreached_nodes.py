@@ -6,7 +6,7 @@ from support.waiting import until
 
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper import node_storage
-from lazysnap.keeper.protocol import Unlinked
+from lazysnap.keeper.protocol import Alert
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def two_nodes(tmp_path, monkeypatch):
 
 
 def unlinked(rig, node):
-    return [event.text for event in list(rig.told_to[node]) if isinstance(event, Unlinked)]
+    return [event.text for event in list(rig.told_to[node]) if isinstance(event, Alert) and event.about == "links"]
 
 
 @pytest.mark.parametrize(("away", "left", "said"), [(1, 0, "the keeper of node 1"), (0, 1, "of rank 0's node")])

@@ -17,7 +17,7 @@ import msgspec
 from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.protocol import Run, SlotsChanged, Wish
+from lazysnap.keeper.protocol import Run, SlotsChanged, Store
 from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import SlotPhase, Word
@@ -135,7 +135,7 @@ class Trainer:
             slot.unpin()
         if must:
             slot.pin(step, until_stored=True)
-            self.client.tell(Wish(step))
+            self.client.tell(Store(step))
         self.client.tell(SlotsChanged())
         slot.image[: len(image) // 2] = image[: len(image) // 2]
         slot.advance(len(image) // 2)
