@@ -131,7 +131,9 @@ def purge(writer: Any, first_step: int | None) -> None:
     """Let TensorBoard ignore what was written to the directory of ``writer`` from ``first_step`` on, until now."""
     if first_step is not None:
         writer.purge_step = first_step
-        writer.close()  # what is written next begins a file, with this step
+        writer.close()
+        writer._get_file_writer()  # a new file, which begins with this step
+        writer.purge_step = None  # tensorboardX would purge again whenever it opens a file
 
 
 # ---------------------------------------------------------------- CSV
