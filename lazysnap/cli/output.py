@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -77,6 +77,11 @@ class Output:
         self._results = _console(stderr=False)
         self._messages = _console(stderr=True)
 
+    @property
+    def is_terminal(self) -> bool:
+        """True if the result is shown on a terminal."""
+        return self._results.is_terminal
+
     def hide(self, text: str) -> str:
         """Return ``text`` without secrets."""
         for redaction in self._redactions:
@@ -96,9 +101,9 @@ class Output:
         return table
 
     def show(self, item: RenderableType) -> None:
-        """Print a part of the result, unless it is JSON."""
+        """Print a part of the result, unless it is JSON. A text stays on one line."""
         if not self.as_json:
-            self._results.print(item)
+            self._results.print(item, soft_wrap=isinstance(item, Text))
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line of the result, unless it is JSON."""
@@ -122,23 +127,20 @@ class Output:
         self.result(ok=False, error=f"{kind}: {error}")
 
     @contextlib.contextmanager
-    def screen(self) -> Iterator[Callable[[RenderableType], None]]:
-        """Yield a function that shows something in place of what it showed before. The last of it stays visible."""
-        if not self._results.is_terminal:
-            yield self.show
-            return
+    def screen(self) -> Iterator[Callable[[Sequence[RenderableType]], None]]:
+        """Yield a function that shows parts in place of those it showed before. The last ones stay visible."""
         last: list[RenderableType] = []
         try:
             with Live(console=self._results, screen=True, auto_refresh=False) as live:
 
-                def update(item: RenderableType) -> None:
-                    last[:] = [item]
-                    live.update(item, refresh=True)
+                def update(parts: Sequence[RenderableType]) -> None:
+                    last[:] = parts
+                    live.update(Group(*parts), refresh=True)
 
                 yield update
         finally:
-            for item in last:
-                self.show(item)
+            for part in last:
+                self.show(part)
 
     @contextlib.contextmanager
     def bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:

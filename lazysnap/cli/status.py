@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -22,6 +22,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.keeper.protocol import LevelState, NodeState, RankState
 
 _ANSWER_S = 2.0
+_LONGEST_S = 86400.0
 _ALIVE = ("attached", "away")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs")
 """File systems that are on no disk of this node."""
@@ -62,11 +63,12 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """
     if args.watch is None:
         found, others = _look(args.job)
-        output.show(_screen(found, others, args.job, output))
+        for part in _screen(found, others, args.job, output):
+            output.show(part)
         jobs = [_fields(one) for one in found]
         return output.result(ok=not any(job["problems"] for job in jobs), jobs=jobs, not_asked=others)
-    if args.json or args.watch <= 0:
-        raise ConfigError("--watch takes seconds, more than 0, and goes without --json: ask again in a loop for that")
+    if args.json or not 0 < args.watch < _LONGEST_S or not output.is_terminal:
+        raise ConfigError("--watch takes seconds, more than 0, and a terminal, without --json: else ask in a loop")
     try:
         with output.screen() as show:
             while True:
@@ -218,7 +220,7 @@ def _problems(found: FoundKeeper) -> list[str]:
 # ---------------------------------------------------------------- the screen
 
 
-def _screen(found: list[FoundKeeper], others: list[int], job: str | None, output: Output) -> RenderableType:
+def _screen(found: list[FoundKeeper], others: list[int], job: str | None, output: Output) -> list[RenderableType]:
     parts = [part for one in found for part in _job(one, output)]
     if not parts:
         owner = "this user and secret" if others else "this user"
@@ -229,7 +231,7 @@ def _screen(found: list[FoundKeeper], others: list[int], job: str | None, output
         text = f"{count_of(len(others), 'more keeper')} of this user: process {', '.join(map(str, others))}. "
         text += "Another secret (LAZYSNAP_SECRET), or a password in the name of the job: `lazysnap status JOB`"
         parts += [output.cell(text, "yellow")]
-    return Group(*parts)
+    return parts
 
 
 def _job(found: FoundKeeper, output: Output) -> Iterator[RenderableType]:
