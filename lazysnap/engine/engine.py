@@ -113,7 +113,7 @@ class SnapshotEngine:
 
         ``which``: ``"latest"``, a step, a name that ``keep`` gave, ``"run:1f3a"`` (the newest snapshot of the run whose
         id begins so) or ``"run:1f3a@200"`` (that step of it). If another snapshot than the newest is chosen, a new run
-        begins there: what was captured after it stays as it is, and ``"latest"`` means the new run as soon as that has
+        begins there: what was captured after it stays, and ``"latest"`` means the new run as soon as that has
         a complete snapshot. Blocks; collective with several ranks.
         Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises. With several ranks each
         of them, what one of them met; errors that are not of this package as StateError.
@@ -221,7 +221,7 @@ class SnapshotEngine:
         never given to another snapshot than that one: if it is lost before it is stored (a torn copy, memory that
         died), a warning says so, and ``lost_names``.
         Blocks: where storage has not taken the snapshot named before, until it has, at most ``io_timeout_s``; not
-        again, once that was in vain. Raises: ConfigError, for a bad name, or without persistent levels.
+        again, once that has failed. Raises: ConfigError, for a bad name, or without persistent levels.
         """
         self.session.check_open("keep")
         check_name(name)

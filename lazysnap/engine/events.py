@@ -33,7 +33,7 @@ _ALERTS = {
     "protection": (Event.NODE_UNPROTECTED, Event.NODE_PROTECTED),
     "keeper": (Event.KEEPER_TROUBLE, Event.KEEPER_TROUBLE),
 }
-"""What the user is told of an alert, and of its end."""
+"""Messages of an alert to the user, and of its end."""
 
 
 class KeeperEvents:

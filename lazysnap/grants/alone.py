@@ -13,7 +13,7 @@ def to_store_alone(ranks: Sequence[RankView], num_kept: int) -> list[int]:
 
     These are the newest capture that a rank began, if it is whole, and the ``num_kept`` (K) captures before it. The
     newest step that all nodes hold is among them (docs/architecture.md, *How many slots*), but without the other nodes
-    nobody can tell which one it is.
+    nobody knows which one it is.
     """
     before = whole_before_newest(ranks)
     return [*(common_whole(ranks) - set(before)), *before[:num_kept]]

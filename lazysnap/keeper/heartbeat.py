@@ -54,7 +54,7 @@ class Heartbeat:
     """The heartbeat of one connection, on the thread that receives its messages; ``fall_silent`` and ``is_silent`` on
     any.
 
-    Answering -> silent, when nothing was heard for ``timeout_s``, pings or not; back with the next message.
+    Answering -> silent, when nothing arrived for ``timeout_s``, pings or not; back with the next message.
     """
 
     def __init__(self, timeout_s: float) -> None:

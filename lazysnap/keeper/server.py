@@ -61,7 +61,7 @@ def run_keeper(
     """Serve one job on this node until it is over.
 
     ``listener`` has the job's address; ``trainer`` is a connection to the trainer that started this process.
-    Whoever else connects must have ``secret``. ``trouble`` has the errors that trainers are to be told.
+    Whoever else connects must have ``secret``. ``trouble`` has the errors that are reported to trainers.
     """
     server = Server(listener, secret, trouble)
     if trainer is not None:

@@ -97,7 +97,7 @@ class _WithSnapshots:
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Snapshot | None:
         """``"latest"``, a step or ``"run:1f3a"``: restore the snapshot, from the freshest place that has it, and return
-        it (its ``step``, ``level`` and ``seconds``), or ``None`` if there is none; one line tells which.
+        it (its ``step``, ``level`` and ``seconds``), or ``None`` if there is none; one line names it.
 
         Prepared loaders go on in mid-epoch by themselves; ``skip_first_batches`` does not skip twice.
         Anything else is a directory of Accelerate's; ``None``, with ``automatic_checkpoint_naming``, the newest that is
@@ -206,7 +206,7 @@ def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
 
 
 def _door_of(accelerator: Any, *made_with: Any) -> Door:
-    """The door of an accelerator that has prepared objects by now. Raises: as ``LazyAccelerator``."""
+    """Return the engine's side of an accelerator that has prepared objects by now. Raises: as ``LazyAccelerator``."""
     door = Door(accelerator, *made_with)
     for loader in accelerator._dataloaders:
         door.watch_loader(loader)

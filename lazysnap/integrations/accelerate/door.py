@@ -46,7 +46,7 @@ class Door(WithEngine):
         if rollback_on is not None:
             check_policy(rollback_on, "LazyAccelerator.rollback_on")
         self.made_with = snapshots, rollback_on
-        """Arguments for the door of a copy of this accelerator."""
+        """Arguments, to be used again for a copy of this accelerator."""
         # It lives as long as the accelerator, which holds it.
         self._accelerator = weakref.proxy(accelerator)
         self._why_stock = _why_stock(accelerator)

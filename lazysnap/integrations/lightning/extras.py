@@ -122,7 +122,7 @@ class ModuleExtras:
         ]
 
     def collect(self) -> dict[str, Any]:
-        """Flags as text, one character each; changed buffers as they are."""
+        """Flags as text, one character each; buffers that changed."""
         return {
             "training": "".join("01"[item.training] for item in self._module.modules()),
             "requires_grad": "".join("01"[item.requires_grad] for item in self._module.parameters()),

@@ -10,7 +10,7 @@ from lazysnap.engine.signals import ChainedHandler
 
 
 def listen(trainer: Any, engine: SnapshotEngine) -> None:
-    """Let a notice of the end be heard, and let it end the fit as Lightning would, but for the exit code.
+    """Listen for a notice of the end, which ends the fit as Lightning would, but for the exit code.
 
     Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal, waits for the end
     of the batch, and leaves with exit code 0. Handlers of the program are called as before. Idempotent.

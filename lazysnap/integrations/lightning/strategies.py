@@ -67,7 +67,7 @@ def _kinds(strategy: Any) -> set[str]:
 
 @contextlib.contextmanager
 def own_state(trainer: Any) -> Iterator[None]:
-    """While it lasts, the strategy tells of the state that this rank holds: views, no collective; the fit loop asks no
+    """While it lasts, the strategy returns the state that this rank holds: views, no collective; the fit loop asks no
     data loader for its state; a ``GradScaler`` is not waited for.
     """
     patches, strategy, plugin = Patches(), trainer.strategy, trainer.precision_plugin
