@@ -21,12 +21,8 @@ class RankInventory:
         self._pool = pool
         self._frozen = frozen
         self._sequence = 0
-        self._end: TrainerEnd | None = None
-
-    @property
-    def end(self) -> TrainerEnd | None:
+        self.end: TrainerEnd | None = None
         """The end of the last trainer that captured anything."""
-        return self._end
 
     def trainer_came(self) -> None:
         """A trainer is attached; what is captured from now on is its own."""
@@ -40,7 +36,7 @@ class RankInventory:
         with contextlib.suppress(LazySnapError):  # it died while it wrote them: then the last end known stays
             meta = CaptureMeta.from_bytes(newest.read_meta())
             step = max(newest.word(Word.REACHED), newest.word(Word.BEGIN)) - 1
-            self._end = TrainerEnd(time.time_ns(), meta.run_id, step)
+            self.end = TrainerEnd(time.time_ns(), meta.run_id, step)
 
     def message(self, local_ranks: Iterable[int], number: int = 0, parity: Sequence[HeldParity] = ()) -> Inventory:
         """The answer to the question of that number. ``local_ranks``: of all ranks for which the keeper has one."""
@@ -54,7 +50,7 @@ class RankInventory:
             id=number,
             entries=entries,
             frozen=self._frozen.digests(),
-            end=self._end,
+            end=self.end,
             local_ranks=list(local_ranks),
             parity=list(parity),
         )

@@ -296,26 +296,21 @@ class LevelWriter:
                 raise WriteCancelled(f"step {write.step} was cancelled")
 
         store = self._opened(obey)
-        if write.source is not None:
-            faults.point("keeper.persist.copy")
-            return self._copy(store, write, obey)
-        faults.point("keeper.persist.begin")
-        return self._bytes.store(store, write.step, obey, self._turn(write))
+        if write.source is None:
+            faults.point("keeper.persist.begin")
+            return self._bytes.store(store, write.step, obey, self._turn(write))
+        faults.point("keeper.persist.copy")
+        above = self._above[write.source]
+        if above._files.is_shared and not self._files.is_shared:
+            raise CaptureAborted(f"{above._where}: has this node's share alone of what several nodes hold")
+        origin = open_store(above._level.url, options=above._level.storage_options)
+        return self._bytes.copy(store, origin, write.step, obey, self._turn(write))
 
     def _turn(self, write: Write) -> FrozenTurn | None:
         """Return ``None`` if no other node writes the same frozen tensors there, or none answers."""
         if not self._files.is_shared or self._files.team.nodes == 1 or write.is_alone:
             return None
         return FrozenTurn(self._loop, self._index, self._level)
-
-    def _copy(self, store: SnapshotStore, write: Write, beat: Beat) -> Manifest:
-        """Copy from the files of a faster level."""
-        assert write.source is not None
-        above = self._above[write.source]
-        if above._files.is_shared and not self._files.is_shared:
-            raise CaptureAborted(f"{above._where}: has this node's share alone of what several nodes hold")
-        origin = open_store(above._level.url, options=above._level.storage_options)
-        return self._bytes.copy(store, origin, write.step, beat, self._turn(write))
 
     def _read_back(self, manifest: Manifest) -> None:
         """Raises: ShardCorrupt, and it is no snapshot any more."""

@@ -2,12 +2,12 @@
 
 import ipaddress
 import logging
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from lazysnap.errors import ConfigError
 
@@ -78,26 +78,23 @@ def listen_when_free(
     The keeper before this one may just be leaving it. A failure that lasts is logged once, as ``trouble``.
     Raises: ConfigError, if it is no address of one interface.
     """
+
+    def keep_trying() -> None:
+        warns_at = time.monotonic() + _PORT_S
+        while is_wanted():
+            time.sleep(_AGAIN_S)
+            try:
+                listen(*address)
+                return
+            except OSError as error:
+                if time.monotonic() > warns_at:
+                    warns_at = math.inf
+                    logger.warning("%s: %s:%d: %s; trying again", trouble, *address, error)
+
     try:
         listen(*address)
     except OSError:
-        target = partial(_keep_trying, listen, address, is_wanted, trouble)
-        threading.Thread(target=target, name="lazysnap-listen", daemon=True).start()
-
-
-def _keep_trying(
-    listen: Callable[[str, int], object], address: tuple[str, int], is_wanted: Callable[[], bool], trouble: str
-) -> None:
-    warns_at: float | None = time.monotonic() + _PORT_S
-    while is_wanted():
-        time.sleep(_AGAIN_S)
-        try:
-            listen(*address)
-            return
-        except OSError as error:
-            if warns_at is not None and time.monotonic() > warns_at:
-                warns_at = None
-                logger.warning("%s: %s:%d: %s; trying again", trouble, *address, error)
+        threading.Thread(target=keep_trying, name="lazysnap-listen", daemon=True).start()
 
 
 def reason(error: BaseException) -> str:
