@@ -29,6 +29,8 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel")
 _UNFIT, _STALE = 81, 82
 """Exit codes of the second process: a module that it imported must be left out; installed packages have changed."""
 _MOST_FAILURES = 8
+_IMPORT_S = int(os.environ.get("LAZYSNAP_WARM_IMPORT_S", "300"))
+"""Seconds that the import of one module may take: clients wait meanwhile."""
 _LOOK_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -165,19 +167,23 @@ class _Parent:
 
     def _import(self) -> None:
         """Import what the last start had imported, but for modules that cannot stand it. Ends the process, if one
-        leaves a thread or opens a device.
+        leaves a thread, opens a device or does not come back.
         """
         self.imported_at = self._written_at()
+        on_alarm = signal.signal(signal.SIGALRM, signal.SIG_DFL)
         left_out = set(_lines(f"{self.names}.left-out"))
         for name in _lines(f"{self.names}.imports"):
             if name in sys.modules or name in left_out:
                 continue
             os.pwrite(self.importing, name.encode(), 0)
+            signal.alarm(_IMPORT_S)
             with contextlib.suppress(BaseException):  # the program meets the error itself, if it imports that
                 __import__(name)
+            signal.alarm(0)
             if not _can_fork():
                 os._exit(_UNFIT)
             os.ftruncate(self.importing, 0)
+        signal.signal(signal.SIGALRM, on_alarm)
 
     # ---------------------------------------------------------------- a start
 
