@@ -16,6 +16,15 @@ logger = logging.getLogger(__name__)
 
 _RUNS = {"WandBTracker": "run", "MLflowTracker": "active_run", "TensorBoardTracker": "writer"}
 """The attribute of each class of trackers that holds the run, once it has begun."""
+_WRITTEN_AT_START = {
+    "requirements.txt",
+    "output.log",
+    "config.yaml",
+    "wandb-metadata.json",
+    "wandb-summary.json",
+    "conda-environment.yaml",
+}
+"""Files that W&B writes for a run by itself."""
 
 
 class LoggedRuns:
@@ -97,11 +106,16 @@ class LoggedRuns:
                 tracker.start()  # else the next log would raise
                 raise
             tracker.store_init_configuration(config)
-            if is_offline and os.path.basename(directory).endswith(f"-{run.id}"):
+            if is_offline and os.path.basename(directory).endswith(f"-{run.id}") and _is_as_begun(directory):
                 shutil.rmtree(directory)  # it holds this configuration only
             else:
                 logger.info("W&B goes on with run %s; run %s, which has no steps, can be deleted", entry["id"], run.id)
         logged_run.mark_wandb(tracker.run, self._first_step, step=self._first_step)
+
+
+def _is_as_begun(directory: str) -> bool:
+    """True if an offline run of W&B holds no file of the program."""
+    return not set(os.listdir(os.path.join(directory, "files"))) - _WRITTEN_AT_START
 
 
 def _id_of(tracker: Any, run: Any) -> str:
