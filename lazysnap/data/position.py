@@ -223,8 +223,9 @@ class Position:
             self._leave_epoch(pending)
 
     def note_boundary(self) -> None:
-        """A boundary captured nothing."""
-        self._at_boundary = None if self._iteration() is None else self.state_dict()
+        """A boundary captured nothing. One behind ``end`` is the last one again."""
+        if not self._has_ended:
+            self._at_boundary = None if self._iteration() is None else self.state_dict()
 
     def end(self) -> None:
         """Go back to the last boundary: the loop was left since, maybe with a batch that was not trained."""

@@ -142,6 +142,18 @@ def test_an_iteration_that_was_left_begins_anew():
     assert len(again.train().trace) == 3 * -(-LENGTH // BATCH)
 
 
+def test_at_the_end_a_loop_that_was_left_stands_at_its_last_boundary_however_often_that_is_tried():
+    run = Run(LOADERS["shuffled"], seed=1)
+    for number, _ in enumerate(run.loader):
+        if number == 3:  # a fourth batch, which is not trained
+            break
+        run.loader.position.note_boundary()
+    run.loader.position.end()
+    for _ in range(2):
+        assert run.loader.state_dict()["given"] == 3
+        run.loader.position.note_boundary()
+
+
 def test_what_cannot_begin_anew_is_refused():
     with pytest.raises(ConfigError, match="begins anew"):
         ResumableLoader(iter([1, 2]))
