@@ -212,7 +212,7 @@ class Boundaries:
         # A short training may end before all memory is there, and slots may still be read by a slow level.
         while self._recorder.last_step != step and not self.boundary(step, force=True):
             left_s = deadline - time.monotonic()
-            if left_s < 0:
+            if left_s < 0 or not self._recorder.may_retry:
                 break  # ``close`` says so
             self.prepare()
             if not self.wait_ready(left_s):

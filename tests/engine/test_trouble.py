@@ -55,6 +55,7 @@ def test_an_error_in_the_keeper_reaches_the_console_of_the_training_with_the_log
     """In the thread that makes memory ready: nothing else tells of it."""
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:raise")
     training = job.start(ready=False)
+    training.wait_for_io(2)
     training.engine.prepare()
     steps = itertools.count(1)
 

@@ -198,6 +198,19 @@ def test_a_learning_rate_finder_leaves_snapshots_and_restarts_alone(tmp_path):
     assert finish(*fit(tmp_path, LearningRateFinder(**settings), seed=99)) == whole
 
 
+def test_a_data_module_without_hooks_for_checkpoints_is_captured_and_resumed(tmp_path):
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(Numbers(24), 4)
+
+    lazy = LazySnapshotCallback()
+    make_trainer(tmp_path, lazy, max_epochs=1).fit(Plain(), datamodule=Data(), ckpt_path="latest")
+    assert lazy.statistics().skipped == {}
+    again = make_trainer(tmp_path, LazySnapshotCallback(), max_epochs=2)
+    again.fit(Plain(), datamodule=Data(), ckpt_path="latest")
+    assert (again.global_step, again.current_epoch) == (12, 2)
+
+
 def test_a_batch_size_scaler_works_beside_it(tmp_path):
     class Data(pl.LightningDataModule):
         batch_size = 2
@@ -215,6 +228,7 @@ def test_a_batch_size_scaler_works_beside_it(tmp_path):
     assert data.batch_size == 4
     trainer.fit(Plain(), datamodule=data, ckpt_path="latest")
     assert trainer.global_step == 6
+    assert lazy.statistics().last_whole_step == 6
 
 
 def test_slurms_requeue_checkpoint_is_taken_when_it_is_newer(tmp_path, monkeypatch, caplog):

@@ -39,5 +39,5 @@ def neighbour(instance: Any, name: str) -> Any:
 
 def overrides(instance: Any, hook: str) -> bool:
     """True if the program defines ``hook`` itself."""
-    owner = next(cls for cls in type(instance).__mro__ if hook in vars(cls))
-    return not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+    owner = next((cls for cls in type(instance).__mro__ if hook in vars(cls)), None)
+    return owner is not None and not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
