@@ -143,8 +143,10 @@ class Boundaries:
             self._run.begin_once()
             began = self.capture(step, started) if self._is_past_first else self._capture_first(step, started)
             if not began:
-                self._look_at_weights()
-                self._note()
+                self._facts = None
+                if self._recorder.may_retry:  # else ``capture_last`` does not try again
+                    self._look_at_weights()
+                    self._note()
             return began
 
     def _capture_first(self, step: int, started: float) -> bool:
