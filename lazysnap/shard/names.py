@@ -19,6 +19,7 @@ _FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{32})")
 _FILE = re.compile(r"node-([0-9]{5,7})-of-([0-9]{5,7})")
 _SUFFIXES = ("safetensors", "json")
 _KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_EVENTS_FILE = re.compile(r"events-([0-9a-f]{16})-node-([0-9]{5,7})\.jsonl")
 _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
@@ -103,6 +104,20 @@ def parse_keep_file_name(file: str) -> str | None:
     """Return the name that a ``keep-…`` object gives, ``None`` for any other file."""
     match = _KEEP_FILE.fullmatch(file)
     return match[1] if match else None
+
+
+def events_file_name(run_id: str, node: int) -> str:
+    """Return ``events-<run>-node-00003.jsonl``: what the keepers of a node saw in a run."""
+    return f"events-{run_id}-node-{node:05d}.jsonl"
+
+
+def parse_events_file_name(file: str) -> tuple[str, int] | None:
+    """Return run and node, ``None`` for any other file."""
+    match = _EVENTS_FILE.fullmatch(file)
+    if match is None:
+        return None
+    found = match[1], int(match[2])
+    return found if events_file_name(*found) == file else None
 
 
 @dataclass(frozen=True)
