@@ -73,6 +73,8 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     _add_keeper(commands.add_parser("keeper", parents=[common], help="run a keeper for a job, ahead of it (a sidecar)"))
     _add_stop(commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left"))
     _add_status(commands.add_parser("status", parents=[common], help="the jobs of this node, what would survive now"))
+    metrics = commands.add_parser("metrics", parents=[common], help="the same as figures for Prometheus")
+    _add_metrics(metrics)
     add_demo(commands.add_parser("demo", parents=[common], help="kill a real training, resume it, compare bit for bit"))
     doctor = commands.add_parser("doctor", parents=[common], help="check this node and a level before a training")
     doctor.add_argument("url", nargs="?", **_URL)
@@ -152,6 +154,12 @@ def _add_status(status: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="show it again every so many seconds (1), until Ctrl-C",
     )
+
+
+def _add_metrics(metrics: argparse.ArgumentParser) -> None:
+    metrics.add_argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level")
+    metrics.add_argument("--to", metavar="FILE.prom", help="replace this file, for node_exporter; default: stdout")
+    metrics.add_argument("--every", type=float, metavar="SECONDS", help="again every so many seconds, until Ctrl-C")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

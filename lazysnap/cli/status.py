@@ -23,7 +23,7 @@ from lazysnap.keeper.protocol import LevelState, NodeState, RankState
 
 _ANSWER_S = 2.0
 _LONGEST_S = 86400.0
-_ALIVE = ("attached", "away")
+ALIVE = ("attached", "away")
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs")
 """File systems that are on no disk of this node."""
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     Returns 1 if a keeper does not answer, a level fails or a job has another problem.
     """
     if args.watch is None:
-        found, others = _look(args.job)
+        found, others = look(args.job)
         for part in _screen(found, others, args.job, output):
             output.show(part)
         jobs = [_fields(one) for one in found]
@@ -72,13 +72,13 @@ def run(args: argparse.Namespace, output: Output) -> int:
     try:
         with output.screen() as show:
             while True:
-                show(_screen(*_look(args.job), args.job, output))
+                show(_screen(*look(args.job), args.job, output))
                 time.sleep(args.watch)
     except KeyboardInterrupt:
         return OK
 
 
-def _look(job: str | None) -> tuple[list[FoundKeeper], list[int]]:
+def look(job: str | None) -> tuple[list[FoundKeeper], list[int]]:
     """Return the answers of all keepers of this owner, and the processes of other keepers of this user."""
     running = [(one, 0, True) for one in identities(job)] if job is not None else list(of_this_node())
     own = [(one, pid) for one, pid, is_own in running if is_own]
@@ -96,7 +96,7 @@ def survival(state: NodeState) -> dict[str, Survival]:
     """Return the outcome of the loss of the training process, of its keeper, of both, and of nodes. Pure."""
     memory, stored = Outcome(memory_step(state), "memory"), _newest(state.levels)
     in_memory = stored if memory.step is None else memory
-    lives = any(rank.phase in _ALIVE for rank in state.ranks)
+    lives = any(rank.phase in ALIVE for rank in state.ranks)
     lost = {"node": 1, "two_nodes": 2, "all_nodes": state.nodes}
     return {
         "process": Survival(in_memory),
@@ -146,7 +146,7 @@ def _is_elsewhere(level: LevelState, nodes: int) -> bool:
 def steps_per_s(rank: RankState) -> float | None:
     """Return the rate between the captures in memory; ``None``: unknown. Pure."""
     known = [capture for capture in rank.captures if capture.taken_ns]
-    if len(known) < 2 or rank.phase not in _ALIVE or known[-1].taken_ns <= known[0].taken_ns:
+    if len(known) < 2 or rank.phase not in ALIVE or known[-1].taken_ns <= known[0].taken_ns:
         return None
     return max(0.0, 1e9 * (known[-1].step - known[0].step) / (known[-1].taken_ns - known[0].taken_ns))
 
@@ -168,7 +168,7 @@ def _fields(found: FoundKeeper) -> dict[str, Any]:
         "levels": [_level_fields(level) for level in state.levels] if state else [],
         "ranks": [_rank_fields(rank) for rank in state.ranks] if state else [],
         "parity_bytes": state.parity_bytes if state else 0,
-        "problems": _problems(found),
+        "problems": problems(found),
     }
 
 
@@ -192,7 +192,7 @@ def _rank_fields(rank: RankState) -> dict[str, Any]:
     newest = rank.captures[-1] if rank.captures else None
     return {
         "rank": rank.rank,
-        "training": rank.phase in _ALIVE,
+        "training": rank.phase in ALIVE,
         "pid": rank.pid,
         "step": rank.reached,
         "captured_step": newest.step if newest else None,
@@ -207,12 +207,13 @@ def _rank_fields(rank: RankState) -> dict[str, Any]:
     }
 
 
-def _problems(found: FoundKeeper) -> list[str]:
+def problems(found: FoundKeeper) -> list[str]:
+    """Return what keeps a job from being safe, in words. Pure."""
     if found.state is None:
         return [found.problem] if found.problem else []
     state = found.state
     failing = [f"{level.url} fails: {level.failure or 'no answer'}" for level in state.levels if level.is_failing]
-    bare = any(rank.phase in _ALIVE and not rank.slots for rank in state.ranks)
+    bare = any(rank.phase in ALIVE and not rank.slots for rank in state.ranks)
     nothing = ["a rank has no slots in memory: nothing of it is captured now"] if bare else []
     return [*nothing, *failing, *state.problems]
 
@@ -235,14 +236,14 @@ def _screen(found: list[FoundKeeper], others: list[int], job: str | None, output
 
 
 def _job(found: FoundKeeper, output: Output) -> Iterator[RenderableType]:
-    state, problems = found.state, _problems(found)
+    state, wrong = found.state, problems(found)
     yield output.cell(f"job {found.identity.job_id}", "bold")
     if state is not None:
         where = f"node {state.node} of {state.nodes}, " if state.nodes > 1 else ""
         yield output.cell(f"run {state.run_id[:8]}, {where}keeper {found.pid}; {_life(state)}")
-    elif not problems:
+    elif not wrong:
         yield output.cell(f"keeper {found.pid} waits for a training to begin")
-    yield from (output.cell(problem, "bold red") for problem in problems)
+    yield from (output.cell(problem, "bold red") for problem in wrong)
     if state is not None:
         for table in _tables(state, output):
             yield from ("", table)
@@ -260,8 +261,8 @@ def _life(state: NodeState) -> str:
     """Say whether the training lives; of several ranks, the first that does not counts."""
     if not state.ranks:
         return "training ended well; old snapshots are being named and deleted"
-    rank = next((rank for rank in state.ranks if rank.phase not in _ALIVE), state.ranks[0])
-    if rank.phase in _ALIVE:
+    rank = next((rank for rank in state.ranks if rank.phase not in ALIVE), state.ranks[0])
+    if rank.phase in ALIVE:
         return f"training runs, process {rank.pid}, for {duration(max(0.0, time.time() - rank.since_s))}"
     age_s = _age_s(rank.end.ended_ns) if rank.end is not None else None
     ended = f"process {rank.pid} ended{'' if age_s is None else f' {duration(age_s)} ago'}"
@@ -282,7 +283,7 @@ _ROWS = {
 
 def _tables(state: NodeState, output: Output) -> Iterator[Table]:
     reached = max((rank.reached for rank in state.ranks if rank.reached is not None), default=0)
-    lives = any(rank.phase in _ALIVE for rank in state.ranks)
+    lives = any(rank.phase in ALIVE for rank in state.ranks)
     hidden = {"two_nodes": state.nodes < 3, "all_nodes": state.nodes < 2, "process_and_keeper": not lives}
     table = _table(output, "if this ends", "a restart resumes", "steps lost>")
     for name, outcome in survival(state).items():

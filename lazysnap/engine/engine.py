@@ -92,6 +92,21 @@ class SnapshotEngine:
         """
         return self.session.notice.is_requested()
 
+    def all_steps(self) -> list[int]:
+        """Return the steps that a restart could go on from, in ascending order: those of which this rank's memory has
+        its capture, or a level all files. Of this run; before ``restore`` or the first boundary, of the newest one.
+
+        By their names: nothing is read or verified. Blocks: starts or finds the keeper, and lists all levels at once,
+        each at most ``timeout_s`` without progress; what does not answer is left out. Not collective.
+        Raises: JobBusy, if this job runs already.
+        """
+        self.session.check_open("all_steps")
+        return self.session.run.steps()
+
+    def latest_step(self) -> int | None:
+        """Return the greatest of ``all_steps``; ``None``, if there is none. Blocks, and raises, as that."""
+        return max(self.all_steps(), default=None)
+
     # ---------------------------------------------------------------- restart
 
     def fetch(self, which: int | str = "latest") -> Snapshot | None:

@@ -1,5 +1,6 @@
 """The parts that the objects of one engine share."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ class Parts:
     """The addresses of other nodes."""
     shared: list[str]
     """Levels that are one place for all nodes."""
+    phases: dict[str, float]
+    """Unix time in seconds at which each part of this start ended (``protocol.Began``)."""
 
     @classmethod
     def of(
@@ -44,6 +47,7 @@ class Parts:
 
         Raises: ConfigError; WaitTimeout.
         """
+        phases = {"import": time.time()}
         identity = JobIdentity.from_config(config, default_url)
         world = World(config.collective_timeout_s, source.optimizers())
         client = KeeperClient(identity, config, Team.of(world.places, world.rank), on_notice)
@@ -53,7 +57,8 @@ class Parts:
         meeting = meet_keepers(world, client, config, identity.job_id)
         recorder.group = meeting.group
         shared = shared_levels(world, config.levels)
-        return cls(config, source, identity, world, client, messages, recorder, meeting, shared)
+        phases["rendezvous"] = time.time()
+        return cls(config, source, identity, world, client, messages, recorder, meeting, shared, phases)
 
     @property
     def statistics(self) -> Statistics:

@@ -1,5 +1,6 @@
 """The run that an engine trains: the snapshot it resumed, its beginning, and what it leaves in memory."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -10,14 +11,17 @@ from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.messages import Event
 from lazysnap.engine.parts import Parts
-from lazysnap.errors import JobBusy, KeeperUnavailable, SnapshotNotFound
+from lazysnap.errors import JobBusy, KeeperUnavailable, LevelError, SnapshotNotFound
 from lazysnap.keeper.events import MemoryEntry
 from lazysnap.keeper.protocol import Run as RunMessage
 from lazysnap.ranks.checks import together
 from lazysnap.ranks.slots import kept_whole
 from lazysnap.resolver import RestartPlan
+from lazysnap.restore.level import Level
+from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.restart import Restart, fetch, reseed
 from lazysnap.restore.snapshot import Absence, Snapshot
+from lazysnap.shard.names import SnapshotName
 from lazysnap.state.optimizers import check_optimizers
 
 logger = logging.getLogger(__name__)
@@ -49,9 +53,8 @@ class Run:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.meta = meta = parts.recorder.meta
-        self.restart = Restart(
-            parts.config, parts.source, parts.client, parts.identity, parts.world, parts.meeting, start=meta.start
-        )
+        who = parts.identity, parts.world, parts.meeting
+        self.restart = Restart(parts.config, parts.source, parts.client, *who, start=meta.start, phases=parts.phases)
         self.lineage = Lineage()
         self._from_step = 0
         """Captures from now on are of later steps."""
@@ -73,6 +76,24 @@ class Run:
             self._absence = found
             return None
         return found
+
+    def steps(self) -> list[int]:
+        """See ``SnapshotEngine.all_steps``. Blocks."""
+        parts = self._parts
+        answers = [Level(level, 0).begin_names(marked=False) for level in parts.config.levels]
+        who = parts.client, parts.identity, parts.world.place
+        memory = NodeMemory(*who, parts.config.io_timeout_s, logger.info)
+        try:
+            held = {(entry.run_id, entry.step) for found in memory.inventories() for entry in found.entries}
+        finally:
+            memory.close()
+        for answer in answers:
+            with contextlib.suppress(LevelError):
+                whole = [SnapshotName.parse(one.name) for one in answer().directories if one.is_whole]
+                held |= {(name.run_id, name.step) for name in whole if name is not None}
+        newest = max((run_id for run_id, _ in held), default="")
+        run_id = self.meta.run_id if self.is_begun else newest
+        return sorted(step for of_run, step in held if of_run == run_id)
 
     def fetch_to_read(self, which: int | str) -> Snapshot:
         """See ``Session.fetch_to_read``. Collective. Blocks."""
@@ -118,6 +139,7 @@ class Run:
             self._discard_others(snapshot)
         self.begin()
         self.has_told_start = False
+        self._parts.phases["load"] = time.time()
         self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
         if snapshot.new_run is not None:
             new, left = snapshot.new_run, snapshot.new_run.left

@@ -6,6 +6,7 @@ import select
 import selectors
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
@@ -94,6 +95,8 @@ class LocalRank:
         """True if the trainer did not take some message."""
         self._is_sealed = False
         """True if its trainer lives, and captures nothing more."""
+        self.ended: tuple[Literal["goodbye", "left", "died"], float] | None = None
+        """How and when its last trainer ended, in Unix time; ``None`` while there is one. For people."""
         self.is_choosing = False
         """True if its trainer did not name its run yet: until then nothing may be deleted."""
         self._runs: list[tuple[Run, Team]] = []
@@ -257,7 +260,7 @@ class LocalRank:
         self._watch(trainer)
         self.levels, self.team = hello.levels, hello.team
         self.is_choosing, self._last, self._has_missed = True, None, False
-        self._is_sealed = False
+        self._is_sealed, self.ended = False, None
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
         self.emit(Welcome(os.getpid(), newest))
@@ -294,8 +297,9 @@ class LocalRank:
         if self._pidfd >= 0:  # its connection had ended before
             self._trainer_died()
 
-    def _trainer_died(self) -> None:
+    def _trainer_died(self, how: Literal["left", "died"] = "died") -> None:
         """Nothing is written into the slots any more. What is not whole is void."""
+        self.ended = how, time.time()
         self._unwatch()
         self._memory.trainer_ended()
         self.inventory.trainer_ended()
@@ -359,10 +363,11 @@ class LocalRank:
             case Goodbye():
                 self._drain = None
                 if message.is_over:
+                    self.ended = "goodbye", time.time()
                     self.go(Event.GOODBYE)
                 else:  # its process may live on
                     self.trainer = None
-                    self._trainer_died()
+                    self._trainer_died("left")
             case _:
                 raise ValueError("no message of a trainer")
 

@@ -13,7 +13,7 @@ from lazysnap.links.secret import Secret
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -107,6 +107,15 @@ class Run(Message, frozen=True):
     """True if no keeper got this before."""
     parity: Parity | None = None
     """The group, with several nodes that protect each other."""
+
+
+class Began(Message, frozen=True):
+    """The first boundary of a start is over. For the events of the run alone (``lazysnap.events``)."""
+
+    phases: dict[str, float]
+    """Unix time at which each part of the start ended, in seconds."""
+    waited_s: float
+    """The seconds that training waited in it for captures and memory."""
 
 
 class Reserve(Message, frozen=True):

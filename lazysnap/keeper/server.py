@@ -15,6 +15,7 @@ import msgspec
 
 from lazysnap import faults
 from lazysnap.errors import KeeperUnavailable, LazySnapError
+from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank
@@ -27,6 +28,7 @@ from lazysnap.keeper.protocol import (
     Adopt,
     Alert,
     AskInventory,
+    Began,
     Done,
     FrozenDropped,
     Hello,
@@ -84,6 +86,7 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._trouble = trouble
         self._sent = LastMessages()
+        self._events = EventLog()
         self._untold: deque[str] = deque(maxlen=_TROUBLES)
         self._failing_since: float | None = None
         self._ranks: dict[int, LocalRank] = {}
@@ -116,6 +119,7 @@ class Server:
                 self._tell_trouble()
         finally:
             self._tell_trouble()
+        self._events.close()
         if self._storage is not None:
             self._storage.close()
         for rank in self._ranks.values():
@@ -178,10 +182,12 @@ class Server:
         self._refuse_late()
         self._release_former()
         is_used = any(rank.is_used for rank in self._ranks.values())
-        for number, rank in list(self._ranks.items()):
+        for rank in self._ranks.values():
             if is_used:
                 rank.stay()
             rank.tick()
+        self._events.look(self._ranks)
+        for number, rank in list(self._ranks.items()):
             if rank.phase is Phase.GONE and not self._is_leaving:
                 del self._ranks[number]
                 rank.close()
@@ -207,6 +213,7 @@ class Server:
 
     def _begin_run(self, rank: LocalRank, run: Run) -> None:
         rank.begin_run(run)
+        self._events.begin(rank, run)
         storage = self._storage
         if storage is not None and storage.run.start == run.start:
             for message in storage.again():  # also messages of the time while it was away
@@ -244,6 +251,7 @@ class Server:
 
     def _emit(self, message: Message) -> None:
         self._sent.add(message)
+        self._events.sent(message)
         for rank in list(self._ranks.values()):
             rank.emit(message)
 
@@ -359,6 +367,8 @@ class Server:
             logger.info("%s: it comes from no trainer", type(message).__name__)  # of one that was refused just now
         elif isinstance(message, Run):
             self._begin_run(rank, message)
+        elif isinstance(message, Began):
+            self._events.began(rank, message)
         elif isinstance(message, ServePeers):
             self._reads.serve((message.host, message.port), message.secret)
             connection.send(Done(id=message.id))

@@ -5,7 +5,7 @@ Only files with names of this format count, in snapshot directories that are no 
 * temporary files of writers: the storage checks that the writer is dead before it deletes them;
 * files without a manifest that are a day old: a younger one may be a copy in progress (``cp``, ``rsync``,
   ``aws s3 cp``);
-* small files from tests of the place that are a day old;
+* small files from tests of the place that are a day old, and temporary files of events;
 * names (``keep-…``) that a run gave, in a directory that holds nothing else, and that are a day old.
 """
 
@@ -22,6 +22,7 @@ from lazysnap.shard.names import (
     NodeName,
     is_directory_of_ours,
     is_id,
+    parse_events_file_name,
     parse_file_name,
     parse_frozen_directory_name,
     parse_keep_file_name,
@@ -60,6 +61,12 @@ def _owner_of(name: str) -> NodeName | None:
     if parsed is not None:
         return parsed[0]
     return _NODE_0 if parse_keep_file_name(match[1]) is not None else None
+
+
+def _is_of_events(name: str) -> bool:
+    """True for a temporary file of a file of events, which is written without a lock, within milliseconds."""
+    match = TEMPORARY.fullmatch(name)
+    return match is not None and parse_events_file_name(match[1]) is not None
 
 
 def leftovers(storage: Storage, directory: str, is_ours: IsOurs | None) -> Iterator[Leftover]:
@@ -126,6 +133,7 @@ def sweep(storage: Storage, is_ours: IsOurs | None, beat: Beat) -> list[str]:
     gone = [name for name in filter(is_probe, names) if is_settled(storage, name)]
     for probe in gone:
         storage.delete(probe)
+    gone += [name for name in names if _is_of_events(name) and storage.delete_abandoned(name)]
     for directory in filter(is_directory_of_ours, names):
         beat()
         before = len(gone)

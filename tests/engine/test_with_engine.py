@@ -228,3 +228,26 @@ def test_no_thread_outlives_the_block(job, boundaries, error):
             raise error
 
     assert [thread.name for thread in set(threading.enumerate()) - before] == []
+
+
+def test_the_steps_that_a_restart_could_go_on_from_are_listed(start, job, tmp_path):
+    """Memory has the two newest captures here, the level every second one; a level that is a file has nothing."""
+    (tmp_path / "file").write_text("")
+    levels = [tmp_path / "level", tmp_path / "file"]
+    first = start(*levels)
+    assert (first.engine.all_steps(), first.engine.latest_step()) == ([], None)
+    for step in (2, 4, 5):
+        first.train()
+        assert first.engine.wait_ready(TIMEOUT_S)
+        first.engine.boundary(step)
+        if step < 5:
+            assert first.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
+    first.engine.gate()
+    assert first.engine.wait(5, until="captured", timeout_s=TIMEOUT_S)
+    assert first.engine.all_steps() == [2, 4, 5]
+    job.crash(first)
+
+    second = start(*levels)
+    assert second.engine.latest_step() == 5
+    assert second.engine.restore(2).step == 2  # a new run begins there, which has no step of its own yet
+    assert second.engine.all_steps() == []

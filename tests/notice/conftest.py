@@ -1,6 +1,7 @@
 """Trainings that get a notice of their end: real processes, real signals."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
@@ -109,8 +110,10 @@ class Trainings:
         path = latest_path(self.url)
         return path and int(re.search(r"step-(\d+)-", path)[1])
 
-    def keeper(self):
-        connection = try_connect(JobIdentity.from_config(SnapshotConfig(job_id=self.job_id)))
+    def keeper(self, node=None):
+        """The keeper of this machine, or of one that a rank takes itself to be on."""
+        identity = JobIdentity.from_config(SnapshotConfig(job_id=self.job_id))
+        connection = try_connect(dataclasses.replace(identity, node=node or identity.node))
         if connection is None:
             return None
         pid = connection.peer_pid
@@ -118,8 +121,9 @@ class Trainings:
         return pid
 
     def kill_keeper(self):
-        if pid := self.keeper():  # 0 is one that just died; to the kernel it would mean this group of processes
-            os.kill(pid, signal.SIGKILL)
+        for node in (None, "node-0", "node-1"):
+            if pid := self.keeper(node):  # 0 is one that just died; to the kernel it would mean this group of processes
+                os.kill(pid, signal.SIGKILL)
 
     def close(self):
         for run in self.runs:

@@ -6,6 +6,7 @@ At PHASE of STEP it stays: as a long step, evaluation or save would, until a not
 
 import os
 import pathlib
+import socket
 import sys
 import threading
 import time
@@ -324,6 +325,8 @@ def transformers(url):
 
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ and int(os.environ["WORLD_SIZE"]) > 1:
+        if "LAZYSNAP_TEST_NODES" in os.environ:
+            socket.gethostname = lambda: f"node-{os.environ['RANK']}"
         dist.init_process_group("gloo")
         say(f"rank {dist.get_rank()} {os.getpid()}")
     globals()[DOOR](str(pathlib.Path(DIRECTORY) / "snapshots"))

@@ -90,6 +90,20 @@ def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, a
     check_ranks(trainings, run)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("told", ["rank 0", "rank 1"])
+@pytest.mark.parametrize(("phase", "at"), [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("step", "4+")])
+def test_a_notice_on_one_node_is_one_on_all_and_all_store_the_same_step(phase, at, told, trainings):
+    """Each rank has a keeper of its own: only the link between the two keepers can pass the notice on."""
+    run = trainings.start_ranks(phase, at, LAZYSNAP_TEST_NODES="1")
+    run.await_line(f"{phase} {at.rstrip('+')}")
+    keepers = {trainings.keeper("node-0"), trainings.keeper("node-1")}
+    assert None not in keepers
+    assert len(keepers) == 2
+    os.kill(run.worker(told), signal.SIGTERM)
+    check_ranks(trainings, run)
+
+
 def test_a_rank_that_was_told_nothing_ends_too(trainings):
     run = trainings.start_ranks("collective", "6")
     run.await_line("collective 6")

@@ -1,0 +1,114 @@
+"""How long until the next batch, after a restart far in an epoch? `ResumableLoader`, beside a fresh loader."""
+
+import argparse
+import copy
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from benchmarks.report import Report
+from benchmarks.workers import Line
+from lazysnap import ResumableLoader
+
+LIMIT_S = 5.0
+LEFT = 1000
+"""Batches of the epoch behind the one that is resumed."""
+
+
+class Numbers(Dataset[int]):
+    """A sample is its index: what is measured is the way to it."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """The same as a stream that saves its position, or does not."""
+
+    def __init__(self, length: int) -> None:
+        self._length, self._at = length, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self._at < self._length:
+            self._at += 1
+            yield self._at - 1
+        self._at = 0
+
+
+class SavedStream(Stream):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at = state["at"]
+
+
+LOADERS = ("sequential", "shuffled", "shuffled, 2 workers", "stream with a state", "stream without one")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batches", type=int, default=1_000_000, help="that were trained before the restart")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=list(LOADERS))
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    for name, size in itertools.product(args.loaders, args.batch_sizes):
+        report.take(f"{name}, {size}", lambda name=name, size=size: [measured(name, size, args.batches)])
+    for line in report.of("data"):
+        if line["loader"] != LOADERS[-1]:
+            what = f"{line['loader']}, batches of {line['batch']}: next batch, at batch {args.batches}"
+            report.target(what, "<= {} s", LIMIT_S, line["resumed_s"])
+
+
+def measured(name: str, size: int, batches: int) -> Line:
+    """Train that many batches, go on with a new loader, and compare the batch that it gives first."""
+    torch.manual_seed(0)
+    loader = make(name, size, batches)
+    began = time.perf_counter()
+    iterator = iter(loader)
+    next(iterator)
+    fresh_s = time.perf_counter() - began
+    for _ in range(batches - 1):
+        next(iterator)
+    all_s = time.perf_counter() - began
+    state = copy.deepcopy(loader.state_dict())
+    expected = next(iterator)
+    torch.manual_seed(1)
+    again = make(name, size, batches)
+    again.load_state_dict(state)
+    began = time.perf_counter()
+    found = next(iter(again))
+    resumed_s = time.perf_counter() - began
+    if found != expected:
+        raise RuntimeError(f"{name}: expected {expected}, got {found}")
+    return {
+        "measure": "data",
+        "loader": name,
+        "batch": size,
+        "all_s": all_s,
+        "fresh_s": fresh_s,
+        "resumed_s": resumed_s,
+    }
+
+
+def make(name: str, size: int, batches: int) -> ResumableLoader:
+    """A loader of that name whose epoch is a little longer than what is trained."""
+    length = (batches + LEFT) * size
+    how: dict[str, Any] = {"batch_size": size, "collate_fn": list}
+    if name.startswith("stream"):
+        dataset: Any = SavedStream(length) if name == "stream with a state" else Stream(length)
+        return ResumableLoader(DataLoader(dataset, **how))
+    if "shuffled" in name:
+        how["shuffle"] = True
+    return ResumableLoader(DataLoader(Numbers(length), num_workers=2 if "workers" in name else 0, **how))
