@@ -2,16 +2,16 @@
 
 import os
 import pathlib
-import select
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.asking import answers
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import Connection, OtherVersion, prove
+from lazysnap.keeper.messages import OtherVersion
 from lazysnap.keeper.protocol import AskInventory, Inventory, NodeState
 
 
@@ -68,7 +68,8 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None
         return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s)) if _is_stopped(pid) else None
     pid = connection.peer_pid
     try:
-        state = _state(connection, identity, deadline)
+        question = AskInventory(local_rank=0, in_words=True)
+        reply, _ = next(answers(connection, identity, question, deadline))
     except TimeoutError:
         return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s))
     except OtherVersion as error:
@@ -79,25 +80,7 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None
         return None  # it ended
     finally:
         connection.close()
-    return FoundKeeper(identity, pid, state)
-
-
-def _state(connection: Connection, identity: JobIdentity, deadline: float) -> NodeState | None:
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN)
-
-    def wait() -> bool:
-        return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
-
-    if prove(connection, identity.secret, wait):
-        connection.send(AskInventory(local_rank=0, in_words=True), timeout_s=max(0.05, deadline - time.monotonic()))
-        while wait():
-            received = connection.receive(wait=False)
-            if received is None:
-                raise ConnectionResetError("the keeper ended")
-            for message, _ in received:
-                return message.state if isinstance(message, Inventory) else None
-    raise TimeoutError
+    return FoundKeeper(identity, pid, reply.state if isinstance(reply, Inventory) else None)
 
 
 def _why_silent(pid: int, timeout_s: float) -> str:

@@ -1,6 +1,7 @@
 """``lazysnap stop``: end the keepers of a job that are still there after its training."""
 
 import argparse
+import contextlib
 import os
 import select
 import time
@@ -8,10 +9,10 @@ import time
 from lazysnap.cli.keepers import identities
 from lazysnap.cli.output import Output
 from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.asking import answers
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import Received, prove
-from lazysnap.keeper.protocol import Busy, NotDurable, Stop
+from lazysnap.keeper.protocol import Busy, Message, NotDurable, Stop
 
 _ANSWER_S = 5.0
 
@@ -49,24 +50,10 @@ def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) ->
     connection = try_connect(identity)
     if connection is None:
         return None, ""
-    pid = connection.peer_pid
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN)
-
-    def wait() -> bool:
-        return bool(poll.poll(1000 * max(_ANSWER_S, deadline - time.monotonic())))
-
-    received: Received = []
-    try:
-        if prove(connection, identity.secret, wait):
-            connection.send(Stop(is_forced), timeout_s=_ANSWER_S)
-            connection.set_receive_timeout(max(_ANSWER_S, deadline - time.monotonic()))
-            received = connection.receive() or []
-    except (OSError, KeeperUnavailable):
-        received = []
-    finally:
-        connection.close()
-    reply = received[0][0] if received else None
+    pid, deadline = connection.peer_pid, max(deadline, time.monotonic() + _ANSWER_S)
+    reply: Message | None = None
+    with contextlib.closing(connection), contextlib.suppress(OSError, KeeperUnavailable):
+        reply, _ = next(answers(connection, identity, Stop(is_forced), deadline))
     if reply is None:
         return pid, (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "

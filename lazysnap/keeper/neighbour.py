@@ -1,16 +1,16 @@
 """Read the captures of another rank of this node from the job's keeper: mapped, not copied."""
 
 import contextlib
-import select
 import threading
 import time
 
 from lazysnap.errors import KeeperUnavailable
+from lazysnap.keeper.asking import answers
 from lazysnap.keeper.client_slots import MappedSlots
 from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import Connection, Unclaimed, prove
+from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import AskInventory, Inventory, SlotMade
 
 
@@ -36,26 +36,13 @@ class NeighbourMemory:
             connection.close()
 
     def _ask(self, connection: Connection, identity: JobIdentity, timeout_s: float) -> MemoryInventory:
-        deadline = time.monotonic() + timeout_s
-        poll = select.poll()
-        poll.register(connection.sock, select.POLLIN)
-        if not prove(
-            connection, identity.secret, lambda: bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
-        ):
-            raise KeeperUnavailable("the keeper did not answer in time")
-        connection.send(AskInventory(local_rank=self._local_rank), timeout_s=timeout_s)
-        while time.monotonic() < deadline:
-            connection.set_receive_timeout(max(0.05, deadline - time.monotonic()))
-            received = connection.receive()
-            if received is None:
-                break
-            with Unclaimed(received) as messages:
-                for message, fds in messages:
-                    if isinstance(message, SlotMade) and fds:
-                        self._slots.map(message.slot, fds[0])
-                    elif isinstance(message, Inventory):
-                        return MemoryInventory.of(message, self._slots.get)
-        raise KeeperUnavailable("the keeper did not tell what it holds")
+        question, deadline = AskInventory(local_rank=self._local_rank), time.monotonic() + timeout_s
+        for message, fds in answers(connection, identity, question, deadline):
+            if isinstance(message, SlotMade) and fds:
+                self._slots.map(message.slot, fds[0])
+            elif isinstance(message, Inventory):
+                return MemoryInventory.of(message, self._slots.get)
+        raise AssertionError("answers() raises at the end")
 
     def close(self) -> None:
         """Unmap. Views that others still hold keep the memory alive."""
