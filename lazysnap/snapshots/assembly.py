@@ -1,13 +1,14 @@
 """Tensors put together from the parts that the shards of several ranks hold. Needs no torch."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lazysnap.errors import ShardCorrupt
 from lazysnap.shard.layout import ITEM_BITS, TensorSpec
 from lazysnap.shard.pieces import Cover, Extent, Overlap, Piece
-from lazysnap.snapshots.reader import OpenShard, Stored, check_apart
+from lazysnap.snapshots.reader import OpenShard, Stored
 
 Box = Callable[[str, Extent], tuple[Extent, Extent]]
 """Returns offsets and shape of what is wanted of a tensor, from its name and its global shape."""
@@ -153,7 +154,7 @@ class Assembly:
         Returns a part of each tensor, wanted or not, that was in no shard before.
         Raises: ShardCorrupt, if they do not fit each other, or others.
         """
-        check_apart(shards)
+        _check_apart(shards)
         self._shards += shards
         new: dict[str, Stored] = {}
         for name, stored in self._parts_in(shards):
@@ -204,3 +205,13 @@ class Assembly:
             raise ShardCorrupt(f"no shard has the tensor {name!r}")
         self._tensors[name].check()
         return self._tensors[name]
+
+def _check_apart(shards: Sequence[OpenShard]) -> None:
+    """Raises: ShardCorrupt, if a shard and its frozen tensors have a name in common."""
+    seen: Counter[str] = Counter()
+    for shard in shards if len(shards) > 1 else ():
+        seen.update([*(spec.name for spec in shard.layout.specs), *shard.meta.aliases])
+        twice = next((name for name, count in seen.items() if count > 1), None)
+        if twice is not None:
+            raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")
+

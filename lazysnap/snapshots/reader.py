@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -197,7 +197,6 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
             shard = shards[catalogue.store.place(entry)][entry.rank]
             base = () if entry.frozen is None else (replace(frozen[entry.frozen], rank=entry.rank),)
             opens.append((shard, *base))
-            check_apart(opens[-1])
     except BaseException:
         for blocks in files.values():
             blocks.close()
@@ -278,16 +277,6 @@ def _open_best(
         f"{catalogue.store.url}: no complete snapshot {what} that can be read{found}; "
         f"`lazysnap ls {catalogue.store.url}` lists what is there"
     )
-
-
-def check_apart(shards: Sequence[OpenShard]) -> None:
-    """Raises: ShardCorrupt, if a shard and its frozen tensors have a name in common."""
-    seen: Counter[str] = Counter()
-    for shard in shards if len(shards) > 1 else ():
-        seen.update([*(spec.name for spec in shard.layout.specs), *shard.meta.aliases])
-        twice = next((name for name, count in seen.items() if count > 1), None)
-        if twice is not None:
-            raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")
 
 
 def read(
