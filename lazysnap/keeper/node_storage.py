@@ -25,7 +25,8 @@ from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext, interval_of
-from lazysnap.keeper.protocol import Alert, Complete, Ending, Message, NameFailed, Run
+from lazysnap.keeper.protocol import Complete, Ending, Message, NameFailed, Run
+from lazysnap.keeper.reminder import Reminder
 from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.links.links import Hello as LinkHello
 from lazysnap.links.links import Links
@@ -41,8 +42,8 @@ _REST_S = 0.25
 """Seconds after which an idle thread looks again."""
 _ALONE_S = 20.0
 """Seconds that other nodes may be silent before a node without trainers stores its captures alone."""
-_UNREACHED_S, _REMINDER_S = 10.0, 600.0
-"""Seconds until the warning that a node is not reached, and until it is repeated."""
+_UNREACHED_S = 10.0
+"""Seconds until the warning that a node is not reached."""
 _NAMES_S = 300.0
 """Seconds for which snapshots of this start may get their names beside the next start."""
 _AFTER_ERROR_S = 5.0
@@ -104,8 +105,7 @@ class NodeStorage:
         """True once somebody said that the processes of this start are about to be killed."""
         self._has_memory = False
         """True once memory belongs to this start. Parity does not wait for that."""
-        self._tells_unreached_at: float | None = None
-        """The time of the next warning; ``None``: none was given, or it is over."""
+        self._unreached = Reminder("links", _UNREACHED_S, self._news.put)
         self._indices = range(len(levels))
         """The levels, without the protection by other nodes."""
         parity = (NodeLevel(is_memory=True),) if run.parity is not None and run.peers is not None else ()
@@ -557,20 +557,15 @@ class NodeStorage:
     def _tell_unreached(self) -> None:
         """A run of which nothing is stored says so, and says it again."""
         nodes, seconds = self._loop.unreached
-        if not nodes:
-            if self._tells_unreached_at is not None:
-                self._news.put(Alert("links", ""))
-            self._tells_unreached_at = None
-        elif seconds >= (self._tells_unreached_at or _UNREACHED_S):
-            self._tells_unreached_at = seconds + _REMINDER_S
+
+        def text() -> str:
             peers = self.run.peers
             at = f"{peers.host}:{peers.port}" if peers is not None else "no address"
             who = "rank 0's node" if 0 in nodes else f"node {min(nodes)}" + (", …" if len(nodes) > 1 else "")
-            self._news.put(
-                Alert(
-                    "links",
-                    f"node {self.team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at "
-                    f"{at}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach "
-                    "each other there; SnapshotConfig(link_address=...) sets another address",
-                )
+            return (
+                f"node {self.team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at {at}); "
+                "look whether that keeper is stopped or its machine overloaded, and whether nodes reach each other "
+                "there; SnapshotConfig(link_address=...) sets another address"
             )
+
+        self._unreached.look(seconds if nodes else None, text)

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
@@ -20,7 +20,8 @@ from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
-from lazysnap.keeper.protocol import Alert, HeldParity, Message, Parity, Peers, Protected, Run
+from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run
+from lazysnap.keeper.reminder import Reminder
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.memory.arena import SlotPhase, Word
@@ -30,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 """Seconds between two tries to reach the others: the pause doubles from the first to the second."""
-_LATE_S, _REMINDER_S = 60.0, 600.0
-"""Seconds until the warning that nothing was protected since, and until it is repeated."""
+_LATE_S = 60.0
+"""Seconds until the warning that nothing was protected since."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,6 @@ class ProtectionContext:
     """The node's state for the grants of protection."""
     index: int
     """The number of this level."""
-
-
-@dataclass
-class _News:
-    """The messages that trainers got."""
-
-    newest: int = -1
-    since: float = field(default_factory=time.monotonic)
-    """When something that was due was protected last, or nothing was due."""
-    tells_at_s: float | None = None
-    """Seconds until the next warning; ``None``: none was given, or it is over."""
 
 
 def interval_of(parity: Parity, run: Run) -> int:
@@ -132,7 +122,11 @@ class NodeProtection:
         self._is_failing = False
         self._why = ""
         """Why the last step that was tried is not protected."""
-        self._news = _News()
+        self._told = -1
+        """The newest protected step when ``tell`` was called last."""
+        self._since = time.monotonic()
+        """The time at which something that was due was protected last, or nothing was due."""
+        self._reminder = Reminder("protection", _LATE_S, context.emit)
         self._work: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         threading.Thread(target=self._encode_all, name="lazysnap-parity", daemon=True).start()
 
@@ -273,18 +267,17 @@ class NodeProtection:
 
     def tell(self) -> None:
         """A run that is not protected says so, and says it again. Called now and then."""
-        news, now = self._news, time.monotonic()
+        now, every = time.monotonic(), self._every
         begun = max((view.begun for view in self._slots.views()), default=-1)
-        protected, every = -1 if self._held.protected is None else self._held.protected, self._every
-        if protected > news.newest or begun // every <= protected // every:
-            if news.tells_at_s is not None:
-                self._context.emit(Alert("protection", ""))
-            self._news = _News(protected)
-            return
-        seconds = now - news.since
-        if seconds >= (news.tells_at_s or _LATE_S):
-            news.tells_at_s = seconds + _REMINDER_S
+        protected = -1 if self._held.protected is None else self._held.protected
+        is_late = protected <= self._told and begun // every > protected // every
+        if not is_late:
+            self._told, self._since = protected, now
+
+        def text() -> str:
             nodes, _ = self._loop.unreached
             unreached = f"no link to the keeper of node {min(nodes)}" if nodes else ""
             reason = unreached or self._why or "a node of its group, or of another one, has no parity yet"
-            self._context.emit(Alert("protection", f"nothing was protected for {seconds:.0f} s: {reason}"))
+            return f"nothing was protected for {now - self._since:.0f} s: {reason}"
+
+        self._reminder.look(now - self._since if is_late else None, text)

@@ -16,7 +16,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, PeerError, PeerRefused
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
 from lazysnap.grants.messages import LevelReport, Progress, Report
-from lazysnap.keeper import protection
+from lazysnap.keeper import protection, reminder
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import KeeperEvent
 from lazysnap.keeper.identity import JobIdentity
@@ -266,7 +266,7 @@ def test_reads_that_wait_for_a_capture_end_with_their_server(rig):
 
 def test_what_is_refused_again_and_again_says_why(rig, stands_in, monkeypatch):
     monkeypatch.setattr(protection, "_LATE_S", 0.5)
-    monkeypatch.setattr(protection, "_REMINDER_S", 0.5)
+    monkeypatch.setattr(reminder, "_AGAIN_S", 0.5)
     rig.begin()
     rig.protect()
 

@@ -1,0 +1,33 @@
+"""Alerts about trouble that lasts."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from lazysnap.keeper.protocol import Alert
+
+_AGAIN_S = 600.0
+"""Seconds after which an alert is repeated."""
+
+
+class Reminder:
+    """Sends an alert once trouble has lasted for a while, repeats it, and says when the trouble is over."""
+
+    def __init__(self, about: Literal["links", "protection"], after_s: float, emit: Callable[[Alert], None]) -> None:
+        """``after_s``: seconds of trouble before the first alert."""
+        self._about: Literal["links", "protection"] = about
+        self._after_s, self._emit = after_s, emit
+        self._next_s = after_s
+        """Seconds of trouble at which the next alert is due."""
+
+    def look(self, lasts_s: float | None, text: Callable[[], str] = str) -> None:
+        """Send an alert if one is due. ``lasts_s``: how long the trouble lasts; ``None``: there is none.
+
+        ``text``: called for the text of an alert about trouble. Call this from time to time.
+        """
+        if lasts_s is None:
+            if self._next_s != self._after_s:
+                self._emit(Alert(self._about, ""))
+            self._next_s = self._after_s
+        elif lasts_s >= self._next_s:
+            self._next_s = lasts_s + _AGAIN_S
+            self._emit(Alert(self._about, text()))
