@@ -102,8 +102,9 @@ class PersistentLevel:
     """An operation that moves no byte for so long is abandoned, and the level counts as failed. Training and the other
     levels go on, and the next snapshot tries again."""
     verify: bool | None = field(default=None, kw_only=True)
-    """Read every snapshot back after its commit and before older ones are deleted. ``None``: only where the storage
-    does not check each part on arrival. S3 does, so reading back would only cost transfer fees."""
+    """Read every snapshot back after its commit; until then it does not count, and nothing older is deleted for it.
+    ``None``: only where the storage does not check each part on arrival. S3 does, so reading back would only cost
+    transfer fees. ``False`` does not apply to frozen tensors, which are written once."""
 
     shared: bool | None = field(default=None, kw_only=True)
     """True if all nodes see the same place there: state that several nodes hold (DDP, HSDP) is then stored once,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -144,6 +145,17 @@ def test_every_guarantee_names_a_test_that_is_there():
     for row in rows:
         [(path, name)] = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
         assert f"def {name}(" in (ROOT / path).read_text(), row
+
+
+def test_what_the_architecture_names_as_deciding_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## Where it is decided")[2].partition("\n## ")[0]
+    tops = {path.stem for path in (ROOT / "lazysnap").iterdir()}
+    names = [name for name in re.findall(r"`([a-z_]+\.[\w.]+)`", table) if name.split(".")[0] in tops]
+    assert len(names) > 20
+    for name in names:
+        assert pkgutil.resolve_name(f"lazysnap.{name}"), name
+    assert [path for path in re.findall(r"`(tests/[\w/.]+)`", table) if not (ROOT / path).exists()] == []
 
 
 def test_the_readme_is_short():

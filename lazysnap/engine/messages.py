@@ -28,13 +28,13 @@ class Row:
     """One row of the table."""
 
     text: str
-    """The message: what happened, what is lost, what to do. It names values in braces."""
+    """The message: what happened, what is lost, what to do; ``%(name)s`` stands for a value that ``tell`` is given."""
     severity: int = logging.WARNING
     by: By = By.EACH
     counter: str = ""
     """Field of ``Statistics`` that counts it; one with an entry for each level counts it there."""
     topic: str = ""
-    """Trouble that lasts. Told again as DEBUG only, until an event ends it."""
+    """Trouble that lasts. Told again as DEBUG only, until an event ends it; without such an event it is told once."""
     repeats: bool = False
     """True if it is printed each time."""
     ends: str = ""

@@ -100,7 +100,7 @@ class LevelGrants:
         self.cancelled.discard(-1 if step is None else step)
 
     def publish(self, step: int) -> None:
-        """The step is complete."""
+        """The step is complete at this level: durable there, or (``is_memory``) protected."""
         self.complete.add(step)
         self.cancelled.discard(step)
         self.margin = max(0, self.margin - 1)
@@ -266,11 +266,14 @@ class Coordinator:
 
     @staticmethod
     def _count(level: LevelGrants, said: list[LevelReport], own: Own) -> None:
-        """Only reports on the present grant count: files that a node listed may be gone when the message is read."""
+        """Decide if the granted step is complete: all nodes have stored it. Or cancel it, if a node gave it up.
+
+        Only reports on the present grant count: files that a node listed may be gone when the message is read.
+        """
         if level.grant is None:
             return
         present = [one for one in said if (one.turn, one.grant) == (level.turn, level.grant)]
-        if len(present) == len(said) and all(one.progress is Progress.COMMITTED for one in said):
+        if len(present) == len(said) and all(one.progress is Progress.STORED for one in said):
             if level.is_under_way and level.source is None:
                 level.span = max(0, own.begun - level.grant)
             level.publish(level.grant)

@@ -113,7 +113,7 @@ class Core:
             self._obey(message)
 
     def verified(self, write: Write) -> None:
-        """The file was read back."""
+        """The node stored the step; see ``NodeGrants.verified``."""
         self._end(write, self.node.verified)
 
     def missed(self, write: Write) -> None:

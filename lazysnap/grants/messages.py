@@ -37,14 +37,14 @@ class Progress(enum.Enum):
 
     ::
 
-        LISTING ──files are known──> IDLE, WAITING or COMMITTED
+        LISTING ──files are known──> IDLE, WAITING or STORED
 
-        IDLE ──grant──> WAITING ──> WRITING ──> VERIFYING ──> COMMITTED
+        IDLE ──grant──> WAITING ──> WRITING ──> VERIFYING ──> STORED
                            │           └───────────┴──> FAILED, MISSED
                            └──> MISSED, YIELDED
 
     The next order leads from any state to WAITING, or to IDLE if it grants nothing. A node that lists the file of the
-    granted step already goes to COMMITTED at once.
+    granted step already goes to STORED at once.
     """
 
     LISTING = "listing"
@@ -54,8 +54,9 @@ class Progress(enum.Enum):
     """The slots do not hold the step on all ranks of the node yet."""
     WRITING = "writing"
     VERIFYING = "verifying"
-    """The file is there, the slots are free again, the file is being read back."""
-    COMMITTED = "committed"
+    """The file is committed, the slots are free again, the file is being read back."""
+    STORED = "stored"
+    """The file was read back. When all nodes are here, the snapshot is complete."""
     MISSED = "missed"
     """The slots, or the file to copy, do not hold the step any more. The level itself is well."""
     YIELDED = "yielded"
@@ -63,7 +64,7 @@ class Progress(enum.Enum):
     FAILED = "failed"
 
 
-UNDER_WAY = frozenset({Progress.WAITING, Progress.WRITING, Progress.VERIFYING, Progress.COMMITTED})
+UNDER_WAY = frozenset({Progress.WAITING, Progress.WRITING, Progress.VERIFYING, Progress.STORED})
 
 GIVEN_UP = frozenset({Progress.MISSED, Progress.YIELDED, Progress.FAILED})
 

@@ -148,7 +148,7 @@ class NodeLevel:
         if self.grant is None:
             self.progress = Progress.IDLE
         else:
-            self.progress = Progress.COMMITTED if self.grant in self.stored else Progress.WAITING
+            self.progress = Progress.STORED if self.grant in self.stored else Progress.WAITING
 
     def list(self, steps: Collection[int]) -> None:
         """Count these steps, whose files are there, as stored. What was granted meanwhile begins."""
@@ -310,18 +310,18 @@ class NodeGrants:
         return self.levels[write.level].attempt == write.attempt
 
     def committed(self, write: Write) -> None:
-        """The file is there. The slots are free again; it counts, and is reported, once it was read back."""
+        """The file and its manifest are there, so the slots are free again. It does not count before ``verified``."""
         if self.is_wanted(write) and self._is_granted(write):
             self.levels[write.level].progress = Progress.VERIFYING
 
     def verified(self, write: Write) -> None:
-        """The file was read back."""
+        """The file was read back, where the level does that: from here on it counts, and is reported."""
         if not self.is_wanted(write):  # cancelled meanwhile: the file may be deleted already
             return
         level = self.levels[write.level]
         level.stored.add(write.step)
         if self._is_granted(write):
-            level.progress = Progress.COMMITTED
+            level.progress = Progress.STORED
 
     def missed(self, write: Write) -> None:
         """Record that the step to be written is not in memory any more. The level is well."""

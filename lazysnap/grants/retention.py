@@ -1,6 +1,7 @@
-"""Which snapshots need not stay at a level: the rule of all, and for keepers what grants add to it. Pure.
+"""The snapshots that need not stay at a level. Pure.
 
-Keepers and ``lazysnap prune`` delete by ``may_go`` alone.
+``may_go`` is the rule, for keepers and for ``lazysnap prune``. ``Retention`` applies it in a keeper, to what orders
+say, and adds that a cancelled step goes at once.
 """
 
 from collections.abc import Collection
@@ -38,6 +39,9 @@ class Retention:
 
     def is_over(self, key: StepKey, level: NodeLevel, protected: Collection[int] = ()) -> bool:
         """True if a snapshot of this run, complete or not, need not stay.
+
+        Each node deletes its own files by this, and all must come to the same result: so it depends on the settings
+        and on what the coordinator's orders say (``level``), never on a clock or on what one node sees.
 
         What is granted stays. What was cancelled and not granted again goes at once: it can never be complete.
         ``protected``: steps with a name, and those of ``still_to_copy``. While a coordinator does not know yet

@@ -243,10 +243,12 @@ class FrozenWriter:
     What is missing there comes from memory, else from a faster level.
     """
 
-    def __init__(self, slot_of: Callable[[str], Slot | None], pace: RateLimiter) -> None:
-        """``slot_of`` gives the whole slot of the frozen tensors of a digest, if there is one."""
-        self._slot_of = slot_of
-        self._pace = pace
+    def __init__(self, slot_of: Callable[[str], Slot | None], pace: RateLimiter, *, verify: bool = False) -> None:
+        """``slot_of`` gives the whole slot of the frozen tensors of a digest, if there is one.
+
+        ``verify``: read them back also where the storage checks what arrives.
+        """
+        self._slot_of, self._pace, self._verify = slot_of, pace, verify
 
     def bring(
         self,
@@ -293,8 +295,10 @@ class FrozenWriter:
             store.write_frozen(shard, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)
         self._read_back(store, frozen.digest, beat)
 
-    @staticmethod
-    def _read_back(store: SnapshotStore, digest: str, beat: Beat) -> None:
-        """Once, by whoever wrote them. Raises: ShardCorrupt, and they are not there any more."""
-        if not store.storage.checks_writes:
+    def _read_back(self, store: SnapshotStore, digest: str, beat: Beat) -> None:
+        """Read them back once, after they were written; ``PersistentLevel.verify=False`` does not switch that off.
+
+        Snapshots that refer to them compare only their size. Raises: ShardCorrupt, and they are not there any more.
+        """
+        if self._verify or not store.storage.checks_writes:
             store.verify_frozen(digest, beat)

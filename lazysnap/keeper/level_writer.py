@@ -95,7 +95,8 @@ class LevelWriter:
         self._loop = memory.loop
         self._where = shown(level.url)
         self._retention = Retention(level, files.start)
-        self._bytes = FileWriter(files, memory.slots_of, FrozenWriter(memory.frozen, place.pace), place.pace)
+        frozen = FrozenWriter(memory.frozen, place.pace, verify=bool(level.verify))
+        self._bytes = FileWriter(files, memory.slots_of, frozen, place.pace)
         self._store: SnapshotStore | None = None
         self._above: Sequence[LevelWriter] = ()
         self._below: Sequence[LevelWriter] = ()
@@ -263,6 +264,11 @@ class LevelWriter:
     # ---------------------------------------------------------------- storing
 
     def _write(self, write: Write) -> None:
+        """Store a step: write the node's file, commit it by its manifest, read it back. Only then it counts.
+
+        ``core.verified`` is where it begins to count. The snapshot is durable once the nodes have all reported that, see
+        ``grants.coordinator``. What an earlier keeper of this start stored counts by ``_list``.
+        """
         loop, step, started = self._loop, write.step, time.monotonic()
         self.step = step
         doing = "writing" if write.source is None else "copying"
@@ -313,7 +319,10 @@ class LevelWriter:
         return FrozenTurn(self._loop, self._index, self._level)
 
     def _read_back(self, manifest: Manifest) -> None:
-        """Raises: ShardCorrupt, and it is no snapshot any more."""
+        """Read the file back, if the level does that (``PersistentLevel.verify``).
+
+        Raises: ShardCorrupt, and it is no snapshot any more; LevelError.
+        """
         store = self._store
         if store is None:
             raise LevelHangs(f"{self._where}: given up meanwhile")

@@ -8,6 +8,7 @@ from support.waiting import until
 
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import open_store
+from lazysnap.levels.storage import Storage
 
 
 @pytest.fixture
@@ -94,8 +95,12 @@ def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_p
     assert until(lambda: restorable(level.url) == trainer.complete(level))
 
 
-def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(rig, frozen, tmp_path, passing):
-    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
+@pytest.mark.parametrize(("verify", "checks_writes"), [(None, False), (False, False), (True, True)])
+def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(
+    rig, frozen, tmp_path, passing, monkeypatch, verify, checks_writes
+):
+    monkeypatch.setattr(Storage, "checks_writes", checks_writes)  # says the place
+    level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1, verify=verify)
     slot, reference = frozen
     trainer, damaged = rig(level, frozen={reference.digest: slot}), []
 

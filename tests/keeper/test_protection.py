@@ -108,12 +108,12 @@ def test_a_report_of_a_keeper_without_a_link_does_not_count():
         report(node, Progress.IDLE, None)
     assert coordinator.decide(Own(3, frozenset({3})))
     step = settings.grant
-    report(1, Progress.COMMITTED, step, (step,))
+    report(1, Progress.STORED, step, (step,))
     coordinator.forget(1)
-    report(0, Progress.COMMITTED, step, (step,))
+    report(0, Progress.STORED, step, (step,))
     assert not coordinator.decide(Own(step, frozenset({step})))
     assert not settings.complete
-    report(1, Progress.COMMITTED, step, (step,))
+    report(1, Progress.STORED, step, (step,))
     assert coordinator.decide(Own(step, frozenset({step})))
     assert settings.complete == {step}
     report(1, Progress.IDLE, None)
