@@ -8,7 +8,6 @@ deadline.
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
@@ -60,6 +59,8 @@ from lazysnap.keeper.protocol import (
     Welcome,
 )
 from lazysnap.keeper.questions import Questions
+from lazysnap.keeper.standing import Standing
+from lazysnap.links.port import ReservedPort
 from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import Slot
 from lazysnap.topology import Team
@@ -83,7 +84,11 @@ _live_clients: "weakref.WeakSet[KeeperClient]" = weakref.WeakSet()
 
 
 class KeeperClient:
-    """Connection to this job's keeper. Thread-safe."""
+    """Connection to this job's keeper. Thread-safe.
+
+    It is large because it is all that a trainer has of its keeper, which may be replaced at any moment. What stands
+    alone is apart: ``MappedSlots``, ``Questions``, ``Standing``, ``DurableSteps``, ``Heartbeat``, ``attach``.
+    """
 
     def __init__(
         self,
@@ -94,8 +99,6 @@ class KeeperClient:
     ) -> None:
         """``on_notice``: called on the client's thread when the keeper says that this process is about to be killed."""
         self._on_notice = on_notice
-        self._ending: Ending | None = None
-        """The notice of the end that each keeper gets, the next one included."""
         self._identity = identity
         self._config = config
         self._team = team or Team()
@@ -105,7 +108,7 @@ class KeeperClient:
         self._closing = False
         self._fatal: Exception | None = None
         self._slots = MappedSlots(self._changed)
-        self._wanted: Reserve | None = None
+        self._standing = Standing()
         self._progress = (0, 0)
         """The progress of a drain: bytes that levels have, and bytes that all shall have."""
         self._newest_held = 0
@@ -119,12 +122,7 @@ class KeeperClient:
         """The connection to the keeper that is being reached."""
         self._questions = Questions(self._changed, lambda: self._connection)
         self._durable = DurableSteps()
-        self._run: Run | None = None
-        """The facts about the run that each keeper gets, the next one included."""
-        self._port: socket.socket | None = None
-        """Bound, for keepers to listen there."""
-        self._serving: ServePeers | None = None
-        """The addresses of other nodes that each keeper gets, the next one included."""
+        self._port: ReservedPort | None = None
         self._said_goodbye = False
         self.was_attached = False
         _live_clients.add(self)
@@ -178,15 +176,7 @@ class KeeperClient:
                 with self._changed:
                     is_over = self._is_closing()  # said while the keeper was starting
                     if not is_over:
-                        if self._serving is not None:
-                            self._notes.append(self._serving)
-                        if self._run is not None:  # at once: nobody asks earlier
-                            if self._run.is_new:
-                                self._run = msgspec.structs.replace(self._run, floor=self._newest_sequence())
-                            self._notes.append(self._run)
-                            self._run = msgspec.structs.replace(self._run, is_new=False)
-                        if self._ending is not None:
-                            self._notes.append(self._ending)
+                        self._notes.extend(self._standing.for_new_keeper(self._newest_sequence()))
                         self._connection = connection
                         self.was_attached = True
                         self._events.append(KeeperReady())
@@ -195,8 +185,6 @@ class KeeperClient:
                     self._leave(connection)
                     return
                 self._send_notes()
-                if self._wanted is not None:
-                    self.tell(self._wanted)
                 attached_at = time.monotonic()
                 self._listen(connection)
                 died_early = died_early + 1 if time.monotonic() - attached_at < _EARLY_S else 0
@@ -229,10 +217,9 @@ class KeeperClient:
             orphans = self._slots.orphans()
         for digest, slot in orphans:
             connection.send(Adopt(digest), (slot.fd,))
-        if (
-            self._run is not None and not self._run.is_new
-        ):  # else it would not know the owner of its captures if this one dies
-            connection.send(self._run)
+        run = self._standing.run
+        if run is not None and not run.is_new:  # else it would not know the owner of its captures if this one dies
+            connection.send(run)
 
     def _listen(self, connection: Connection) -> None:
         connection.set_receive_timeout(None)
@@ -308,7 +295,8 @@ class KeeperClient:
                 if not news:
                     return
                 message = msgspec.structs.replace(message, steps=news)
-            if isinstance(message, Protected) and (self._run is None or message.start != self._run.start):
+            run = self._standing.run
+            if isinstance(message, Protected) and (run is None or message.start != run.start):
                 return  # what an earlier start has is not this one's
             if isinstance(message, News) and not (isinstance(message, Answer) and message.id):
                 self._events.append(message)
@@ -325,13 +313,13 @@ class KeeperClient:
         """
         with self._changed:
             self._durable.begin(run.start)
-            run = self._run = msgspec.structs.replace(run, floor=self._newest_sequence())
+            run = self._standing.run = msgspec.structs.replace(run, floor=self._newest_sequence())
             # Nor does what an earlier start protected, if nobody took note of it yet.
             self._events = deque(event for event in self._events if not isinstance(event, Protected))
             is_told = self._connection is not None
         self.tell(run)
         if is_told:
-            self._run = msgspec.structs.replace(run, is_new=False)
+            self._standing.run_was_told()
 
     def make_ready(self, work: Callable[[Slot], None]) -> None:
         """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
@@ -352,9 +340,9 @@ class KeeperClient:
         configured to; for the text of a refusal. ``growth_bytes``: what training itself is still going to take.
         ``spills``: slots may be files where memory does not suffice.
         """
-        self._wanted = Reserve(*capacities, count, least or count, growth_bytes, spills)
+        wanted = self._standing.wanted = Reserve(*capacities, count, least or count, growth_bytes, spills)
         self._slots.want()
-        self.tell(self._wanted)
+        self.tell(wanted)
 
     def slots(self) -> tuple[Slot, ...]:
         """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""
@@ -407,8 +395,8 @@ class KeeperClient:
 
     def give_notice(self, *, is_sealed: bool) -> None:
         """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Ending``."""
-        self._ending = Ending(is_sealed)
-        self.tell(self._ending)
+        ending = self._standing.ending = Ending(is_sealed)
+        self.tell(ending)
 
     def newest_durable(self) -> int:
         """The newest step of this start that is known to be complete at the first level; -1: none."""
@@ -482,8 +470,8 @@ class KeeperClient:
         It is the same one for the next keeper, so other nodes learn it once. Raises: OSError, if there is none.
         """
         self._release_port()
-        self._port = _bound(host)
-        return int(self._port.getsockname()[1])
+        self._port = ReservedPort(host)
+        return self._port.number
 
     def serve_peers(self, host: str, secret: Secret, timeout_s: float) -> bool:
         """Have the keeper, and each later one, serve those with that secret at the reserved port.
@@ -491,12 +479,12 @@ class KeeperClient:
         Blocks: at most ``timeout_s``. ``False`` if it does not answer in time: it serves as soon as it runs again.
         """
         assert self._port is not None
-        self._serving = ServePeers(host=host, port=self._port.getsockname()[1], secret=secret)
-        return self._questions.ask(self._serving, timeout_s) is not None
+        serving = self._standing.serving = ServePeers(host=host, port=self._port.number, secret=secret)
+        return self._questions.ask(serving, timeout_s) is not None
 
     def _release_port(self) -> None:
         if self._port is not None:
-            self._port.close()
+            self._port.release()
 
     def lacking(self, step: int) -> list[str]:
         """URLs of the levels that are not known to have that step of this start, or a later one. Thread-safe."""
@@ -610,20 +598,6 @@ class KeeperClient:
         if self._connection is not None:
             os.close(self._connection.sock.detach())
             self._connection = None
-
-
-def _bound(host: str) -> socket.socket:
-    """A socket that has a port, and does not listen: another one may. Raises: OSError."""
-    if host in ("0.0.0.0", "::"):
-        raise OSError("it means every interface, name the address of one")
-    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, 0))
-    except OSError:
-        reserved.close()
-        raise
-    return reserved
 
 
 def _after_fork_in_child() -> None:

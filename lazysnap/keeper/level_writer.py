@@ -21,6 +21,7 @@ from lazysnap.grants.node import NodeLevel, Write
 from lazysnap.grants.retention import Retention, still_to_copy
 from lazysnap.keeper.frozen import FrozenTurn, FrozenWriter
 from lazysnap.keeper.grant_loop import GrantLoop
+from lazysnap.keeper.level_health import LevelHealth
 from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import FileWriter, NodeFiles
 from lazysnap.keeper.protocol import Durable, LevelFailed, Message, NameFailed
@@ -40,8 +41,6 @@ _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
 _STANDS_S = 30.0
 """An operation without progress for this long (seconds) no longer counts as pending."""
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-"""Seconds between two small writes to a level that failed: the pause doubles from the first to the second."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,11 @@ class LevelPlace:
 
 
 class LevelWriter:
-    """The thread of one level, for one start of a job. Methods may be called from any thread, and do not block."""
+    """The thread of one level, for one start of a job. Methods may be called from any thread, and do not block.
+
+    It is large because all work at a level takes turns on this one thread: writing, names, deleting, probing. The parts
+    that stand alone are apart: ``FileWriter``, ``LevelNames``, ``LevelHealth``, ``LevelPlace``.
+    """
 
     def __init__(
         self, place: LevelPlace, index: int, files: NodeFiles, memory: WriterContext, *, knows_earlier: bool = True
@@ -108,13 +111,9 @@ class LevelWriter:
         self._knows_earlier = knows_earlier
         self._lists = False
         """True until it is known what an earlier keeper of this start stored."""
-        self.fails_since: float | None = None
-        """When the level began to fail, by the monotonic clock; ``None``: it works."""
+        self.health = LevelHealth()
         self._began = 0.0
-        self.failed_at = 0.0
-        """When the last try that failed was begun, by the monotonic clock."""
-        self._probe_at = 0.0
-        self._pause_s = _SHORTEST_PAUSE_S
+        """When the work at hand was begun."""
         self._attempt: Watchdog[Any] | None = None
         self._names = LevelNames()
         self.step: int | None = None
@@ -177,6 +176,11 @@ class LevelWriter:
         return self._attempt is not None
 
     @property
+    def fails_since(self) -> float | None:
+        """See ``LevelHealth``."""
+        return self.health.fails_since
+
+    @property
     def has_names(self) -> bool:
         """True if names are still to be given or taken away, as far as the level works."""
         return self.fails_since is None and self._names.first() is not None
@@ -224,18 +228,17 @@ class LevelWriter:
     def _await_work(self) -> Callable[[], None] | None:
         with self._changed:
             while not self._is_closed:
-                naming = self._names.first() if self.fails_since is None else None
-                if naming is not None:
+                rests_s = self.health.rests_s
+                if rests_s is None and (naming := self._names.first()) is not None:
                     return partial(self._name, naming)
                 if self._work:
                     return self._work.popleft()
-                now = time.monotonic()
-                if self.fails_since is not None and now >= self._probe_at:
+                if rests_s is not None and rests_s <= 0:
                     return self._probe
-                if self._is_untidy and self.fails_since is None and self._memory.may_delete():
+                if self._is_untidy and rests_s is None and self._memory.may_delete():
                     self._is_untidy = False
                     return self._tidy
-                self._changed.wait(_IDLE_S if self.fails_since is None else max(0.0, self._probe_at - now))
+                self._changed.wait(_IDLE_S if rests_s is None else rests_s)
             return None
 
     def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
@@ -288,7 +291,7 @@ class LevelWriter:
             self._failed(step, error)
             loop.post(loop.core.failed, write)
         else:
-            self._pause_s = _SHORTEST_PAUSE_S
+            self.health.stored()
             if loop.is_wanted(write):
                 self._memory.emit(Durable(self._level.url, step, size, seconds))
             loop.post(loop.core.verified, write)
@@ -349,8 +352,7 @@ class LevelWriter:
     def _failed(self, step: int | None, error: Exception) -> None:
         if not isinstance(error, LazySnapError):
             self._store = None  # credentials may have expired, a mount gone stale: the next try opens everything anew
-        self.fails_since = self.fails_since or time.monotonic()
-        self._rest()
+        self.health.failed(self._began)
         logger.info("%s: step %s: %s", self._where, step, error)
         if step is not None:
             self._memory.emit(LevelFailed(self._level.url, step, str(error)))
@@ -361,19 +363,13 @@ class LevelWriter:
             self._within_deadline("trying a small write", lambda beat: probe(self._opened(beat).storage, beat))
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._store = None
-            self._rest()
+            self.health.failed(self._began)
             logger.info("%s: a small write fails: %s", self._where, error)
             return
-        self.fails_since = None
+        self.health.probed()
         if self._lists:
             self._put(self._list)
         self._loop.post(self._loop.node.probed, self._index)
-
-    def _rest(self) -> None:
-        """Longer each time, until something is stored: a full disk may take what is small."""
-        self.failed_at = self._began
-        self._probe_at = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     # ---------------------------------------------------------------- names and old snapshots
 

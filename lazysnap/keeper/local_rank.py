@@ -54,7 +54,11 @@ than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
 
 
 class LocalRank:
-    """The captures and duties of a keeper for one rank of its node. Used on the keeper's main thread."""
+    """The captures and duties of a keeper for one rank of its node. Used on the keeper's main thread.
+
+    It is large because each message of the trainer, its death and each phase may change all of this. What stands alone
+    is apart: slots (``RankSlots``), the table of phases (``lifecycle``), what is stored (``NodeStorage``).
+    """
 
     def __init__(
         self,

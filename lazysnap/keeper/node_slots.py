@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from lazysnap import faults
 from lazysnap.grants.node import RankView, SlotView, common_whole
 from lazysnap.memory.arena import KEEP, Slot, SlotPhase, SlotStatus, Word
+from lazysnap.shard.checksum import Checksums
 
 _HELD = (SlotPhase.CAPTURING, SlotPhase.WHOLE)
 
@@ -38,7 +40,7 @@ Ranks = Callable[[], Sequence[RankMemory | None]]
 
 
 class NodeSlots:
-    """Read from any thread."""
+    """May be used on any thread."""
 
     def __init__(self, ranks: Ranks, start: str, step: int = -1) -> None:
         """``step``: the step that the start resumed from."""
@@ -86,3 +88,17 @@ class NodeSlots:
     def newest_common(self) -> int | None:
         """The newest step that all ranks of the node hold whole."""
         return max(common_whole(self.views()), default=None)
+
+    def add_checksums(self) -> bool:
+        """Compute the checksums of the newest whole capture that has none; ``False`` if there is none. Blocks.
+
+        By them a restore sees whether the bytes are still the same. Nothing may be written into the slots meanwhile.
+        """
+        bare = [slot for slot in self.all() if slot.status().phase is SlotPhase.WHOLE and slot.checksums is None]
+        if not bare:
+            return False
+        newest = max(bare, key=lambda slot: slot.word(Word.SEQUENCE))
+        faults.point("keeper.persist.checksum")
+        status = newest.status()
+        newest.set_checksums(status.sequence, Checksums.of(newest.image[: status.image_bytes]))
+        return True

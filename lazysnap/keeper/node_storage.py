@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
@@ -30,8 +29,7 @@ from lazysnap.keeper.reminder import Reminder
 from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.links.links import Hello as LinkHello
 from lazysnap.links.links import Links
-from lazysnap.memory.arena import KEEP, Slot, SlotPhase, Word
-from lazysnap.shard.checksum import Checksums
+from lazysnap.memory.arena import KEEP, Slot, Word
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,11 @@ class StorageContext:
 
 class NodeStorage:
     """The storage of one node, for one start. Methods may be called from any thread, and do not block but for
-    ``close``."""
+    ``close``.
+
+    It is large because it joins what must not know each other: grants, slots, levels, links, protection and trainers.
+    It decides nothing but which names and messages are still due.
+    """
 
     def __init__(
         self,
@@ -397,7 +399,7 @@ class NodeStorage:
                     is_lost=step in level.lost,
                     is_cancelled=step in level.cancelled,
                     stopped_at=stopped,
-                    failed_at=None if writer.fails_since is None else writer.failed_at,
+                    failed_at=None if writer.fails_since is None else writer.health.failed_at,
                     moved_bytes=writer.moved_bytes if writer.step == step else 0,
                 )
                 for level, stopped, writer in known
@@ -531,28 +533,16 @@ class NodeStorage:
                 # Without protection, one of as many newer captures is whole on all ranks (docs/architecture.md).
                 if self._protection is None and len(whole_before_newest(self._slots.views())) >= self.run.num_kept:
                     self._context.parity.clear()
-                pause_s = 0.0 if self._add_checksums() else _REST_S
+                pause_s = 0.0 if self._is_at_rest() and self._slots.add_checksums() else _REST_S
             except Exception:  # the last handler of the thread
                 logger.exception("memory at rest")
                 pause_s = _AFTER_ERROR_S
             time.sleep(pause_s)
 
-    def _add_checksums(self) -> bool:
-        """Compute the checksums of the newest capture that has none; ``False`` if there is none.
-
-        Without trainers memory rests. By its checksums a restore sees whether its bytes are the same.
-        """
+    def _is_at_rest(self) -> bool:
+        """True if nothing is written into the slots, and no level is at work: there is time to compute checksums."""
         ranks = self._slots.ranks()
-        if not ranks or not all(rank.is_gone for rank in ranks) or self.is_at_work():
-            return False
-        bare = [slot for slot in self._slots.all() if slot.status().phase is SlotPhase.WHOLE and slot.checksums is None]
-        if not bare:
-            return False
-        newest = max(bare, key=lambda slot: slot.word(Word.SEQUENCE))
-        faults.point("keeper.persist.checksum")
-        status = newest.status()
-        newest.set_checksums(status.sequence, Checksums.of(newest.image[: status.image_bytes]))
-        return True
+        return bool(ranks) and all(rank.is_gone for rank in ranks) and not self.is_at_work()
 
     def _tell_unreached(self) -> None:
         """A run of which nothing is stored says so, and says it again."""

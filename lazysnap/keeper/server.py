@@ -75,7 +75,11 @@ def run_keeper(
 
 
 class Server:
-    """One job's keeper. ``run`` returns when the job is over and nothing is left to do."""
+    """One job's keeper. ``run`` returns when the job is over and nothing is left to do.
+
+    It is large because all connections, ranks and the storage meet in this one loop. What a message means for a rank
+    stands in ``LocalRank``.
+    """
 
     def __init__(self, listener: socket.socket, secret: Secret, trouble: Trouble | None = None) -> None:
         self._secret = secret
