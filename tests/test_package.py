@@ -164,7 +164,7 @@ def test_each_warning_of_an_engine_is_explained_in_the_page_of_messages():
     page, missing = (ROOT / "docs" / "troubleshooting.md").read_text(), []
     for event in Event:
         row = event.value
-        fixed = [part.strip(" :;,")[:25] for part in re.split(r"%\(\w+\)[.\d]*[a-z]", row.text)]
+        fixed = [part.strip(" :;,")[:16] for part in re.split(r"%\(\w+\)[.\d]*[a-z]", row.text)]
         fixed = [part for part in fixed if len(part) > 8]
         if row.severity >= logging.WARNING and not row.ends and fixed and not any(part in page for part in fixed):
             missing.append(event.name)

@@ -269,8 +269,8 @@ class LevelWriter:
     def _write(self, write: Write) -> None:
         """Store a step: write the node's file, commit it by its manifest, read it back. Only then it counts.
 
-        ``core.verified`` is where it begins to count. The snapshot is durable once the nodes have all reported that, see
-        ``grants.coordinator``. What an earlier keeper of this start stored counts by ``_list``.
+        ``core.verified`` is where it begins to count. The snapshot is durable once all nodes have reported that:
+        see ``grants.coordinator``. What an earlier keeper of this start stored counts by ``_list``.
         """
         loop, step, started = self._loop, write.step, time.monotonic()
         self.step = step

@@ -553,9 +553,9 @@ class NodeStorage:
             at = f"{peers.host}:{peers.port}" if peers is not None else "no address"
             who = "rank 0's node" if 0 in nodes else f"node {min(nodes)}" + (", …" if len(nodes) > 1 else "")
             return (
-                f"node {self.team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet at {at}); "
-                "look whether that keeper is stopped or its machine overloaded, and whether nodes reach each other "
-                "there; SnapshotConfig(link_address=...) sets another address"
+                f"node {self.team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet "
+                f"at {at}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach "
+                "each other there; SnapshotConfig(link_address=...) sets another address"
             )
 
         self._unreached.look(seconds if nodes else None, text)

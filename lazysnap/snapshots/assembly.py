@@ -206,6 +206,7 @@ class Assembly:
         self._tensors[name].check()
         return self._tensors[name]
 
+
 def _check_apart(shards: Sequence[OpenShard]) -> None:
     """Raises: ShardCorrupt, if a shard and its frozen tensors have a name in common."""
     seen: Counter[str] = Counter()
@@ -214,4 +215,3 @@ def _check_apart(shards: Sequence[OpenShard]) -> None:
         twice = next((name for name, count in seen.items() if count > 1), None)
         if twice is not None:
             raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")
-
