@@ -20,10 +20,10 @@ from lazysnap.keeper.events import (
 from lazysnap.keeper.protocol import (
     Alert,
     Complete,
-    Durable,
     LevelFailed,
     MemoryRefused,
     NameFailed,
+    NodeFileStored,
     Protected,
 )
 from lazysnap.levels.redaction import shown
@@ -64,7 +64,7 @@ class KeeperEvents:
         tell, refused = self._messages.tell, list[str]()
         for event in events:
             match event:
-                case Durable():
+                case NodeFileStored():
                     rate = decimal(int(event.num_bytes / max(event.seconds, 1e-9)))
                     size, where = decimal(event.num_bytes), shown(event.level)
                     tell(Event.FIRST_STORED, level=where, size=size, seconds=event.seconds, rate=rate)

@@ -139,11 +139,6 @@ class FrozenTensors:
         self._replace(None)
         return False
 
-    def is_as_it_was(self) -> bool:
-        """True if ``look`` would find nothing changed. Has no side effects."""
-        frozen = self._set
-        return frozen is None or not (frozen.trained(self._source.optimizers()) or frozen.changed())
-
     def _note_changed(self, changed: list[str]) -> None:
         self._changes += 1
         self.changed.update(changed)

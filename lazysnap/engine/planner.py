@@ -73,14 +73,6 @@ class Planner:
             self._has_dtensors = walked.names, any(isinstance(tensor, DTensor) for tensor in walked.tensors)
         return replace(walked, tensors=list(map(local_of, walked.tensors))) if self._has_dtensors[1] else walked
 
-    def part_as_planned(self, everything: Walk) -> Walk | None:
-        """``own_part``, if it and the frozen tensors are as when ``plan`` was made; else ``None``. Not collective."""
-        if self.plan is None or (self._partition is not None and not self._partition.holds_for(everything)):
-            return None
-        walked = self.own_part(everything)
-        mismatch = self.plan.mismatch(walked, optimizer_signature(self._source))
-        return walked if mismatch is None and self._frozen.is_as_it_was() else None
-
     # ---------------------------------------------------------------- plans
 
     def for_capture(self, walked: Walk, everything: Walk, *, holds: bool) -> CapturePlan:

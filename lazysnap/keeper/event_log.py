@@ -190,7 +190,7 @@ class _Seen:
 
 Clean = Callable[[str], str]
 _CONVERTED: dict[type[protocol.Message], Callable[..., events.Event]] = {
-    protocol.Durable: lambda message, t, clean: events.Stored(
+    protocol.NodeFileStored: lambda message, t, clean: events.Stored(
         t=t, level=shown(message.level), step=message.step, bytes=message.num_bytes, seconds=message.seconds
     ),
     protocol.Complete: lambda message, t, clean: events.Complete(t=t, level=shown(message.level), steps=message.steps),

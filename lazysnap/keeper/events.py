@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from lazysnap.keeper.protocol import (
     Alert,
     Complete,
-    Durable,
     Held,
     HeldParity,
     Inventory,
     LevelFailed,
     MemoryRefused,
     NameFailed,
+    NodeFileStored,
     Protected,
     SlotName,
     TrainerEnd,
@@ -105,7 +105,7 @@ class KeeperAnswers:
     pid: int
 
 
-News = Durable | Complete | Protected | LevelFailed | NameFailed | Alert | MemoryRefused
+News = NodeFileStored | Complete | Protected | LevelFailed | NameFailed | Alert | MemoryRefused
 """Messages of the keeper that the trainer's training thread wants to know of."""
 
 KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers

@@ -24,7 +24,7 @@ from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_health import LevelHealth
 from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import FileWriter, NodeFiles
-from lazysnap.keeper.protocol import Durable, LevelFailed, Message, NameFailed
+from lazysnap.keeper.protocol import LevelFailed, Message, NameFailed, NodeFileStored
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.redaction import shown
@@ -293,7 +293,7 @@ class LevelWriter:
         else:
             self.health.stored()
             if loop.is_wanted(write):
-                self._memory.emit(Durable(self._level.url, step, size, seconds))
+                self._memory.emit(NodeFileStored(self._level.url, step, size, seconds))
             loop.post(loop.core.verified, write)
 
     def _bring(self, write: Write, beat: Beat) -> Manifest:

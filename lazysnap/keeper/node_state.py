@@ -16,10 +16,10 @@ from lazysnap.keeper.protocol import (
     Alert,
     CaptureState,
     Complete,
-    Durable,
     LevelFailed,
     LevelState,
     Message,
+    NodeFileStored,
     NodeState,
     Protected,
     RankState,
@@ -101,7 +101,7 @@ def _captures(slots: Sequence[Slot]) -> list[CaptureState]:
 def _level_state(
     level: PersistentLevel, known: NodeLevel, writer: LevelWriter, storage: NodeStorage, sent: LastMessages
 ) -> LevelState:
-    stored_ns, stored = sent.last(Durable, level.url)
+    stored_ns, stored = sent.last(NodeFileStored, level.url)
     complete_ns, complete = sent.last(Complete, level.url)
     failed_ns, failed = sent.last(LevelFailed, level.url)
     newest, storing = max(known.complete, default=None), writer.step

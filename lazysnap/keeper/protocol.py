@@ -13,7 +13,7 @@ from lazysnap.links.secret import Secret
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
 
-PROTOCOL = 13
+PROTOCOL = 14
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -434,8 +434,9 @@ class Inventory(Answer, frozen=True, kw_only=True):
     """Only where it was asked for (``AskInventory.in_words``), and once a training began."""
 
 
-class Durable(Message, frozen=True):
-    """The node's part of a snapshot is at a level, read back where the level does that."""
+class NodeFileStored(Message, frozen=True):
+    """The file of this node is stored at a level, and read back where the level does that. The snapshot is durable only
+    when it is ``Complete``."""
 
     level: str
     step: int

@@ -6,7 +6,7 @@ from lazysnap.engine.messages import Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.keeper.events import KeeperLost
-from lazysnap.keeper.protocol import Alert, Complete, Durable, LevelFailed, NameFailed, Protected
+from lazysnap.keeper.protocol import Alert, Complete, LevelFailed, NameFailed, NodeFileStored, Protected
 
 
 def said(caplog):
@@ -30,7 +30,7 @@ def test_a_level_that_fails_is_told_once_and_once_that_it_works_again(caplog):
     events.take([LevelFailed("/disk", step, "read back damaged") for step in range(1, 6)])
     assert said(caplog) == ["step 1 is"]
 
-    events.take([Durable("/disk", 6, 100, 0.1), complete(6), complete(7)])
+    events.take([NodeFileStored("/disk", 6, 100, 0.1), complete(6), complete(7)])
     assert said(caplog) == ["step 1 is", "/disk works again:"]
     assert statistics.level_failures == {"/disk": 5}
 

@@ -15,7 +15,7 @@ from support.waiting import until
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper import node_storage
-from lazysnap.keeper.protocol import Durable, LevelFailed, NameFailed
+from lazysnap.keeper.protocol import LevelFailed, NameFailed, NodeFileStored
 from lazysnap.levels import open_store
 from lazysnap.levels.storage import Storage
 from lazysnap.memory.arena import SlotPhase
@@ -358,7 +358,7 @@ def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
     for _ in range(3):
         trainer.store()
 
-    durable = [event.seconds for event in trainer.told(Durable)]
+    durable = [event.seconds for event in trainer.told(NodeFileStored)]
     # A lower bound is safe to assert: the second and third wait for the bytes before them.
     assert sum(durable) >= 2 * SIZE / 1_000_000 * 0.9
 

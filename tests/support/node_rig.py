@@ -10,7 +10,7 @@ from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
-from lazysnap.keeper.protocol import Complete, Durable, LevelFailed, Message, NameFailed, Peers, Run
+from lazysnap.keeper.protocol import Complete, LevelFailed, Message, NameFailed, NodeFileStored, Peers, Run
 from lazysnap.levels import open_store
 from lazysnap.levels.source import map_anonymous
 from lazysnap.links.secret import Secret, draw_secret
@@ -301,7 +301,7 @@ class Rig:
         until(lambda: all(step in self.complete(level, node) for node in nodes), lambda: f"step {step}: {self.told_to}")
 
     def told(
-        self, kind: type[Durable | LevelFailed | NameFailed], level: PersistentLevel | None = None, node: int = 0
+        self, kind: type[NodeFileStored | LevelFailed | NameFailed], level: PersistentLevel | None = None, node: int = 0
     ) -> list[Any]:
         """Events of a kind, of one level or of all."""
         url = None if level is None else self.levels_of(node)[self.levels.index(level)].url
