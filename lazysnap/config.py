@@ -1,6 +1,7 @@
 """Settings: frozen objects, checked when they are made."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -280,6 +281,14 @@ class SnapshotConfig:
         value = getattr(self, name)
         if value is not None and (not isinstance(value, str) or not value.strip()):
             raise ConfigError(f"SnapshotConfig.{name} must be a non-empty string, got {value!r}")
+
+
+def due_every(every_n_steps: int, captured_every: int) -> int:
+    """Return the interval of the steps that are due at a level, or for protection: only what is captured can be stored.
+
+    ``every_n_steps``: of the level; ``captured_every``: of captures into memory.
+    """
+    return math.lcm(every_n_steps, captured_every)
 
 
 def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:

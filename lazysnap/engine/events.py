@@ -1,11 +1,10 @@
 """Events of the keeper as counters and messages; only ever handled on the training thread."""
 
-import math
 from collections.abc import Iterable, Sequence
 
 from rich.filesize import decimal
 
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import SnapshotConfig, due_every
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.errors import KeeperUnavailable
@@ -45,7 +44,7 @@ class KeeperEvents:
         self._protection = protection
         self.is_training = True
         """True while training goes on."""
-        self._due = {level.url: math.lcm(level.every_n_steps, config.every_n_steps) for level in config.levels}
+        self._due = {level.url: due_every(level.every_n_steps, config.every_n_steps) for level in config.levels}
         self._from_step = 0
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, and why."""

@@ -1,7 +1,6 @@
 """The lines about a run: its start, the memory it takes, and the captured and stored steps at its end."""
 
 import enum
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from urllib.parse import urlsplit
 
 from rich.filesize import decimal
 
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import SnapshotConfig, due_every
 from lazysnap.console import duration
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels.redaction import shown
@@ -202,7 +201,7 @@ def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: b
 def _stored(config: SnapshotConfig, sizes: Sizes) -> str:
     size, parity = sizes.group
     stored = [
-        f"snapshots at {shown(level.url)} every {_interval(math.lcm(level.every_n_steps, config.every_n_steps))}"
+        f"snapshots at {shown(level.url)} every {_interval(due_every(level.every_n_steps, config.every_n_steps))}"
         for level in config.levels
     ]
     if parity:

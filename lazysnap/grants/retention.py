@@ -4,7 +4,7 @@
 say, and adds that a cancelled step goes at once.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from lazysnap.config import PersistentLevel
@@ -67,8 +67,14 @@ class Retention:
         return not own or key < min(own)
 
 
-def still_to_copy(faster: NodeLevel, slower: NodeLevel, settings: PersistentLevel, start: str) -> set[int]:
-    """Steps of the faster level that the slower one, with its ``settings``, has granted or never leaves out."""
-    own = {key.step for key in faster.complete if key.start == start}
-    wanted = {step for step in own if step == slower.grant or is_milestone(settings, step)}
-    return {step for step in wanted if step not in slower.lost and StepKey(step, start) not in slower.complete}
+def still_to_copy(levels: Sequence[NodeLevel], settings: Sequence[PersistentLevel], index: int, start: str) -> set[int]:
+    """Steps of one level that a slower one does not have yet, and has granted or never leaves out.
+
+    ``levels`` and ``settings``: of all levels, fast to slow; ``index``: of the one.
+    """
+    own = {key.step for key in levels[index].complete if key.start == start}
+    found = set()
+    for slower, kept in zip(levels[index + 1 :], settings[index + 1 :], strict=True):
+        wanted = {step for step in own if step == slower.grant or is_milestone(kept, step)}
+        found |= {step for step in wanted if step not in slower.lost and StepKey(step, start) not in slower.complete}
+    return found

@@ -102,7 +102,7 @@ class LevelWriter:
         self._bytes = FileWriter(files, memory.slots_of, frozen, place.pace)
         self._store: SnapshotStore | None = None
         self._above: Sequence[LevelWriter] = ()
-        self._below: Sequence[LevelWriter] = ()
+        self._settings: Sequence[PersistentLevel] = ()
         self._changed = threading.Condition()
         self._work: deque[Callable[[], None]] = deque()
         self._known: tuple[Sequence[NodeLevel], Mapping[int, set[str]]] = (), {}
@@ -121,7 +121,7 @@ class LevelWriter:
 
     def start(self, writers: Sequence["LevelWriter"]) -> None:
         """Begin. ``writers``: of all levels, fast to slow."""
-        self._above, self._below = writers[: self._index], writers[self._index + 1 :]
+        self._above, self._settings = writers[: self._index], [writer._level for writer in writers]
         threading.Thread(target=self._run, name="lazysnap-level", daemon=True).start()
 
     def close(self) -> None:
@@ -411,7 +411,8 @@ class LevelWriter:
         (levels, names), store = self._known, self._opened(beat)
         if not levels:
             return
-        own, protected = levels[self._index], self._protected(levels, names)
+        named = {step for step, given in names.items() if given}
+        protected = named | still_to_copy(levels, self._settings, self._index, self._files.start)
         found = self._files.of_run(store.storage.list())
         for directory, key in sorted(found.items(), key=lambda item: item[1]):
             if not self._memory.may_delete():
@@ -419,15 +420,8 @@ class LevelWriter:
             is_own = key.start == self._files.start
             if key in self._memory.named_before():
                 continue
-            if not self._retention.is_over(key, own, protected) or not (is_own or self._knows_earlier):
+            if not self._retention.is_over(key, levels[self._index], protected) or not (is_own or self._knows_earlier):
                 continue
             # Asked at the last moment: a step that was cancelled may have been granted again.
             if not is_own or self._loop.give_up(self._index, key.step):
                 delete_files(self._files.mine(store.storage, directory, key), beat)
-
-    def _protected(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> set[int]:
-        """Steps with a name that is to be written, and those that slower levels have still to copy."""
-        found = {step for step, given in names.items() if given}
-        for offset, slower in enumerate(self._below, self._index + 1):
-            found |= still_to_copy(levels[self._index], levels[offset], slower._level, self._files.start)
-        return found

@@ -4,7 +4,6 @@ The decisions are those of ``grants.coordinator`` and ``grants.node``; here they
 """
 
 import logging
-import math
 import queue
 import secrets
 import threading
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lazysnap.config import PersistentLevel
+from lazysnap.config import PersistentLevel, due_every
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
 from lazysnap.grants.core import Action, Begin, Core, GiveNotice, Learn, Pin, Settle
@@ -152,7 +151,7 @@ class NodeStorage:
             return None
         grants = []
         for level in self.levels:
-            every = math.lcm(level.every_n_steps, self.run.every_n_steps)
+            every = due_every(level.every_n_steps, self.run.every_n_steps)
             grants.append(LevelGrants(replace(level, every_n_steps=every), earlier=self._earlier(level)))
         if self.run.parity is not None and self.run.peers is not None:
             # It has no place: its interval counts.

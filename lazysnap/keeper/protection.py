@@ -6,7 +6,6 @@ keepers have their parity of a step, the step is protected. Until a newer one is
 """
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lazysnap import faults
+from lazysnap.config import due_every
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
 from lazysnap.grants.core import Action, Begin, Hold, Learn, Settle
 from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
@@ -52,7 +52,7 @@ class ProtectionContext:
 
 def interval_of(parity: Parity, run: Run) -> int:
     """Steps that are due for protection are multiples of it: only what is captured can be protected."""
-    return math.lcm(parity.every_n_steps, run.every_n_steps)
+    return due_every(parity.every_n_steps, run.every_n_steps)
 
 
 @dataclass

@@ -353,7 +353,7 @@ def test_a_step_that_is_kept_for_ever_is_granted_before_others_and_copied_though
 
     assert cluster.complete(0) == [10, 35, 40]
     assert cluster.granted()[1] == 35
-    protected = still_to_copy(cluster.nodes[0].levels[0], cluster.nodes[0].levels[1], cluster.settings[1], START)
+    protected = still_to_copy(cluster.nodes[0].levels, cluster.settings, 0, START)
     assert protected == {35}
 
 

@@ -455,9 +455,7 @@ class SimKeeper:
         for number, (retention, level) in enumerate(zip(self.retention, self.grants.levels, strict=True)):
             listing = self.mine[number] & self.world.files[number] if "list" in self.world.without else None
             listing = sorted(self.world.files[number] if listing is None else listing)
-            protected = set()
-            for slower, settings in list(zip(self.grants.levels, self.job.settings, strict=True))[number + 1 :]:
-                protected |= still_to_copy(level, slower, settings, self.job.start)
+            protected = still_to_copy(self.grants.levels, self.job.settings, number, self.job.start)
             for file in listing:
                 if not self._is_mine(file) or not retention.is_over(file.key, level, protected):
                     continue
