@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import lazysnap
+from lazysnap.cli.chaos import add_arguments as add_chaos
 from lazysnap.cli.demo import add_arguments as add_demo
 from lazysnap.cli.doctor import add_arguments as add_doctor
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
@@ -76,6 +77,7 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     metrics = commands.add_parser("metrics", parents=[common], help="the same as figures for Prometheus")
     _add_metrics(metrics)
     add_demo(commands.add_parser("demo", parents=[common], help="kill a real training, resume it, compare bit for bit"))
+    add_chaos(commands.add_parser("chaos", parents=[common], help="run your own training under faults, and judge it"))
     doctor = commands.add_parser("doctor", parents=[common], help="check this node and a level before a training")
     doctor.add_argument("url", nargs="?", **_URL)
     doctor.add_argument("--storage-option", help="an option of the fsspec file system", **_OPTION)

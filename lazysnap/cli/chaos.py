@@ -1,0 +1,386 @@
+"""``lazysnap chaos``: run the user's own training under seeded faults, and compare it with an undisturbed one."""
+
+import argparse
+import contextlib
+import itertools
+import pathlib
+import random
+import re
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+
+from lazysnap.cli.chaos_disk import Disk
+from lazysnap.cli.chaos_faults import FAULTS, NEED_DISK, NEED_KEEPER, Strike
+from lazysnap.cli.chaos_results import difference, digests, files_of
+from lazysnap.cli.chaos_training import DIRECTORY, Program, Training
+from lazysnap.cli.output import Output, count_of
+from lazysnap.errors import ConfigError, LazySnapError
+
+STEP_LINE = r"(?i)^(?!.*(?:lazysnap|resum|restor|start|load|sav)).*?\bstep\W{0,3}(\d+)"
+"""Lines that speak of a restart are none of a step that was trained."""
+_LOOK_S = 0.5
+_LONGEST_WINDOW_S = 30.0
+_TRIES = 3
+
+
+class ChaosFailed(LazySnapError):
+    """The program cannot be judged: undisturbed it fails, or gives one result today and another tomorrow."""
+
+
+class Verdict(Enum):
+    """What a fault did to a training, from good to bad."""
+
+    PASS = "PASS"
+    LOST_WORK = "LOST_WORK"
+    SILENT_DIVERGENCE = "SILENT_DIVERGENCE"
+    HARD_FAIL = "HARD_FAIL"
+
+
+_STYLES = {Verdict.PASS: "green", Verdict.LOST_WORK: "yellow"}
+_NEXT = {
+    Verdict.LOST_WORK: "it resumed further back than it may: see in its log why, save more often, or allow more steps "
+    "with --may-lose",
+    Verdict.SILENT_DIVERGENCE: "something that decides the result was not restored (optimizer, schedule, random "
+    "generators, position in the data), or a damaged file was believed",
+    Verdict.HARD_FAIL: "the same command, started again, must resume by itself, also where its newest checkpoint is "
+    "torn or damaged: its log shows where it failed",
+}
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """The training to compare with."""
+
+    seconds: float
+    steps: list[int]
+    """The steps that it printed."""
+    spacing_s: float
+    """Time from one printed step to the next."""
+    stride: int
+    """Steps from one printed step to the next."""
+    result: dict[str, str]
+    names: list[str]
+    has_keeper: bool
+
+
+@dataclass
+class Outcome:
+    """One training under one fault."""
+
+    fault: str
+    seed: int
+    what: str = ""
+    at_step: int | None = None
+    verdict: Verdict = Verdict.PASS
+    reason: str = ""
+    steps_again: int | None = None
+    """Steps that were trained before the fault, and again after it; ``None``: no steps are printed."""
+    restarts: int = 0
+    restart_s: float | None = None
+    """Time from the first restart to the first step that it printed."""
+    seconds: float = 0.0
+    log: str = ""
+
+
+@dataclass
+class _Chaos:
+    """All trainings of this command."""
+
+    args: argparse.Namespace
+    program: Program
+    place: pathlib.Path
+    disk: Disk | None = None
+    left_out: dict[str, str] = field(default_factory=dict)
+    checked: bool = False
+    """True if a second undisturbed training gave the same result as the first."""
+
+    @contextlib.contextmanager
+    def training(self, name: str) -> Iterator[Training]:
+        """Yield a new training. Its files go if it is interrupted."""
+        environment = self.disk.environment if self.disk is not None else {}
+        try:
+            with Training(self.program, self.place / name, environment) as training:
+                yield training
+        except BaseException:
+            shutil.rmtree(self.place / name / "files", ignore_errors=True)
+            raise
+
+    def undisturbed(self, name: str) -> Undisturbed:
+        """Run the command once. Blocks. Raises: ChaosFailed; ConfigError, if it leaves nothing in its directory."""
+        has_keeper, began_s = False, time.monotonic()
+        until_s = began_s + (self.args.deadline or float("inf"))
+        with self.training(name) as training:
+            training.start()
+            while not training.wait_ended(min(until_s, time.monotonic() + _LOOK_S)):
+                has_keeper = has_keeper or bool(training.processes()[1])
+                if time.monotonic() > until_s:
+                    raise ChaosFailed(f"without a fault the command takes more than --deadline {self.args.deadline} s")
+            seconds = time.monotonic() - began_s
+            if training.code:
+                raise ChaosFailed(
+                    f"without a fault the command ended with code {training.code}; its last lines, of {training.log}:\n"
+                    + training.last_lines(15)
+                )
+        files = files_of(training.files, self.args.result)
+        if not files:
+            raise ConfigError(self._nothing(training))
+        result, names = digests(files), [str(path.relative_to(training.files)) for path in files]
+        shutil.rmtree(training.files)
+        times_s, steps = training.starts[0].times_s, training.starts[0].steps
+        gaps = [after - before for before, after in itertools.pairwise(times_s)]
+        stride = min((after - before for before, after in itertools.pairwise(sorted(set(steps)))), default=1)
+        return Undisturbed(seconds, steps, statistics.median(gaps or [0.0]), stride, result, names, has_keeper)
+
+    def _nothing(self, training: Training) -> str:
+        if self.args.result is not None and any(training.files.iterdir()):
+            return f"--result {self.args.result} matches no file that the command left in {training.files}"
+        return (
+            "the command left no file in the directory of its run. Each run must write its checkpoints and its result "
+            f"there, and nowhere else: put {{dir}} into the command, as in `lazysnap chaos -- python train.py --out "
+            f"{{dir}}`, or let the program read the environment variable {DIRECTORY}"
+        )
+
+    def faults(self, undisturbed: Undisturbed) -> list[str]:
+        """Return the faults that are possible here."""
+        names = self.args.faults
+        if any(name in NEED_DISK for name in names) and self.disk is None:
+            self.left_out |= dict.fromkeys([name for name in names if name in NEED_DISK], self.left_out.pop("disk"))
+        if not undisturbed.has_keeper:
+            missing = [name for name in names if name in NEED_KEEPER]
+            self.left_out |= dict.fromkeys(missing, "the command has no keeper of lazysnap")
+        return [name for name in names if name not in self.left_out]
+
+    def disturbed(self, number: int, fault: str, undisturbed: Undisturbed) -> Outcome:
+        """Run the command under a fault, start it again until it ends well, and judge. Blocks."""
+        outcome = Outcome(fault, self.args.seed + number)
+        for tries in range(1, _TRIES + 1):
+            name = f"{number + 1}-{fault}" + f"-again{tries}" * (tries > 1)
+            with self.training(name) as training:
+                began_s = time.monotonic()
+                if self._strike(training, outcome, undisturbed, 1 / tries):
+                    self._go_on(training, outcome, undisturbed)
+                    outcome.seconds, outcome.log = time.monotonic() - began_s, str(training.log)
+                    break
+            shutil.rmtree(self.place / name)
+        else:
+            raise ChaosFailed(f"the command ended {_TRIES} times before {fault} could strike: give it more steps")
+        if outcome.verdict is Verdict.PASS:
+            self._compare(training, outcome, undisturbed)
+            shutil.rmtree(training.files) if outcome.verdict in (Verdict.PASS, Verdict.LOST_WORK) else None
+        return outcome
+
+    def _strike(self, training: Training, outcome: Outcome, undisturbed: Undisturbed, share: float) -> bool:
+        """Start the training, and strike at a moment in that share of it. False if it ended before."""
+        dice = random.Random(f"{outcome.fault} {outcome.seed}")
+        where, late, length = dice.random() * share, dice.random(), dice.uniform(0.05, 0.15)
+        printed = undisturbed.steps[:-1]
+        training.start()
+        steps = training.starts[0].steps
+        if printed:
+            wanted = printed[int(where * len(printed))]
+            training.wait(lambda: bool(steps) and steps[-1] >= wanted, self._until(undisturbed))
+            training.wait_ended(time.monotonic() + late * undisturbed.spacing_s)
+        else:
+            training.wait_ended(time.monotonic() + (0.1 + 0.85 * where) * undisturbed.seconds)
+        if training.code is not None:
+            return False
+        outcome.at_step = steps[-1] if steps else None
+        window_s = min(_LONGEST_WINDOW_S, max(0.1, length * undisturbed.seconds))
+        patience_s = min(2 * _LONGEST_WINDOW_S, undisturbed.seconds)
+        strike = Strike(training, dice, window_s, patience_s, self.args.damage, self.disk)
+        outcome.what = FAULTS[outcome.fault](strike)
+        return True
+
+    def _until(self, undisturbed: Undisturbed) -> float:
+        return time.monotonic() + (self.args.deadline or 60.0 + 5 * undisturbed.seconds)
+
+    def _go_on(self, training: Training, outcome: Outcome, undisturbed: Undisturbed) -> None:
+        """Start the command again until it ends well; count the steps that it trains again."""
+        until_s, is_cut = self._until(undisturbed), outcome.fault == "term"
+        while training.wait_ended(until_s):
+            # A program may end well on a notice, in the middle of its training.
+            is_over = not is_cut or not self._difference(training, undisturbed)
+            if training.code == 0 and is_over:
+                break
+            if outcome.restarts == self.args.max_restarts:
+                outcome.verdict = Verdict.HARD_FAIL
+                outcome.reason = f"code {training.code} also after {count_of(outcome.restarts, 'restart')}: "
+                outcome.reason += training.last_lines(1)
+                return
+            is_cut = False
+            outcome.restarts += 1
+            training.start()
+        if training.code is None:
+            outcome.verdict, outcome.reason = Verdict.HARD_FAIL, "it did not come to its end in time (--deadline)"
+        if undisturbed.steps:
+            outcome.steps_again = _steps_again(training, outcome, undisturbed.stride)
+            outcome.restart_s = next((one.times_s[0] - one.began_s for one in training.starts[1:] if one.steps), None)
+
+    def _compare(self, training: Training, outcome: Outcome, undisturbed: Undisturbed) -> None:
+        outcome.reason = self._difference(training, undisturbed)
+        if outcome.reason:
+            self._check_same(undisturbed)
+            outcome.verdict = Verdict.SILENT_DIVERGENCE
+        elif (outcome.steps_again or 0) > (limit := self.may_lose(outcome.fault, undisturbed)):
+            outcome.verdict, outcome.reason = Verdict.LOST_WORK, f"at most {limit} may be trained again"
+
+    def may_lose(self, fault: str, undisturbed: Undisturbed) -> int:
+        """Return the number of steps that may be trained again."""
+        tenth = max(undisturbed.steps, default=0) // 10
+        allowed = int(self.args.may_lose if self.args.may_lose is not None else max(tenth, undisturbed.stride))
+        return 2 * allowed if fault == "flip" else allowed  # the newest checkpoint is lost as well
+
+    def _difference(self, training: Training, undisturbed: Undisturbed) -> str:
+        same = [training.files / name for name in undisturbed.names]
+        exist = all(path.is_file() for path in same)
+        files = same if exist and self.args.result is None else files_of(training.files, self.args.result)
+        return difference(undisturbed.result, digests(files))
+
+    def _check_same(self, undisturbed: Undisturbed) -> None:
+        """Raises: ChaosFailed, if the result changes without a fault, too."""
+        if not self.checked:
+            other = self.undisturbed("undisturbed-again")
+            if found := difference(undisturbed.result, other.result):
+                raise ChaosFailed(
+                    f"two undisturbed runs of the command differ ({found}): nothing can be said of faults. Seed all "
+                    "its random generators, or choose with --result a file that is always the same"
+                )
+            self.checked = True
+
+
+def _steps_again(training: Training, outcome: Outcome, stride: int) -> int:
+    """Return how many steps were trained again, by the steps that each start printed. Pure."""
+    first, *later = (start.steps for start in training.starts)
+    again, reached = 0, max(first, default=0)
+    if outcome.fault in NEED_DISK and outcome.at_step is not None:
+        reached = outcome.at_step  # what follows could not be stored
+    for steps in later:
+        again += stride * len({step for step in steps if step <= reached})
+        reached = max(reached, *steps, 0)
+    return again
+
+
+def add_arguments(chaos: argparse.ArgumentParser) -> None:
+    """Those of this command."""
+    names = ",".join(FAULTS)
+    chaos.add_argument("--faults", type=_faults, default=list(FAULTS), metavar="LIST", help=f"of {names} (all)")
+    chaos.add_argument("--runs", type=int, metavar="N", help="runs in all, one fault each, in turn (one of each)")
+    chaos.add_argument("--seed", type=int, default=1603, help="of the first run; each next one has the next (1603)")
+    chaos.add_argument("--result", metavar="GLOB", help="files to compare, in {dir} (newest safetensors, pt, json)")
+    chaos.add_argument(
+        "--step-regex", default=STEP_LINE, metavar="REGEX", help="of step lines ('step 12', not of restarts)"
+    )
+    chaos.add_argument("--may-lose", type=int, metavar="N", help="steps that may be trained again (a tenth of all)")
+    chaos.add_argument("--damage", default="**/*", metavar="GLOB", help="flip: damage the newest of these (all)")
+    chaos.add_argument("--max-restarts", type=int, default=5, metavar="N", help="restarts of a run (5)")
+    chaos.add_argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed one + 60)")
+    chaos.add_argument("--dir", metavar="DIR", help="for logs and files, a new one (lazysnap-chaos/TIME)")
+    chaos.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
+def _faults(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in FAULTS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such fault; there are {', '.join(FAULTS)}")
+    return names
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Run the command undisturbed, then once under each fault. Blocks. Returns 1 if a verdict is not PASS.
+
+    Raises: ConfigError; ChaosFailed.
+    """
+    chaos = _Chaos(args, _program(args), _new_directory(args.dir))
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix=".disk-", dir=chaos.place) as place:
+        if any(name in NEED_DISK for name in args.faults):
+            try:
+                chaos.disk = Disk(pathlib.Path(place))
+            except OSError as error:
+                chaos.left_out["disk"] = str(error)
+        undisturbed = chaos.undisturbed("undisturbed")
+        steps = f"{max(undisturbed.steps)} steps" if undisturbed.steps else "no steps printed (--step-regex)"
+        output.say(f"undisturbed: {undisturbed.seconds:.1f} s, {steps}, result {', '.join(undisturbed.names)}", "bold")
+        faults = chaos.faults(undisturbed)
+        for name, reason in chaos.left_out.items():
+            output.say(f"{name} left out: {reason}", "yellow")
+        if not faults:
+            raise ConfigError("none of these faults is possible here: --faults names others")
+        outcomes = []
+        for number in range(len(faults) if args.runs is None else args.runs):
+            outcomes.append(chaos.disturbed(number, faults[number % len(faults)], undisturbed))
+            output.say(_line(outcomes[-1]), _STYLES.get(outcomes[-1].verdict, "bold red"))
+    _show(outcomes, chaos, undisturbed, output)
+    runs = [{**asdict(outcome), "verdict": outcome.verdict.value} for outcome in outcomes]
+    facts = {"seconds": undisturbed.seconds, "steps": max(undisturbed.steps, default=None), "result": undisturbed.names}
+    ok = all(outcome.verdict is Verdict.PASS for outcome in outcomes)
+    return output.result(ok=ok, undisturbed=facts, runs=runs, left_out=chaos.left_out, directory=str(chaos.place))
+
+
+def _program(args: argparse.Namespace) -> Program:
+    words = args.words[1:] if args.words[:1] == ["--"] else args.words
+    if not words:
+        raise ConfigError("chaos: name a command, as in `lazysnap chaos -- python train.py --out {dir}`")
+    try:
+        pattern = re.compile(args.step_regex)
+    except re.error as error:
+        raise ConfigError(f"--step-regex {args.step_regex}: {error}") from error
+    if not pattern.groups:
+        raise ConfigError(f"--step-regex {args.step_regex}: the step must be a group, as in 'step (\\d+)'")
+    return Program(words, pattern)
+
+
+def _new_directory(name: str | None) -> pathlib.Path:
+    place = pathlib.Path(name or f"lazysnap-chaos/{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    if place.exists() and any(place.iterdir()):
+        raise ConfigError(f"--dir {place} is not empty: name a new directory")
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end this command as Ctrl-C does: no process stays."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _line(outcome: Outcome) -> str:
+    where = "" if outcome.at_step is None else f"at step {outcome.at_step}: "
+    again = "" if outcome.steps_again is None else f"{count_of(outcome.steps_again, 'step')} again, "
+    ended = f"{again}{count_of(outcome.restarts, 'restart')}, {outcome.seconds:.1f} s"
+    reason = f": {outcome.reason}" if outcome.reason else ""
+    return f"{outcome.verdict.value:<5} {where}{outcome.what}; {ended}{reason}"
+
+
+def _show(outcomes: list[Outcome], chaos: _Chaos, undisturbed: Undisturbed, output: Output) -> None:
+    columns = ("fault", "seed>", "at step>", "verdict", "steps again>", "restarts>", "seconds>")
+    table = output.table("", *columns)
+    for one in outcomes:
+        cells = [one.fault, one.seed, one.at_step, one.verdict.value, one.steps_again, one.restarts]
+        texts = [output.cell("-" if cell is None else cell) for cell in cells]
+        texts[3].stylize(_STYLES.get(one.verdict, "bold red"))
+        table.add_row(*texts, f"{one.seconds:.1f}")
+    output.show(table)
+    bad = [one for one in outcomes if one.verdict is not Verdict.PASS]
+    for verdict in dict.fromkeys(one.verdict for one in bad):
+        output.line(f"{verdict.value}: {_NEXT[verdict]}", "bold")
+        for one in bad:
+            if one.verdict is verdict:
+                output.line(f"  {one.fault}: {one.reason}")
+                output.line(f"    log: {one.log}")
+                output.line(f"    again: --faults {one.fault} --seed {one.seed} --runs 1")
+    if not bad:
+        lost = max((one.steps_again or 0 for one in outcomes), default=0)
+        text = f"; at most {count_of(lost, 'step')} trained again" if undisturbed.steps else ""
+        output.line(f"PASS: {count_of(len(outcomes), 'fault')}, each ended with the same result{text}", "bold green")
