@@ -25,7 +25,7 @@ class Strike:
     window_s: float
     """Duration of a fault that passes."""
     patience_s: float
-    """Longest time until something is written that a fault of the disk meets."""
+    """Longest time until there is something to strike: a file, a write."""
     damage: str
     """The files in which bits are flipped."""
     disk: Disk | None
@@ -80,13 +80,13 @@ def _term(strike: Strike) -> str:
 
 def _flip(strike: Strike) -> str:
     """Damage is found by reading: so nothing may be left in memory."""
-    strike.training.wait(lambda: bool(_files(strike)), time.monotonic() + _GRACE_S)
+    strike.training.wait(lambda: bool(_files(strike)), time.monotonic() + strike.patience_s)
     strike.training.end(strike.training.all)
     newest = _files(strike)
     if not newest:
         return "all killed; there was no file to damage"
-    path = strike.dice.choice(newest)
-    at, bit = strike.dice.randrange(path.stat().st_size), strike.dice.randrange(8)
+    share, bit, path = strike.dice.random(), strike.dice.randrange(8), strike.dice.choice(newest)
+    at = int(share * path.stat().st_size)
     with path.open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0] ^ 1 << bit

@@ -86,8 +86,8 @@ def test_a_program_that_hangs_after_its_restart_fails_at_the_deadline(capsys, tm
 
 def test_the_same_seed_flips_the_same_bit(chaos):
     def struck(seed):
-        [one] = chaos("flip", "--in-place", options=("--seed", seed))[1]["runs"]
-        return one["what"]
+        [one] = chaos("flip", options=("--seed", seed))[1]["runs"]
+        return one["what"].partition(" of checkpoint")[0]  # all files have the same size
 
     assert struck("77") == struck("77") != struck("78")
 
