@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from lazysnap.data.share import is_first_rank, length_of
 from lazysnap.data.stateful import (
     begin_anew,
     drop_early_iterator,
+    forgets_order,
     hides_epoch,
     is_driven,
     load_loader,
@@ -66,6 +68,8 @@ class Iteration:
         self._can_follow = type(position.loader).__name__ != "DataLoaderDispatcher"
         self._owns: list[tuple[int, Any]] = []
         """Own states of a loader that is read ahead, by the number of batches that it gave."""
+        self._loaded: tuple[int, Any] = -1, None
+        """The state of its own that was loaded, and the batches behind which it is; -1: none."""
         self._inner: Any = iter(())
         self._course = Course(position, looks_ahead=self._looks_ahead)
         self._has_own = saves_position(self._base) and (
@@ -92,7 +96,8 @@ class Iteration:
         found: dict[str, Any] = {}
         # Before the first batch a loader's own state may be that of the epoch before, at its end.
         if self._has_own and self.given and not self._looks_ahead:
-            found = {"own": state_of_loader(self._base)}
+            at, loaded = self._loaded
+            found = {"own": loaded if self.given == at else state_of_loader(self._base)}
         elif self._owns:
             # At its end one batch is left: with none, Accelerate's loaders would not count the epoch.
             most = self.given - is_at_end
@@ -153,7 +158,13 @@ class Iteration:
         course.origin = state
         course.recorded = {name: value for name, value in state.items() if name not in NOT_RECORDED}
         at = self._set_off(state, given)
+        if "own" in state:
+            self._loaded = at, state["own"]
         course.is_read_again = at < given
+        if forgets_order(self._base):
+            if course.recorded.get("landed"):
+                position.note_forgotten_order(self._base)
+            course.recorded["landed"] = True
         self._start(state.get("own"))
         if not course.workers:
             ahead = [state["ahead"]] if self._looks_ahead and "ahead" in state else []
@@ -209,6 +220,8 @@ class Iteration:
             self._inner = iter(())
         else:
             self._inner = self._make() if own is None else rest_of(base, self._make)
+            if own is not None and isinstance(self._inner, GeneratorType) and isinstance(base, DataLoader):
+                base._get_iterator = self._late_iterator  # made with the first batch, as of litdata and MosaicML
             if own is not None and hasattr(self._inner, "has_next"):  # nodes of torchdata read ahead
                 is_ahead = self._inner.has_next()
                 self._inner._cached_state_dict = None  # else it would be their state from here on
@@ -216,6 +229,17 @@ class Iteration:
                     course.begin()
                     load_loader(base, own)
                     self._inner = rest_of(base, self._make)
+
+    def _late_iterator(self) -> Any:
+        """Make torch's iterator, which draws a seed, after the generators of the program were put back."""
+        base, streams = self._base, self._position.streams
+        del base._get_iterator
+        here = streams.collect()
+        self._course.begin()
+        try:
+            return base._get_iterator()
+        finally:
+            streams.restore(here)
 
     def _read_again(self, batches: int) -> None:
         """Read ``batches`` and drop them. Blocks; one line says how long, if that is more than seconds."""

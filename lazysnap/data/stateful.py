@@ -8,6 +8,7 @@ Not exact: samplers and iterable datasets that draw from the global generators a
 (``WeightedRandomSampler`` without a generator of its own). ``ResumableLoader`` is exact with such samplers.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -71,6 +72,14 @@ def hides_epoch(dataset: Any) -> bool:
     """True for MosaicML's ``StreamingDataset``: its epoch is in shared memory, which no snapshot holds."""
     kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(dataset).__mro__]
     return ("streaming", "StreamingDataset") in kinds
+
+
+def forgets_order(loader: Any) -> bool:
+    """True for litdata's ``StreamingDataLoader`` with workers over a shuffled dataset: after a second restart within an
+    epoch it gives some batches in another order (0.2.76, also by itself).
+    """
+    is_of_litdata = type(loader).__module__.partition(".")[0] == "litdata"
+    return is_of_litdata and loader.num_workers > 0 and getattr(loader.dataset, "shuffle", None) is not False
 
 
 def _kinds_inside(examples: Any) -> set[str]:
@@ -183,7 +192,7 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
 
     Blocks: starts the loader's workers, if it was iterated before.
     """
-    own = dict(state)
+    own = copy.deepcopy(state)  # litdata writes into what it loads
     if own.pop(_RANKS, ranks()) != ranks():
         logger.warning(
             "%s goes on behind as many batches of each rank as before, which are other samples with another number of "
@@ -195,7 +204,7 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
         _say_sizes(loader, own, sizes)
     generators = own.pop(_GENERATORS, None)  # not in what was saved without lazysnap
     load_dataset(loader, own)
-    if own and is_stateful_loader(loader):
+    if own and "next_iter_state" in vars(loader):  # of torchdata
         loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() takes it
         for name in _COUNTERS:
             if name in own and name in vars(getattr(loader, "_iterator", loader)):
