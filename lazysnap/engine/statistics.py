@@ -48,7 +48,7 @@ class Statistics:
     skipped: Counter[str] = field(default_factory=Counter)
     """Boundaries that were due but began no capture, by reason."""
     persisted: Counter[str] = field(default_factory=Counter)
-    """Snapshots committed, by level; with several ranks those that all of them have there, read back."""
+    """Snapshots that became durable, by level: all ranks have their part there, read back."""
     level_failures: Counter[str] = field(default_factory=Counter)
     """Snapshots given up, by level."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -77,4 +77,4 @@ class Statistics:
     """Newest capture of this start that survives the loss of a node; ``None``: none, or nodes do not protect each
     other."""
     last_durable_step: dict[str, int] = field(default_factory=dict)
-    """Newest step committed, by level; with several ranks on all of them."""
+    """Newest durable step of this start, by level."""
