@@ -76,6 +76,8 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     _add_status(commands.add_parser("status", parents=[common], help="the jobs of this node, what would survive now"))
     metrics = commands.add_parser("metrics", parents=[common], help="the same as figures for Prometheus")
     _add_metrics(metrics)
+    _add_report(commands.add_parser("report", parents=[common], help="goodput of a run, the cost of each interruption"))
+    _add_timeline(commands.add_parser("timeline", parents=[common], help="a run as a trace for Perfetto"))
     add_demo(commands.add_parser("demo", parents=[common], help="kill a real training, resume it, compare bit for bit"))
     add_chaos(commands.add_parser("chaos", parents=[common], help="run your own training under faults, and judge it"))
     doctor = commands.add_parser("doctor", parents=[common], help="check this node and a level before a training")
@@ -146,6 +148,22 @@ def _add_stop(stop: argparse.ArgumentParser) -> None:
     stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)")
 
 
+def _add_report(report: argparse.ArgumentParser) -> None:
+    _add_urls(report)
+    report.add_argument("--html", metavar="FILE", help="write a page with pictures, too")
+
+
+def _add_timeline(timeline: argparse.ArgumentParser) -> None:
+    _add_urls(timeline)
+    timeline.add_argument("--to", required=True, metavar="FILE", help="the file of the trace, e.g. trace.json")
+
+
+def _add_urls(command: argparse.ArgumentParser) -> None:
+    command.add_argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each")
+    command.add_argument("--run", metavar="ID", help="the run with these first digits; default: the newest")
+    command.add_argument("--storage-option", help="an option of the fsspec file systems", **_OPTION)
+
+
 def _add_status(status: argparse.ArgumentParser) -> None:
     status.add_argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level")
     status.add_argument(
@@ -172,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser(as_json="--json" in arguments).parse_args(arguments)
     options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
-    urls = [url for url in (getattr(args, "url", None), getattr(args, "to", None)) if url]
+    named = (getattr(args, "url", None), getattr(args, "to", None), *getattr(args, "urls", ()))
+    urls = [url for url in named if url]
     output = Output(args.command, as_json=args.json, redactions=redactions(urls, options))
     try:
         code: int = import_module(f"lazysnap.cli.{args.command}").run(args, output)

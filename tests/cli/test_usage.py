@@ -20,7 +20,20 @@ from lazysnap.cli.stores import parse_option
 from lazysnap.config import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
 
-COMMANDS = ("ls", "verify", "show", "prune", "copy", "export", "keeper", "stop", "status", "plan")
+COMMANDS = (
+    "ls",
+    "verify",
+    "show",
+    "prune",
+    "copy",
+    "export",
+    "keeper",
+    "stop",
+    "status",
+    "plan",
+    "report",
+    "timeline",
+)
 
 
 class PickyFileSystem(MemoryFileSystem):

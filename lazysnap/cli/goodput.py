@@ -1,0 +1,400 @@
+"""The accounting of a run: every microsecond of its wall time belongs to exactly one class. Pure.
+
+Times are whole microseconds of Unix time, so that sums are exact. ``docs/report.md`` defines the classes.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from lazysnap.events import (
+    PHASES,
+    Complete,
+    Event,
+    EventFile,
+    KeeperStarted,
+    PhaseEnded,
+    Progress,
+    Protected,
+    TrainerEnded,
+    TrainerStarted,
+)
+
+CLASSES = ("productive", "waiting", "setup", "lost", "down", "restarting", "draining")
+MEMORY, OTHER_NODES = "memory", "memory of other nodes"
+GOODBYE, UNSEEN = "goodbye", "lost with its keeper"
+
+Marks = list[tuple[int, int]]
+"""Times, and a value at each: neither ever decreases."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of the wall time. ``start``: the index of its start; of the span ``down``, that of the start before."""
+
+    begin: int
+    end: int
+    kind: str
+    """A phase, or ``productive``, ``lost``, ``down`` or ``draining``."""
+    start: int
+    waited: int = 0
+    """Time in it that training waited for copies."""
+
+    @property
+    def of_class(self) -> str:
+        """The class, apart from the time waited."""
+        return self.kind if self.kind not in PHASES else "restarting" if self.start else "setup"
+
+
+@dataclass
+class Start:
+    """One process of a rank, from its beginning to its end."""
+
+    name: TrainerStarted
+    node: int
+    began: int
+    ended: int
+    how: str | None
+    """How it ended; ``None`` if nobody saw the end of the last start: it runs, or was lost with its keeper."""
+    phases: dict[str, int]
+    """The time at which each phase ended."""
+    progress: list[Progress]
+    end: TrainerEnded | None
+    waits: Marks = field(default_factory=list)
+    """Time waited for copies since its first boundary; empty if it passed none."""
+    marks: Marks = field(default_factory=list)
+    """The newest step passed. It begins when work begins, with the step from which this start went on."""
+    kept: int = 0
+    """The step up to which its work counts; later steps were trained again."""
+
+    @property
+    def reached(self) -> int:
+        """The last step that it passed."""
+        return self.marks[-1][1]
+
+    @property
+    def step_us(self) -> int | None:
+        """The usual time of a step, without waits; ``None`` if it passed too few."""
+        if not self.waits or not self.progress or (steps := self.progress[-1].step - self.name.step - 1) <= 0:
+            return None
+        return max(0, self.sampled_at - self.waits[0][0] - self.waits[-1][1]) // steps
+
+    @property
+    def sampled_at(self) -> int:
+        """The time at which the step of the last sample was passed: exact, if that step was captured."""
+        line = self.progress[-1]
+        return microseconds(line.taken if line.captured == line.step else line.t)
+
+    def passed(self, step: int) -> int:
+        """Return the time at which ``step``, at most ``reached``, was passed, interpolated between marks."""
+        index = bisect_left(self.marks, step, key=lambda mark: mark[1])
+        at, reached = self.marks[index]
+        before, earlier = self.marks[max(0, index - 1)]
+        return at if reached == earlier else before + (at - before) * (step - earlier) // (reached - earlier)
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """The end of a start that another one followed, or that was no good end."""
+
+    at: int
+    how: str
+    """``died``, ``left`` (by an exception or a notice), ``goodbye``, or ``lost with its keeper``."""
+    step: int
+    resumed_step: int | None
+    """``None``: it was not started again."""
+    lost: int
+    """Time of the work that was trained again, and of the step that was not completed."""
+    first: tuple[int, int] | None
+    """The rank that ended first without a goodbye, and its node."""
+    new_at: int | None
+    """Time of the first step that is greater than all before; ``None`` if there was none yet."""
+    until_new: dict[str, int]
+    """Time between, by kind of span; ``productive`` is that of steps trained again, and of that first one."""
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were trained again."""
+        return 0 if self.resumed_step is None else max(0, self.step - self.resumed_step)
+
+
+@dataclass
+class Account:
+    """The result. ``spans`` follow one another without gaps, from ``began`` to ``ended``."""
+
+    starts: list[Start]
+    spans: list[Span]
+    waits: Marks
+    """Time that training waited for copies, over all starts."""
+    newest: dict[str, list[tuple[int, int | None]]]
+    """The newest step that memory, the memory of other nodes, and each level held complete from each time on."""
+    interruptions: list[Interruption]
+
+    @property
+    def began(self) -> int:
+        """The beginning of the first process."""
+        return self.starts[0].began
+
+    @property
+    def ended(self) -> int:
+        """The end of the last process; of one that still runs, the newest line."""
+        return self.starts[-1].ended
+
+    @property
+    def wall(self) -> int:
+        """Wall time."""
+        return self.ended - self.began
+
+    @property
+    def reached(self) -> int:
+        """The greatest step."""
+        return max(start.reached for start in self.starts)
+
+    @property
+    def goodput(self) -> float:
+        """The part of wall time that trained steps which count."""
+        return self.classes()["productive"] / self.wall if self.wall else 0.0
+
+    def classes(self) -> dict[str, int]:
+        """Return the time of each class. The sum is ``wall``."""
+        times = dict.fromkeys(CLASSES, 0)
+        for span in self.spans:
+            times[span.of_class] += span.end - span.begin - span.waited
+            times["waiting"] += span.waited
+        return times
+
+    def phases(self, of_class: str) -> dict[str, int]:
+        """Return the time of each phase of ``setup`` or ``restarting``; nothing for other classes."""
+        times = Counter[str]()
+        for span in self.spans:
+            if span.kind in PHASES and span.of_class == of_class:
+                times[span.kind] += span.end - span.begin
+        return dict(times)
+
+    def step_at(self, time: int) -> int | None:
+        """Return the newest step passed at a time; ``None`` if no process trained then."""
+        start = self.starts[max(0, bisect_right(self.starts, time, key=lambda one: one.began) - 1)]
+        return value_at(start.marks, time) if start.marks[0][0] <= time <= start.ended else None
+
+    def behind(self, place: str, time: int) -> int | None:
+        """Return how many steps the newest one complete at ``place`` was behind training; ``None`` if none was."""
+        step, series = self.step_at(time), self.newest[place]
+        index = bisect_right(series, time, key=lambda one: one[0]) - 1
+        newest = series[index][1] if index >= 0 else None
+        if place == MEMORY:  # sampled together with the step
+            newest = value_at([(at, captured) for at, captured in series if captured is not None], time)
+        return None if step is None or newest is None else max(0, step - newest)
+
+
+def microseconds(seconds: float) -> int:
+    """Return seconds as whole microseconds."""
+    return round(seconds * 1e6)
+
+
+def rising(marks: Iterable[tuple[int, int]]) -> Marks:
+    """Return the marks by time, without those that are less than an earlier one."""
+    found: Marks = []
+    for at, value in sorted(marks):
+        if not found or value >= found[-1][1]:
+            found.append((at, value))
+    return found
+
+
+def value_at(marks: Marks, time: int) -> int:
+    """Return the value at a time, interpolated."""
+    index = bisect_right(marks, time, key=lambda mark: mark[0])
+    if index in (0, len(marks)):
+        return marks[max(index - 1, 0)][1]
+    (before, low), (after, high) = marks[index - 1], marks[index]
+    return low + (high - low) * (time - before) // (after - before)
+
+
+def ranks_in(files: Iterable[EventFile]) -> list[int]:
+    """Return the ranks whose starts are in the files."""
+    return sorted({one.rank for file in files for one in file.events if isinstance(one, TrainerStarted)})
+
+
+def account(files: Sequence[EventFile], rank: int | None = None) -> Account | None:
+    """Return the account of a run, following one rank: by default rank 0, or the least whose lines are there.
+
+    ``files``: those of all nodes, of one run. ``None`` if no training named itself.
+    """
+    ranks = ranks_in(files) if rank is None else [rank]
+    starts = _starts(files, ranks[0]) if ranks else []
+    if not starts:
+        return None
+    spans = [Span(one.ended, other.began, "down", index) for index, (one, other) in enumerate(pairwise(starts))]
+    waits: Marks = [(starts[0].began, 0)]
+    usual = int(median([one.step_us for one in starts if one.step_us is not None] or [0]))
+    for index, start in enumerate(starts):
+        phases = list(_phases(index, start, usual))
+        waits += [(at, waits[-1][1] + waited) for at, waited in start.waits]
+        start.marks = _marks(start, phases[-1].end, starts[index + 1 : index + 2])
+        start.kept = start.reached
+        spans += phases
+    losses = [_cut(starts, index) for index in range(len(starts))]
+    for index, start in enumerate(starts):
+        spans += _work(index, start, waits)
+    spans = sorted((span for span in spans if span.end > span.begin), key=lambda span: span.begin)
+    return Account(starts, spans, waits, _newest(files, starts), list(_interruptions(files, starts, spans, losses)))
+
+
+# ---------------------------------------------------------------- starts
+
+
+def _starts(files: Sequence[EventFile], rank: int) -> list[Start]:
+    """Return the starts of a rank. They do not overlap."""
+    own: dict[str, tuple[EventFile, list[Event]]] = {}
+    for file in files:
+        for one in file.events:
+            if isinstance(one, (TrainerStarted, PhaseEnded, Progress, TrainerEnded)) and one.rank == rank:
+                own.setdefault(one.start, (file, []))[1].append(one)
+    # A trainer names itself again to a new keeper: the first time counts.
+    names = [next((one for one in lines if isinstance(one, TrainerStarted)), None) for _, lines in own.values()]
+    ordered = sorted((one for one in names if one is not None), key=lambda one: one.t)
+    found: list[Start] = []
+    for name, follower in zip(ordered, [*ordered[1:], None], strict=True):
+        began = max(_began(name), found[-1].ended if found else 0)
+        found.append(_start(name, *own[name.start], began, follower))
+    return found
+
+
+def _began(name: TrainerStarted) -> int:
+    return microseconds(min(name.began, name.t))
+
+
+def _start(
+    name: TrainerStarted, file: EventFile, lines: list[Event], began: int, follower: TrainerStarted | None
+) -> Start:
+    phases = [one for one in lines if isinstance(one, PhaseEnded)]
+    progress = [one for one in lines if isinstance(one, Progress)]
+    end = next((one for one in lines if isinstance(one, TrainerEnded)), None)
+    how = end.how if end is not None else None if follower is None else UNSEEN
+    ended = microseconds(lines[-1].t if end is None else end.t)
+    if end is None:  # the last line before the next keeper is the end
+        for event in file.events[bisect_right(file.events, lines[-1].t, key=lambda one: one.t) :]:
+            if isinstance(event, KeeperStarted):
+                break
+            ended = microseconds(event.t)
+    ended = max(began, ended if follower is None else min(ended, _began(follower)))
+
+    def within(seconds: float) -> int:
+        return min(max(microseconds(seconds), began), ended)
+
+    start = Start(name, file.node, began, ended, how, {one.phase: within(one.t) for one in phases}, progress, end)
+    boundaries = [one for one in phases if one.phase == PHASES[-1]] + [one for one in progress if one.step > name.step]
+    if boundaries:
+        first = within(boundaries[0].t)
+        counted = ((within(one.taken), microseconds(one.waited_s - boundaries[0].waited_s)) for one in progress)
+        start.waits = rising([(first, 0), *((at, waited) for at, waited in counted if at > first)])
+    if follower is not None and how == UNSEEN and progress and (step_us := start.step_us):
+        unseen_steps = max(0, follower.step - progress[-1].step)  # their lines were lost with the keeper
+        start.ended = max(ended, min(_began(follower), start.sampled_at + unseen_steps * step_us))
+    return start
+
+
+def _phases(index: int, start: Start, usual: int) -> Iterator[Span]:
+    """Yield the spans until work begins. A first step takes as long as any other; the rest of its phase is no work.
+
+    ``usual``: the time of a step, where this start passed too few.
+    """
+    cursor = start.began
+    first = start.waits[0][0] if start.waits else None
+    for name in PHASES[:-1]:
+        if name in start.phases:
+            end = min(max(start.phases[name], cursor), start.ended if first is None else first)
+            yield Span(cursor, end, name, index)
+            cursor = end
+    if first is not None:
+        step_us = usual if start.step_us is None else start.step_us
+        yield Span(cursor, max(cursor, first - step_us), PHASES[-1], index)
+    else:
+        named = min(max(microseconds(start.name.t), cursor), start.ended)
+        yield Span(cursor, named, PHASES[0], index)  # its phases are told at its first boundary
+        yield Span(named, start.ended, "draining" if start.how == GOODBYE else PHASES[-1], index)
+
+
+# ---------------------------------------------------------------- work
+
+
+def _marks(start: Start, work_begins: int, follower: Sequence[Start]) -> Marks:
+    marks = [(work_begins, start.name.step)]
+    if start.waits:
+        first = start.waits[0][0]
+        marks.append((first, start.name.step + 1))
+        for line in start.progress:
+            at, taken = min(max(microseconds(line.t), first), start.ended), microseconds(line.taken)
+            marks.append((at, line.step))
+            if first < taken <= at:
+                marks.append((taken, line.captured))  # exactly the time at which that step was passed
+    if start.end is not None:
+        marks.append((start.ended, start.end.step))
+    marks += [(start.ended, one.name.step) for one in follower]  # it had passed that one, seen or not
+    return rising(marks)
+
+
+def _cut(starts: list[Start], index: int) -> int:
+    """Take from earlier starts the steps that the start ``index`` trains again. Return the time that this costs."""
+    cost, step = 0, starts[index].name.step
+    for earlier in reversed(starts[:index]):
+        if earlier.kept <= step:
+            break
+        kept = max(step, earlier.name.step)
+        cost += earlier.passed(earlier.kept) - earlier.passed(kept)
+        earlier.kept = kept
+    return cost
+
+
+def _work(index: int, start: Start, waits: Marks) -> Iterator[Span]:
+    """Yield what counts, what was trained again, and what follows the last boundary."""
+    begin, kept_at, reached_at = start.marks[0][0], start.passed(start.kept), start.passed(start.reached)
+    if start.how is None:  # as far as is known it trains
+        kept_at = reached_at = start.ended
+    waited = min(value_at(waits, kept_at) - value_at(waits, begin), kept_at - begin)
+    yield Span(begin, kept_at, "productive", index, waited)
+    yield Span(kept_at, reached_at, "lost", index)
+    yield Span(reached_at, start.ended, "draining" if start.how == GOODBYE else "lost", index)
+
+
+def _interruptions(
+    files: Sequence[EventFile], starts: list[Start], spans: list[Span], losses: list[int]
+) -> Iterator[Interruption]:
+    ends = [(one, file.node) for file in files for one in file.events if isinstance(one, TrainerEnded)]
+    bad = sorted((microseconds(one.t), one.rank, node) for one, node in ends if one.how != GOODBYE)
+    most = 0
+    for index, start in enumerate(starts):
+        most, later = max(most, start.reached), starts[index + 1 :]
+        if not later and start.how in (None, GOODBYE):
+            return
+        new_at = next((one.passed(most + 1) for one in later if one.reached > most), None)
+        until = Counter[str]()
+        for span in spans:
+            part = min(span.end, starts[-1].ended if new_at is None else new_at) - max(span.begin, start.ended)
+            if part > 0:
+                until[span.kind] += part
+        tail = 0 if start.how == GOODBYE else start.ended - start.passed(start.reached)
+        yield Interruption(
+            at=start.ended,
+            how=start.how or UNSEEN,
+            step=start.reached,
+            resumed_step=later[0].name.step if later else None,
+            lost=tail + (losses[index + 1] if later else 0),
+            first=next(((rank, node) for at, rank, node in bad if start.began <= at <= start.ended), None),
+            new_at=new_at,
+            until_new=dict(until),
+        )
+
+
+def _newest(files: Sequence[EventFile], starts: list[Start]) -> dict[str, list[tuple[int, int | None]]]:
+    newest: dict[str, list[tuple[int, int | None]]] = {MEMORY: []}
+    for line in (line for start in starts for line in start.progress if line.captured >= 0):
+        newest[MEMORY].append((microseconds(line.t), line.captured))
+    for event in (event for file in files for event in file.events):
+        if isinstance(event, Protected):
+            newest.setdefault(OTHER_NODES, []).append((microseconds(event.t), event.step))
+        elif isinstance(event, Complete) and event.steps:
+            newest.setdefault(event.level, []).append((microseconds(event.t), max(event.steps)))
+    return {place: sorted(series, key=lambda one: one[0]) for place, series in newest.items() if series}

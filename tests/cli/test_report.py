@@ -1,0 +1,155 @@
+"""``lazysnap report`` and ``lazysnap timeline`` over files of events: text, JSON, page and trace."""
+
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+from cli_level import run, run_json
+from run_history import BEGAN, LEVEL, RUN, History, Life
+
+from lazysnap.events import Alert, LevelFailed, Notice, TrainerEnded, encode
+from lazysnap.shard.names import events_file_name
+
+LIVES = [Life(20, wait_s=0.5, back=5), Life(10, how="left", back=2), Life(10, how="goodbye", partial_s=2)]
+HOSTILE = "<script>alert('x')</script>\x1b[31m"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def write(url, events, *, run_id=RUN, node=0):
+    pathlib.Path(url).mkdir(exist_ok=True)
+    text = b"".join(encode(one) for one in events)
+    (pathlib.Path(url) / events_file_name(run_id, node)).write_bytes(text)
+
+
+@pytest.fixture
+def history(url):
+    history = History(LIVES)
+    history.events += [
+        LevelFailed(t=BEGAN + 9.5, level=LEVEL, step=7, text=HOSTILE),
+        Alert(t=BEGAN + 9.6, about=LEVEL, text="nothing is stored"),
+        Notice(t=BEGAN + 9.7),
+    ]
+    history.events.sort(key=lambda event: event.t)
+    write(url, history.events)
+    return history
+
+
+def test_the_text_says_what_happened(url, history, capsys):
+    assert run("report", url) == 0
+    out = capsys.readouterr().out
+    assert "3 starts" in out
+    assert re.search(r"goodput 49\.3 %", out), out
+    assert re.search(r"died +20 +15 +5 +7\.8 s +12 s +down 3\.0 s, import 2\.0 s, rendezvous 0.5 s", out), out
+    assert re.search(r"left +25 +23 +2", out), out
+    assert "the training ended well" in out
+    assert "nothing is stored" in out
+    assert "\x1b" not in out
+
+
+def test_json_has_the_same_and_the_classes_sum_up_to_the_wall_time(url, history, capsys):
+    code, found = run_json(capsys, "report", url)
+    assert code == 0
+    assert sum(found["classes_s"].values()) == pytest.approx(found["wall_s"], abs=1e-5)
+    assert found["goodput"] == pytest.approx(history.seconds["productive"] / (history.now - BEGAN), abs=0.001)
+    assert [(one["how"], one["step"], one["resumed_step"]) for one in found["interruptions"]] == [
+        ("died", 20, 15),
+        ("left", 25, 23),
+    ]
+    assert found["over_time"][-1]["behind"][LEVEL] == 0
+    assert (found["how"], found["step"], found["nodes"]) == ("goodbye", 33, [0])
+
+
+def test_runs_are_chosen_and_nodes_are_put_together(url, tmp_path, capsys):
+    older = History([Life(3)]).events
+    other = str(tmp_path / "other")
+    write(url, History(LIVES).events)
+    write(url, older, run_id="00" * 8)
+    write(other, [TrainerEnded(t=BEGAN, rank=1, pid=1, start="x", step=1, how="died")], node=1)
+    write(other, older, node=0)  # an older copy of the same file
+    assert run_json(capsys, "report", other, url)[1]["nodes"] == [0, 1]
+    assert run_json(capsys, "report", url, other)[1]["step"] == 33
+    assert run_json(capsys, "report", url, "--run", "0000")[1]["step"] == 3
+    assert run("report", url, "--run", "5") == 2
+    assert RUN in capsys.readouterr().err
+
+
+def test_without_events_the_message_says_where_they_are(url, tmp_path, capsys):
+    assert run("report", url) == 2
+    assert "does not exist" in capsys.readouterr().err
+    pathlib.Path(url).mkdir()
+    assert run("report", url) == 2
+    assert "first level" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("report", "--html"), ("timeline", "--to")], ids=str)
+def test_a_foreign_file_is_not_replaced_and_an_own_one_is(url, history, command, tmp_path, capsys):
+    mine = tmp_path / "notes"
+    mine.write_text("notes")
+    assert run(command[0], url, command[1], mine) == 2
+    assert mine.read_text() == "notes"
+    own = tmp_path / "own"
+    assert run(command[0], url, command[1], own) == 0
+    assert run(command[0], url, command[1], own) == 0
+
+
+def test_the_page_is_one_file_whose_texts_are_text(url, history, tmp_path):
+    assert run("report", url, "--html", tmp_path / "page.html") == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert not re.search(r"https?://|src=|@import|url\(", page)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to open the page: apt-get install chromium")
+def test_a_browser_draws_the_page(url, history, tmp_path):
+    assert run("report", url, "--html", tmp_path / "page.html") == 0
+    words = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--disable-background-networking",
+    ]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1100,1500"]
+    target = f"file://{tmp_path / 'page.html'}"
+    picture = tmp_path / "page.png"
+    shown = subprocess.run([*words, f"--screenshot={picture}", target], capture_output=True, timeout=120, check=False)
+    assert picture.exists(), shown.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    drawn = subprocess.run([*words, "--dump-dom", target], capture_output=True, timeout=120, check=True).stdout.decode()
+    assert drawn.count("<svg") == 4
+    assert drawn.count("<polyline") >= 6
+    assert "goodput 49.3 %" in drawn
+
+
+def test_the_trace_has_nested_spans_in_order(url, history, tmp_path):
+    assert run("timeline", url, "--to", tmp_path / "trace.json") == 0
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {}
+    for one in events:
+        if one["ph"] == "X":
+            tracks.setdefault((one["pid"], one["tid"]), []).append((one["ts"], -one["dur"], one["name"]))
+    names = {one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert {"rank 0", LEVEL, "keeper"} <= names
+    for spans in tracks.values():
+        around = []
+        for begin, negative, _ in sorted(spans):
+            while around and around[-1] <= begin:
+                around.pop()
+            assert not around or begin - negative <= around[-1], "spans of a track lie within one another"
+            around.append(begin - negative)
+    rank = sorted(tracks[0, 0])
+    outer = [name for _, _, name in rank if name in ("start 1", "start 2", "start 3", "down")]
+    assert outer == ["start 1", "down", "start 2", "down", "start 3"]
+    inner = [name for _, _, name in rank if name not in ("copy", *outer)]
+    assert inner[:5] == ["import", "rendezvous", "first step", "training", "training, lost"]
+    assert inner[-1] == "draining"
+    assert [one["ts"] for one in events if one["ph"] == "i" and one["name"] == "notice"] == [(BEGAN + 9.7) * 1e6]
+    assert {"died", "left", "failed: step 7"} <= {one["name"] for one in events if one["ph"] == "i"}
+    copies = [one for one in events if one["name"] == "copy"]
+    assert all(0 <= one["dur"] <= 5000 for one in copies)
+    assert min(span[0] for spans in tracks.values() for span in spans) == BEGAN * 1e6

@@ -1,0 +1,109 @@
+"""``lazysnap report`` of a real training that is killed twice, beside a stopwatch."""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_level import run, run_json
+from support.waiting import until
+
+from lazysnap.config import PersistentLevel, SnapshotConfig
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
+
+PROGRAM = Path(__file__).parent / "timed_trainer.py"
+STEPS, KILLED_AT = 900, (310, 610)
+SHARE, ROOM_S = 0.02, 0.5
+"""As docs/report.md states the accuracy: of the wall time, and where that is little."""
+
+
+def lines_of(journal):
+    return [(what, float(number), float(at)) for what, number, at in map(str.split, journal.read_text().splitlines())]
+
+
+def train(url, journal, kill_at, *, with_keeper=False):
+    """Run one start. Return its beginning, its lines and its end."""
+    began = time.time()
+    process = subprocess.Popen([sys.executable, str(PROGRAM), url, str(STEPS), str(journal)])
+    try:
+        if kill_at is not None:
+            until(lambda: journal.exists() and f"step {kill_at} " in journal.read_text(), timeout_s=200)
+            if with_keeper:
+                os.kill(keeper_of(url), signal.SIGKILL)
+            process.kill()
+        assert process.wait(200) == (0 if kill_at is None else -signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait(60)
+    ended, lines = time.time(), lines_of(journal)
+    return began, lines, lines[-1][2] if kill_at is None else ended
+
+
+def keeper_of(url):
+    connection = try_connect(JobIdentity.from_config(SnapshotConfig(levels=(PersistentLevel(url),))))
+    with contextlib.closing(connection):
+        return connection.peer_pid
+
+
+def stopwatch(starts):
+    """Return the seconds of each class, by what the trainings wrote down and the processes' beginnings and ends."""
+    seconds = dict.fromkeys(("setup", "restarting", "lost", "down", "draining", "busy"), 0.0)
+    for index, (began, lines, ended) in enumerate(starts):
+        steps = [(number, at) for what, number, at in lines if what == "step"]
+        usual = (steps[-1][1] - steps[0][1]) / (len(steps) - 1)
+        work_began = steps[0][1] - usual
+        seconds["restarting" if index else "setup"] += work_began - began
+        is_last = index == len(starts) - 1
+        kept = steps[-1][0] if is_last else starts[index + 1][1][0][1]  # what the next one resumed
+        kept_at = max((at for number, at in steps if number <= kept), default=work_began)
+        seconds["busy"] += kept_at - work_began
+        seconds["draining" if is_last else "lost"] += ended - kept_at
+        if not is_last:
+            seconds["down"] += starts[index + 1][0] - ended
+    return seconds
+
+
+@pytest.fixture
+def stopped(url):
+    yield
+    run("stop", url, "--force")
+
+
+def test_the_report_agrees_with_a_stopwatch(url, tmp_path, capsys, stopped):
+    starts = [
+        train(url, tmp_path / "1", KILLED_AT[0]),
+        train(url, tmp_path / "2", KILLED_AT[1], with_keeper=True),
+        train(url, tmp_path / "3", None),
+    ]
+    expected = stopwatch(starts)
+    wall = starts[-1][2] - starts[0][0]
+
+    def complete():
+        found = run_json(capsys, "report", url)[1]
+        return found.get("how") == "goodbye" and found
+
+    found = until(complete)
+    seen = {**found["classes_s"]}
+    seen["busy"] = seen.pop("productive") + seen.pop("waiting")
+    differences = {name: seen[name] - expected[name] for name in expected}
+    bound = max(SHARE * wall, ROOM_S)
+    assert max(map(abs, differences.values())) <= bound, (differences, wall)
+    assert abs(found["wall_s"] - wall) <= bound
+    assert sum(found["classes_s"].values()) == pytest.approx(found["wall_s"], abs=1e-5)
+
+    first, second = found["interruptions"]
+    resumed = [lines[0][1] for _, lines, _ in starts]
+    assert [first["resumed_step"], second["resumed_step"]] == resumed[1:]
+    assert first["how"] == "died"
+    last = [max(number for what, number, _ in lines if what == "step") for _, lines, _ in starts]
+    assert first["step"] in (last[0], last[0] - 1)  # it may be killed between the note and the boundary
+    assert abs(second["step"] - last[1]) <= 0.02 * STEPS
+    for one, (before, after) in zip((first, second), itertools.pairwise(starts), strict=True):
+        new = next(at for what, number, at in after[1] if what == "step" and number > one["step"])
+        assert one["new_step_after_s"] == pytest.approx(new - before[2], abs=bound)
