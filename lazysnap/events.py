@@ -50,6 +50,8 @@ class TrainerStarted(Event, frozen=True, kw_only=True, tag="start"):
     every_n_steps: int
     began: float
     """Unix time when its process was started."""
+    source: str | None = None
+    """The place from which ``step`` was restored: ``memory``, or the URL of a level."""
 
 
 class PhaseEnded(Event, frozen=True, kw_only=True, tag="phase"):

@@ -106,6 +106,8 @@ class Interruption:
     step: int
     resumed_step: int | None
     """``None``: it was not started again."""
+    source: str | None
+    """The place from which it was resumed."""
     lost: int
     """Time of the work that was trained again, and of the step that was not completed."""
     first: tuple[int, int] | None
@@ -381,6 +383,7 @@ def _interruptions(
             how=start.how or UNSEEN,
             step=start.reached,
             resumed_step=later[0].name.step if later else None,
+            source=later[0].name.source if later else None,
             lost=tail + (losses[index + 1] if later else 0),
             first=next(((rank, node) for at, rank, node in bad if start.began <= at <= start.ended), None),
             new_at=new_at,

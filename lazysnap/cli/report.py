@@ -159,7 +159,7 @@ def tables(report: Report) -> Iterator[Rows]:
         shown = run.interruptions[-_SHOWN:]
         hidden = len(run.interruptions) - len(shown)
         title = "interruptions" + (f", the last {_SHOWN}; {hidden} earlier ones are in --json" if hidden else "")
-        columns = ("at", "what", "step>", "resumed>", "steps lost>", "work lost>", "new step after>", "of these")
+        columns = ("at", "what", "step>", "resumed", "steps lost>", "work lost>", "new step after>", "of these")
         yield Rows(title, columns, [list(_interruption(one, report)) for one in shown])
     if rows := list(_places(report)):
         columns = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time", "stored at>", "failures>")
@@ -206,7 +206,8 @@ def _interruption(one: Interruption, report: Report) -> Iterator[str]:
     what = "ended well" if one.how == GOODBYE else one.how
     yield what + (f", rank {rank} of node {node} first" * several)
     yield str(one.step)
-    yield "not yet" if one.resumed_step is None else str(one.resumed_step)
+    source = f" from {one.source}" if one.source else ""
+    yield "not yet" if one.resumed_step is None else f"{one.resumed_step}{source}"
     yield str(one.lost_steps)
     yield length(one.lost)
     yield "none yet" if one.new_at is None else length(one.new_at - one.at)
@@ -274,6 +275,7 @@ def _fields(report: Report) -> dict[str, Any]:
                 "first_node": one.first and one.first[1],
                 "step": one.step,
                 "resumed_step": one.resumed_step,
+                "source": one.source,
                 "lost_steps": one.lost_steps,
                 "lost_s": one.lost / 1e6,
                 "new_step_after_s": None if one.new_at is None else (one.new_at - one.at) / 1e6,

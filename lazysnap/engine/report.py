@@ -138,8 +138,12 @@ def from_checkpoint(path: str) -> str:
 
 def _which(snapshot: Snapshot, position: str) -> str:
     at = f" ({position})" if position else ""
-    source = "parity in the memory of other nodes" if snapshot.level == PARITY else shown(snapshot.level)
-    return f"step {snapshot.step} of run {snapshot.run or snapshot.run_id[:RUN_DIGITS]}{at} from {source}"
+    return f"step {snapshot.step} of run {snapshot.run or snapshot.run_id[:RUN_DIGITS]}{at} from {source_of(snapshot)}"
+
+
+def source_of(snapshot: Snapshot) -> str:
+    """Return the text of the place from which a snapshot was read."""
+    return "parity in the memory of other nodes" if snapshot.level == PARITY else shown(snapshot.level)
 
 
 def _age(snapshot: Snapshot, now_ns: int) -> str:

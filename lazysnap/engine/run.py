@@ -58,6 +58,8 @@ class Run:
         self.lineage = Lineage()
         self._from_step = 0
         """Captures from now on are of later steps."""
+        self._source: str | None = None
+        """The place from which that step was restored."""
         self._stored: dict[str, list[tuple[str, int]]] = {}
         """Start and step of the complete snapshots of the resumed run, by level."""
         self.is_begun = False
@@ -152,7 +154,7 @@ class Run:
         self.meta.run_id = run_id
         self.meta.follow(snapshot.newest_start)
         self._parts.recorder.resume(snapshot.step)
-        self._from_step = snapshot.step
+        self._from_step, self._source = snapshot.step, report.source_of(snapshot)
         self._stored = {url: [*stored] for url, stored in snapshot.stored.items()}
         self.resumed = report.Resumed.of(snapshot, has_levels=bool(self._parts.config.levels))
 
@@ -183,6 +185,7 @@ class Run:
             peers=parts.meeting.peers,
             parity=parts.meeting.parity,
             is_new=True,
+            source=self._source,
         )
         parts.client.adopt_run(message)
 
@@ -194,7 +197,7 @@ class Run:
     def begin_again(self, step: int) -> None:
         """A loop began again with a lower ``step``: these are other snapshots."""
         self.meta.follow(None)
-        self._from_step, self._stored = max(0, step - 1), {}
+        self._from_step, self._source, self._stored = max(0, step - 1), None, {}
         self._parts.recorder.events.begin(self._from_step)
         self.begin()
 

@@ -88,9 +88,12 @@ class EventLog:
             pid = rank.busy().pid
             self._seen[team.local_rank] = _Seen(run.start, run.floor, pid, run.step, time.time_ns())
             facts = {"step": run.step, "world_size": team.world_size, "every_n_steps": run.every_n_steps}
+            source = None if run.source is None else self._redaction.clean(run.source)
             now = time.time()
             began = min(now, _process_began(pid) or now)
-            start = events.TrainerStarted(t=now, rank=team.rank, pid=pid, start=run.start, began=began, **facts)
+            start = events.TrainerStarted(
+                t=now, rank=team.rank, pid=pid, start=run.start, began=began, source=source, **facts
+            )
             self._add(start)
 
     @_guarded

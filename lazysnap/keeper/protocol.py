@@ -13,7 +13,7 @@ from lazysnap.links.secret import Secret
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
 
-PROTOCOL = 14
+PROTOCOL = 15
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -107,6 +107,8 @@ class Run(Message, frozen=True):
     """True if no keeper got this before."""
     parity: Parity | None = None
     """The group, with several nodes that protect each other."""
+    source: str | None = None
+    """The place from which the step was restored. For the events of the run alone (``lazysnap.events``)."""
 
 
 class Began(Message, frozen=True):

@@ -19,8 +19,10 @@ from lazysnap.keeper.launch import try_connect
 
 PROGRAM = Path(__file__).parent / "timed_trainer.py"
 STEPS, KILLED_AT = 900, (310, 610)
-SHARE, ROOM_S = 0.02, 0.5
-"""As docs/report.md states the accuracy: of the wall time, and where that is little."""
+SHARE, ROOM_S, UNWRITTEN_S = 0.02, 0.5, 3.5
+"""As docs/report.md states the accuracy: of the wall time; where that is little; and of the end of a process that ended
+together with its keeper.
+"""
 
 
 def lines_of(journal):
@@ -93,6 +95,10 @@ def test_the_report_agrees_with_a_stopwatch(url, tmp_path, capsys, stopped):
     seen["busy"] = seen.pop("productive") + seen.pop("waiting")
     differences = {name: seen[name] - expected[name] for name in expected}
     bound = max(SHARE * wall, ROOM_S)
+    # A keeper that is killed takes its newest lines with it: when they ended is less well known.
+    at_the_end = differences.pop("lost"), differences.pop("down")
+    assert max(map(abs, at_the_end)) <= bound + UNWRITTEN_S, (at_the_end, wall)
+    differences["lost and down"] = sum(at_the_end)
     assert max(map(abs, differences.values())) <= bound, (differences, wall)
     assert abs(found["wall_s"] - wall) <= bound
     assert sum(found["classes_s"].values()) == pytest.approx(found["wall_s"], abs=1e-5)
@@ -100,10 +106,10 @@ def test_the_report_agrees_with_a_stopwatch(url, tmp_path, capsys, stopped):
     first, second = found["interruptions"]
     resumed = [lines[0][1] for _, lines, _ in starts]
     assert [first["resumed_step"], second["resumed_step"]] == resumed[1:]
-    assert first["how"] == "died"
+    assert (first["how"], first["source"], second["source"]) == ("died", "memory", url)
     last = [max(number for what, number, _ in lines if what == "step") for _, lines, _ in starts]
     assert first["step"] in (last[0], last[0] - 1)  # it may be killed between the note and the boundary
-    assert abs(second["step"] - last[1]) <= 0.02 * STEPS
+    assert second["resumed_step"] <= second["step"] <= last[1]
     for one, (before, after) in zip((first, second), itertools.pairwise(starts), strict=True):
         new = next(at for what, number, at in after[1] if what == "step" and number > one["step"])
-        assert one["new_step_after_s"] == pytest.approx(new - before[2], abs=bound)
+        assert one["new_step_after_s"] == pytest.approx(new - before[2], abs=bound + UNWRITTEN_S)
