@@ -58,7 +58,7 @@ class Start:
     began: int
     ended: int
     how: str | None
-    """How it ended; ``None`` if nobody saw the end of the last start: it runs, or was lost with its keeper."""
+    """The way it ended; ``None`` if nobody saw the end of the last start: it runs, or was lost with its keeper."""
     phases: dict[str, int]
     """The time at which each phase ended."""
     progress: list[Progress]
@@ -315,7 +315,7 @@ def _phases(index: int, start: Start, usual: int) -> Iterator[Span]:
         yield Span(cursor, max(cursor, first - step_us), PHASES[-1], index)
     else:
         named = min(max(microseconds(start.name.t), cursor), start.ended)
-        yield Span(cursor, named, PHASES[0], index)  # its phases are told at its first boundary
+        yield Span(cursor, named, PHASES[0], index)  # its phases are reported at its first boundary
         yield Span(named, start.ended, "draining" if start.how == GOODBYE else PHASES[-1], index)
 
 

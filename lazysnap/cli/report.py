@@ -104,6 +104,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if result is None:
         raise LevelUnavailable(f"{' and '.join(args.urls)}: run {run_id} has events, but no training named itself yet")
     report = Report(run_id, [output.hide(url) for url in args.urls], files, result)
+    if args.html:
+        from lazysnap.cli.report_page import page
+
+        write_file(args.html, output.hide(page(report)))
+        output.say(f"written: {args.html}")
     for line in heading(report):
         output.line(line, "bold" if line.startswith("goodput") else "")
     for rows in tables(report):
@@ -113,11 +118,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
             table.add_row(*(output.cell(text) for text in row))
         output.line("")
         output.show(table)
-    if args.html:
-        from lazysnap.cli.report_page import page
-
-        write_file(args.html, output.hide(page(report)))
-        output.say(f"written: {args.html}")
     return output.result(**_fields(report))
 
 
@@ -131,8 +131,8 @@ def heading(report: Report) -> Iterator[str]:
     )
     ended = {
         GOODBYE: "the training ended well",
-        "left": "ended by an exception or a notice, not started again",
-        "died": "died, not started again",
+        "left": "ended by an exception or a notice, no start since",
+        "died": "died, no start since",
     }.get(run.starts[-1].how or "", "")
     if not ended:
         age_s = max(0.0, time.time() - max(file.events[-1].t for file in report.files))
@@ -157,8 +157,8 @@ def tables(report: Report) -> Iterator[Rows]:
     yield Rows("where the time went", ("", "time>", "share>", ""), rows)
     if run.interruptions:
         shown = run.interruptions[-_SHOWN:]
-        hidden = len(run.interruptions) - len(shown)
-        title = "interruptions" + (f", the last {_SHOWN}; {hidden} earlier ones are in --json" if hidden else "")
+        count = len(run.interruptions)
+        title = f"interruptions, {count}" + (f": the last {_SHOWN}, all with --json" if count > _SHOWN else "")
         columns = ("at", "what", "step>", "resumed", "steps lost>", "work lost>", "new step after>", "of these")
         yield Rows(title, columns, [list(_interruption(one, report)) for one in shown])
     if rows := list(_places(report)):
