@@ -45,13 +45,16 @@ WITHOUT_TORCH := tests/keeper tests/levels tests/parity tests/shard tests/test_c
   tests/shard/test_pieces.py) --ignore-glob 'tests/shard/test_golden*.py'
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons wheel docs clean
+.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons wheel docs record clean
 
 help:
 	@sed -n '2,20s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(BIN)/lazysnap demo $(DEMO)
+
+record: $(VENV)/.dev  # the picture in the README, of a run on this machine
+	$(BIN)/python docs/record.py docs/demo.svg $(BIN)/lazysnap demo
 
 test: lint
 	$(RUN_TESTS) --tier quick $(PYTEST)

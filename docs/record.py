@@ -34,7 +34,8 @@ text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fil
 def run(command: list[str]) -> list[tuple[float, Text]]:
     """Run it in a terminal; its lines, and when each was there. Raises: SystemExit, if it failed."""
     os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
-    shown = [(0.0, Text(f"$ {' '.join(command)}", "bold"))]
+    name = " ".join([os.path.basename(command[0]), *command[1:]])
+    shown = [(0.0, Text(f"$ {name}", "bold"))]
     began, held = time.monotonic(), b""
 
     def read(handle: int) -> bytes:

@@ -276,8 +276,8 @@ class Position:
     def note_forgotten_order(self, loader: Any) -> None:
         """The loader went on twice within this epoch: warn, once."""
         self._warn_once(
-            "%s of litdata with workers forgets a shuffled order at the second restart within an epoch: batches that are "
-            "left of this epoch may be others than without a restart; num_workers=0 is exact",
+            "%s of litdata with workers forgets a shuffled order at the second restart within an epoch: batches that "
+            "are left of this epoch may be others than without a restart; num_workers=0 is exact",
             type(loader).__name__,
         )
 
