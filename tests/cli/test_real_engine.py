@@ -87,7 +87,7 @@ def test_a_copy_can_be_resumed_from_by_the_engine(tuned, make_url):
     url, model = tuned
     target = make_url("local")
     assert run("copy", url, target) == 0
-    assert files(target) == files(url)
+    assert files(target) == [name for name in files(url) if not name.startswith("events-")]
     fresh = Adapted()
     optimizer = torch.optim.SGD(fresh.adapter.parameters(), lr=0.1, momentum=0.9)
     config = SnapshotConfig(levels=(PersistentLevel(target),), job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=0))
