@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from math import comb
 from typing import Any
 
 from benchmarks import SIZES
@@ -76,18 +75,11 @@ def survival(nodes: int, size: int, parity: int, lost: int) -> float:
     """The probability that so many lost nodes are survived, each set of them being as likely. Exact."""
     if not 0 <= lost <= nodes:
         raise ValueError(f"of {nodes} nodes 0 to {nodes} can be lost, got {lost}")
-    from lazysnap.parity.groups import groups_of  # not in older packages, beside which ``compare`` runs the others
+    from lazysnap import intervals  # not in older packages, beside which ``compare`` runs the others
+    from lazysnap.parity.groups import groups_of
 
-    # ways[n]: sets of n nodes of the groups so far that take at most ``parity`` of each.
-    ways = [1]
-    for group in groups_of([str(node) for node in range(nodes)], size, parity):
-        members = len(group.members)
-        added = [0] * min(len(ways) + parity, lost + 1)
-        for before, sets in enumerate(ways):
-            for more in range(min(parity, lost - before) + 1):
-                added[before + more] += sets * comb(members, more)
-        ways = added
-    return ways[lost] / comb(nodes, lost) if lost < len(ways) else 0.0
+    groups = groups_of([str(node) for node in range(nodes)], size, parity)
+    return intervals.survival([(len(group.members), parity) for group in groups], lost)
 
 
 # ------------------------------------------------------------------------------------------------ in a worker

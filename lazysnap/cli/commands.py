@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import lazysnap
+from lazysnap.cli.advise import add_arguments as add_advise
 from lazysnap.cli.chaos import add_arguments as add_chaos
 from lazysnap.cli.demo import add_arguments as add_demo
 from lazysnap.cli.doctor import add_arguments as add_doctor
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
-from lazysnap.cli.plan import add_arguments as add_plan
 from lazysnap.cli.stores import parse_option, redactions
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.exports.target import FORMATS
@@ -87,7 +87,10 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     _add_run(commands.add_parser("run", parents=[common], help="start a training again after a crash, warm"))
     worker = commands.add_parser("worker", parents=[common], help="a warm start inside a launcher such as torchrun")
     worker.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-    add_plan(commands.add_parser("plan", parents=[common], help="memory, bytes and time that snapshots will take"))
+    advise = commands.add_parser("advise", parents=[common], help="how often to capture and store, what it costs")
+    advise.add_argument("url", nargs="?", **_URL)
+    advise.add_argument("--storage-option", help="an option of the fsspec file system", **_OPTION)
+    add_advise(advise)
     return root
 
 

@@ -139,6 +139,9 @@ class Boundaries:
                     "it behind replay(), and engine.gate() before it"
                 )
             self.gate()
+            # After a notice other ranks may be gone: nothing is agreed on any more.
+            if step != self._recorder.seen_step and not self._notice.cuts and self._recorder.pace.passed():
+                self._run.follow_pace()
             started = time.perf_counter()
             self._recorder.drain_events()
             refusal = self._parts.client.refusal()
@@ -193,7 +196,7 @@ class Boundaries:
         try:
             optimizers = self._parts.source.optimizers()
             self.gates.install(optimizers)
-            if self._parts.config.every_n_steps > 1:
+            if self._parts.config.every_n_steps != 1:
                 self._look_at_weights()
             with collector_paused():
                 began = recorder.begin(step)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from rich.filesize import decimal
 
-from lazysnap.config import SnapshotConfig, due_every
+from lazysnap.config import SnapshotConfig, due_every, least_interval
 from lazysnap.console import duration
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels.redaction import shown
@@ -205,7 +205,7 @@ def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: b
 def _stored(config: SnapshotConfig, sizes: Sizes) -> str:
     size, parity = sizes.group
     stored = [
-        f"snapshots at {shown(level.url)} every {_interval(due_every(level.every_n_steps, config.every_n_steps))}"
+        f"snapshots at {shown(level.url)} every {_interval(due_every(level.every_n_steps, least_interval(config)))}"
         for level in config.levels
     ]
     if parity:

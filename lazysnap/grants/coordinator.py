@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from lazysnap.config import PersistentLevel
+from lazysnap.config import PersistentLevel, due_every
 from lazysnap.grants.messages import (
     GIVEN_UP,
     MAX_TOLD,
@@ -73,6 +73,13 @@ class LevelGrants:
     """True from a failed write until a snapshot is complete. Slower levels do not copy from here meanwhile."""
     writers: Mapping[str, int] = field(default_factory=dict)
     """The nodes that write frozen tensors, by the digest of these. Replaced as a whole."""
+    captures_every: int = 1
+    """Steps from one capture to the next."""
+
+    @property
+    def every(self) -> int:
+        """Steps from one snapshot that is due here to the next."""
+        return due_every(self.settings.every_n_steps, self.captures_every)
 
     @property
     def is_under_way(self) -> bool:
@@ -89,9 +96,15 @@ class LevelGrants:
         return step in self.complete or step in self.lost
 
     def is_due(self, step: int) -> bool:
-        """True if a multiple of ``every_n_steps`` lies between the newest complete step and this one."""
-        every = self.settings.every_n_steps
-        return step // every > max(self.complete, default=-1) // every
+        """True if a multiple of ``every`` lies between the newest complete step and this one."""
+        return step // self.every > max(self.complete, default=-1) // self.every
+
+    def is_in_vain(self, begun: int, wishes: Collection[int]) -> bool:
+        """True if the granted step lies ahead and will not be captured: captures are at another interval by now."""
+        step = self.grant
+        if step is None or not self.is_under_way or self.source is not None or step in wishes:
+            return False
+        return step > begun and step % self.captures_every != 0
 
     def take(self, step: int | None, source: int | None, *, is_ahead: bool) -> None:
         """Grant a step, or nothing."""
@@ -163,6 +176,14 @@ class Coordinator:
     """See ``Order``."""
     _told: object = None
     """Differs when an order says something new."""
+    _has_new_interval: bool = False
+    """True from ``set_interval`` to the next decision."""
+
+    def set_interval(self, every_n_steps: int) -> None:
+        """Captures are so many steps apart from now on, on all ranks."""
+        for level in self.levels:
+            level.captures_every = every_n_steps
+        self._has_new_interval = True
 
     def _wishes(self, index: int) -> set[int]:
         """Steps that some node asks to be stored at a level."""
@@ -217,6 +238,10 @@ class Coordinator:
         """
         if len(self.reports) < self.num_nodes:
             return False
+        for index, level in enumerate(self.levels if self._has_new_interval else ()):
+            if level.is_in_vain(own.begun, self._wishes(index)):
+                level.cancel(())
+        self._has_new_interval = False
         for index, level in enumerate(self.levels):
             said = [report.levels[index] for report in self.reports.values()]
             is_listed = all(one.progress is not Progress.LISTING for one in said)
@@ -378,7 +403,7 @@ class Coordinator:
         must = {(begun // every + 1) * every for every in kept} | self._wishes(index)
         must |= {begun // every * every for every in kept} & own.held
         must = {step for step in must if not level.is_done_with(step)}
-        every = level.settings.every_n_steps
+        every = level.every
         # Ranks of other nodes may be a step ahead.
         due = ((begun + (self.num_nodes > 1) + level.margin) // every + 1) * every
         first = min(must, default=due)

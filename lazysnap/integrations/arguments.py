@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from lazysnap.config import PersistentLevel, SnapshotConfig, resolve_url
 from lazysnap.engine.losses import NonFinite, check_policy
@@ -25,7 +25,7 @@ class Arguments:
     """Arguments of a callback. Raises: ConfigError, for what is wrong or contradictory."""
 
     dirpath: "str | os.PathLike[str] | None"
-    every_n_steps: int
+    every_n_steps: int | Literal["auto"]
     persist_every_n_steps: int
     config: SnapshotConfig | None
     owner: str

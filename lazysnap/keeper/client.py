@@ -321,6 +321,14 @@ class KeeperClient:
         if is_told:
             self._standing.run_was_told()
 
+    def set_interval(self, every_n_steps: int) -> None:
+        """Say to this keeper and the next how many steps captures are apart from now on. Does not block."""
+        with self._changed:
+            if self._standing.run is None:
+                return
+            run = self._standing.run = msgspec.structs.replace(self._standing.run, every_n_steps=every_n_steps)
+        self.tell(run)
+
     def make_ready(self, work: Callable[[Slot], None]) -> None:
         """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
         self._slots.make_ready = work

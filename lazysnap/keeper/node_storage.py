@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from lazysnap.config import PersistentLevel, due_every
+import msgspec
+
+from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
 from lazysnap.grants.core import Action, Begin, Core, GiveNotice, Learn, Pin, Settle
@@ -22,7 +24,7 @@ from lazysnap.keeper.level_writer import LevelPlace, LevelWriter, WriterContext
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
 from lazysnap.keeper.parity import ParityStore
-from lazysnap.keeper.protection import NodeProtection, ProtectionContext, interval_of
+from lazysnap.keeper.protection import NodeProtection, ProtectionContext
 from lazysnap.keeper.protocol import Complete, Ending, Message, NameFailed, Run
 from lazysnap.keeper.reminder import Reminder
 from lazysnap.keeper.step_wait import AtLevel, Wait
@@ -149,15 +151,25 @@ class NodeStorage:
     def _coordinator(self) -> Coordinator | None:
         if self.team.node != 0:
             return None
-        grants = []
-        for level in self.levels:
-            every = due_every(level.every_n_steps, self.run.every_n_steps)
-            grants.append(LevelGrants(replace(level, every_n_steps=every), earlier=self._earlier(level)))
+        grants = [LevelGrants(level, earlier=self._earlier(level)) for level in self.levels]
         if self.run.parity is not None and self.run.peers is not None:
             # It has no place: its interval counts.
-            settings = PersistentLevel("parity", every_n_steps=interval_of(self.run.parity, self.run))
+            settings = PersistentLevel("parity", every_n_steps=self.run.parity.every_n_steps)
             grants.append(LevelGrants(settings, is_memory=True))
-        return Coordinator(secrets.randbits(62), self.run.start, self.team.nodes, tuple(grants))
+        coordinator = Coordinator(secrets.randbits(62), self.run.start, self.team.nodes, tuple(grants))
+        coordinator.set_interval(self.run.every_n_steps)
+        return coordinator
+
+    def set_interval(self, every_n_steps: int) -> None:
+        """Captures are so many steps apart from now on."""
+        if every_n_steps == self.run.every_n_steps:
+            return
+        self.run = msgspec.structs.replace(self.run, every_n_steps=every_n_steps)
+        if self._protection is not None:
+            self._protection.set_interval(every_n_steps)
+        coordinator = self._loop.core.coordinator
+        if coordinator is not None:
+            self._loop.post(coordinator.set_interval, every_n_steps)
 
     def _begin(self) -> None:
         """The thread that begins, and then waits for the end of the start before."""

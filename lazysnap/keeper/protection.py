@@ -50,11 +50,6 @@ class ProtectionContext:
     """The number of this level."""
 
 
-def interval_of(parity: Parity, run: Run) -> int:
-    """Steps that are due for protection are multiples of it: only what is captured can be protected."""
-    return due_every(parity.every_n_steps, run.every_n_steps)
-
-
 @dataclass
 class HeldSteps:
     """Which captures a node holds for parity, and which step trainers know to be protected. Pure.
@@ -111,7 +106,7 @@ class NodeProtection:
         self._run, self._slots, self._store, self._context = run, slots, store, context
         self._peers: Peers = run.peers
         self._parity: Parity = run.parity
-        self._every = interval_of(run.parity, run)
+        self.set_interval(run.every_n_steps)
         pace = RateLimiter(run.parity.max_bytes_per_s)
         self._encoding = Encoding(run.parity, run, team, run.peers.secret, pace)
         self._loop, self._index = context.loop, context.index
@@ -129,6 +124,10 @@ class NodeProtection:
         self._reminder = Reminder("protection", _LATE_S, context.emit)
         self._work: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         threading.Thread(target=self._encode_all, name="lazysnap-parity", daemon=True).start()
+
+    def set_interval(self, every_n_steps: int) -> None:
+        """Captures are so many steps apart from now on: only what is captured can be protected."""
+        self._every = due_every(self._parity.every_n_steps, every_n_steps)
 
     def again(self) -> list[Message]:
         """Return the messages for a trainer that comes back."""

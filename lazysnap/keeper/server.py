@@ -220,6 +220,7 @@ class Server:
         self._events.begin(rank, run)
         storage = self._storage
         if storage is not None and storage.run.start == run.start:
+            storage.set_interval(run.every_n_steps)
             for message in storage.again():  # also messages of the time while it was away
                 rank.emit(message)
             storage.slots_changed()

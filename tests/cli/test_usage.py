@@ -30,7 +30,7 @@ COMMANDS = (
     "keeper",
     "stop",
     "status",
-    "plan",
+    "advise",
     "report",
     "timeline",
 )

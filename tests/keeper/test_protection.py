@@ -22,7 +22,6 @@ from lazysnap.keeper.events import KeeperEvent
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
-from lazysnap.keeper.protection import interval_of
 from lazysnap.keeper.protocol import Alert, Protected, Run
 from lazysnap.levels.source import RateLimiter
 from lazysnap.links import client as peer_client
@@ -65,8 +64,23 @@ def test_the_slots_and_the_parity_of_a_protected_step_stay_until_a_newer_one_is(
 def test_only_steps_that_are_captured_are_granted(rig, every):
     rig.every = every
     rig.begin()
-    assert interval_of(run_of(rig).parity, run_of(rig)) == every
     assert rig.protect() % every == 0
+
+
+def test_when_captures_are_further_apart_their_steps_are_granted(rig):
+    rig.begin()
+    rig.protect()
+    coordinator = rig.storages[0]._loop.core.coordinator
+    assert coordinator.levels[-1].every == rig.every == 2
+
+    rig.every = 7
+    for storage in rig.storages:
+        storage.set_interval(rig.every)
+
+    until(lambda: coordinator.levels[-1].every == 7)
+    rig.protect()
+    rig.step += -rig.step % rig.every
+    rig.protect()
 
 
 @pytest.mark.parametrize("node", [1, 0], ids=["any", "the coordinator's"])

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.losses import NonFinite
@@ -28,10 +28,10 @@ class LazySnapshotCallback(WithEngine, Callback):
     and ``ckpt_path="run:1f3a"`` for the run whose id begins so.
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer steps between
-    snapshots on storage. ``config``: everything else; it replaces the three. ``rollback_on``: ``NonFinite()`` or
-    ``LossSpike()``: on such a loss, as ``training_step`` returns it, the fit goes back to the last good step in place
-    and goes on with the next batch.
+    ``every_n_steps``: optimizer steps between captures into memory, or ``"auto"``. ``persist_every_n_steps``: optimizer
+    steps between snapshots on storage. ``config``: everything else; it replaces the three. ``rollback_on``:
+    ``NonFinite()`` or ``LossSpike()``: on such a loss, as ``training_step`` returns it, the fit goes back to the last
+    good step in place and goes on with the next batch.
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
@@ -42,7 +42,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         self,
         dirpath: "str | os.PathLike[str] | None" = None,
         *,
-        every_n_steps: int = 1,
+        every_n_steps: int | Literal["auto"] = 1,
         persist_every_n_steps: int = 100,
         config: SnapshotConfig | None = None,
         rollback_on: NonFinite | None = None,

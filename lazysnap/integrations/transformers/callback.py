@@ -1,7 +1,7 @@
 """``LazyTrainerCallback``: a snapshot of a ``Trainer`` at every optimizer step, and exact restarts."""
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from transformers import TrainerCallback
 
@@ -22,8 +22,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     trainer before training begins, which is too late for ``"latest"``.
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer steps between
-    snapshots on storage. ``config``: everything else; it replaces the three.
+    ``every_n_steps``: optimizer steps between captures into memory, or ``"auto"``. ``persist_every_n_steps``: optimizer
+    steps between snapshots on storage. ``config``: everything else; it replaces the three.
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
@@ -31,7 +31,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self,
         dirpath: "str | os.PathLike[str] | None" = None,
         *,
-        every_n_steps: int = EVERY_N_STEPS,
+        every_n_steps: int | Literal["auto"] = EVERY_N_STEPS,
         persist_every_n_steps: int = PERSIST_EVERY_N_STEPS,
         config: SnapshotConfig | None = None,
     ) -> None:
