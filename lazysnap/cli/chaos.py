@@ -135,6 +135,8 @@ class _Chaos:
         times_s, steps = training.starts[0].times_s, training.starts[0].steps
         gaps = [after - before for before, after in itertools.pairwise(times_s)]
         stride = min((after - before for before, after in itertools.pairwise(sorted(set(steps)))), default=1)
+        if any(after < before - 2 * stride for before, after in itertools.pairwise(steps)):
+            steps = []  # they begin anew with each epoch; lines of two ranks change places by one at most
         return Undisturbed(seconds, steps, statistics.median(gaps or [0.0]), stride, result, names, has_keeper)
 
     def _nothing(self, training: Training) -> str:
@@ -172,7 +174,8 @@ class _Chaos:
             raise ChaosFailed(f"the command ended {_TRIES} times before {fault} could strike: give it more steps")
         if outcome.verdict is Verdict.PASS:
             self._compare(training, outcome, undisturbed)
-            shutil.rmtree(training.files) if outcome.verdict in (Verdict.PASS, Verdict.LOST_WORK) else None
+        if outcome.verdict is Verdict.PASS:
+            shutil.rmtree(training.files)
         return outcome
 
     def _strike(self, training: Training, outcome: Outcome, undisturbed: Undisturbed, share: float) -> bool:
@@ -296,6 +299,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
     Raises: ConfigError; ChaosFailed.
     """
+    if args.runs is not None and args.runs < 1:
+        raise ConfigError(f"--runs must be 1 or more, got {args.runs}")
     chaos = _Chaos(args, _program(args), _new_directory(args.dir))
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix=".disk-", dir=chaos.place) as place:
         if any(name in NEED_DISK for name in args.faults):
@@ -304,7 +309,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
             except OSError as error:
                 chaos.left_out["disk"] = str(error)
         undisturbed = chaos.undisturbed("undisturbed")
-        steps = f"{max(undisturbed.steps)} steps" if undisturbed.steps else "no steps printed (--step-regex)"
+        steps = (
+            f"{max(undisturbed.steps)} steps"
+            if undisturbed.steps
+            else "no steps printed whose number only grows (--step-regex)"
+        )
         output.say(f"undisturbed: {undisturbed.seconds:.1f} s, {steps}, result {', '.join(undisturbed.names)}", "bold")
         faults = chaos.faults(undisturbed)
         for name, reason in chaos.left_out.items():

@@ -100,6 +100,15 @@ def test_without_lines_of_steps_the_moment_is_one_of_time_and_no_work_is_counted
     assert [(one["at_step"], one["steps_again"], one["restarts"]) for one in result["runs"]] == [(None, None, 1)]
 
 
+def test_steps_that_begin_anew_with_each_epoch_are_not_counted(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    epochs = "import sys; [print('step', n % 50) for n in range(200)]; open(sys.argv[1] + '/x.json', 'w').write('1'); "
+    epochs += "import time; time.sleep(1)"
+    code, result = run_json(capsys, "--faults", "kill", "--", sys.executable, "-c", epochs, "{dir}")
+
+    assert (code, result["undisturbed"]["steps"], result["runs"][0]["steps_again"]) == (0, None, None)
+
+
 def test_a_program_whose_result_changes_by_itself_is_not_judged(chaos):
     code, result = chaos("kill", "--unseeded")
 
@@ -116,6 +125,7 @@ def test_a_program_whose_result_changes_by_itself_is_not_judged(chaos):
         (["--", sys.executable, "-c", "1"], "LAZYSNAP_CHAOS_DIR"),
         (["--", sys.executable, "-c", "1 / 0"], "ZeroDivisionError"),
         (["--", "no-such-program"], "no-such-program"),
+        (["--runs", "0", "--", "true"], "--runs must be 1 or more"),
         (["--result", "x", "--", "touch", "{dir}/y"], "--result x matches no file"),
     ],
     ids=str,
