@@ -85,8 +85,8 @@ class Event(enum.Enum):
     REPLANNED = Row("the capture plan is made anew: %(cause)s", logging.INFO, counter="replans")
     PACE = Row(
         'every_n_steps="auto": every %(every)d steps are captured from here on (so far %(before)d): training waits '
-        "%(stall_ms).3g ms for a capture, steps take %(step_ms).3g ms, so that is %(share).2g %% of its time (wanted: "
-        "%(budget)g %%)",
+        "%(stall_ms).3g ms for a capture, steps take %(step_ms).3g ms, so that is %(share).2g %% of its time "
+        "(wanted: %(budget)g %%%(limit)s)",
         SAID,
         By.FIRST,
     )

@@ -103,5 +103,6 @@ class Pace:
         step_s, stall_s = max((cost for cost in costs if cost is not None), key=lambda cost: cost[1] / cost[0])
         share = stall_s / (self.every * step_s + stall_s)
         values = {"stall_ms": 1e3 * stall_s, "step_ms": 1e3 * step_s, "share": 100 * share, "budget": 100 * BUDGET}
-        self._messages.tell(Event.PACE, every=self.every, before=before, **values)
+        limit = "; what levels are to store allows no more steps" if share > BUDGET and self.every > 1 else ""
+        self._messages.tell(Event.PACE, every=self.every, before=before, limit=limit, **values)
         return True

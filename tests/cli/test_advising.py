@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cli_level import run, run_json
+from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine, events
 from lazysnap.cli.advise import RATES
@@ -26,6 +27,10 @@ def test_what_is_planned_is_what_a_training_takes(capsys, tmp_path):
     assert planned["captured_bytes"] == pytest.approx(engine.statistics().shard_bytes, rel=0.01)
     assert planned["slots_per_rank"] == len(engine._client.slots())
     assert engine.close()
+    until(lambda: bool(events.read(str(tmp_path))))
+    _, told = run_json(capsys, "advise", str(tmp_path))
+    assert "steps seen, 20 needed" in told["too_young"][0]  # one step tells nothing of the time of a step
+    assert list(told["storage_every_s"]) == [str(tmp_path)]
 
 
 def test_ranks_of_a_node_share_one_copy_and_sharded_ones_split_it_between_nodes(capsys):

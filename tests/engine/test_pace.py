@@ -5,8 +5,9 @@ import hashlib
 import pytest
 from small_training import Training
 
-from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap import LazySnapshotCallback, LazyTrainerCallback, PersistentLevel, SnapshotConfig
 from lazysnap.engine.pace import decide, next_mark
+from lazysnap.errors import ConfigError
 from lazysnap.intervals import allowed_intervals, steps_within
 
 ALL = range(1, 1001)
@@ -57,6 +58,14 @@ def test_decisions_are_few_and_the_same_wherever_one_is_asked():
         for mark, before in zip(marks[1:], marks, strict=False)
         for passed in (before, mark - 1)
     )
+
+
+def test_the_doors_hand_it_on():
+    pytest.importorskip("lightning")
+    for door in (LazySnapshotCallback, LazyTrainerCallback):
+        assert door("runs/a", every_n_steps="auto")._arguments.config_for("x").every_n_steps == "auto"
+        with pytest.raises(ConfigError, match="contradicts config"):
+            door(every_n_steps="auto", config=SnapshotConfig(every_n_steps=7))
 
 
 class Slow:
