@@ -11,7 +11,17 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal
 
-from lazysnap.cli.goodput import CLASSES, GOODBYE, Account, Interruption, account, ranks_in, value_at
+from lazysnap.cli.goodput import (
+    CLASSES,
+    GOODBYE,
+    MEMORY,
+    OTHER_NODES,
+    Account,
+    Interruption,
+    account,
+    ranks_in,
+    value_at,
+)
 from lazysnap.cli.output import Output, count_of, when
 from lazysnap.cli.stores import open_existing
 from lazysnap.console import duration
@@ -159,7 +169,7 @@ def tables(report: Report) -> Iterator[Rows]:
         shown = run.interruptions[-_SHOWN:]
         count = len(run.interruptions)
         title = f"interruptions, {count}" + (f": the last {_SHOWN}, all with --json" if count > _SHOWN else "")
-        columns = ("at", "what", "step>", "resumed", "steps lost>", "work lost>", "new step after>", "of these")
+        columns = ("at", "what", "step>", "resumed", "lost>", "new step after>", "of these")
         yield Rows(title, columns, [list(_interruption(one, report)) for one in shown])
     if rows := list(_places(report)):
         columns = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time", "stored at>", "failures>")
@@ -191,8 +201,8 @@ def length(time_us: int) -> str:
 
 
 def parts(times: dict[str, int]) -> str:
-    """Say where time went, as in ``down 2.0 s, import 1.1 s``, without what is less than 1 %."""
-    least = max(1, sum(times.values()) // 100)
+    """Say where time went, as in ``down 2.0 s, import 1.1 s``, without what is less than 3 %."""
+    least = max(1, sum(times.values()) // 33)
     order = ("down", *PHASES, "productive", "lost", "draining")
     named = {name: times[name] for name in order if times.get(name, 0) >= least}
     words = {"first_step": "first step", "productive": "training", "lost": "lost again"}
@@ -206,10 +216,10 @@ def _interruption(one: Interruption, report: Report) -> Iterator[str]:
     what = "ended well" if one.how == GOODBYE else one.how
     yield what + (f", rank {rank} of node {node} first" * several)
     yield str(one.step)
-    source = f" from {one.source}" if one.source else ""
+    levels = [place for place in report.account.newest if place not in (MEMORY, OTHER_NODES)]
+    source = f" from {'storage' if [one.source] == levels else one.source}" if one.source else ""
     yield "not yet" if one.resumed_step is None else f"{one.resumed_step}{source}"
-    yield str(one.lost_steps)
-    yield length(one.lost)
+    yield f"{count_of(one.lost_steps, 'step')}, {length(one.lost)}"
     yield "none yet" if one.new_at is None else length(one.new_at - one.at)
     yield parts(one.until_new)
 

@@ -42,8 +42,8 @@ def test_the_text_says_what_happened(url, history, capsys):
     out = capsys.readouterr().out
     assert "3 starts" in out
     assert re.search(r"goodput 49\.3 %", out), out
-    assert re.search(r"died +20 +15 +5 +7\.8 s +12 s +down 3\.0 s, import 2\.0 s, rendezvous 0.5 s", out), out
-    assert re.search(r"left +25 +23 +2", out), out
+    assert re.search(r"died +20 +15 +5 steps, 7\.8 s +12 s +down 3\.0 s, import 2\.0 s, rendezvous 0.5 s", out), out
+    assert re.search(r"left +25 +23 +2 steps, ", out), out
     assert "the training ended well" in out
     assert "nothing is stored" in out
     assert "\x1b" not in out
