@@ -172,8 +172,8 @@ def tables(report: Report) -> Iterator[Rows]:
         columns = ("at", "what", "step>", "resumed", "lost>", "new step after>", "of these")
         yield Rows(title, columns, [list(_interruption(one, report)) for one in shown])
     if rows := list(_places(report)):
-        columns = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time", "stored at>", "failures>")
-        yield Rows("steps behind training", columns, rows)
+        names = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time", "stored at>", "failures>")
+        yield Rows("steps behind training", names, rows)
     notes = [(when(int(one.t * 1e9))[11:19], str(node), _note(one)) for node, one in report.of(*_NOTES)]
     if notes:
         yield Rows(f"notes, {min(len(notes), _SHOWN)} of {len(notes)}", ("at", "node>", ""), notes[-_SHOWN:])
