@@ -31,7 +31,11 @@ class Training:
 
     def __init__(self, job: Line) -> None:
         """Of a job ``size``, ``device``, and if given ``batch`` and ``ranks``."""
-        self.size, self.batch, self.device = GPTSize(*job["size"], dropout=0.0), job.get("batch", 1), job["device"]
+        self.size, self.batch, self.device = (
+            GPTSize(*job["size"], dropout=job.get("dropout", 0.0)),
+            job.get("batch", 1),
+            job["device"],
+        )
         self.micro_batches, is_sharded = 1, job.get("ranks", 1) > 1
         torch.manual_seed(0)
         with torch.device(self.device):

@@ -268,3 +268,15 @@ def test_the_time_from_a_kill_to_the_next_step_is_measured_cold_and_warm(tmp_pat
     found = [line for line in lines(tmp_path / "restart.jsonl") if line["measure"] == "restart"]
     assert [line["start"] for line in found] == ["cold", "warm"]
     assert all(len(line["restart_s"]) == 1 and line["restart_s"][0] > 0 for line in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_scoreboard_strikes_a_rival_and_lazysnap_alike(tmp_path):
+    run("scoreboard", "--methods", "torch.save", "lazysnap", "--faults", "kill", "--out", tmp_path)
+
+    found = {line["method"]: line for line in lines(tmp_path / "scoreboard.jsonl") if line["measure"] == "scoreboard"}
+    assert found["lazysnap"]["kill"].startswith("PASS, ")
+    # Its recipe does not put random generators back, and the model has dropout.
+    assert found["torch.save"]["kill"].startswith("SILENT_DIVERGENCE, ")
+    assert all(line["snapshots"] and line["blocked_ms"] > 0 and line["restart_s"] for line in found.values())

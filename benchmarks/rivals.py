@@ -1,0 +1,360 @@
+"""The training that ``scoreboard`` strikes, with each method as its own documentation uses it.
+
+    python -m benchmarks.rivals METHOD DIRECTORY
+
+It resumes by itself, prints its steps, then a line ``figures {json}``, and leaves ``result.pt``. The model has dropout:
+a training that goes on exactly needs its random generators, too.
+"""
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import SIZES
+from benchmarks.training import Training
+from benchmarks.workers import Line
+
+STEPS, EVERY = 40, 10
+JOB: Line = {"size": SIZES["small"], "device": "cpu", "dropout": 0.1}
+
+
+class Clock:
+    """Clocks the loop from its first step on, and what snapshots stop it for."""
+
+    def __init__(self) -> None:
+        self.steps, self.snapshots, self.blocked_s, self._began = 0, 0, 0.0, 0.0
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.blocked_s += time.perf_counter() - started
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
+            self.snapshots += 1
+            with self.blocked():
+                return call(*args, **kwargs)
+
+        return clocked
+
+    def step(self, number: int) -> None:
+        self._began = self._began or time.perf_counter()
+        self.steps += 1
+        print(f"step {number}", flush=True)
+
+    def report(self, state_bytes: int) -> None:
+        found: Line = {"state_mb": state_bytes / 1e6, "snapshots": self.snapshots}
+        found["loop_s"] = time.perf_counter() - self._began
+        if self.snapshots:
+            found["blocked_ms"] = 1e3 * self.blocked_s / self.snapshots
+        if self.steps == STEPS:  # no restart
+            print("figures", json.dumps(found), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ plain loops
+
+
+class TorchSave:
+    """A draft and a rename: https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html."""
+
+    every = EVERY
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        self.training, self.directory = training, directory
+
+    def state(self) -> Line:
+        return {name: one.state_dict() for name, one in self.training.objects().items()}
+
+    def load_state(self, state: Line) -> None:
+        for name, one in self.training.objects().items():
+            one.load_state_dict(state[name])
+
+    def resume(self) -> int:
+        path = self.directory / "checkpoint.pt"
+        if not path.exists():
+            return 0
+        saved = torch.load(path)
+        self.load_state(saved)
+        return int(saved["step"])
+
+    def save(self, step: int) -> None:
+        draft = self.directory / "checkpoint.tmp"
+        torch.save({**self.state(), "step": step}, draft)
+        draft.rename(self.directory / "checkpoint.pt")
+
+    def gate(self) -> None:
+        """Until the weights may change."""
+
+    def end(self) -> None:
+        """Drain."""
+
+    def newest(self, mark: str = ".") -> Path | None:
+        """The newest directory of a step that has the file ``mark``; all but two go."""
+        found = sorted(self.directory.glob("step_*"), key=lambda path: int(path.name[5:]))
+        for path in found[:-3]:
+            shutil.rmtree(path)
+        return next((path for path in reversed(found) if (path / mark).exists()), None)
+
+
+class Nothing(TorchSave):
+    """No snapshots."""
+
+    every = STEPS + 1
+
+
+class DCPAsync(TorchSave):
+    """https://docs.pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html."""
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        import torch.distributed as dist
+
+        torch.manual_seed(0)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.pending: Any = None
+
+    def state(self) -> Line:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.training.model, self.training.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def resume(self) -> int:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        if (path := self.newest(".metadata")) is None:
+            return 0
+        state = self.state()
+        dcp.load(state, checkpoint_id=path)
+        objects = (self.training.model, self.training.optimizer)
+        set_state_dict(*objects, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        return int(path.name[5:])
+
+    def save(self, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        self.end()
+        self.newest(".metadata")
+        self.pending = dcp.async_save(self.state(), checkpoint_id=self.directory / f"step_{step}")
+
+    def end(self) -> None:
+        if self.pending is not None:
+            self.pending.result()
+
+
+class TorchCheckpointing(TorchSave):
+    """Its tutorial, with what its troubleshooting page gives for hosts without a GPU.
+
+    Without ``use_direct_io=False`` each save fails with EINVAL on ext4.
+    """
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+        staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+        save = AsyncCheckpointSaverConfig(staging_config=staging)
+        place = LocalFileSystemStorageConfig(use_direct_io=False)
+        self.manager = CheckpointManager(CheckpointManager.Config(save=save, storage_config=place))
+
+    def resume(self) -> int:
+        if (path := self.newest()) is None:
+            return 0
+        into = {"model": self.training.model.state_dict(), "optimizer": None, "step": 0}
+        restored = self.manager.load(str(path), into=into)
+        self.training.optimizer.load_state_dict(restored["optimizer"])
+        return int(restored["step"])
+
+    def save(self, step: int) -> None:
+        self.newest()
+        self.manager.save(str(self.directory / f"step_{step}"), {**self.state(), "step": step})
+
+    def gate(self) -> None:
+        with self.manager.lock():
+            pass
+
+    def end(self) -> None:
+        self.manager.close()
+
+
+class LMResiliency(TorchSave):
+    """Its page on GEMINI, "Public Integration": the manager alone, without peers."""
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        from lm_resiliency import InMemoryCkptConfig
+        from lm_resiliency.experimental import InMemoryCheckpointManager
+
+        cadence = {"interval": EVERY, "disk_flush_interval": EVERY, "verify_integrity": True}
+        place = {"disk_folder": str(directory), "run_id": "scoreboard"}
+        self.manager = InMemoryCheckpointManager(InMemoryCkptConfig(**cadence, **place, pin_memory=False))
+
+    def resume(self) -> int:
+        if self.manager.find_latest() < 0 or (found := self.manager.load()) is None:
+            return 0
+        self.load_state(found[0])
+        return int(found[1])
+
+    def save(self, step: int) -> None:
+        self.manager.save(self.state(), step)
+
+    def gate(self) -> None:
+        self.manager.maybe_wait()
+
+    def end(self) -> None:
+        self.manager.close()
+
+
+class Lazysnap(TorchSave):
+    """docs/doors.md; stored as often as the others save."""
+
+    every = 1
+
+    def __init__(self, training: Training, directory: Path) -> None:
+        super().__init__(training, directory)
+        from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+
+        config = SnapshotConfig(levels=(PersistentLevel(str(directory / "lazysnap"), every_n_steps=EVERY),))
+        self.engine = SnapshotEngine(config, training.objects())
+
+    def resume(self) -> int:
+        self.engine.restore("latest")
+        return int(self.engine.step)
+
+    def save(self, step: int) -> None:
+        self.engine.boundary()
+
+    def gate(self) -> None:
+        self.engine.gate()
+
+    def end(self) -> None:
+        self.engine.close()
+
+
+def plainly(kind: type[TorchSave], directory: Path, clock: Clock) -> None:
+    training = Training(JOB)
+    saver = kind(training, directory)
+    step = saver.resume()
+    while step < STEPS:
+        training.backward(step)
+        with clock.blocked():
+            saver.gate()
+        training.update()
+        step += 1
+        if step % saver.every == 0:
+            clock.around(saver.save)(step)
+        clock.step(step)
+    saver.end()
+    finish(training, directory, clock)
+
+
+def finish(training: Training, directory: Path, clock: Clock) -> None:
+    clock.report(training.state_bytes())
+    torch.save(training.model.state_dict(), directory / "result.pt")
+
+
+# ------------------------------------------------------------------------------------------------ frameworks
+
+
+def with_lightning(directory: Path, clock: Clock, *, is_ours: bool) -> None:
+    """``ModelCheckpoint`` and ``ckpt_path="last"``; or the callback of lazysnap."""
+    import lightning as L
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig
+
+    class Steps(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            clock.step(trainer.global_step)
+
+    training, path = Training(JOB), str(directory / "checkpoints")
+    if is_ours:
+        saver: Any = LazySnapshotCallback(config=SnapshotConfig(levels=(PersistentLevel(path, every_n_steps=EVERY),)))
+    else:
+        saver = ModelCheckpoint(dirpath=path, every_n_train_steps=EVERY, save_last=True)
+    quiet: Line = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, callbacks=[saver, Steps()], **quiet)
+    trainer.save_checkpoint = clock.around(trainer.save_checkpoint)
+    training.fit(trainer, STEPS, ckpt_path="latest" if is_ours else "last", weights_only=None if is_ours else False)
+    if is_ours:
+        counted = saver.statistics()
+        clock.snapshots, clock.blocked_s = counted.boundary.count, counted.boundary.total_s + counted.gate.total_s
+    finish(training, directory, clock)
+
+
+def with_transformers(directory: Path, clock: Clock) -> None:
+    """``resume_from_checkpoint`` with the newest checkpoint."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_utils import get_last_checkpoint
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.step(state.global_step)
+
+    training = Training(JOB)
+    layers, heads, width, context, vocabulary = JOB["size"]
+    sizes = {"n_layer": layers, "n_head": heads, "n_embd": width, "n_positions": context, "vocab_size": vocabulary}
+    training.model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    ids = [training.batch_of(step)[0, :context] for step in range(STEPS)]
+    how = {"max_steps": STEPS, "per_device_train_batch_size": 1, "report_to": [], "disable_tqdm": True}
+    how |= {"save_steps": EVERY, "save_total_limit": 2, "logging_strategy": "no", "use_cpu": True}
+    arguments = TrainingArguments(str(directory / "trainer"), **how)
+    data: Any = [{"input_ids": one, "labels": one} for one in ids]
+    trainer = Trainer(training.model, arguments, train_dataset=data, callbacks=[Steps()])
+    trainer._save_checkpoint = clock.around(trainer._save_checkpoint)
+    found = (directory / "trainer").is_dir() and get_last_checkpoint(str(directory / "trainer"))
+    trainer.train(resume_from_checkpoint=found or None)
+    training.optimizer = trainer.optimizer
+    finish(training, directory, clock)
+
+
+def with_ravex(directory: Path, clock: Clock) -> None:
+    """Its README: the decorator. Its step counts are those of the data, which it puts back."""
+    import ravex
+
+    place = {"type": "local", "path": str(directory / "ravex")}
+
+    @ravex.train_loop(checkpoint_every=EVERY, max_steps=STEPS, storage=place)
+    def train() -> Training:
+        training = Training(JOB)
+        data = [(step, training.batch_of(100 * step)) for step in range(STEPS)]
+        for step, ids in torch.utils.data.DataLoader(data, batch_size=None):  # type: ignore[arg-type]
+            training.model(ids).backward()
+            training.update()
+            clock.step(step + 1)
+        return training
+
+    finish(train(), directory, clock)
+
+
+METHODS: dict[str, Callable[[Path, Clock], None]] = {
+    "none": lambda directory, clock: plainly(Nothing, directory, clock),
+    "torch.save": lambda directory, clock: plainly(TorchSave, directory, clock),
+    "dcp-async": lambda directory, clock: plainly(DCPAsync, directory, clock),
+    "lightning": lambda directory, clock: with_lightning(directory, clock, is_ours=False),
+    "transformers": with_transformers,
+    "torch-checkpointing": lambda directory, clock: plainly(TorchCheckpointing, directory, clock),
+    "lm-resiliency": lambda directory, clock: plainly(LMResiliency, directory, clock),
+    "ravex": with_ravex,
+    "lazysnap": lambda directory, clock: plainly(Lazysnap, directory, clock),
+    "lazysnap-lightning": lambda directory, clock: with_lightning(directory, clock, is_ours=True),
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[2])
+    place.mkdir(exist_ok=True)
+    METHODS[sys.argv[1]](place, Clock())
