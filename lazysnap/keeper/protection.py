@@ -64,6 +64,8 @@ class HeldSteps:
     """The step whose slots and parity stay until a newer one is protected."""
     protected: int | None = None
     """The newest protected step that trainers know."""
+    is_over: bool = False
+    """True if this start is over."""
     is_earlier_over: bool = False
     """True if captures of earlier starts are released, although this start protected nothing."""
 
@@ -74,7 +76,8 @@ class HeldSteps:
     def stays(self, step: int | None, *, is_own: bool) -> bool:
         """True if slots and parity of that step stay. ``is_own``: of this start."""
         if is_own:
-            return step in (self.kept, self.level.grant)
+            # A new keeper does not know yet which of two steps is the protected one.
+            return step in (self.kept, self.level.grant) or not (self.level.is_open or self.is_over)
         return self.kept is None and not self.is_earlier_over
 
     def learn(self) -> bool:
@@ -91,6 +94,7 @@ class HeldSteps:
 
     def end(self) -> None:
         """This start is over. A step of which this node has its parity may be protected, as others know."""
+        self.is_over = True
         if self.level.grant not in self.level.stored:
             self.level.grant = None
 

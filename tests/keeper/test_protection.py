@@ -15,7 +15,8 @@ from lazysnap import SnapshotConfig
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, PeerError, PeerRefused
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
-from lazysnap.grants.messages import LevelReport, Progress, Report
+from lazysnap.grants.messages import LevelOrder, LevelReport, Order, Progress, Report, StepKey
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.keeper import protection, reminder
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import KeeperEvent
@@ -354,6 +355,19 @@ def test_what_an_earlier_start_protected_is_not_counted_for_the_next():
     begin(STARTS[1])
     client._take(Protected(10, STARTS[0]), ())
     assert heard() == []
+
+
+def test_a_successor_holds_both_steps_until_an_order_says_which_one_is_protected():
+    level = NodeLevel(is_memory=True)
+    node, held = NodeGrants(1, "s1", (level,)), protection.HeldSteps("s1", level)
+    held.inherit([RankView(20, False, (SlotView(20, True, hold=20), SlotView(10, True, hold=10)))])
+    assert [held.stays(step, is_own=True) for step in (10, 20)] == [True, True]
+
+    keys = StepKey(10, "s1"), StepKey(20, "s1")
+    node.receive(Order(7, (LevelOrder(30, None, keys, (), (), turn=3),)))
+    held.learn()
+
+    assert [held.stays(step, is_own=True) for step in (10, 20, 30)] == [False, True, True]
 
 
 def test_parity_goes_when_a_start_without_it_has_captures_of_its_own(rig):
