@@ -220,8 +220,10 @@ class Iteration:
             self._inner = iter(())
         else:
             self._inner = self._make() if own is None else rest_of(base, self._make)
-            if own is not None and isinstance(self._inner, GeneratorType) and isinstance(base, DataLoader):
-                base._get_iterator = self._late_iterator  # made with the first batch, as of litdata and MosaicML
+            if own is not None and type(self._inner) is GeneratorType and isinstance(base, DataLoader):
+                vars(base)["_get_iterator"] = (
+                    self._late_iterator
+                )  # litdata's and MosaicML's make it with the first batch
             if own is not None and hasattr(self._inner, "has_next"):  # nodes of torchdata read ahead
                 is_ahead = self._inner.has_next()
                 self._inner._cached_state_dict = None  # else it would be their state from here on
