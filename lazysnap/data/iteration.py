@@ -3,12 +3,12 @@
 Where a restart can only read batches again, it does so with the random generators as they were then.
 """
 
+import inspect
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -220,11 +220,10 @@ class Iteration:
             self._inner = iter(())
         else:
             self._inner = self._make() if own is None else rest_of(base, self._make)
-            if own is not None and type(self._inner) is GeneratorType and isinstance(base, DataLoader):
-                vars(base)["_get_iterator"] = (
-                    self._late_iterator
-                )  # litdata's and MosaicML's make it with the first batch
-            if own is not None and hasattr(self._inner, "has_next"):  # nodes of torchdata read ahead
+            if own is not None and inspect.isgenerator(self._inner) and isinstance(base, DataLoader):
+                # litdata's and MosaicML's loaders make the iterator of torch with the first batch.
+                vars(base)["_get_iterator"] = self._late_iterator
+            elif own is not None and hasattr(self._inner, "has_next"):  # nodes of torchdata read ahead
                 is_ahead = self._inner.has_next()
                 self._inner._cached_state_dict = None  # else it would be their state from here on
                 if is_ahead:
