@@ -39,7 +39,8 @@ def train(url, journal, kill_at, *, with_keeper=False):
             until(lambda: journal.exists() and f"step {kill_at} " in journal.read_text(), timeout_s=200)
             if with_keeper:
                 until(
-                    lambda: any((getattr(one, "step", 0) or 0) >= kill_at for one in read(url)[0].events), timeout_s=200
+                    lambda: any((getattr(one, "step", 0) or 0) >= kill_at for file in read(url) for one in file.events),
+                    timeout_s=200,
                 )
                 process.send_signal(signal.SIGSTOP)  # it must not start another keeper
                 os.kill(keeper_of(url), signal.SIGKILL)
