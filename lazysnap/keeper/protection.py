@@ -64,8 +64,8 @@ class HeldSteps:
     """The step whose slots and parity stay until a newer one is protected."""
     protected: int | None = None
     """The newest protected step that trainers know."""
-    is_over: bool = False
-    """True if this start is over."""
+    knows: bool = False
+    """True once an order said what is protected, or this start is over."""
     is_earlier_over: bool = False
     """True if captures of earlier starts are released, although this start protected nothing."""
 
@@ -77,12 +77,12 @@ class HeldSteps:
         """True if slots and parity of that step stay. ``is_own``: of this start."""
         if is_own:
             # A new keeper does not know yet which of two steps is the protected one.
-            return step in (self.kept, self.level.grant) or not (self.level.is_open or self.is_over)
+            return step in (self.kept, self.level.grant) or not self.knows
         return self.kept is None and not self.is_earlier_over
 
     def learn(self) -> bool:
         """Take an obeyed order; True if trainers must be informed."""
-        before = self.protected
+        before, self.knows = self.protected, True
         self.protected = max((key.step for key in self.level.complete if key.start == self.start), default=None)
         # If parity was lost with a keeper, what is left of it is the best there is.
         self.kept = self.kept if self.protected is None else self.protected
@@ -94,7 +94,7 @@ class HeldSteps:
 
     def end(self) -> None:
         """This start is over. A step of which this node has its parity may be protected, as others know."""
-        self.is_over = True
+        self.knows = True
         if self.level.grant not in self.level.stored:
             self.level.grant = None
 
