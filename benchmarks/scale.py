@@ -49,7 +49,7 @@ def count(job: Line) -> Iterator[Line]:
     shards, manifests = sorted(level.rglob("*.safetensors")), sorted(level.rglob("*.json"))
     snapshots = len({path.parent for path in manifests})
     files: Line = {
-        "files_per_snapshot": sum(path.is_file() for path in level.rglob("*")) / snapshots,
+        "files_per_snapshot": sum(path.is_file() for path in level.rglob("*/*")) / snapshots,
         "mb_per_rank": [one["shard_bytes"] / 1e6 for one in first],
         "mb_per_snapshot": sum(path.stat().st_size for path in shards) / snapshots / 1e6,
         "manifest_kb": statistics.fmean(path.stat().st_size for path in manifests) / 1e3,

@@ -52,7 +52,9 @@ def trained(tmp_path_factory):
         assert engine.wait(step, timeout_s=TIMEOUT_S)
         weights[name] = model.weight.detach().clone()
     assert engine.close()
-    return Path(level.url), weights
+    directory = Path(level.url)
+    until(lambda: len(list(directory.glob("*/keep-*"))) == 3 and not list(directory.rglob(".*")))  # names come last
+    return directory, weights
 
 
 class Training:
