@@ -1,4 +1,4 @@
-"""What happened in a run, and when: the file of events that a keeper keeps at the first level (docs/format.md).
+"""The events of a run and their times: the file of events that a keeper keeps at the first level (docs/format.md).
 
 One JSON object per line. For people and their reports alone: nothing is decided by it, and a run whose file is missing
 or damaged is restored all the same.
@@ -61,11 +61,11 @@ class PhaseEnded(Event, frozen=True, kw_only=True, tag="phase"):
     start: str
     phase: Phase
     waited_s: float = 0.0
-    """With ``first_step``: the seconds of ``Progress.waited_s`` that passed before it."""
+    """The seconds, with ``first_step``, of ``Progress.waited_s`` that passed before it."""
 
 
 class Progress(Event, frozen=True, kw_only=True, tag="progress"):
-    """How far a trainer is; not more often than about once a second."""
+    """The progress of a trainer; not more often than about once a second."""
 
     rank: int
     start: str

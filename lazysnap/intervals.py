@@ -1,4 +1,4 @@
-"""How often to capture and to store, and what a training then gets done: formulas. Pure.
+"""Formulas: how often to capture and to store, and what a training then gets done. Pure.
 
 docs/tuning.md derives them, names their assumptions, and has their check by a simulation.
 """

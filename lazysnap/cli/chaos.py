@@ -34,7 +34,7 @@ class ChaosFailed(LazySnapError):
 
 
 class Verdict(Enum):
-    """What a fault did to a training, from good to bad."""
+    """The effect of a fault on a training, from good to bad."""
 
     PASS = "PASS"
     LOST_WORK = "LOST_WORK"
@@ -345,7 +345,11 @@ def _program(args: argparse.Namespace) -> Program:
 
 
 def _new_directory(name: str | None) -> pathlib.Path:
-    place = pathlib.Path(name or f"lazysnap-chaos/{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    if name is None:  # two may begin in the same second
+        root = pathlib.Path("lazysnap-chaos").resolve()
+        root.mkdir(exist_ok=True)
+        return pathlib.Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=root))
+    place = pathlib.Path(name).resolve()
     if place.exists() and any(place.iterdir()):
         raise ConfigError(f"--dir {place} is not empty: name a new directory")
     place.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ _PROBE = "import os, sys; os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT
 
 
 class DiskFault(IntEnum):
-    """What is wrong with the disk, as ``chaos_disk.c`` numbers it."""
+    """The trouble of the disk, as ``chaos_disk.c`` numbers it."""
 
     NONE = 0
     FULL = 1
@@ -50,7 +50,7 @@ class Disk:
         self.set(DiskFault.NONE)
 
     def set(self, fault: DiskFault) -> None:
-        """From now on the disk is like that."""
+        """Make the disk like that from now on."""
         self._control[1] = 0
         self._control[0] = fault
 

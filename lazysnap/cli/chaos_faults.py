@@ -18,7 +18,7 @@ _TOGETHER_S = 1.0
 
 @dataclass(frozen=True)
 class Strike:
-    """What a fault needs."""
+    """The needs of a fault."""
 
     training: Training
     dice: random.Random

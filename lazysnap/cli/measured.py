@@ -30,7 +30,7 @@ class AtLevel:
     bytes: int
     """Size of the newest."""
     seconds: float
-    """From the beginning of a write until it is durable: the median."""
+    """The median of the seconds from the beginning of a write until it is durable."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ _INSTALL = "pip install 'lazysnap[metrics]'"
 
 
 class Figure(NamedTuple):
-    """What a figure means. One whose name ends in ``_total`` counts up; all others are gauges."""
+    """The meaning of a figure. One whose name ends in ``_total`` counts up; all others are gauges."""
 
     name: str
     help: str

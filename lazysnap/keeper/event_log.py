@@ -1,4 +1,4 @@
-"""What a keeper writes down for the reports of its run (``lazysnap.events``). It decides nothing, and may fail.
+"""The notes of a keeper for the reports of its run (``lazysnap.events``). It decides nothing, and may fail.
 
 The main thread looks at the ranks about once a second, messages to trainers pass by on any thread. A thread of its own
 writes the file: a level that hangs holds up nothing else.

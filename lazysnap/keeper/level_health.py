@@ -7,7 +7,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 
 
 class LevelHealth:
-    """Since when a level fails, and when a small write is tried there. Times are by the monotonic clock."""
+    """The time since when a level fails, and when a small write is tried there. Times are by the monotonic clock."""
 
     def __init__(self) -> None:
         self.fails_since: float | None = None

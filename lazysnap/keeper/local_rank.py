@@ -100,7 +100,7 @@ class LocalRank:
         self._is_sealed = False
         """True if its trainer lives, and captures nothing more."""
         self.ended: tuple[Literal["goodbye", "left", "died"], float] | None = None
-        """How and when its last trainer ended, in Unix time; ``None`` while there is one. For people."""
+        """The end of its last trainer: how, and the Unix time; ``None`` while there is one. For people."""
         self.is_choosing = False
         """True if its trainer did not name its run yet: until then nothing may be deleted."""
         self._runs: list[tuple[Run, Team]] = []

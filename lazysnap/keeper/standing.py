@@ -9,13 +9,13 @@ from lazysnap.keeper.protocol import Ending, Message, Reserve, Run, ServePeers
 
 @dataclass
 class Standing:
-    """What each keeper is told when it is reached, the next one included: a keeper may die at any moment.
+    """The facts that each keeper is told when it is reached, the next one included: a keeper may die at any moment.
 
     Not thread-safe.
     """
 
     serving: ServePeers | None = None
-    """Where it serves other nodes."""
+    """The address at which it serves other nodes."""
     run: Run | None = None
     """The run that is captured. ``is_new`` until a keeper was told of it."""
     ending: Ending | None = None
