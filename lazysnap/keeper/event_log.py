@@ -219,6 +219,8 @@ class EventFileWriter:
         self._changed = threading.Condition()
         self._events: list[events.Event] = []
         self._new: list[events.Event] = []
+        self._starts: set[tuple[int, str]] = set()
+        """Rank and id of the starts that an earlier keeper wrote down."""
         self._size = 0
         self._is_written = True
         self._is_urgent = self._is_closed = self._has_stored = False
@@ -249,7 +251,7 @@ class EventFileWriter:
                 self._changed.wait_for(lambda: self._is_urgent, pause_s)
                 self._is_urgent, is_last = False, self._is_closed
                 self._is_written = self._is_written and not self._new
-                self._events += self._new
+                self._events += filter(self._is_news, self._new)
                 self._new = []
             try:
                 if storage is None:
@@ -268,13 +270,13 @@ class EventFileWriter:
         storage = open_store(self._level.url, options=self._level.storage_options).storage
         with contextlib.suppress(FileNotFoundError):
             earlier = events.decode(storage.get(self._name))
-            # A trainer that outlives its keeper tells the next one the same start.
-            known = {(event.rank, event.start) for event in earlier if isinstance(event, events.TrainerStarted)}
-            for event in self._events:
-                if not isinstance(event, events.TrainerStarted) or (event.rank, event.start) not in known:
-                    earlier.append(event)
-            self._events, self._has_stored = earlier, True
+            self._starts = {(event.rank, event.start) for event in earlier if isinstance(event, events.TrainerStarted)}
+            self._events, self._has_stored = [*earlier, *filter(self._is_news, self._events)], True
         return storage
+
+    def _is_news(self, event: events.Event) -> bool:
+        """A trainer that outlives its keeper tells the next one the same start."""
+        return not isinstance(event, events.TrainerStarted) or (event.rank, event.start) not in self._starts
 
     def _write(self, storage: Storage) -> None:
         data = b"".join(map(events.encode, self._events))
