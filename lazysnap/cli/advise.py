@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lazysnap import events
@@ -320,7 +319,9 @@ def _screen(seen: Measured | None, facts: Facts, advice: dict[str, Any], output:
 
 
 def _levels(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
-    table = _table(output, "level", "every", "costs training>", "lost per failure>", "Young 1974>", "Daly 2006>")
+    table = output.plain_table(
+        "", "level", "every", "costs training>", "lost per failure>", "Young 1974>", "Daly 2006>"
+    )
     lost = {name: duration(seconds) for name, seconds in advice.get("lost_per_failure_s", {}).items()}
     n, now = advice["every_n_steps"], advice["every_n_steps_now"]
     steps = ("step" if n == 1 else f"{n} steps") + ("" if now in (None, n) else f" (now {now})")
@@ -344,8 +345,8 @@ def _levels(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
 def _redundancies(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
     known = advice["redundancy"]
     losses = list(known["none"]["survives"])
-    table = _table(
-        output, f"of {facts.nodes} nodes", *(f"{lost} lost>" for lost in losses), "parity>", "storage needed>"
+    table = output.plain_table(
+        "", f"of {facts.nodes} nodes", *(f"{lost} lost>" for lost in losses), "parity>", "storage needed>"
     )
     for name, kind in known.items():
         # Cut, not rounded: only what is certain is 100 %.
@@ -358,9 +359,3 @@ def _redundancies(facts: Facts, advice: dict[str, Any], output: Output) -> Table
 
 def _long(seconds: float) -> str:
     return duration(seconds) if seconds < 1000 * _DAY_S else f"{seconds / (365 * _DAY_S):,.0f} years"
-
-
-def _table(output: Output, *columns: str) -> Table:
-    table = output.table("", *columns)
-    table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
-    return table

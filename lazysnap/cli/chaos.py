@@ -270,7 +270,7 @@ def _steps_again(training: Training, outcome: Outcome, stride: int) -> int:
 
 
 def add_arguments(chaos: argparse.ArgumentParser) -> None:
-    """Those of this command."""
+    """Add the arguments of this command."""
     names = ",".join(FAULTS)
     chaos.add_argument("--faults", type=_faults, default=list(FAULTS), metavar="LIST", help=f"of {names} (all)")
     chaos.add_argument("--runs", type=int, metavar="N", help="runs in all, one fault each, in turn (one of each)")

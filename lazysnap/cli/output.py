@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
@@ -98,6 +99,12 @@ class Output:
         for column in columns:
             name = column.removesuffix(">")
             table.add_column(name, justify="right" if name != column else "left", overflow="fold")
+        return table
+
+    def plain_table(self, title: str, *columns: str) -> Table:
+        """Return an empty table without lines between its columns: several of them fit one screen."""
+        table = self.table(title, *columns)
+        table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
         return table
 
     def show(self, item: RenderableType) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal
 
 from lazysnap.cli.goodput import (
@@ -122,8 +121,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     for line in heading(report):
         output.line(line, "bold" if line.startswith("goodput") else "")
     for rows in tables(report):
-        table = output.table(rows.title, *rows.columns)
-        table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
+        table = output.plain_table(rows.title, *rows.columns)
         for row in rows.rows:
             table.add_row(*(output.cell(text) for text in row))
         output.line("")

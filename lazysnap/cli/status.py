@@ -10,7 +10,6 @@ from functools import reduce
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
@@ -285,7 +284,7 @@ def _tables(state: NodeState, output: Output) -> Iterator[Table]:
     reached = max((rank.reached for rank in state.ranks if rank.reached is not None), default=0)
     lives = any(rank.phase in ALIVE for rank in state.ranks)
     hidden = {"two_nodes": state.nodes < 3, "all_nodes": state.nodes < 2, "process_and_keeper": not lives}
-    table = _table(output, "if this ends", "a restart resumes", "steps lost>")
+    table = output.plain_table("", "if this ends", "a restart resumes", "steps lost>")
     for name, outcome in survival(state).items():
         if not hidden.get(name, False):
             goes_on = name == "keeper" and lives and outcome.safe.source == "memory"
@@ -295,21 +294,14 @@ def _tables(state: NodeState, output: Output) -> Iterator[Table]:
             table.add_row(label, output.cell(text, "" if outcome.is_safe else "yellow"), lost)
     yield table
     if state.levels:
-        table = _table(output, "level", "newest>", "stored>", "rate>", "stores now", "last failure")
+        table = output.plain_table("", "level", "newest>", "stored>", "rate>", "stores now", "last failure")
         for level in state.levels:
             table.add_row(*(output.cell(text) for text in _level_row(level)))
         yield table
-    table = _table(output, "rank>", "step>", "captured>", "steps/s>", "copy>", "waited in all>", "memory")
+    table = output.plain_table("", "rank>", "step>", "captured>", "steps/s>", "copy>", "waited in all>", "memory")
     for rank in state.ranks:
         table.add_row(*_rank_row(rank))
     yield table
-
-
-def _table(output: Output, *columns: str) -> Table:
-    """Return a table without lines between its columns: all of them are to fit one screen."""
-    table = output.table("", *columns)
-    table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
-    return table
 
 
 def _outcome(outcome: Survival) -> str:

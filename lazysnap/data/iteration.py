@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lazysnap.data.parts import base_of, is_iterable
+from lazysnap.data.parts import base_of, held, is_iterable
 from lazysnap.data.reading import Course, follow
 from lazysnap.data.share import is_first_rank, length_of
 from lazysnap.data.stateful import (
@@ -205,6 +205,8 @@ class Iteration:
             position.note_disorder()
         if not self._has_own and hides_epoch(dataset := getattr(base, "dataset", None)):
             position.note_hidden_epoch(dataset)
+        if getattr(held(base).get("_get_iterator"), "__func__", None) is Iteration._late_iterator:
+            del base._get_iterator  # of an iteration that was restored, and left before its first batch
         keep_streams([base] if self._has_own else [])
         if not self._follows:
             course.passes = 0

@@ -43,6 +43,9 @@ _SAMPLE_S = 1.0
 _LEAST_S, _MOST_S = 2.0, 30.0
 """Seconds between two writes: the larger the file, the more of them."""
 _CLOSE_S = 2.0
+_MOST_EVENTS = 8000
+"""More are thinned out also where nothing can be written: a level may fail, or hang, for days."""
+# Not by import: what imports the package itself may import torch.
 _VERSION: str = sys.modules["lazysnap"].__version__
 
 
@@ -191,7 +194,6 @@ class _Seen:
     has_ended: bool = False
 
 
-Clean = Callable[[str], str]
 _CONVERTED: dict[type[protocol.Message], Callable[..., events.Event]] = {
     protocol.NodeFileStored: lambda message, t, clean: events.Stored(
         t=t, level=shown(message.level), step=message.step, bytes=message.num_bytes, seconds=message.seconds
@@ -231,6 +233,8 @@ class EventFileWriter:
         """Does not block."""
         with self._changed:
             self._new.append(event)
+            if len(self._new) > _MOST_EVENTS:
+                self._new = thinned(self._new)
             self._has_stored = self._has_stored or isinstance(event, events.Stored)
             if not isinstance(event, _FREQUENT):
                 self._is_urgent = True
@@ -253,6 +257,8 @@ class EventFileWriter:
                 self._is_written = self._is_written and not self._new
                 self._events += filter(self._is_news, self._new)
                 self._new = []
+            if len(self._events) > _MOST_EVENTS:
+                self._events = thinned(self._events)
             try:
                 if storage is None:
                     storage = self._open()
@@ -280,7 +286,7 @@ class EventFileWriter:
 
     def _write(self, storage: Storage) -> None:
         data = b"".join(map(events.encode, self._events))
-        while len(data) > MAX_BYTES:
+        while len(data) > MAX_BYTES and len(self._events) > 1:
             self._events = thinned(self._events)
             data = b"".join(map(events.encode, self._events))
         self._size = len(data)

@@ -1,6 +1,6 @@
-"""``StreamingDataset`` of litdata and of MosaicML go on exactly, through their own loaders.
+"""``StreamingDataset`` of litdata and of MosaicML go on exactly, through their own loaders, as any of that kind.
 
-Neither is installed with the other packages of the tests: both want a torchvision that fits the torch that is tested.
+Neither package is installed with the others of the tests: both want a torchvision that fits the torch of the tests.
 ``pip install litdata mosaicml-streaming``, then this file; docs/data.md says when it ran.
 """
 
@@ -32,6 +32,40 @@ def values(samples):
 
 def sample(number):
     return {"x": numpy.int64(number)}
+
+
+class Late(torch.utils.data.DataLoader):
+    """Saves its position, and makes torch's iterator, which draws a seed, with its first batch: as both packages do."""
+
+    given = passes = 0
+
+    def __iter__(self):
+        self.given, self.passes = self.passes, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.given:
+                self.given += 1
+                yield batch
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.passes = state["given"]
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(BATCH * BATCHES))
+
+
+def of_this_file():
+    return ResumableLoader(Late(Numbers(), BATCH))
+
+
+def test_a_loader_that_makes_its_iterator_with_the_first_batch_goes_on_exactly():
+    """The seed that it draws then must not move the random numbers of the training."""
+    check_cuts(of_this_file, CUTS)
+    check_chain(of_this_file, (3, 4, 0, 8, 2))
 
 
 @pytest.fixture(scope="module")

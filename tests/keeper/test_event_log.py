@@ -11,7 +11,8 @@ from support.names import START
 from support.waiting import until
 
 from lazysnap import events
-from lazysnap.keeper.event_log import MAX_BYTES, thinned
+from lazysnap.config import PersistentLevel
+from lazysnap.keeper.event_log import MAX_BYTES, EventFileWriter, thinned
 from lazysnap.levels import open_store
 from lazysnap.shard.names import events_file_name, new_id, parse_events_file_name
 
@@ -72,7 +73,7 @@ def test_the_next_keeper_goes_on_with_the_file(job):
     os.kill(job.keeper_pid(), signal.SIGKILL)
     trainer.reserve(count=3)
     trainer.capture(step=2, must=True)
-    until(lambda: kinds(level).count(events.Stored) == 2)
+    until(lambda: max((event.step for event in found(level) if isinstance(event, events.Stored)), default=0) == 2)
 
     assert kinds(level).count(events.KeeperStarted) == 2
     assert kinds(level).count(events.TrainerStarted) == 1
@@ -186,6 +187,27 @@ def test_a_file_that_grew_too_long_is_thinned_out(job):
     until(lambda: events.Stored in kinds(level))
     assert path.stat().st_size <= MAX_BYTES
     assert found(level)[0] == progress(0, 0)
+
+
+def test_one_event_that_is_longer_than_the_file_may_be_is_written_all_the_same(tmp_path):
+    writer = EventFileWriter(PersistentLevel(str(tmp_path)), RUN, 0)
+    writer.add(events.Stored(t=1.0, level="a", step=1, bytes=1, seconds=1.0))
+    writer.add(events.Alert(t=2.0, about="keeper", text="x" * 2 * MAX_BYTES))
+    writer.close(60.0)
+
+    assert (tmp_path / events_file_name(RUN, 0)).stat().st_size > MAX_BYTES
+
+
+def test_a_level_that_fails_for_days_does_not_fill_the_keepers_memory(tmp_path):
+    """The file in the way is where the level's directory would be."""
+    (tmp_path / "level").write_text("")
+    writer = EventFileWriter(PersistentLevel(str(tmp_path / "level")), RUN, 0)
+    for t in range(50_000):
+        writer.add(progress(t, 0))
+    writer.close(60.0)
+
+    assert len(writer._events) < 10_000
+    assert writer._events[-1] == progress(49_999, 0)
 
 
 def test_a_sweep_takes_what_a_killed_keeper_left_of_it(tmp_path):
