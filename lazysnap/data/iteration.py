@@ -165,7 +165,10 @@ class Iteration:
             if course.recorded.get("landed"):
                 position.note_forgotten_order(self._base)
             course.recorded["landed"] = True
+        passes = course.passes
         self._start(state.get("own"))
+        if passes and not self._follows:  # only the iterator of torch passes over indices
+            at, course.read, course.is_read_again = 0, 0, True
         if not course.workers:
             ahead = [state["ahead"]] if self._looks_ahead and "ahead" in state else []
             after = [None] if ahead and self._follows and not course.is_read_again else []

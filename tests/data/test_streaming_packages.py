@@ -4,6 +4,7 @@ Neither package is installed with the others of the tests: both want a torchvisi
 ``pip install litdata mosaicml-streaming``, then this file; docs/data.md says when it ran.
 """
 
+import functools
 import importlib
 
 import numpy
@@ -58,14 +59,16 @@ class Numbers(torch.utils.data.IterableDataset):
         return iter(range(BATCH * BATCHES))
 
 
-def of_this_file():
-    return ResumableLoader(Late(Numbers(), BATCH))
+def of_this_file(*, is_stream):
+    return ResumableLoader(Late(Numbers() if is_stream else range(BATCH * BATCHES), BATCH))
 
 
-def test_a_loader_that_makes_its_iterator_with_the_first_batch_goes_on_exactly():
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_loader_that_makes_its_iterator_with_the_first_batch_goes_on_exactly(is_stream):
     """The seed that it draws then must not move the random numbers of the training."""
-    check_cuts(of_this_file, CUTS)
-    check_chain(of_this_file, (3, 4, 0, 8, 2))
+    make = functools.partial(of_this_file, is_stream=is_stream)
+    check_cuts(make, CUTS)
+    check_chain(make, (3, 4, 0, 8, 2))
 
 
 @pytest.fixture(scope="module")
