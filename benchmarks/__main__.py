@@ -1,6 +1,6 @@
 """Measure lazysnap.
 
-    python -m benchmarks stall | levels | restore | restart | data | parity | scale | gpu | failures [options]
+    python -m benchmarks stall | levels | restore | restart | data | parity | scale | gpu | failures | events [options]
     python -m benchmarks scoreboard [options]
     python -m benchmarks compare --against a39cbad [stall [options]]
 
@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from benchmarks import compare, data, failures, gpu, levels, parity, restart, restore, scale, scoreboard, stall
+from benchmarks import compare, data, events, failures, gpu, levels, parity, restart, restore, scale, scoreboard, stall
 from benchmarks.report import Report
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=shape)
     ways = parser.add_subparsers(dest="what", required=True)
-    for module in (stall, levels, restore, restart, data, parity, scale, gpu, failures, scoreboard, compare):
+    for module in (stall, levels, restore, restart, data, parity, scale, gpu, failures, events, scoreboard, compare):
         name = module.__name__.rpartition(".")[2]
         way = ways.add_parser(name, help=module.__doc__, description=module.__doc__, formatter_class=shape)
         way.add_argument("--directory", type=Path, help="on the disk to measure; default: TMPDIR")

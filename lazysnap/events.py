@@ -71,6 +71,8 @@ class Progress(Event, frozen=True, kw_only=True, tag="progress"):
     start: str
     step: int
     """The newest boundary that it passed."""
+    every: int
+    """Steps from one capture to the next, now."""
     waited_s: float
     """The seconds that training waited for captures in all, in this start, when the newest capture began."""
     captured: int
@@ -86,6 +88,11 @@ class Stored(Event, frozen=True, kw_only=True, tag="stored"):
     step: int
     bytes: int
     seconds: float
+    """From the beginning of the write until it is durable."""
+    checksum_s: float
+    """The part of ``seconds`` that checksums took, of all writing threads together."""
+    read_back_s: float
+    """The seconds after that in which it was read and compared; 0: the level is not read back."""
 
 
 class Complete(Event, frozen=True, kw_only=True, tag="complete"):

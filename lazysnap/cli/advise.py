@@ -57,14 +57,25 @@ class Published:
 
 RATES = {
     "llama3": Published(
-        "Llama 3 405B: 419 in 54 days on 2,048 nodes of 8 GPUs, 78 % hardware (arXiv 2407.21783)", 419, 54 * 2048, 0.78
+        "Llama 3 405B: 419 failures in 54 days on 2,048 nodes of 8 GPUs, 78 % hardware (arXiv 2407.21783)",
+        419,
+        54 * 2048,
+        0.78,
     ),
     "opt": Published(
-        "OPT-175B: 35 manual and 70 automatic restarts in 2 months on 124 nodes (arXiv 2205.01068)", 105, 60 * 124, 1.0
+        "OPT-175B: 35 manual and about 70 automatic restarts in 2 months on 124 nodes (arXiv 2205.01068)",
+        105,
+        60 * 124,
+        1.0,
     ),
-    "bloom": Published("BLOOM: 1 to 2 failures of GPUs a week on 48 nodes (arXiv 2211.05100)", 1.5, 7 * 48, 1.0),
-    "rsc1": Published("Meta's RSC-1: 6.50 in 1,000 node-days (arXiv 2410.21680)", 6.50, 1000, 1.0),
-    "rsc2": Published("Meta's RSC-2: 2.34 in 1,000 node-days (arXiv 2410.21680)", 2.34, 1000, 1.0),
+    "bloom": Published(
+        "BLOOM: 1 to 2 failures of GPUs a week on about 50 nodes (huggingface.co/blog/bloom-megatron-deepspeed)",
+        1.5,
+        7 * 50,
+        1.0,
+    ),
+    "rsc1": Published("Meta's RSC-1: 6.50 failures in 1,000 node-days (arXiv 2410.21680)", 6.50, 1000, 1.0),
+    "rsc2": Published("Meta's RSC-2: 2.34 failures in 1,000 node-days (arXiv 2410.21680)", 2.34, 1000, 1.0),
 }
 
 
@@ -191,7 +202,7 @@ def _lacks(seen: Measured | None, facts: Facts) -> list[str]:
         )
     if seen is not None and seen.failures < _LEAST_FAILURES and "as this run" not in facts.rate_text:
         seen_text = f"{count_of(seen.failures, 'restart')} in {duration(seen.trained_s)}"
-        found.append(f"{seen_text} are too few for a rate of failures: it is {facts.rate_text}")
+        found.append(f"{seen_text} are too few for a rate of failures: the one above is not of this run (--mtbf 3h)")
     return found
 
 
@@ -298,7 +309,7 @@ def _screen(seen: Measured | None, facts: Facts, advice: dict[str, Any], output:
         yield output.cell(f"run {seen.run_id[:8]}, {ranks}: {count_of(seen.steps, 'step')} seen", "bold")
     yield output.cell(
         f"a failure every {duration(advice['mtbf_s'])} ({facts.rate_text}); "
-        f"{facts.node_share:.0%} take the memory of a node along"
+        f"{facts.node_share:.0%} of them lose the memory of a node"
     )
     yield from ("", _levels(facts, advice, output))
     if facts.nodes > 1:
@@ -320,17 +331,16 @@ def _screen(seen: Measured | None, facts: Facts, advice: dict[str, Any], output:
 
 def _levels(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
     table = output.plain_table(
-        "", "level", "every", "costs training>", "lost per failure>", "Young 1974>", "Daly 2006>"
+        "", "snapshots in", "every", "costs training>", "lost per failure>", "by Young 1974>", "by Daly 2006>"
     )
     lost = {name: duration(seconds) for name, seconds in advice.get("lost_per_failure_s", {}).items()}
     n, now = advice["every_n_steps"], advice["every_n_steps_now"]
     steps = ("step" if n == 1 else f"{n} steps") + ("" if now in (None, n) else f" (now {now})")
     costs = f"{advice['overhead']:.2%}" if "overhead" in advice else ""
-    table.add_row(
-        "memory", steps, costs, lost.get("process", ""), *map(duration, (advice["young_s"], advice["daly_s"]))
-    )
+    classics = map(duration, (advice["young_s"], advice["daly_s"])) if facts.stall_s else ("", "")
+    table.add_row("memory", steps, costs, lost.get("process", ""), *classics)
     if facts.redundancy is not None:
-        often = duration(facts.protect_s) if facts.protect_s else "step that links take"
+        often = duration(facts.protect_s) if facts.protect_s else "step that the links take"
         table.add_row(f"other nodes ({type(facts.redundancy).__name__})", often, "0", lost.get("node", ""), "", "")
     for url, every_s in advice["storage_every_s"].items():
         cost_s, mtbf_s = facts.persist[url], advice["mtbf_s"]
@@ -346,7 +356,7 @@ def _redundancies(facts: Facts, advice: dict[str, Any], output: Output) -> Table
     known = advice["redundancy"]
     losses = list(known["none"]["survives"])
     table = output.plain_table(
-        "", f"of {facts.nodes} nodes", *(f"{lost} lost>" for lost in losses), "parity>", "storage needed>"
+        "", f"survives, of {facts.nodes} nodes", *(f"{lost} lost>" for lost in losses), "parity>", "storage needed>"
     )
     for name, kind in known.items():
         # Cut, not rounded: only what is certain is 100 %.

@@ -2,35 +2,14 @@
 
 import itertools
 import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lazysnap.events import (
-    EventFile,
-    KeeperStarted,
-    PhaseEnded,
-    Progress,
-    Protected,
-    Stored,
-    TrainerEnded,
-    TrainerStarted,
-)
-from lazysnap.levels.redaction import shown
+from lazysnap.cli.history import GOODBYE, AtLevel, levels_of, microseconds, starts_of
+from lazysnap.events import EventFile, KeeperStarted, Protected
 
 LEAST_STEPS = 20
 """Steps that a time per step is read from."""
-
-
-@dataclass(frozen=True)
-class AtLevel:
-    """The work of one node at a level."""
-
-    snapshots: int
-    bytes: int
-    """Size of the newest."""
-    seconds: float
-    """The median of the seconds from the beginning of a write until it is durable."""
 
 
 @dataclass(frozen=True)
@@ -65,92 +44,41 @@ class Measured:
     """The same with another keeper: from other nodes, or from storage."""
 
 
-@dataclass(frozen=True)
-class _Life:
-    """One start of the first rank."""
-
-    start: TrainerStarted
-    progress: list[Progress]
-    first_step: float | None
-    """Time of its first boundary."""
-    end: float
-    is_over: bool
-    """True if its training was over."""
-
-    def counts(self) -> tuple[int, float, float, float]:
-        """Return steps, seconds, seconds waited, and captures, between its first and its last progress."""
-        if len(self.progress) < 2:
-            return 0, 0.0, 0.0, 0.0
-        first, last = self.progress[0], self.progress[-1]
-        steps = max(0, last.step - first.step)
-        return steps, last.t - first.t, last.waited_s - first.waited_s, steps / self.every()
-
-    def every(self) -> int:
-        """Return the steps from one capture to the next. With "auto" they are others than at the start."""
-        seen = {event.captured for event in self.progress}
-        if len(seen) < LEAST_STEPS:
-            return self.start.every_n_steps
-        fitting = (n for n in range(1000, 0, -1) if sum(step % n == 0 for step in seen) >= 0.9 * len(seen))
-        return next(fitting)
-
-
 def measure(files: Sequence[EventFile]) -> Measured | None:
     """Return the figures of the newest run; ``None``, if there is none."""
     files = [file for file in files if file.run_id == files[-1].run_id]
     if not files:
         return None
-    lives = _lives(files[0])
+    starts = starts_of(files)
     keepers = [event for event in files[0].events if isinstance(event, KeeperStarted)]
     protected = [event.t for event in files[0].events if isinstance(event, Protected) and event.step is not None]
-    counts = [life.counts() for life in lives]
-    steps, seconds, waited, captures = (sum(row[i] for row in counts) for i in range(4))
-    again = [(old, new) for old, new in itertools.pairwise(lives) if not old.is_over]
+    lines = [pair for start in starts for pair in itertools.pairwise(start.progress)]
+    steps = sum(max(0, new.step - old.step) for old, new in lines)
+    waited_s = sum(new.waited_s - old.waited_s for old, new in lines)
+    captures = sum(max(0, new.step - old.step) / max(1, new.every) for old, new in lines)
+    again = [(old, new) for old, new in itertools.pairwise(starts) if old.how != GOODBYE]
     downs: dict[bool, list[float]] = {False: [], True: []}
     for old, new in again:
-        is_other = any(old.end <= keeper.t <= new.start.t for keeper in keepers)
-        downs[is_other].append((new.first_step or new.start.t) - old.end)
+        is_other = any(old.ended <= microseconds(keeper.t) <= microseconds(new.name.t) for keeper in keepers)
+        up = new.waits[0][0] if new.waits else microseconds(new.name.t)
+        downs[is_other].append((up - old.ended) / 1e6)
     return Measured(
         files[0].run_id,
         nodes=max((keeper.nodes for keeper in keepers), default=1),
-        ranks=lives[-1].start.world_size if lives else 1,
-        steps=int(steps),
-        every=lives[-1].every() if lives else 1,
-        step_s=max(0.0, seconds - waited) / steps if steps >= LEAST_STEPS else None,
-        stall_s=waited / captures if captures >= 1 and steps >= LEAST_STEPS else None,
-        copy_s=_median(event.copy_s for life in lives for event in life.progress),
+        ranks=starts[-1].name.world_size if starts else 1,
+        steps=steps,
+        every=starts[-1].every if starts else 1,
+        step_s=max(0.0, sum(new.t - old.t for old, new in lines) - waited_s) / steps if steps >= LEAST_STEPS else None,
+        stall_s=waited_s / captures if captures >= 1 and steps >= LEAST_STEPS else None,
+        copy_s=_median(event.copy_s for start in starts for event in start.progress),
         protect_s=_median(later - sooner for sooner, later in itertools.pairwise(protected)),
-        levels=_levels(files),
-        trained_s=sum(life.end - life.start.began for life in lives),
+        levels={url: level for url, level in levels_of(files).items() if level.snapshots},
+        trained_s=sum(start.ended - start.began for start in starts) / 1e6,
         failures=len(again),
         new_keepers=len(downs[True]),
         restart_memory_s=_median(downs[False]),
         restart_elsewhere_s=_median(downs[True]),
     )
-
-
-def _lives(file: EventFile) -> list[_Life]:
-    starts = [event for event in file.events if isinstance(event, TrainerStarted)]
-    rank = min((event.rank for event in starts), default=0)
-    lives = []
-    for start in sorted((event for event in starts if event.rank == rank), key=lambda event: event.start):
-        own = [event for event in file.events if getattr(event, "start", None) == start.start]
-        own = [event for event in own if getattr(event, "rank", None) == rank]
-        ends = [event for event in own if isinstance(event, TrainerEnded)]
-        firsts = [event.t for event in own if isinstance(event, PhaseEnded) and event.phase == "first_step"]
-        progress = [event for event in own if isinstance(event, Progress)]
-        is_over = any(event.how == "goodbye" for event in ends)
-        lives.append(_Life(start, progress, next(iter(firsts), None), (ends or own)[-1].t, is_over))
-    return lives
-
-
-def _levels(files: Sequence[EventFile]) -> dict[str, AtLevel]:
-    stored: dict[str, list[Stored]] = defaultdict(list)
-    for event in (event for file in files for event in file.events if isinstance(event, Stored)):
-        stored[shown(event.level)].append(event)
-    return {
-        url: AtLevel(len(found), found[-1].bytes, statistics.median(event.seconds for event in found))
-        for url, found in stored.items()
-    }
 
 
 def _median(values: Iterable[float]) -> float | None:

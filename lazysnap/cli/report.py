@@ -4,28 +4,19 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.goodput import (
-    CLASSES,
-    GOODBYE,
-    MEMORY,
-    OTHER_NODES,
-    Account,
-    Interruption,
-    account,
-    ranks_in,
-    value_at,
-)
+from lazysnap.cli.goodput import CLASSES, MEMORY, OTHER_NODES, Account, Interruption, account
+from lazysnap.cli.history import GOODBYE, levels_of, ranks_in, value_at
 from lazysnap.cli.output import Output, count_of, when
 from lazysnap.cli.stores import open_existing
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError, LevelUnavailable, SnapshotNotFound
-from lazysnap.events import PHASES, Alert, Event, EventFile, LevelFailed, Notice, Stored, read
+from lazysnap.events import PHASES, Alert, Event, EventFile, LevelFailed, Notice, read
 
 _BINS, _BARS, _WIDTH = 120, " ▁▂▃▄▅▆▇█", 32
 _SHOWN = 12
@@ -170,13 +161,16 @@ def tables(report: Report) -> Iterator[Rows]:
         columns = ("at", "what", "step>", "resumed", "lost>", "new step after>", "of these")
         yield Rows(title, columns, [list(_interruption(one, report)) for one in shown])
     if rows := list(_places(report)):
-        names = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time", "stored at>", "failures>")
-        yield Rows("steps behind training", names, rows)
+        yield Rows("steps behind training", _PLACES, rows)
+    if rows := list(_levels(report)):
+        yield Rows("storage; times are medians", _LEVELS, rows)
     notes = [(when(int(one.t * 1e9))[11:19], str(node), _note(one)) for node, one in report.of(*_NOTES)]
     if notes:
         yield Rows(f"notes, {min(len(notes), _SHOWN)} of {len(notes)}", ("at", "node>", ""), notes[-_SHOWN:])
 
 
+_PLACES = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time")
+_LEVELS = ("stored at", "snapshots>", "size>", "write>", "rate>", "of it checksums>", "read back>", "failures>")
 _NOTES = (Alert, LevelFailed, Notice)
 
 
@@ -225,18 +219,24 @@ def _interruption(one: Interruption, report: Report) -> Iterator[str]:
 def _places(report: Report) -> Iterator[Sequence[str]]:
     run, bins = report.account, report.bins()
     for place in run.newest:
-        stored = [one for _, one in report.of(Stored) if isinstance(one, Stored) and one.level == place]
-        failed = sum(isinstance(one, LevelFailed) and one.level == place for _, one in report.of(LevelFailed))
         known = [count for one in bins if (count := one["behind"][place]) is not None]
-        seconds = sum(one.seconds for one in stored)
-        rate = f"{decimal(int(sum(one.bytes for one in stored) / seconds))}/s" if seconds else ""
         newest = run.newest[place][-1][1] if run.newest[place] else None
         mean, most = (f"{sum(known) / len(known):.1f}", str(max(known))) if known else ("", "")
         now = run.behind(place, run.ended)
         columns = ("none" if newest is None else str(newest), "" if now is None else str(now), mean, most)
-        yield place, *columns, _spark([one["behind"][place] for one in bins]), rate, str(failed or "")
+        yield place, *columns, _spark([one["behind"][place] for one in bins])
     waited = [one["waited"] for one in bins]
-    yield "waiting for copies", "", "", "", f"{100 * max(waited):.0f} %", _spark(waited), "", ""
+    yield "waiting for copies", "", "", "", f"{100 * max(waited):.0f} %", _spark(waited)
+
+
+def _levels(report: Report) -> Iterator[Sequence[str]]:
+    for url, level in levels_of(report.files).items():
+        known = ("",) * 5
+        if level.snapshots:
+            rate = f"{decimal(int(level.bytes / level.seconds))}/s" if level.seconds else ""
+            read_back = duration(level.read_back_s) if level.read_back_s else "no"
+            known = decimal(level.bytes), duration(level.seconds), rate, duration(level.checksum_s), read_back
+        yield url, str(level.snapshots), *known, str(level.failures or "")
 
 
 def _spark(values: Sequence[float | None], width: int = _WIDTH // 2) -> str:
@@ -291,6 +291,8 @@ def _fields(report: Report) -> dict[str, Any]:
             }
             for one in run.interruptions
         ],
+        "levels": {url: asdict(level) for url, level in levels_of(report.files).items()},
+        "every_n_steps": run.starts[-1].every,
         "over_time": report.bins(),
         "notes": [{"t": one.t, "node": node, "text": _note(one)} for node, one in report.of(*_NOTES)],
     }

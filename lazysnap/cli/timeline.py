@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lazysnap.cli.goodput import Account, account, microseconds, ranks_in
+from lazysnap.cli.goodput import Account, account
+from lazysnap.cli.history import microseconds, ranks_in
 from lazysnap.cli.output import Output, count_of
 from lazysnap.cli.report import load, write_file
 from lazysnap.events import (
@@ -79,9 +80,13 @@ def _keeper(file: EventFile) -> Iterator[dict[str, Any]]:
             levels[one.level] = _KEEPER + 1 + len(levels)
             yield _name(file.node, levels[one.level], one.level)
         if isinstance(one, Stored):
-            begin = min(at, max(at - microseconds(one.seconds), ends.get(one.level, 0)))
+            written = max(at - microseconds(one.read_back_s), ends.get(one.level, 0))
+            begin = max(written - microseconds(one.seconds), ends.get(one.level, 0))
             ends[one.level] = at
-            yield _span(file.node, levels[one.level], f"step {one.step}", (begin, at), bytes=one.bytes)
+            facts = {"bytes": one.bytes, "checksum_s": one.checksum_s}
+            yield _span(file.node, levels[one.level], f"write step {one.step}", (begin, written), **facts)
+            if written < at:
+                yield _span(file.node, levels[one.level], f"read back step {one.step}", (written, at))
         elif isinstance(one, LevelFailed):
             yield _instant(file.node, levels[one.level], at, f"failed: step {one.step}", text=one.text)
         elif isinstance(one, TrainerEnded) and one.how != "goodbye":

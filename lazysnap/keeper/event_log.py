@@ -89,7 +89,8 @@ class EventLog:
         seen = self._seen.get(team.local_rank)
         if seen is None or seen.start != run.start:
             pid = rank.busy().pid
-            self._seen[team.local_rank] = _Seen(run.start, run.floor, pid, run.step, time.time_ns())
+            seen = _Seen(run.start, run.floor, pid, run.step, run.every_n_steps, time.time_ns())
+            self._seen[team.local_rank] = seen
             facts = {"step": run.step, "world_size": team.world_size, "every_n_steps": run.every_n_steps}
             source = None if run.source is None else self._redaction.clean(run.source)
             now = time.time()
@@ -98,6 +99,7 @@ class EventLog:
                 t=now, rank=team.rank, pid=pid, start=run.start, began=began, source=source, **facts
             )
             self._add(start)
+        seen.every = run.every_n_steps  # it says so again when that changes
 
     @_guarded
     def began(self, rank: LocalRank, message: protocol.Began) -> None:
@@ -162,6 +164,7 @@ class EventLog:
             rank=rank.team.rank,
             start=seen.start,
             step=max(newest.word(Word.REACHED), newest.word(Word.BEGIN)) - 1,
+            every=seen.every,
             waited_s=newest.word(Word.WAITED) / 1e9,
             captured=taken[0],
             taken=taken[1] / 1e9,
@@ -189,6 +192,7 @@ class _Seen:
     floor: int
     pid: int
     step: int
+    every: int
     began_ns: int
     looked_at: float = 0.0
     has_ended: bool = False
@@ -196,7 +200,13 @@ class _Seen:
 
 _CONVERTED: dict[type[protocol.Message], Callable[..., events.Event]] = {
     protocol.NodeFileStored: lambda message, t, clean: events.Stored(
-        t=t, level=shown(message.level), step=message.step, bytes=message.num_bytes, seconds=message.seconds
+        t=t,
+        level=shown(message.level),
+        step=message.step,
+        bytes=message.num_bytes,
+        seconds=message.seconds,
+        checksum_s=message.checksum_s,
+        read_back_s=message.read_back_s,
     ),
     protocol.Complete: lambda message, t, clean: events.Complete(t=t, level=shown(message.level), steps=message.steps),
     protocol.Protected: lambda message, t, clean: events.Protected(t=t, step=message.step),

@@ -282,7 +282,7 @@ class LevelWriter:
             logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, size, seconds)
             faults.point("keeper.persist.committed")
             loop.post(loop.node.committed, write)
-            self._read_back(manifest)
+            read_back_s = self._read_back(manifest)
             faults.point("keeper.persist.verified")
         except CaptureAborted as error:
             logger.info("%s: step %d is not stored: %s", self._where, step, error)
@@ -293,7 +293,8 @@ class LevelWriter:
         else:
             self.health.stored()
             if loop.is_wanted(write):
-                self._memory.emit(NodeFileStored(self._level.url, step, size, seconds))
+                checksum_s = manifest.checksums.seconds
+                self._memory.emit(NodeFileStored(self._level.url, step, size, seconds, checksum_s, read_back_s))
             loop.post(loop.core.verified, write)
 
     def _bring(self, write: Write, beat: Beat) -> Manifest:
@@ -321,8 +322,8 @@ class LevelWriter:
             return None
         return FrozenTurn(self._loop, self._index, self._level)
 
-    def _read_back(self, manifest: Manifest) -> None:
-        """Read the file back, if the level does that (``PersistentLevel.verify``).
+    def _read_back(self, manifest: Manifest) -> float:
+        """Read the file back, if the level does that (``PersistentLevel.verify``). Return the seconds that it took.
 
         Raises: ShardCorrupt, and it is no snapshot any more; LevelError.
         """
@@ -332,9 +333,11 @@ class LevelWriter:
         wanted = self._level.verify
         if wanted is None:
             wanted = not store.storage.checks_writes
-        if wanted:
-            what = f"reading back step {manifest.meta.step}"
-            self._within_deadline(what, lambda beat: self._bytes.check(store, manifest.meta.step, beat))
+        if not wanted:
+            return 0.0
+        began, what = time.monotonic(), f"reading back step {manifest.meta.step}"
+        self._within_deadline(what, lambda beat: self._bytes.check(store, manifest.meta.step, beat))
+        return time.monotonic() - began
 
     def _list(self) -> None:
         found: set[int] | None = None

@@ -13,7 +13,7 @@ from lazysnap.links.secret import Secret
 from lazysnap.shard.checksum import Checksums
 from lazysnap.topology import Team
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -444,6 +444,9 @@ class NodeFileStored(Message, frozen=True):
     step: int
     num_bytes: int
     seconds: float
+    checksum_s: float
+    """The part of ``seconds`` that checksums took, of all threads together."""
+    read_back_s: float
 
 
 class Complete(Message, frozen=True):

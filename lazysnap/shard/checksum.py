@@ -4,7 +4,7 @@ xxh3-128 runs at about twice the rate of memcpy; CRC32C costs more and protects 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -32,6 +32,8 @@ class Checksums:
     size_bytes: int
     block_bytes: int
     blocks: tuple[str, ...]
+    seconds: float = field(default=0.0, compare=False)
+    """The time that they took, of all threads together, where they were just computed. It is not stored."""
 
     @property
     def whole(self) -> str:

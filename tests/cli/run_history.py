@@ -46,6 +46,7 @@ class History:
         self.events = [self.keeper()]
         self.seconds = dict.fromkeys(("productive", "waiting", "setup", "lost", "down", "restarting", "draining"), 0.0)
         self.done = []  # of each step that counts: work, waiting
+        self.has_keeper = True
         for number, life in enumerate(lives):
             self.live(number, life, is_last=number == len(lives) - 1)
         self.seconds["productive"] = sum(work for work, _ in self.done)
@@ -64,6 +65,8 @@ class History:
         for phase, seconds in life.phases.items():
             self.now += seconds
             self.events.append(PhaseEnded(t=self.now, rank=0, start=name, phase=phase))
+        if not self.has_keeper:  # its first line is written when the trainer names its run
+            self.events.append(self.keeper())
         self.events.append(
             TrainerStarted(
                 t=self.now,
@@ -109,15 +112,22 @@ class History:
             self.seconds["lost"] += sum(self.done.pop())
         self.now += life.down_s
         self.seconds["down"] += life.down_s
-        if life.how is None:
-            self.events.append(self.keeper())
+        self.has_keeper = life.how is not None
 
     def sample(self, name, waited, now):
         step = len(self.done)
         self.events += [
             Progress(
-                t=now, rank=0, start=name, step=step, waited_s=waited, captured=step, taken=self.now, copy_s=0.005
+                t=now,
+                rank=0,
+                start=name,
+                step=step,
+                every=1,
+                waited_s=waited,
+                captured=step,
+                taken=self.now,
+                copy_s=0.005,
             ),
-            Stored(t=now, level=LEVEL, step=step, bytes=1000, seconds=0.01),
+            Stored(t=now, level=LEVEL, step=step, bytes=1000, seconds=0.01, checksum_s=0.002, read_back_s=0.03),
             Complete(t=now, level=LEVEL, steps=[step]),
         ]

@@ -93,6 +93,14 @@ def test_a_keeper_that_died_with_its_trainer():
     assert result.classes()["productive"] / 1e6 == pytest.approx(25, abs=0.1)
 
 
+def test_time_without_a_process_is_down_also_where_the_keeper_died_with_its_trainer():
+    """The next start goes back, so nothing says how long it lived after its last line."""
+    history = History([Life(20, how=None, back=5, down_s=100.0), Life(10, how="goodbye")])
+    result = account([history.file])
+    assert result.classes()["down"] / 1e6 == pytest.approx(100, abs=1.5)
+    assert result.classes()["lost"] / 1e6 == pytest.approx(5.25, abs=1.5)
+
+
 def test_a_run_that_goes_on_has_no_interruption_and_a_death_without_a_restart_has_one():
     assert account([History([Life(5, how=None)]).file]).interruptions == []
     [died] = account([History([Life(5)]).file]).interruptions
@@ -197,6 +205,7 @@ any_event = st.one_of(
         rank=ranks,
         start=starts,
         step=steps,
+        every=steps,
         waited_s=times,
         captured=steps,
         taken=times,

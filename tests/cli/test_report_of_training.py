@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from cli_level import run, run_json
 from support.waiting import until
 
-from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.events import read
+from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.events import Progress, Stored, read
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 
@@ -120,3 +121,29 @@ def test_the_report_agrees_with_a_stopwatch(url, tmp_path, capsys, stopped):
     for one, (before, after) in zip((first, second), itertools.pairwise(starts), strict=True):
         new = next(at for what, number, at in after[1] if what == "step" and number > one["step"])
         assert one["new_step_after_s"] == pytest.approx(new - before[2], abs=bound + UNWRITTEN_S)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_in_use(url, verify, capsys, stopped):
+    """Steps of no work: captures at each of them cost more than 1 %, so "auto" takes a longer interval."""
+    model = torch.nn.Linear(1000, 1000)
+    level = PersistentLevel(url, every_n_steps=1, verify=verify)
+    engine = SnapshotEngine(SnapshotConfig(every_n_steps="auto", levels=(level,)), {"model": model})
+    assert engine.wait_ready(60)
+    for step in range(1, 40):
+        engine.boundary(step)
+        engine.gate()
+    assert engine.close()
+
+    def stored():
+        return [one for file in read(url) for one in file.events if isinstance(one, Stored)]
+
+    until(lambda: any(one.step == 39 for one in stored()))
+    for one in stored():
+        assert 0 < one.checksum_s < one.seconds  # one block, so one thread
+        assert (one.read_back_s > 0) == verify
+    passed = [one for file in read(url) for one in file.events if isinstance(one, Progress)]
+    assert (passed[-1].step, passed[-1].every > 1) == (39, True)
+    found = run_json(capsys, "report", url)[1]
+    assert found["every_n_steps"] == passed[-1].every
+    assert (found["levels"][url]["read_back_s"] > 0) == verify

@@ -30,7 +30,7 @@ def test_a_level_that_fails_is_told_once_and_once_that_it_works_again(caplog):
     events.take([LevelFailed("/disk", step, "read back damaged") for step in range(1, 6)])
     assert said(caplog) == ["step 1 is"]
 
-    events.take([NodeFileStored("/disk", 6, 100, 0.1), complete(6), complete(7)])
+    events.take([NodeFileStored("/disk", 6, 100, 0.1, 0.0, 0.0), complete(6), complete(7)])
     assert said(caplog) == ["step 1 is", "/disk works again:"]
     assert statistics.level_failures == {"/disk": 5}
 
