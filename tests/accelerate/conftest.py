@@ -3,6 +3,7 @@
 import json
 import pathlib
 import queue
+import sys
 
 import pytest
 from support.ports import free_port
@@ -14,13 +15,15 @@ TIMEOUT_S = 250
 class Ranks:
     """Runs ``stock_rank.py`` with one rank or several."""
 
-    def __init__(self, zygote, root: pathlib.Path) -> None:
-        self._zygote = zygote
+    def __init__(self, zygote, root: pathlib.Path, python: str) -> None:
+        """``python``: what makes checkpoints in the background."""
+        self._zygote, self._python = zygote, python
         self.root = root
 
     def start(self, mode: str, world: int = 1, *, env: dict | None = None, **settings) -> list:
         text = json.dumps({"mode": mode, "result": str(self.root / mode), **settings})
         common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", **(env or {})}
+        common["LAZYSNAP_TEST_PYTHON"] = self._python
         if world > 1:
             common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
         return [
@@ -47,5 +50,16 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(zygote, tmp_path):
-    return Ranks(zygote, tmp_path)
+def ranks(zygote, tmp_path, forking_python):
+    return Ranks(zygote, tmp_path, forking_python)
+
+
+@pytest.fixture(scope="session")
+def forking_python(zygote, tmp_path_factory):
+    return str(zygote.python(tmp_path_factory.mktemp("zygote")))
+
+
+@pytest.fixture
+def quick_exports(forking_python, monkeypatch):
+    """Each process that makes a checkpoint in the background is forked from one that has imported torch."""
+    monkeypatch.setattr(sys, "executable", forking_python)

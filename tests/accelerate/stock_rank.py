@@ -27,7 +27,7 @@ from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.blocking import save_blocking
 
 TIMEOUT_S = 200
-DEADLINE_S = 6
+DEADLINE_S = 3
 
 
 def save(settings: dict) -> dict:
@@ -150,4 +150,5 @@ def main(settings: dict) -> None:
 
 
 if __name__ == "__main__":
+    sys.executable = os.environ["LAZYSNAP_TEST_PYTHON"]
     main(json.loads(sys.argv[1]))

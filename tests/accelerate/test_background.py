@@ -25,10 +25,12 @@ from lazysnap.exports.accelerate_folders import Parts, delete_superseded, newest
 from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
 from lazysnap.exports.folder import UNFINISHED, begin, filled, is_unfinished
 
-pytestmark = pytest.mark.sampled("stock checkpoints")
+pytestmark = [pytest.mark.sampled("stock checkpoints"), pytest.mark.usefixtures("quick_exports")]
 
 until = functools.partial(until, timeout_s=TIMEOUT_S)
 PARTS = Parts()
+PYTHON = sys.executable
+"""Not the one of ``quick_exports``."""
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +181,7 @@ discard(sys.argv[1])
 def run(program: str, *arguments: Path | str, fault: str = "") -> int:
     """Run a program that may be killed at a fault point; its exit code."""
     environment = {**os.environ, "LAZYSNAP_FAULT": fault}
-    return subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)], env=environment, check=False
-    ).returncode
+    return subprocess.run([PYTHON, "-c", program, *map(str, arguments)], env=environment, check=False).returncode
 
 
 @pytest.mark.parametrize("before", ["nothing", "a checkpoint and other files"])
@@ -221,7 +221,7 @@ def test_a_writer_that_was_replaced_by_a_newer_one_changes_nothing(tmp_path):
     """It is stopped before its last act, as on a busy machine, and goes on when the newer one is complete."""
     place = tmp_path / "checkpoint_1"
     older = subprocess.Popen(
-        [sys.executable, "-c", FILLER, str(place), "older"],
+        [PYTHON, "-c", FILLER, str(place), "older"],
         env={**os.environ, "LAZYSNAP_FAULT": "export.folder.whole:1:stop"},
         stderr=subprocess.PIPE,
     )
@@ -383,7 +383,8 @@ def test_a_failure_is_said_once_and_by_close(training, tmp_path, caplog, monkeyp
     assert len(warnings_in(caplog)) == 2
 
 
-def test_a_full_disk_is_said_once_and_leaves_the_earlier_checkpoint(training, trained, tmp_path, caplog):
+def test_a_full_disk_is_said_once_and_leaves_the_earlier_checkpoint(training, trained, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sys, "executable", PYTHON)  # which inherits the limit
     out = tmp_path / "out"
     training.save(out, "a")
     assert training.checkpoints.wait(TIMEOUT_S)
@@ -459,7 +460,7 @@ def test_checkpoints_that_were_asked_for_outlive_the_training(training, trained,
     targets = {name: tmp_path / "out" / name for name in "ab"}
     arguments = [str(text) for name, target in targets.items() for text in (target, name)]
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(tmp_path / "level"), *arguments],
+        [PYTHON, "-c", TRAINER, str(tmp_path / "level"), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "LAZYSNAP_FAULT": "export.folder.whole:1:stop"},

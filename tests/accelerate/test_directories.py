@@ -12,7 +12,7 @@ from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.integrations.accelerate.state import AcceleratorState
 
-pytestmark = pytest.mark.sampled("stock checkpoints")
+pytestmark = [pytest.mark.sampled("stock checkpoints"), pytest.mark.usefixtures("quick_exports")]
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path,
 
 
 def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked_for(tmp_path, in_background):
-    """The level takes the first snapshot at once, and each other one a second after the one before."""
-    script, wanted = Script(tmp_path, max_bytes_per_s=50_000), []
+    """The level takes the first snapshot at once, and each other one half a second after the one before."""
+    script, wanted = Script(tmp_path, max_bytes_per_s=100_000), []
     for number in range(3):
         script.train()
         wanted.append(script.facts())
@@ -99,7 +99,7 @@ def test_a_checkpoint_is_never_of_an_earlier_training_at_the_same_step(tmp_path,
     monkeypatch.setenv("LAZYSNAP_FAULT", "export.accelerate.file:1:kill")
     saved(Script(tmp_path), tmp_path / "failed")
     monkeypatch.delenv("LAZYSNAP_FAULT")
-    second = Script(tmp_path, max_bytes_per_s=5000)
+    second = Script(tmp_path, max_bytes_per_s=20_000)
     second.model[0].weight.data.mul_(2)
     wanted = saved(second, tmp_path)
 

@@ -11,6 +11,8 @@ import sys
 import uuid
 
 import pytest
+from support import zygote
+from support.zygote import Zygote
 
 from lazysnap import SnapshotConfig, latest_path
 from lazysnap.keeper.identity import JobIdentity
@@ -85,21 +87,24 @@ class Run:
 
 
 class Trainings:
-    def __init__(self, root):
-        self.root, self.runs = root, []
+    def __init__(self, root, python):
+        """``python``: forks what it is to run. A training that is process 1 is started by Python itself."""
+        self.root, self.runs, self._python = root, [], python
         self.job_id = uuid.uuid4().hex
         self.url = str(root / "snapshots")
 
     def start(self, door, phase, at, *, parent="none", **env):
         """``at``: the step; with a ``+`` the training goes on behind it."""
         env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, "OMP_NUM_THREADS": "1", **env}
-        command = [*PARENTS[parent], sys.executable, str(HERE / "noticed.py"), door, str(self.root), phase, at]
+        python = sys.executable if parent == "process 1" else self._python
+        command = [*PARENTS[parent], python, str(HERE / "noticed.py"), door, str(self.root), phase, at]
         depth = {"none": 0}.get(parent, 1)
         self.runs.append(Run(command, env, depth))
         return self.runs[-1]
 
     def start_ranks(self, phase, at, **env):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        launcher = pathlib.Path(sys.executable).with_name("torchrun")
+        command = [self._python, str(launcher), "--standalone", "--nproc-per-node", "2", "--no-python", self._python,
                    str(HERE / "noticed.py"), "plain", str(self.root), phase, at]  # fmt: skip
         env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, "OMP_NUM_THREADS": "1", **env}
         self.runs.append(Run(command, env, 0))
@@ -138,9 +143,17 @@ class Trainings:
         self.kill_keeper()
 
 
+@pytest.fixture(scope="session")
+def forking_python(tmp_path_factory):
+    """Starts a program of any door in a tenth of a second."""
+    made = Zygote((*zygote.IMPORTED, "transformers.trainer", "lazysnap.integrations.transformers"))
+    yield str(made.python(tmp_path_factory.mktemp("zygote")))
+    made.close()
+
+
 @pytest.fixture
-def trainings(tmp_path):
-    trainings = Trainings(tmp_path)
+def trainings(tmp_path, forking_python):
+    trainings = Trainings(tmp_path, forking_python)
     yield trainings
     trainings.close()
 

@@ -1,6 +1,8 @@
 """Called in place of Python: a program is forked from a ``zygote`` in the namespaces of the caller. Ends as it does.
 
 usage: forked.py SOCKET [-u] SCRIPT [ARGUMENT ...]
+       forked.py SOCKET -c PROGRAM [ARGUMENT ...]
+       forked.py SOCKET -m MODULE [ARGUMENT ...]  (by Python itself)
 """
 
 import contextlib
@@ -10,22 +12,27 @@ import signal
 import socket
 import sys
 
+HANDED_ON = [signal.SIGTERM, signal.SIGUSR1]
+
 
 def main() -> None:
     path, *args = sys.argv[1:]
+    if args[0] == "-m":
+        os.execv(sys.executable, [sys.executable, *args])
     request = {"args": args[args[0] == "-u" :], "env": dict(os.environ)}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zygote:
         zygote.connect(path)
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        socket.send_fds(zygote, [json.dumps(request).encode()], [1])
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
+        socket.send_fds(zygote, [json.dumps(request).encode()], [0, 1, 2, os.open(".", os.O_DIRECTORY)])
         pid = int(zygote.recv(64))
 
         def hand_on(number: int, frame: object) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-        signal.signal(signal.SIGTERM, hand_on)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        for one in HANDED_ON:
+            signal.signal(one, hand_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
         code = int(zygote.recv(64))
     if code < 0:
         if code != -signal.SIGKILL:

@@ -44,8 +44,9 @@ IMPORTED = (
 )
 TIMEOUT_S = 120.0
 CLIENT = pathlib.Path(__file__).with_name("forked.py")
-# Of the client: mounts, host name, IPC, processes, network.
-_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
+_NAMESPACES = {
+    "user": 0x10000000, "mnt": 0x00020000, "uts": 0x04000000, "ipc": 0x08000000, "pid": 0x20000000, "net": 0x40000000,
+}  # fmt: skip
 _PR_SET_PDEATHSIG = 1
 
 
@@ -156,28 +157,39 @@ def _warm_up() -> None:
     optimizer.state_dict()
 
 
-def _run(request: dict) -> None:
-    """The child."""
+def _run(request: dict, handles: Sequence[int] = ()) -> None:
+    """The child; ``handles``: its standard input, output and errors and its directory, unless the request names a file
+    for the output.
+    """
     os.setsid()
-    output = request["output"]
-    if isinstance(output, str):
-        output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+    if not handles:
+        output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        handles = (os.open(os.devnull, os.O_RDONLY), output, output)
+    for target, source in enumerate(handles[:3]):
         os.dup2(source, target)
+    for directory in handles[3:]:
+        os.fchdir(directory)
+        os.close(directory)
     os.environ.update(request["env"])
     importlib.reload(sys.modules["lazysnap.faults"])
     sys.argv = request["args"]
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if sys.argv[0] == "-c":
+        program = sys.argv.pop(1)
+        sys.path[0] = ""
+        exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _run_there(connection: socket.socket) -> None:
-    """The child, for a client: its own child runs in the namespaces of the client."""
-    data, handles, _, _ = socket.recv_fds(connection, 1 << 20, 1)
+    """The child, for a client: its own child runs in the namespaces of the client, and ends with it."""
+    data, handles, _, _ = socket.recv_fds(connection, 1 << 20, 4)
     client, _, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(os.pidfd_open(client), _NAMESPACES):
+    theirs, ours = pathlib.Path(f"/proc/{client}/ns"), pathlib.Path("/proc/self/ns")
+    other = [flag for name, flag in _NAMESPACES.items() if not (theirs / name).samefile(ours / name)]
+    if other and libc.setns(os.pidfd_open(client), sum(other)):
         raise OSError(ctypes.get_errno(), "setns")
 
     def run() -> None:
@@ -186,9 +198,15 @@ def _run_there(connection: socket.socket) -> None:
         pathlib.Path("/proc/self/comm").write_text(os.path.basename(request["args"][0]))
         with connection:
             connection.send(str(os.getpid()).encode())
-        _run({**request, "output": handles[0]})
+        _run(request, handles)
 
-    _, status = os.waitpid(_fork(run), 0)
+    pid = _fork(run)
+    for handle in handles:  # who reads them sees the end of the child
+        os.close(handle)
+    end = os.pidfd_open(pid)
+    if end not in select.select([connection, end], [], [])[0]:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
     with contextlib.suppress(BrokenPipeError):  # it was killed as well
         connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
