@@ -11,21 +11,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report
 from benchmarks.workers import DEADLINE_S, MARKER, ROOT, Line, processes
 
+
+@dataclass(frozen=True)
+class Program:
+    """A training: the words after ``python``, in which ``{directory}`` is its place."""
+
+    words: tuple[str, ...]
+    ranks: int = 1
+    prints_steps: bool = False
+    """It prints ``step 12`` after each step, and may have no engine."""
+    deadline_s: float = DEADLINE_S
+
+
+def example(name: str, *words: str, ranks: int = 1) -> Program:
+    return Program((str(ROOT / "examples" / name), "--max-steps", "1000000", *words), ranks)
+
+
 TRAININGS = {
-    # Name: ranks, program.
-    "lightning": (
-        1,
-        ["lightning_gpt.py", "--max-steps", "1000000", "--size", "tiny", "--dirpath", "{directory}/level"],
-    ),
-    "transformers": (1, ["hf_trainer.py", "--max-steps", "1000000", "--output-dir", "{directory}/level"]),
-    "ddp-2": (2, ["ddp_loop.py", "--max-steps", "1000000", "--dirpath", "{directory}/level"]),
-    "ddp-4": (4, ["ddp_loop.py", "--max-steps", "1000000", "--dirpath", "{directory}/level"]),
+    "lightning": example("lightning_gpt.py", "--size", "tiny", "--dirpath", "{directory}/level"),
+    "transformers": example("hf_trainer.py", "--output-dir", "{directory}/level"),
+    "ddp-2": example("ddp_loop.py", "--dirpath", "{directory}/level", ranks=2),
+    "ddp-4": example("ddp_loop.py", "--dirpath", "{directory}/level", ranks=4),
 }
 STEPS = 5
 """New steps between a restart and the next kill."""
@@ -61,14 +74,20 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def measured(job: Line, kills: int) -> Line:
+    with busy(job["load"]):
+        taken = list(restarts(TRAININGS[job["training"]], job["start"], kills))
+    return {"measure": "restart", **job, "restart_s": taken}
+
+
+def restarts(program: Program, start: str, kills: int) -> Iterator[float]:
+    """Seconds from each kill to the first new step; ``start`` is ``cold`` or ``warm``."""
     with (
         tempfile.TemporaryDirectory(prefix="lazysnap-benchmark-", ignore_cleanup_errors=True) as own,
-        busy(job["load"]),
-        Run(job, Path(own)) as training,
+        Run(program, start, Path(own)) as training,
     ):
         training.restart()  # not counted: it may wait for the imports of the parent
-        taken = [training.restart() for _ in range(kills)]
-    return {"measure": "restart", **job, "restart_s": taken}
+        for _ in range(kills):
+            yield training.restart()
 
 
 @contextlib.contextmanager
@@ -87,23 +106,22 @@ def busy(load: str) -> Iterator[None]:
 class Run:
     """A training under `lazysnap run`, which starts it again after each kill."""
 
-    def __init__(self, job: Line, directory: Path) -> None:
-        ranks, words = TRAININGS[job["training"]]
-        self._directory, self._ranks = directory, ranks
+    def __init__(self, program: Program, start: str, directory: Path) -> None:
+        ranks, self._program, self._directory = program.ranks, program, directory
         self._mark = f"restart-{os.getpid()}-{time.monotonic_ns()}"
-        self._script = str(ROOT / "examples" / words[0])
-        program = [self._script, *(word.format(directory=directory) for word in words[1:])]
+        self._words = [word.format(directory=directory) for word in program.words]
         tools = Path(sys.executable).parent
         launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
         command = [str(tools / "torchrun"), *launcher] if ranks > 1 else [sys.executable]
         # What a shell starts is started cold.
-        cold = ["sh", "-c", 'exec "$@"', "sh"] if job["start"] == "cold" else []
+        cold = ["sh", "-c", 'exec "$@"', "sh"] if start == "cold" else []
         self._command = [str(tools / "lazysnap"), "run", "--max-restarts", "1000000", "--same-exit-within", "0", "--"]
-        self._command += [*cold, *command, *program]
+        self._command += [*cold, *command, *self._words]
         self._environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._environ |= {MARKER: self._mark, "LAZYSNAP_JOB_ID": self._mark}
         self._environ |= {"XDG_RUNTIME_DIR": str(directory), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "TMPDIR": str(directory)}
+        self._environ |= {"PYTHONPATH": str(ROOT)}
 
     def __enter__(self) -> "Run":
         self._log = (self._directory / "log").open("w")
@@ -128,12 +146,12 @@ class Run:
         os.kill(victim, signal.SIGKILL)
         # What ended between the reading and the kill is no new step.
         last = max(step, self._step())
-        self._after(last + 1 + (self._ranks > 1))  # the other ranks may have been through with one more
+        self._after(last + 1 + (self._program.ranks > 1))  # the other ranks may have been through with one more
         return time.monotonic() - began
 
     def _after(self, step: int) -> int:
         """Wait until that step is over; the newest one."""
-        deadline = time.monotonic() + DEADLINE_S
+        deadline = time.monotonic() + self._program.deadline_s
         while (newest := self._step()) < step:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"no step {step} after {newest}: {' | '.join(self._text().splitlines()[-8:])}")
@@ -141,7 +159,9 @@ class Run:
         return newest
 
     def _step(self) -> int:
-        """The newest step that the engine told the supervisor; 0 before the first."""
+        """The newest step that the engine told the supervisor, or that was printed; 0 before the first."""
+        if self._program.prints_steps:
+            return int(([0, *re.findall(r"^step (\d+)$", self._text(), flags=re.M)])[-1])
         for path in self._directory.glob("lazysnap-warm/*/steps"):
             with contextlib.suppress(OSError, struct.error):
                 return int(struct.unpack("q", path.read_bytes())[0])
@@ -149,10 +169,10 @@ class Run:
 
     def _victim(self) -> int:
         """The training process, or that of the last rank."""
-        if self._ranks > 1:
-            said = re.findall(rf"^rank {self._ranks - 1}, process (\d+): ", self._text(), flags=re.M)
+        if self._program.ranks > 1:
+            said = re.findall(rf"^rank {self._program.ranks - 1}, process (\d+): ", self._text(), flags=re.M)
             return int(said[-1])
-        programs = [one for one in processes(self._mark) if self._script in one.cmdline()[1:2]]
+        programs = [one for one in processes(self._mark) if one.cmdline()[1:3] == self._words[:2]]
         return int(next(one.pid for one in programs if one.name().startswith("python")))
 
     def _text(self) -> str:

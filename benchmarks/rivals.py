@@ -1,15 +1,16 @@
 """The training that ``scoreboard`` strikes, with each method as its own documentation uses it.
 
-    python -m benchmarks.rivals METHOD DIRECTORY
+    python -m benchmarks.rivals METHOD DIRECTORY [--steps 120] [--without]
 
-It resumes by itself, prints its steps, then a line ``figures {json}``, and leaves ``result.pt``. The model has dropout:
-a training that goes on exactly needs its random generators, too.
+It resumes by itself, prints its steps, and leaves ``result.pt``. If it is long enough, and did not resume, it prints a
+line ``figures {json}``, too. ``--without`` is the same loop without snapshots. The model has dropout: a training that
+goes on exactly needs its random generators, too.
 """
 
+import argparse
 import contextlib
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,42 +22,53 @@ from benchmarks import SIZES
 from benchmarks.training import Training
 from benchmarks.workers import Line
 
-STEPS, EVERY = 40, 10
+EVERY = 10
+START = 2 * EVERY
+"""Steps that belong to the start of a run: the first snapshot makes processes, threads and buffers."""
 JOB: Line = {"size": SIZES["small"], "device": "cpu", "dropout": 0.1}
 
 
 class Clock:
-    """Clocks the loop from its first step on, and what snapshots stop it for."""
+    """Clocks the loop after its start, and what snapshots stop it for."""
 
-    def __init__(self) -> None:
-        self.steps, self.snapshots, self.blocked_s, self._began = 0, 0, 0.0, 0.0
+    def __init__(self, last: int, *, is_saving: bool) -> None:
+        self.last, self.is_saving = last, is_saving
+        self.counters: Callable[[], tuple[int, float]] = lambda: (self._calls, self._blocked_s)
+        """Number of snapshots, and seconds that they blocked."""
+        self._calls, self._blocked_s = 0, 0.0
+        self._times_s: dict[int, float] = {}
+        self._at_start, self._first_s = (0, 0.0), 0.0
 
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.blocked_s += time.perf_counter() - started
+        self._blocked_s += time.perf_counter() - started
 
     def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def clocked(*args: Any, **kwargs: Any) -> Any:
-            self.snapshots += 1
             with self.blocked():
-                return call(*args, **kwargs)
+                answer = call(*args, **kwargs)
+            self._calls += answer is not False  # a capture that lazysnap skipped
+            self._first_s = self._first_s or self._blocked_s
+            return answer
 
         return clocked
 
     def step(self, number: int) -> None:
-        self._began = self._began or time.perf_counter()
-        self.steps += 1
+        self._times_s[number] = time.perf_counter()
+        if number == START:
+            self._at_start = self.counters()
         print(f"step {number}", flush=True)
 
     def report(self, state_bytes: int) -> None:
-        found: Line = {"state_mb": state_bytes / 1e6, "snapshots": self.snapshots}
-        found["loop_s"] = time.perf_counter() - self._began
-        if self.snapshots:
-            found["blocked_ms"] = 1e3 * self.blocked_s / self.snapshots
-        if self.steps == STEPS:  # no restart
-            print("figures", json.dumps(found), flush=True)
+        if 1 not in self._times_s or self.last not in self._times_s or self.last <= START:
+            return  # it resumed, or is too short
+        found: Line = {"state_mb": state_bytes / 1e6, "loop_s": self._times_s[self.last] - self._times_s[START]}
+        count, blocked_s = (now - then for now, then in zip(self.counters(), self._at_start, strict=True))
+        if count:
+            found |= {"blocked_ms": 1e3 * blocked_s / count, "first_ms": 1e3 * self._first_s or None}
+        print("figures", json.dumps(found), flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ plain loops
@@ -85,10 +97,12 @@ class TorchSave:
         self.load_state(saved)
         return int(saved["step"])
 
-    def save(self, step: int) -> None:
+    def save(self, step: int) -> bool | None:
+        """False if there is none of this step."""
         draft = self.directory / "checkpoint.tmp"
         torch.save({**self.state(), "step": step}, draft)
         draft.rename(self.directory / "checkpoint.pt")
+        return None
 
     def gate(self) -> None:
         """Until the weights may change."""
@@ -102,12 +116,6 @@ class TorchSave:
         for path in found[:-3]:
             shutil.rmtree(path)
         return next((path for path in reversed(found) if (path / mark).exists()), None)
-
-
-class Nothing(TorchSave):
-    """No snapshots."""
-
-    every = STEPS + 1
 
 
 class DCPAsync(TorchSave):
@@ -233,8 +241,8 @@ class Lazysnap(TorchSave):
         self.engine.restore("latest")
         return int(self.engine.step)
 
-    def save(self, step: int) -> None:
-        self.engine.boundary()
+    def save(self, step: int) -> bool:
+        return bool(self.engine.boundary())
 
     def gate(self) -> None:
         self.engine.gate()
@@ -245,18 +253,20 @@ class Lazysnap(TorchSave):
 
 def plainly(kind: type[TorchSave], directory: Path, clock: Clock) -> None:
     training = Training(JOB)
-    saver = kind(training, directory)
-    step = saver.resume()
-    while step < STEPS:
+    saver = kind(training, directory) if clock.is_saving else None
+    step = saver.resume() if saver else 0
+    while step < clock.last:
         training.backward(step)
-        with clock.blocked():
-            saver.gate()
+        if saver:
+            with clock.blocked():
+                saver.gate()
         training.update()
         step += 1
-        if step % saver.every == 0:
+        if saver and step % saver.every == 0:
             clock.around(saver.save)(step)
         clock.step(step)
-    saver.end()
+    if saver:
+        saver.end()
     finish(training, directory, clock)
 
 
@@ -280,18 +290,25 @@ def with_lightning(directory: Path, clock: Clock, *, is_ours: bool) -> None:
             clock.step(trainer.global_step)
 
     training, path = Training(JOB), str(directory / "checkpoints")
-    if is_ours:
-        saver: Any = LazySnapshotCallback(config=SnapshotConfig(levels=(PersistentLevel(path, every_n_steps=EVERY),)))
+    saver: list[Any]
+    how: Line = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    resume: Line = {"ckpt_path": "latest"} if is_ours else {"ckpt_path": "last", "weights_only": False}
+    if not clock.is_saving:
+        saver, resume, how["enable_checkpointing"] = [], {}, False
+    elif is_ours:
+        ours = LazySnapshotCallback(config=SnapshotConfig(levels=(PersistentLevel(path, every_n_steps=EVERY),)))
+        saver, clock.counters = [ours], lambda: counted(ours.statistics())
     else:
-        saver = ModelCheckpoint(dirpath=path, every_n_train_steps=EVERY, save_last=True)
-    quiet: Line = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, callbacks=[saver, Steps()], **quiet)
+        saver = [ModelCheckpoint(dirpath=path, every_n_train_steps=EVERY, save_last="link")]
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_steps=clock.last, callbacks=[*saver, Steps()], **how)
     trainer.save_checkpoint = clock.around(trainer.save_checkpoint)
-    training.fit(trainer, STEPS, ckpt_path="latest" if is_ours else "last", weights_only=None if is_ours else False)
-    if is_ours:
-        counted = saver.statistics()
-        clock.snapshots, clock.blocked_s = counted.boundary.count, counted.boundary.total_s + counted.gate.total_s
+    training.fit(trainer, clock.last, **resume)
     finish(training, directory, clock)
+
+
+def counted(own: Any) -> tuple[int, float]:
+    """What the engine of a door counted."""
+    return own.boundary.count, own.boundary.total_s + own.gate.total_s
 
 
 def with_transformers(directory: Path, clock: Clock) -> None:
@@ -307,9 +324,10 @@ def with_transformers(directory: Path, clock: Clock) -> None:
     layers, heads, width, context, vocabulary = JOB["size"]
     sizes = {"n_layer": layers, "n_head": heads, "n_embd": width, "n_positions": context, "vocab_size": vocabulary}
     training.model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    ids = [training.batch_of(step)[0, :context] for step in range(STEPS)]
-    how = {"max_steps": STEPS, "per_device_train_batch_size": 1, "report_to": [], "disable_tqdm": True}
+    ids = [training.batch_of(step)[0, :context] for step in range(clock.last)]
+    how = {"max_steps": clock.last, "per_device_train_batch_size": 1, "report_to": [], "disable_tqdm": True}
     how |= {"save_steps": EVERY, "save_total_limit": 2, "logging_strategy": "no", "use_cpu": True}
+    how["save_strategy"] = "steps" if clock.is_saving else "no"
     arguments = TrainingArguments(str(directory / "trainer"), **how)
     data: Any = [{"input_ids": one, "labels": one} for one in ids]
     trainer = Trainer(training.model, arguments, train_dataset=data, callbacks=[Steps()])
@@ -322,25 +340,26 @@ def with_transformers(directory: Path, clock: Clock) -> None:
 
 def with_ravex(directory: Path, clock: Clock) -> None:
     """Its README: the decorator. Its step counts are those of the data, which it puts back."""
-    import ravex
 
-    place = {"type": "local", "path": str(directory / "ravex")}
-
-    @ravex.train_loop(checkpoint_every=EVERY, max_steps=STEPS, storage=place)
     def train() -> Training:
         training = Training(JOB)
-        data = [(step, training.batch_of(100 * step)) for step in range(STEPS)]
+        data = [(step, training.batch_of(100 * step)) for step in range(clock.last)]
         for step, ids in torch.utils.data.DataLoader(data, batch_size=None):  # type: ignore[arg-type]
             training.model(ids).backward()
             training.update()
             clock.step(step + 1)
         return training
 
+    if clock.is_saving:
+        import ravex
+
+        place = {"type": "local", "path": str(directory / "ravex")}
+        train = ravex.train_loop(checkpoint_every=EVERY, max_steps=clock.last, storage=place)(train)
     finish(train(), directory, clock)
 
 
 METHODS: dict[str, Callable[[Path, Clock], None]] = {
-    "none": lambda directory, clock: plainly(Nothing, directory, clock),
+    "none": lambda directory, clock: plainly(TorchSave, directory, clock),
     "torch.save": lambda directory, clock: plainly(TorchSave, directory, clock),
     "dcp-async": lambda directory, clock: plainly(DCPAsync, directory, clock),
     "lightning": lambda directory, clock: with_lightning(directory, clock, is_ours=False),
@@ -354,7 +373,13 @@ METHODS: dict[str, Callable[[Path, Clock], None]] = {
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--without", action="store_true")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    place = Path(sys.argv[2])
-    place.mkdir(exist_ok=True)
-    METHODS[sys.argv[1]](place, Clock())
+    args.directory.mkdir(exist_ok=True)
+    is_saving = not args.without and args.method != "none"
+    METHODS[args.method](args.directory, Clock(args.steps, is_saving=is_saving))

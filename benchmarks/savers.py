@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.raw import populate_s, slot_bytes, timed
+from benchmarks.stall import lost_ms
 from benchmarks.training import Training, capture, engine_of
 from benchmarks.workers import DEADLINE_S, Line
 
@@ -89,7 +90,7 @@ class Recorder:
             "gate_ms": ms("gate"),
             "blocked_ms": ms("boundary", "gate"),
             "waited_ms": ms("waited"),
-            "lost_ms": ms(*parts) - 1e3 * base_s * len(later) / count,
+            "lost_ms": lost_ms(ms(*parts) * count / 1e3, base_s * len(later), count),
             "start_lost_ms": 1e3 * sum(sum(map(step.__getitem__, parts)) - steady_s for step in first),
         }
 

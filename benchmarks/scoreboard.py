@@ -1,4 +1,8 @@
-"""What is left of a training after a fault? lazysnap, and what users would take instead, under ``lazysnap chaos``."""
+"""What do snapshots cost, and what is left after a fault? lazysnap, and what users would take instead.
+
+The same training with each method: its loop with and without snapshots, by turns; SIGKILL to the first new step; and
+``lazysnap chaos``, which says what was lost, and whether the result is exact. About 30 minutes on a quiet machine.
+"""
 
 import argparse
 import functools
@@ -6,10 +10,14 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 from benchmarks.report import Report
+from benchmarks.restart import Program, restarts
+from benchmarks.stall import lost_ms
 from benchmarks.workers import ROOT, Line, last_line
 
 METHODS = {
@@ -25,50 +33,169 @@ METHODS = {
     "lazysnap": "lazysnap",
     "lazysnap-lightning": "lazysnap",
 }
-FAULTS = ("kill", "both", "term", "flip", "full", "slow", "hang")
+AT_EVERY_STEP = ("ravex", "lazysnap", "lazysnap-lightning")
+"""These take a snapshot of each step, the others of every tenth."""
+FAULTS = ("kill", "term", "flip", "full", "slow", "hang", "both")
+"""`both` is the last one: it is for lazysnap alone, and the others are to get the same seeds."""
+START, EVERY = 20, 10
+"""Steps of a loop that are its start, with the first snapshot, and are not timed; steps between two snapshots."""
+LOOP_S, RESTART_S, FAULT_S = 11.0, 7.0, 18.0
+"""Of each piece of work on 2 cores: a first guess of the time that is left."""
+EXACT = {"PASS": "yes", "LOST_WORK": "yes", "SILENT_DIVERGENCE": "NO", "HARD_FAIL": "did not end"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--steps", type=int, default=120, help="of the loop; the first 20 are its start, and not timed")
+    parser.add_argument("--repeats", type=int, default=3, help="of the loop, with and without snapshots")
+    parser.add_argument("--kills", type=int, default=3, help="from which the time to the first new step is taken")
     parser.add_argument("--seed", type=int, default=1603)
 
 
+class Progress:
+    """What is done, and about how long the rest takes."""
+
+    def __init__(self, all_s: float) -> None:
+        self._began_s, self._all_s = time.monotonic(), all_s
+        self._earlier_s, self._now_s = 0.0, 0.0
+        """Guessed for what is done, and the part of it that belongs to the piece of work in progress."""
+
+    def say(self, text: str) -> None:
+        took_s, done_s = time.monotonic() - self._began_s, self._earlier_s + self._now_s
+        left_s = (self._all_s - done_s) * (took_s / done_s if done_s else 1.0)
+        how_far = f"{done_s / self._all_s:.0%}, {took_s / 60:.0f} min, about {left_s / 60:.0f} min left"
+        print(f"[{how_far}] {text}", file=sys.stderr, flush=True)
+
+    def done(self, seconds: float) -> None:
+        self._now_s += seconds
+
+    def end(self, seconds: float) -> None:
+        """The piece of work is over, also if it was left out in the middle."""
+        self._earlier_s, self._now_s = self._earlier_s + seconds, 0.0
+
+
+Part = tuple[str, float, Callable[[Progress], Iterable[Line]]]
+"""A piece of work: its name, a guess of its seconds, and what gives its lines."""
+
+
+def parts(method: str, args: argparse.Namespace) -> Iterator[Part]:
+    if method != "none":
+        yield f"{method}, loop", 2 * args.repeats * LOOP_S, functools.partial(loops, method, args.repeats, args.steps)
+    for start in ("cold", "warm") if method.startswith("lazysnap") else ("cold",):
+        work = functools.partial(killed, method, start, args.kills)
+        yield f"{method}, restart, {start}", (1 + args.kills) * RESTART_S, work
+    # Without a keeper it is the same as `kill`.
+    faults = [fault for fault in args.faults if fault != "both" or method.startswith("lazysnap")]
+    faults = ["kill"] if method == "none" else faults
+    yield f"{method}, faults", (1 + len(faults)) * FAULT_S, functools.partial(struck, method, faults, args.seed)
+
+
 def run(args: argparse.Namespace, report: Report) -> None:
+    plan: dict[str, list[Part]] = {}
     for method in args.methods:
-        report.take(method, functools.partial(measured, method, args))
-
-
-def measured(method: str, args: argparse.Namespace) -> list[Line]:
-    """One method under all faults; its figures are those of its undisturbed run."""
-    try:
-        version = metadata.version(METHODS[method])
-    except metadata.PackageNotFoundError:
-        raise RuntimeError(f"{METHODS[method]} is not installed: pip install 'lazysnap[scoreboard]'") from None
-    with tempfile.TemporaryDirectory(prefix="lazysnap-scoreboard-", ignore_cleanup_errors=True) as own:
-        place = Path(own, "chaos")
-        faults = ["kill"] if method == "none" else args.faults
-        options = ["--faults", ",".join(faults), "--seed", str(args.seed), "--may-lose", "10", "--result", "result.pt"]
-        words = ["-m", "lazysnap.cli", "chaos", "--json", "--dir", str(place), *options, "--"]
-        words += [sys.executable, "-m", "benchmarks.rivals", method, "{dir}"]
-        chaos = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         try:
-            result = json.loads(last_line(chaos.communicate()[0]) or "{}")
-        finally:
-            chaos.terminate()  # it ends the training, too
-            chaos.wait()
-        if "runs" not in result:
-            raise RuntimeError(last_line(result.get("error", f"exit code {chaos.returncode}")))
-        log = (place / "undisturbed" / "log.txt").read_text(errors="replace")
-    figures = next((json.loads(line[8:]) for line in log.splitlines() if line.startswith("figures {")), {})
-    return [{"measure": "scoreboard", "method": method, "version": version, **figures, **verdicts(result["runs"])}]
+            metadata.version(METHODS[method])
+        except metadata.PackageNotFoundError:
+            report.left_out(method, f"{METHODS[method]} is not installed: pip install 'lazysnap[scoreboard]'")
+        else:
+            plan[method] = list(parts(method, args))
+    progress = Progress(sum(seconds for found in plan.values() for _, seconds, _ in found))
+    for method, found in plan.items():
+        for name, seconds, work in found:
+            report.take(name, functools.partial(work, progress))
+            progress.end(seconds)
+        report.note(summary(report, method))
 
 
-def verdicts(runs: list[Line]) -> Line:
-    """For each fault the verdict, with the steps that were trained again; and the seconds of a restart."""
-    found: Line = {
-        one["fault"]: one["verdict"] + (f", {one['steps_again']} again" if one["steps_again"] is not None else "")
-        for one in runs
-    }
-    restarts = [one["restart_s"] for one in runs if one["restart_s"] is not None]
-    return {**found, "restart_s": restarts}
+def summary(report: Report, method: str) -> Line:
+    """What was found of a method; what was left out is missing."""
+    of_it = [line for line in report.lines if line.get("method") == method]
+    loop: Line = next((line for line in of_it if line["measure"] == "loop"), {})
+    kill: Line = next((line for line in of_it if line["measure"] == "fault" and line["fault"] == "kill"), {})
+    found: Line = {"measure": "scoreboard", "method": method, "version": metadata.version(METHODS[method])}
+    found |= {name: loop.get(name) for name in ("blocked_ms", "lost_ms")}
+    found |= {"steps_lost": kill.get("steps_again"), "exact": EXACT.get(kill.get("verdict", ""))}
+    for start in ("cold", "warm"):
+        taken = (line["restart_s"] for line in of_it if line["measure"] == "restart" and line["start"] == start)
+        found[f"restart_{start}_s"] = next(taken, None)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the loop
+
+
+def loops(method: str, repeats: int, steps: int, progress: Progress) -> list[Line]:
+    """The loop without and with snapshots, by turns: who comes first has no advantage."""
+    count = (steps - START) // (1 if method in AT_EVERY_STEP else EVERY)
+    with_s, without_s, found = [], [], []
+    for repeat in range(repeats):
+        for is_saving in (False, True) if repeat % 2 == 0 else (True, False):
+            progress.say(f"{method}: loop {'with' if is_saving else 'without'} snapshots, {repeat + 1} of {repeats}")
+            line = figures(method, "--steps", str(steps), *([] if is_saving else ["--without"]))
+            progress.done(LOOP_S)
+            (with_s if is_saving else without_s).append(line["loop_s"])
+            found += [line] if is_saving else []
+    facts = {"measure": "loop", "method": method, "state_mb": found[0]["state_mb"], "snapshots": count}
+    pairs = list(zip(with_s, without_s, strict=True))
+    facts |= {name: [line[name] for line in found if line.get(name)] for name in ("blocked_ms", "first_ms")}
+    facts["lost_ms"] = [lost_ms(one, base, count) for one, base in pairs]
+    facts["slower_percent"] = [100 * (one / base - 1) for one, base in pairs]
+    return [{**facts, "loop_s": with_s, "without_s": without_s}]
+
+
+def figures(method: str, *options: str) -> Line:
+    """Those that one loop prints. Raises: RuntimeError, subprocess.TimeoutExpired."""
+    with tempfile.TemporaryDirectory(prefix="lazysnap-scoreboard-", ignore_cleanup_errors=True) as own:
+        words = [sys.executable, "-m", "benchmarks.rivals", method, own, *options]
+        how: Line = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+        done = subprocess.run(words, cwd=ROOT, **how)
+    for line in done.stdout.splitlines():
+        if line.startswith("figures {"):
+            return dict(json.loads(line[8:]))
+    raise RuntimeError(f"exit code {done.returncode}: {last_line(done.stderr)}")
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+
+def killed(method: str, start: str, kills: int, progress: Progress) -> Iterator[Line]:
+    words = ("-m", "benchmarks.rivals", method, "{directory}/files", "--steps", "1000")
+    program, taken = Program(words, prints_steps=True, deadline_s=120.0), []
+    progress.say(f"{method}: {kills + 1} kills, each start {start}; the first is not counted")
+    for one in restarts(program, start, kills):
+        taken.append(one)
+        progress.done(RESTART_S)
+        progress.say(f"{method}: {one:.1f} s from SIGKILL to the first new step")
+    yield {"measure": "restart", "method": method, "start": start, "restart_s": taken}
+
+
+def struck(method: str, faults: list[str], seed: int, progress: Progress) -> Iterator[Line]:
+    """One method under all faults."""
+    progress.say(f"{method}: undisturbed, then {', '.join(faults)}")
+    with tempfile.TemporaryDirectory(prefix="lazysnap-scoreboard-", ignore_cleanup_errors=True) as own:
+        words = ["-m", "lazysnap.cli", "chaos", "--json", "--dir", f"{own}/chaos", "--faults", ",".join(faults)]
+        words += ["--seed", str(seed), "--may-lose", str(EVERY), "--max-restarts", "3", "--result", "result.pt"]
+        words += ["--", sys.executable, "-m", "benchmarks.rivals", method, "{dir}"]
+        with Path(own, "result").open("w+") as out:
+            chaos = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True)
+            try:
+                assert chaos.stderr is not None
+                for said in chaos.stderr:
+                    progress.done(FAULT_S)
+                    progress.say(f"{method}: {said.strip()}")
+            finally:
+                chaos.terminate()  # it ends the training, too
+                chaos.wait()
+            out.seek(0)
+            result = json.loads(last_line(out.read()) or "{}")
+    if "runs" not in result:
+        raise RuntimeError(last_line(result.get("error", f"exit code {chaos.returncode}")))
+    verdicts = {"measure": "verdicts", "method": method, **dict.fromkeys(FAULTS)}
+    for one in result["runs"]:
+        again = "" if one["steps_again"] is None else f", {one['steps_again']} again"
+        verdicts[one["fault"]] = one["verdict"] + again
+        facts = {name: one[name] for name in ("fault", "seed", "at_step", "verdict", "steps_again", "restarts")}
+        facts |= {"seconds": one["seconds"], "reason": "; ".join(filter(None, (one["what"], one["reason"])))}
+        yield {"measure": "fault", "method": method, **facts}
+    yield verdicts

@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=25, help="steps from one snapshot of a peer to the next")
 
 
+def lost_ms(took_s: float, base_s: float, snapshots: int) -> float:
+    """Lost per snapshot, by steps that took ``took_s``, and ``base_s`` without snapshots."""
+    return 1e3 * (took_s - base_s) / snapshots
+
+
 def run(args: argparse.Namespace, report: Report) -> None:
     is_large = args.params == "100m"
     limits = {"size": 1 << (30 if is_large else 26), "threads": args.threads}

@@ -272,11 +272,17 @@ def test_the_time_from_a_kill_to_the_next_step_is_measured_cold_and_warm(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_scoreboard_strikes_a_rival_and_lazysnap_alike(tmp_path):
-    run("scoreboard", "--methods", "torch.save", "lazysnap", "--faults", "kill", "--out", tmp_path)
+def test_the_scoreboard_times_strikes_and_restarts_a_rival(tmp_path):
+    few = ("--faults", "kill", "--steps", 40, "--repeats", 1, "--kills", 1)
+    done = run("scoreboard", "--methods", "torch.save", *few, "--out", tmp_path)
 
-    found = {line["method"]: line for line in lines(tmp_path / "scoreboard.jsonl") if line["measure"] == "scoreboard"}
-    assert found["lazysnap"]["kill"].startswith("PASS, ")
+    found = {line["measure"]: line for line in lines(tmp_path / "scoreboard.jsonl")}
+    assert found["loop"]["snapshots"] == 2
+    lost_ms = 1e3 * (found["loop"]["loop_s"][0] - found["loop"]["without_s"][0]) / 2
+    row = found["scoreboard"]
+    assert row["lost_ms"] == [pytest.approx(lost_ms)]
+    assert all(row[name][0] > 0 for name in ("blocked_ms", "restart_cold_s"))
     # Its recipe does not put random generators back, and the model has dropout.
-    assert found["torch.save"]["kill"].startswith("SILENT_DIVERGENCE, ")
-    assert all(line["snapshots"] and line["blocked_ms"] > 0 and line["restart_s"] for line in found.values())
+    assert found["verdicts"]["kill"] == f"SILENT_DIVERGENCE, {row['steps_lost']} again"
+    assert row["exact"] == "NO"
+    assert "[100%" in done.stderr
