@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -289,6 +290,8 @@ def with_lightning(directory: Path, clock: Clock, *, is_ours: bool) -> None:
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             clock.step(trainer.global_step)
 
+    tempfile.tempdir = str(directory / "drafts")  # Lightning's: on the disk that faults strike
+    Path(tempfile.tempdir).mkdir(exist_ok=True)
     training, path = Training(JOB), str(directory / "checkpoints")
     saver: list[Any]
     how: Line = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
