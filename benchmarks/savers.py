@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.raw import populate_s, slot_bytes, timed
+from benchmarks.raw import populate_s, slot_bytes, timed, warm_s
 from benchmarks.stall import lost_ms
 from benchmarks.training import Training, capture, engine_of
 from benchmarks.workers import DEADLINE_S, Line
@@ -30,7 +30,7 @@ class Recorder:
     """Clocks a loop: steps to warm up, steps without snapshots (the base of this process), steps with them."""
 
     def __init__(self, job: Line) -> None:
-        self.is_ours = job["method"].startswith("lazysnap")
+        self.is_ours = job["method"].startswith(("lazysnap", "python"))
         self._every, self._is_cuda = job["every"], job["device"] == "cuda"
         self._base, self._total = job["base"], job["snapshots"] * job["every"]
         self.last = WARM_UP + self._base + self._total
@@ -119,6 +119,25 @@ class Nothing:
         return {}
 
 
+class PythonOnly(Nothing):
+    """No snapshot, but as much work in Python as a boundary of lazysnap is: how far one call of such work varies."""
+
+    WORK_S = 0.0035
+
+    def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
+        super().__init__(training, job, recorder)
+        self._texts = [str(number) for number in range(1000)]
+        self._rounds = round(self.WORK_S / warm_s(self._round)) or 1
+
+    def _round(self) -> int:
+        return sum(len(text) for text in self._texts)
+
+    def save(self, number: int) -> bool:
+        for _ in range(self._rounds):
+            self._round()
+        return True
+
+
 class TorchSave(Nothing):
     """``torch.save`` and fsync, in the training thread."""
 
@@ -202,7 +221,13 @@ def durable_s(directory: Path) -> list[float]:
     return [(path.stat().st_mtime_ns - ns) / 1e9 for path, ns in zip(paths, captured, strict=True)]
 
 
-PLAIN: dict[str, type[Nothing]] = {"none": Nothing, "torch": TorchSave, "dcp": DCPAsync, "lazysnap": Lazysnap}
+PLAIN: dict[str, type[Nothing]] = {
+    "none": Nothing,
+    "python": PythonOnly,
+    "torch": TorchSave,
+    "dcp": DCPAsync,
+    "lazysnap": Lazysnap,
+}
 
 
 def train_plainly(training: Training, job: Line, recorder: Recorder) -> Line:

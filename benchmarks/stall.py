@@ -13,7 +13,7 @@ from benchmarks.workers import MARKER, Line, call
 
 MEMORY, FILES, DISK, SYNC = "lazysnap-memory", "lazysnap-files", "lazysnap-disk", "torch-save"
 ASYNC = ("lightning-async", "dcp-thread", "dcp-thread-cached", "dcp-process", "dcp-process-cached")
-METHODS = ("none", SYNC, "lightning-save", *ASYNC, MEMORY, FILES, DISK)
+METHODS = ("none", "python", SYNC, "lightning-save", *ASYNC, MEMORY, FILES, DISK)
 DOORS = {
     "lightning": ("lightning-save", "lightning-async", "lazysnap-lightning"),
     "accelerate": ("accelerate-save", "lazysnap-accelerate", "lazysnap-lightning"),

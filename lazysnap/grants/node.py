@@ -271,7 +271,10 @@ class NodeGrants:
                 continue
             step = level.grant
             if level.source is not None:
-                is_there, is_missed = True, step not in self.levels[level.source].stored
+                source = self.levels[level.source]
+                if source.progress is Progress.LISTING and source.is_ready:
+                    continue  # a new keeper does not know yet what it has there
+                is_there, is_missed = True, step not in source.stored
             else:
                 slots = [rank.holding(step) for rank in ranks]
                 is_there = None not in slots

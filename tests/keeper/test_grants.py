@@ -26,8 +26,8 @@ def play_many(scenario, seeds, **settings):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("block", range(10))
-@pytest.mark.parametrize("num_levels", [1, 2])
+@pytest.mark.parametrize("block", range(7))
+@pytest.mark.parametrize("num_levels", [1, 2, 3])
 @pytest.mark.parametrize("scenario", simulation.SCENARIOS)
 def test_no_fault_breaks_a_promise(scenario, num_levels, block):
     """No trainer waits for storage, nothing complete is lost or invented, nothing is left behind."""
@@ -573,6 +573,43 @@ def test_a_new_coordinator_whose_node_lists_a_level_late_cancels_no_complete_ste
     assert cluster.complete() == [10]
     cluster.report()
     assert cluster.granted() == [30]
+
+
+def test_a_new_keeper_waits_with_a_copy_until_it_knows_what_the_faster_level_has():
+    cluster = Cluster(*two_levels())
+    cluster.train(5)
+    cluster.train(10)
+    cluster.finish(0)
+    assert cluster.granted()[1] == 10
+    del cluster.writes[1, 1]  # the keeper dies over it, and its successor lists the slower level first
+
+    new = NodeGrants(1, START, tuple(NodeLevel(progress=Progress.LISTING) for _ in cluster.settings))
+    cluster.nodes[1] = new
+    cluster.tell()
+    new.listed(1, set())
+    cluster.report()
+    assert (1, 1) not in cluster.writes
+    assert cluster.coordinator.levels[1].lost == set()
+    new.listed(0, {10})
+    cluster.report()
+    cluster.finish(1)
+
+    assert cluster.complete(1) == [10]
+
+
+def test_a_new_keeper_waits_with_no_copy_for_a_faster_level_that_does_not_answer():
+    cluster = Cluster(*two_levels())
+    cluster.train(5)
+    cluster.train(10)
+    cluster.finish(0)
+    new = NodeGrants(1, START, tuple(NodeLevel(progress=Progress.LISTING) for _ in cluster.settings))
+    cluster.nodes[1] = new
+    cluster.tell()
+    new.listed(1, set())
+    new.listed(0, None)
+    cluster.report()
+
+    assert cluster.granted()[1] is None
 
 
 # Retention
