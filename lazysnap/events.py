@@ -39,13 +39,13 @@ class KeeperStarted(Event, frozen=True, kw_only=True, tag="keeper"):
 
 
 class TrainerStarted(Event, frozen=True, kw_only=True, tag="start"):
-    """A trainer told its run."""
+    """A trainer reported its run."""
 
     rank: int
     pid: int
     start: str
     step: int
-    """The step that it goes on from; 0: the beginning."""
+    """The step after which it continues; 0: the beginning."""
     world_size: int
     every_n_steps: int
     began: float

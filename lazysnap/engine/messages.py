@@ -28,13 +28,13 @@ class Row:
     """One row of the table."""
 
     text: str
-    """The message: what happened, what is lost, what to do; ``%(name)s`` stands for a value that ``tell`` is given."""
+    """The message: what happened, what is lost, what to do; ``%(name)s`` stands for a value that the caller gives."""
     severity: int = logging.WARNING
     by: By = By.EACH
     counter: str = ""
     """Field of ``Statistics`` that counts it; one with an entry for each level counts it there."""
     topic: str = ""
-    """Trouble that lasts. Told again as DEBUG only, until an event ends it; without such an event it is told once."""
+    """Trouble that lasts. Logged again as DEBUG only, until an event ends it; without such an event once at all."""
     repeats: bool = False
     """True if it is printed each time."""
     ends: str = ""

@@ -8,6 +8,7 @@ their reasons stand in docs/architecture.md, *Grants*; ``tests/keeper/test_grant
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -279,6 +280,12 @@ class Coordinator:
         step: int | None = None
         if going:
             step, source = max(going, key=lambda one: one[0])
+        held = Counter(step for one in said for step in one.stored) if level.is_memory else None
+        if held:
+            # It may have been protected before a keeper and its parity were lost. Not all nodes know that, and one that
+            # does not would let it go for a newer grant.
+            most = max(held, key=lambda one: (held[one], one))
+            step = step if most in level.complete else most
         # One step alone may be pinned. Here two coordinators may have granted different ones.
         if (
             source is None

@@ -73,7 +73,7 @@ class EventLog:
 
     @_guarded
     def begin(self, rank: LocalRank, run: protocol.Run) -> None:
-        """A trainer told its run. Does not block."""
+        """A trainer reported its run. Does not block."""
         if not self._is_on or not rank.levels:
             return
         team, level = rank.team, rank.levels[0]
@@ -291,7 +291,7 @@ class EventFileWriter:
         return storage
 
     def _is_news(self, event: events.Event) -> bool:
-        """A trainer that outlives its keeper tells the next one the same start."""
+        """A trainer that outlives its keeper reports the same start to the next one."""
         return not isinstance(event, events.TrainerStarted) or (event.rank, event.start) not in self._starts
 
     def _write(self, storage: Storage) -> None:

@@ -9,7 +9,7 @@ from lazysnap.keeper.protocol import Ending, Message, Reserve, Run, ServePeers
 
 @dataclass
 class Standing:
-    """The facts that each keeper is told when it is reached, the next one included: a keeper may die at any moment.
+    """The facts that each keeper gets when it is reached, the next one included: a keeper may die at any moment.
 
     Not thread-safe.
     """
@@ -17,7 +17,7 @@ class Standing:
     serving: ServePeers | None = None
     """The address at which it serves other nodes."""
     run: Run | None = None
-    """The run that is captured. ``is_new`` until a keeper was told of it."""
+    """The run that is captured. ``is_new`` until a keeper got it."""
     ending: Ending | None = None
     """The notice that this process is about to be killed."""
     wanted: Reserve | None = None
@@ -32,6 +32,6 @@ class Standing:
         return list[Message](told)
 
     def run_was_told(self) -> None:
-        """Note that a keeper was told of the run: the next one does not begin it, but takes it over."""
+        """Note that a keeper got the run: the next one does not begin it, but takes it over."""
         if self.run is not None:
             self.run = replace(self.run, is_new=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,16 @@ from lazysnap.state.modules import held_names
 from lazysnap.state.sharding import box_of, like
 from lazysnap.state.source import StateSource
 
+State = dict[str, Any]
+Made = dict[object, torch.Tensor]
+"""Tensors that were made already, by what they share."""
+
 
 @dataclass(frozen=True)
 class Part:
     """The tensors and state that were read."""
 
-    state: dict[str, Any]
+    state: State
     levels: list[str]
     """That were read from."""
     parameters: dict[str, list[str]] | None
@@ -95,23 +100,33 @@ class PartReader:
         if failure is not None:
             return failure
         check_fits(facts, expected, where, casts=self._casts)
-        reads, made = Reads(), dict[object, torch.Tensor]()
+        state = self._read_state(chosen[own], meta.state, partial(_room, assembly, target))
+        if isinstance(state, Failure):
+            return state
+        levels = sorted({chosen[rank].level for rank in added})
+        return Part(state, levels, meta.parameters, meta.captured_ns)
+
+    def _read_state(self, own: Entry, small: Any, room: Callable[[str, Made, Reads], torch.Tensor]) -> State | Failure:
+        """Read all tensors, and put them in their places in the small state. ``room`` returns the tensor to read into.
+
+        Blocks.
+        """
+        reads, made = Reads(), Made()
         try:
-            tensors = {name: _room(name, assembly, target(name), made, reads) for name in named}
+            tensors = {name: room(name, made, reads) for name in tensor_names(small)}
         except ShardCorrupt as error:
-            return self._sources.refuse(chosen[own], error)
+            return self._sources.refuse(own, error)
         for shard, wanted in reads.jobs().items():
             failure = self._sources.read(shard, wanted)
             if failure is not None:
                 return failure
         try:
-            state = decode(meta.state, tensor=tensors.__getitem__)
+            state = decode(small, tensor=tensors.__getitem__)
         except LazySnapError as error:
-            return self._sources.refuse(chosen[own], error)
+            return self._sources.refuse(own, error)
         if not isinstance(state, dict):
-            return self._sources.refuse(chosen[own], f"the small state is {type(state).__name__}, expected a dict")
-        levels = sorted({chosen[rank].level for rank in added})
-        return Part(state, levels, meta.parameters, meta.captured_ns)
+            return self._sources.refuse(own, f"the small state is {type(state).__name__}, expected a dict")
+        return state
 
     def _nearby(self, plan: RestartPlan) -> tuple[int, list[int]]:
         """Return the rank of the snapshot whose part is most like this one's, and the ranks of its node."""
@@ -135,12 +150,13 @@ class PartReader:
 
 
 def _room(
-    name: str, assembly: Assembly, target: "torch.Tensor | None", made: dict[object, torch.Tensor], reads: Reads
+    assembly: Assembly, target_of_name: Callable[[str], torch.Tensor | None], name: str, made: Made, reads: Reads
 ) -> torch.Tensor:
     """Return the tensor that ``reads`` will fill; tied ones once. Raises: ShardCorrupt.
 
     With a DTensor as its target it is one of the same placement; all others are whole.
     """
+    target = target_of_name(name)
     if is_empty_part(target) and name not in assembly:
         return like(target, torch.empty(box_of(target)[1], dtype=target.dtype))
     tensor = assembly.tensor(name)

@@ -85,7 +85,7 @@ class _Supervisor:
         """True after a signal that ends all."""
         self._waited = client.forwarded() | {signal.SIGCHLD}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._waited)
-        # Where it is ignored the kernel tells nobody that a child has ended. The program inherits what was before.
+        # Where it is ignored the kernel reports the end of a child to nobody. The program inherits what was before.
         self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._libc = ctypes.CDLL(None)
 

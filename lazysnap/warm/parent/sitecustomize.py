@@ -223,6 +223,10 @@ class _Parent:
             return False
         if len(handles) != 1 + len(request["handles"]):
             raise OSError("descriptors were lost")
+        return self._fork_program(connection, request, handles)
+
+    def _fork_program(self, connection: socket.socket, request: dict[str, Any], handles: list[int]) -> bool:
+        """Fork the program that a client asked for; True in the program."""
         waits, known = os.pipe()
         me, pid = os.getpid(), _fork()
         if pid:
