@@ -73,8 +73,9 @@ def still_to_copy(levels: Sequence[NodeLevel], settings: Sequence[PersistentLeve
     ``levels`` and ``settings``: of all levels, fast to slow; ``index``: of the one.
     """
     own = {key.step for key in levels[index].complete if key.start == start}
-    found = set()
+    found, lost = set[int](), set[int]()
     for slower, kept in zip(levels[index + 1 :], settings[index + 1 :], strict=True):
-        wanted = {step for step in own if step == slower.grant or is_milestone(kept, step)}
-        found |= {step for step in wanted if step not in slower.lost and StepKey(step, start) not in slower.complete}
+        lost |= slower.lost  # what never comes to a level between does not come to the ones behind it, either
+        missing = {step for step in own if StepKey(step, start) not in slower.complete}
+        found |= {step for step in missing if step == slower.grant or (is_milestone(kept, step) and step not in lost)}
     return found

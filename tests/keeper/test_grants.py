@@ -357,6 +357,15 @@ def test_a_step_that_is_kept_for_ever_is_granted_before_others_and_copied_though
     assert protected == {35}
 
 
+def test_a_faster_level_does_not_wait_with_a_step_that_a_level_between_can_never_have():
+    settings = [PersistentLevel(f"/{number}", keep_every_n_steps=None if number == 0 else 10) for number in range(3)]
+    fast, between, slow = (NodeLevel(complete={KEY[20], KEY[30]}), NodeLevel(lost=frozenset({20})), NodeLevel())
+
+    assert still_to_copy([fast, between, slow], settings, 0, START) == {30}
+    slow.grant = 20  # from the fast one, while the one between had failed
+    assert still_to_copy([fast, between, slow], settings, 0, START) == {20, 30}
+
+
 def test_a_wish_is_granted_after_the_fact_while_slots_hold_the_step_and_is_lost_after_that():
     cluster = Cluster()
     cluster.train(10)
