@@ -57,8 +57,10 @@ def train(job: Line) -> Iterator[Line]:
         engine.boundary(step)
         engine.gate()
     used = {f"{process}_ms_per_s": 1e3 * (processor_s(pid) - before[process]) for process, pid in pids.items()}
+    written = sum(entry.stat().st_size for entry in os.scandir(job["url"]) if entry.name.startswith("events-"))
     engine.close()
-    yield {"measure": "events", "events": job["events"], **{name: ms / job["seconds"] for name, ms in used.items()}}
+    found: Line = {name: ms / job["seconds"] for name, ms in used.items()}
+    yield {"measure": "events", "events": job["events"], "file_kb": written / 1e3, **found}
 
 
 def write(job: Line) -> Iterator[Line]:

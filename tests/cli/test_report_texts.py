@@ -130,7 +130,10 @@ def test_the_trace_has_nested_spans_in_order(url, history, tmp_path):
     assert run("timeline", url, "--to", tmp_path / "trace.json") == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     tracks = {}
+    assert {one["ph"] for one in events} == {"X", "i", "M"}
     for one in events:
+        numbers = {"X": ("pid", "tid", "ts", "dur"), "i": ("pid", "tid", "ts")}.get(one["ph"], ("pid",))
+        assert all(isinstance(one[name], int) and one[name] >= 0 for name in numbers)
         if one["ph"] == "X":
             tracks.setdefault((one["pid"], one["tid"]), []).append((one["ts"], -one["dur"], one["name"]))
     names = {one["args"]["name"] for one in events if one["ph"] == "M"}
