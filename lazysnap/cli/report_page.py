@@ -16,6 +16,7 @@ _STYLE = """
 body { max-width: 1040px; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.5em; margin: 0; } h2 { font-size: 1.1em; margin: 1.6em 0 .3em; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td { white-space: pre-wrap; }
 th, td { padding: .15em .8em .15em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #8884; }
 .n { text-align: right; } svg { width: 100%; height: auto; display: block; }
 svg text { font-size: 12px; fill: currentColor; }

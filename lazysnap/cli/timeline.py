@@ -6,6 +6,7 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lazysnap.cli.goodput import Account, account
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
 def trace(files: Sequence[EventFile]) -> list[dict[str, Any]]:
     """Return the events of the trace. Pure.
 
-    A process for each node; in it a track for each rank, one for each level, and one for what the keeper saw.
+    A process for each node; in it a track for each rank, one for each level, and one for what the keeper saw. Curves
+    for each rank: the newest step, and the share of time that it waited for copies at the gate.
     """
     ranks = [(rank, of_rank) for rank in ranks_in(files) if (of_rank := account(files, rank)) is not None]
     parts = [_keeper(file) for file in files] + [_rank(of_rank, rank) for rank, of_rank in ranks]
@@ -66,6 +68,12 @@ def _rank(of_rank: Account, rank: int) -> Iterator[dict[str, Any]]:
             if around is not None and begin >= before:
                 before = min(end, around.end)  # a track shows only spans that lie within one another
                 yield _span(start.node, rank, "copy", (begin, before), step=line.captured)
+        for earlier, line in pairwise(start.progress):
+            waited = (line.waited_s - earlier.waited_s) / max(1e-6, line.t - earlier.t)
+            share = round(100 * min(1, waited), 1)
+            yield _value(start.node, f"rank {rank}", microseconds(line.t), step=line.step)
+            yield _value(start.node, f"rank {rank} waiting", microseconds(earlier.t), **{"%": share})
+        yield _value(start.node, f"rank {rank} waiting", start.ended, **{"%": 0})
 
 
 def _keeper(file: EventFile) -> Iterator[dict[str, Any]]:
@@ -107,6 +115,10 @@ def _name(node: int, track: int, name: str) -> dict[str, Any]:
 def _span(node: int, track: int, name: str, times: tuple[int, int], **facts: Any) -> dict[str, Any]:
     begin, end = times
     return {"ph": "X", "name": name, "pid": node, "tid": track, "ts": begin, "dur": end - begin, "args": facts}
+
+
+def _value(node: int, name: str, at: int, **value: float) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": node, "ts": at, "args": value}
 
 
 def _instant(node: int, track: int, at: int, name: str, **facts: Any) -> dict[str, Any]:

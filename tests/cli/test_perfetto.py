@@ -103,19 +103,23 @@ def test_perfetto_reads_the_whole_timeline(url, tmp_path):
     assert run("timeline", url, "--to", tmp_path / "trace.json") == 0
     text = (tmp_path / "trace.json").read_bytes()
 
-    troubles, slices, processes = asked(
+    troubles, slices, processes, curves = asked(
         text,
         [
             "select name, value from stats where severity in ('error', 'data_loss') and value != 0",
             "select t.name, s.name, s.ts, s.dur, p.name from slice s left join slice p on p.id = s.parent_id "
             "join thread_track k on k.id = s.track_id join thread t using (utid)",
             "select name from process where name is not null",
+            "select t.name, max(value) from counter c join process_counter_track t on t.id = c.track_id group by 1",
         ],
         tmp_path / "profile",
     )
 
     assert troubles == []
     assert processes == [["node 0 n0"]]
+    [[step, newest], [waiting, most]] = sorted(curves)
+    assert (step, newest, waiting) == ("rank 0 step", 33, "rank 0 waiting %")
+    assert 30 < most < 45  # half a second of one and a half; a step and its wait may be in two samples
     shown = {
         one["args"]["name"]: one["tid"] for one in json.loads(text)["traceEvents"] if "tid" in one and one["ph"] == "M"
     }

@@ -130,9 +130,11 @@ def test_the_trace_has_nested_spans_in_order(url, history, tmp_path):
     assert run("timeline", url, "--to", tmp_path / "trace.json") == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     tracks = {}
-    assert {one["ph"] for one in events} == {"X", "i", "M"}
+    assert {one["ph"] for one in events} == {"X", "i", "C", "M"}
     for one in events:
-        numbers = {"X": ("pid", "tid", "ts", "dur"), "i": ("pid", "tid", "ts")}.get(one["ph"], ("pid",))
+        numbers = {"X": ("pid", "tid", "ts", "dur"), "i": ("pid", "tid", "ts"), "C": ("pid", "ts"), "M": ("pid",)}[
+            one["ph"]
+        ]
         assert all(isinstance(one[name], int) and one[name] >= 0 for name in numbers)
         if one["ph"] == "X":
             tracks.setdefault((one["pid"], one["tid"]), []).append((one["ts"], -one["dur"], one["name"]))
