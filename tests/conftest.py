@@ -16,6 +16,7 @@ import uuid
 import pytest
 import seaweed
 from support import sampling
+from support.keepers import end_keepers
 from support.zygote import Zygote
 
 from lazysnap.levels.storage import Storage
@@ -67,6 +68,19 @@ def pytest_collection_modifyitems(config, items):
     taken = config.stash[sampling.SAMPLE].of_tests(items)
     config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = sorted((item for item in items if item in taken), key=sampling.turn)
+
+
+@pytest.fixture(autouse=True)
+def _no_keeper_outlives_its_test(request):
+    """One that was abandoned would hold its memory for minutes."""
+    yield
+    end_keepers(f"{request.node.nodeid} (call)")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_keeper_outlives_its_module(request):
+    yield
+    end_keepers(f"{request.node.nodeid}::")
 
 
 @pytest.fixture(scope="session")

@@ -98,7 +98,8 @@ class Zygote:
 
     def start(self, args: Sequence[str], env: Mapping[str, str], output: pathlib.Path | str) -> Child:
         """Run the script ``args[0]`` with its arguments; what it says goes to the file ``output``."""
-        return self._ask({"args": list(args), "env": dict(env), "output": str(output)})
+        test = {name: os.environ[name] for name in ("PYTEST_CURRENT_TEST",) if name in os.environ}
+        return self._ask({"args": list(args), "env": {**test, **env}, "output": str(output)})
 
     def _ask(self, request: dict) -> Child:
         with self._lock:
