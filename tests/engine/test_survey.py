@@ -54,7 +54,3 @@ def test_levels_that_differ_on_one_node_are_an_error_that_names_both_ranks_and_w
 def test_neither_may_their_order_or_number_differ(second):
     with pytest.raises(ConfigError, match="ranks 0 and 1 "):
         check_levels([[URL, PATH], second, [], []], NODES)
-
-
-def test_nodes_may_have_disks_of_different_names():
-    check_levels([["/a"], ["/a"], ["/b"], ["/b"]], NODES)

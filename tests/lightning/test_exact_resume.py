@@ -19,11 +19,15 @@ class OwnGenerators(Case):
 
 
 class Workers(Case):
+    cuts = slice(2, None, 3)  # each start has workers of its own to start: in both epochs and between them
+
     def train_loader(self):
         return DataLoader(Numbers(SIZE), BATCH_SIZE, shuffle=True, num_workers=2)
 
 
 class UnsizedWorkers(Case):
+    cuts = Workers.cuts
+
     def train_loader(self):
         return DataLoader(Stream(SIZE), BATCH_SIZE, num_workers=2)
 
