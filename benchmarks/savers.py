@@ -47,10 +47,11 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time that belongs to the last save."""
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.thread_time()
         yield
         if self.steps:
             self.steps[-1][name] += time.perf_counter() - started
+            self.steps[-1][f"{name} cpu"] += time.thread_time() - worked
 
     def step_done(self, save: Callable[[int], bool]) -> None:
         """At the end of each step. ``save`` gets its number and says whether a snapshot was taken.
@@ -87,6 +88,7 @@ class Recorder:
         return found | {
             "boundary_ms": ms("boundary"),
             "longest_boundary_ms": 1e3 * max(step["boundary"] for step in self.steps[1:]),
+            "longest_boundary_cpu_ms": 1e3 * max(step["boundary cpu"] for step in self.steps[1:]),
             "gate_ms": ms("gate"),
             "blocked_ms": ms("boundary", "gate"),
             "waited_ms": ms("waited"),
