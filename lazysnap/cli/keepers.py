@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.asking import answers
+from lazysnap.keeper.held import NodeState
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import OtherVersion
-from lazysnap.keeper.protocol import AskInventory, Inventory, NodeState
+from lazysnap.keeper.protocol import AskInventory, Inventory
 
 
 def identities(job: str) -> list[JobIdentity]:

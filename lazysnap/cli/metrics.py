@@ -11,7 +11,7 @@ from lazysnap.cli.keepers import FoundKeeper
 from lazysnap.cli.output import OK, Output
 from lazysnap.cli.status import ALIVE, look, problems, survival
 from lazysnap.errors import ConfigError
-from lazysnap.keeper.protocol import LevelState, RankState
+from lazysnap.keeper.held import LevelState, RankState
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, Observation

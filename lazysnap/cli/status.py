@@ -18,7 +18,7 @@ from lazysnap.cli.keepers import FoundKeeper, ask, identities, of_this_node
 from lazysnap.cli.output import OK, Output, count_of
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
-from lazysnap.keeper.protocol import LevelState, NodeState, RankState
+from lazysnap.keeper.held import LevelState, NodeState, RankState
 
 _ANSWER_S = 2.0
 _LONGEST_S = 86400.0

@@ -52,7 +52,7 @@ _FLUSH_S = 1.0
 
 
 @dataclass(frozen=True)
-class Held:
+class RankCaptures:
     """The captures of one rank at one moment."""
 
     steps: tuple[int, ...]
@@ -74,7 +74,9 @@ class _Way(enum.Enum):
 class Notice:
     """Waits for the notice of one training, and does what follows it."""
 
-    def __init__(self, config: SnapshotConfig, held: Callable[[], Held], seal: Callable[[], Held]) -> None:
+    def __init__(
+        self, config: SnapshotConfig, held: Callable[[], RankCaptures], seal: Callable[[], RankCaptures]
+    ) -> None:
         """Both are called on other threads. ``held`` returns what is captured by now; ``seal``, too, when copies are
         done, and lets nothing be captured any more.
 
@@ -218,7 +220,7 @@ class Notice:
             return 0.0
         return max(0.0, min(self._last_s + 2 * self._pace_s + _SLACK_S - time.monotonic(), self._budget_s / 2))
 
-    def _store(self, client: KeeperClient, held: Held, ends_at: float) -> bool:
+    def _store(self, client: KeeperClient, held: RankCaptures, ends_at: float) -> bool:
         """Block until the newest step that all ranks hold is durable at the first level; ``False`` after the deadline.
 
         Without levels, or without any capture, there is nothing to wait for.

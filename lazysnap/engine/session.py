@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.boundaries import Boundaries
-from lazysnap.engine.notice import Held, Notice
+from lazysnap.engine.notice import Notice, RankCaptures
 from lazysnap.engine.parts import Parts
 from lazysnap.engine.run import Run
 from lazysnap.engine.shutdown import Shutdown
@@ -26,7 +26,7 @@ class Session:
         self.boundaries = Boundaries(parts, self.run, self.notice)
         self.shutdown = Shutdown(parts, self.run, self.boundaries, self.notice)
 
-    def _seal(self) -> Held:
+    def _seal(self) -> RankCaptures:
         self.boundaries.seal()
         return self.shutdown.held()
 

@@ -8,7 +8,7 @@ from lazysnap.console import has_terminal, said_after
 from lazysnap.engine import report
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.messages import Event
-from lazysnap.engine.notice import Held, Notice
+from lazysnap.engine.notice import Notice, RankCaptures
 from lazysnap.engine.parts import Parts
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import Statistics
@@ -234,12 +234,12 @@ class Shutdown:
             self._parts.client.goodbye(self._parts.config.io_timeout_s)
             self._notice.leave()
 
-    def held(self) -> Held:
+    def held(self) -> RankCaptures:
         """Return what is captured by now, for the notice of an end. Does not block. Thread-safe."""
         resumed, steps = self._run.resumed, self._history.held_steps()
         if not steps and resumed is not None and resumed.only_in_memory:
             steps = [resumed.step]
-        return Held(tuple(steps), self._newest_durable(), self._recorder.seen_step or 0)
+        return RankCaptures(tuple(steps), self._newest_durable(), self._recorder.seen_step or 0)
 
     def _newest_durable(self) -> int | None:
         """Return the newest step of this training that a level has, as far as this process knows."""

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from lazysnap.keeper.held import HeldCapture, HeldParity, TrainerEnd
 from lazysnap.keeper.protocol import (
     Alert,
     Complete,
-    Held,
-    HeldParity,
     Inventory,
     LevelFailed,
     MemoryRefused,
@@ -15,7 +14,6 @@ from lazysnap.keeper.protocol import (
     NodeFileStored,
     Protected,
     SlotName,
-    TrainerEnd,
 )
 from lazysnap.memory.arena import Slot
 from lazysnap.shard.checksum import Checksums
@@ -39,7 +37,7 @@ class MemoryEntry:
     checksums: Checksums | None
 
     @classmethod
-    def of(cls, held: Held, slot: Slot) -> "MemoryEntry":
+    def of(cls, held: HeldCapture, slot: Slot) -> "MemoryEntry":
         """Return the entry of a keeper's answer."""
         facts = (held.step, held.run_id, held.sequence, held.frozen)
         return cls(slot, *facts, held.rank, held.world_size, held.start, held.checksums)

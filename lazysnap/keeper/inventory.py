@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
+from lazysnap.keeper.held import HeldCapture, HeldParity, TrainerEnd
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import Held, HeldParity, Inventory, Message, SlotMade, TrainerEnd
+from lazysnap.keeper.protocol import Inventory, Message, SlotMade
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.shard.manifest import CaptureMeta
@@ -55,12 +56,12 @@ class RankInventory:
             parity=list(parity),
         )
 
-    def _entry(self, number: int, slot: Slot) -> Held | None:
+    def _entry(self, number: int, slot: Slot) -> HeldCapture | None:
         status = slot.status()
         if status.phase is not SlotPhase.WHOLE:
             return None
         meta = CaptureMeta.from_bytes(slot.read_meta())
-        return Held(
+        return HeldCapture(
             slot=number,
             step=meta.step,
             run_id=meta.run_id,

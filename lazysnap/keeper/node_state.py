@@ -7,23 +7,13 @@ from typing import TypeVar, cast
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.node import NodeLevel
+from lazysnap.keeper.held import CaptureTimes, LevelState, NodeState, RankState
 from lazysnap.keeper.level_writer import LevelWriter
 from lazysnap.keeper.lifecycle import Phase
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.node_storage import NodeStorage
 from lazysnap.keeper.parity import ParityStore
-from lazysnap.keeper.protocol import (
-    Alert,
-    CaptureState,
-    Complete,
-    LevelFailed,
-    LevelState,
-    Message,
-    NodeFileStored,
-    NodeState,
-    Protected,
-    RankState,
-)
+from lazysnap.keeper.protocol import Alert, Complete, LevelFailed, Message, NodeFileStored, Protected
 from lazysnap.levels.redaction import Redaction, shown
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 
@@ -87,11 +77,11 @@ def _rank_state(rank: LocalRank) -> RankState:
     )
 
 
-def _captures(slots: Sequence[Slot]) -> list[CaptureState]:
+def _captures(slots: Sequence[Slot]) -> list[CaptureTimes]:
     found = {}
     for slot in slots:
         status = slot.status()
-        capture = CaptureState(status.step or 0, *map(slot.word, _FIGURES))
+        capture = CaptureTimes(status.step or 0, *map(slot.word, _FIGURES))
         # Its trainer may have begun another capture there meanwhile.
         if status.phase is SlotPhase.WHOLE and slot.word(Word.END) and slot.word(Word.SEQUENCE) == status.sequence:
             found[status.sequence] = capture

@@ -15,9 +15,10 @@ from typing import TypeVar
 import xxhash
 
 from lazysnap.errors import CaptureAborted, LazySnapError
+from lazysnap.keeper.held import HeldMember, HeldParity
 from lazysnap.keeper.node_part import open_part, read_index
 from lazysnap.keeper.node_slots import NodeSlots
-from lazysnap.keeper.protocol import HeldMember, HeldParity, Parity, Run
+from lazysnap.keeper.protocol import Parity, Run
 from lazysnap.levels.source import MemorySource, RateLimiter, map_anonymous
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watchdog import Beat

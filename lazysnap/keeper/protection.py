@@ -18,9 +18,10 @@ from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, Mem
 from lazysnap.grants.core import Action, Begin, Hold, Learn, Settle
 from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
+from lazysnap.keeper.held import HeldParity
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
-from lazysnap.keeper.protocol import HeldParity, Message, Parity, Peers, Protected, Run
+from lazysnap.keeper.protocol import Message, Parity, Peers, Protected, Run
 from lazysnap.keeper.reminder import Reminder
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled

@@ -16,7 +16,7 @@ import torch
 from lazysnap.capture.plan import Key, key_of
 from lazysnap.shard.checksum import digest
 from lazysnap.shard.strides import order_of
-from lazysnap.state.sharding import Held, held_part, local_of
+from lazysnap.state.sharding import HeldPart, held_part, local_of
 from lazysnap.state.walk import Walk
 from lazysnap.topology import Rows, share
 
@@ -189,7 +189,7 @@ def _identity(tensor: torch.Tensor, index: int) -> object:
 
 
 def _shared(
-    index: int, tensor: torch.Tensor, held: Held | None, everyone: tuple[int, ...]
+    index: int, tensor: torch.Tensor, held: HeldPart | None, everyone: tuple[int, ...]
 ) -> tuple[_Shared, tuple[int, ...]]:
     """A tensor, or a part of one, that others may hold as well, and the ranks that do."""
     if held is None:

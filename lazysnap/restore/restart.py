@@ -20,8 +20,8 @@ from lazysnap import faults
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import JobBusy, SnapshotNotFound, StateMismatch
 from lazysnap.keeper.client import KeeperClient
+from lazysnap.keeper.held import HeldParity, TrainerEnd
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.protocol import HeldParity, TrainerEnd
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.meeting import NOBODY, Meeting, meet_keepers
 from lazysnap.ranks.world import World

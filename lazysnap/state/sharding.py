@@ -11,7 +11,7 @@ from lazysnap.errors import UnsupportedState
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPart:
     """One rank's part of a tensor."""
 
     local: torch.Tensor
@@ -23,7 +23,7 @@ class Held:
     """The ranks that hold the same part, this one included, in order; empty outside the mesh."""
 
 
-def held_part(tensor: torch.Tensor, name: str) -> Held | None:
+def held_part(tensor: torch.Tensor, name: str) -> HeldPart | None:
     """Return this rank's part of a DTensor, ``None`` for a plain tensor. No communication.
 
     Raises: UnsupportedState, for a DTensor with pending reductions.
@@ -36,10 +36,10 @@ def held_part(tensor: torch.Tensor, name: str) -> Held | None:
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     local = tensor.to_local().detach()
     if mesh.get_coordinate() is None:
-        return Held(local, tuple(tensor.shape), (0,) * tensor.dim(), ())
+        return HeldPart(local, tuple(tensor.shape), (0,) * tensor.dim(), ())
     if tuple(local.shape) != tuple(shape):
         raise UnsupportedState(f"{name}: its local shard is {list(local.shape)}, its placements say {list(shape)}")
-    return Held(local, tuple(tensor.shape), tuple(offsets), replicas_of(tensor))
+    return HeldPart(local, tuple(tensor.shape), tuple(offsets), replicas_of(tensor))
 
 
 def replicas_of(tensor: Any) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from support.waiting import until
 from lazysnap.cli import main
 from lazysnap.cli.keepers import of_this_node
 from lazysnap.cli.status import survival
+from lazysnap.keeper.held import LevelState, NodeState
 from lazysnap.keeper.identity import ENVIRONMENT
-from lazysnap.keeper.protocol import LevelState, NodeState
 
 SHELL = ["/bin/sh", "-c", "read line", "-m", "lazysnap.keeper", "--job=a", "--node=b", "--address=00"]
 """A process that looks like a keeper in lists of processes."""

@@ -12,9 +12,9 @@ from lazysnap.config import PersistentLevel
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
 from lazysnap.grants.core import Core
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, whole_before_newest
+from lazysnap.keeper.held import HeldMember, HeldParity
 from lazysnap.keeper.parity import ParitySet, ParityStore
 from lazysnap.keeper.protection import HeldSteps
-from lazysnap.keeper.protocol import HeldMember, HeldParity
 from lazysnap.memory.arena import SlotPhase, SlotStatus
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import can_rebuild
