@@ -1,6 +1,5 @@
 """``lazysnap report`` of a real training that is killed twice, beside a stopwatch."""
 
-import contextlib
 import itertools
 import os
 import signal
@@ -12,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from cli_level import run, run_json
+from support.keepers import keeper_of
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.events import Progress, Stored, read
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import try_connect
 
 PROGRAM = Path(__file__).parent / "timed_trainer.py"
 STEPS, KILLED_AT = 1500, (310, 610)
@@ -44,7 +43,8 @@ def train(url, journal, kill_at, *, with_keeper=False):
                     timeout_s=200,
                 )
                 process.send_signal(signal.SIGSTOP)  # it must not start another keeper
-                os.kill(keeper_of(url), signal.SIGKILL)
+                keeper = keeper_of(JobIdentity.from_config(SnapshotConfig(levels=(PersistentLevel(url),))))
+                os.kill(keeper, signal.SIGKILL)
             process.kill()
         assert process.wait(200) == (0 if kill_at is None else -signal.SIGKILL)
     finally:
@@ -52,12 +52,6 @@ def train(url, journal, kill_at, *, with_keeper=False):
         process.wait(60)
     ended, lines = time.time(), lines_of(journal)
     return began, lines, lines[-1][2] if kill_at is None else ended
-
-
-def keeper_of(url):
-    connection = try_connect(JobIdentity.from_config(SnapshotConfig(levels=(PersistentLevel(url),))))
-    with contextlib.closing(connection):
-        return connection.peer_pid
 
 
 def stopwatch(starts):

@@ -1,9 +1,6 @@
 """A small training with an engine, a real keeper and a real directory."""
 
-import contextlib
 import dataclasses
-import os
-import signal
 import uuid
 
 import torch
@@ -12,7 +9,6 @@ from support.waiting import until
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import try_connect
 
 TIMEOUT_S = 60
 
@@ -87,14 +83,9 @@ class Starter:
         training.engine.abandon()
 
     def clean_up(self):
-        """End what still runs, and a keeper that waits for a restart."""
+        """End what still runs."""
         for training in self.trainings:
             training.engine.close(drain=False)
-        connection = try_connect(JobIdentity.from_config(self.config()))
-        if connection is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(connection.peer_pid, signal.SIGKILL)
-            connection.close()
 
 
 def damage_newest_at_rest(job, where):

@@ -1,15 +1,14 @@
 """A training of one process that is killed and started again."""
 
-import contextlib
 import pathlib
 from dataclasses import dataclass
 from typing import Any
 
+from support.keepers import keeper_of
 from support.zygote import Child, Zygote
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import try_connect
 
 HERE = pathlib.Path(__file__).parent
 
@@ -60,8 +59,4 @@ class Job:
 
     def keeper(self) -> int | None:
         """Its process."""
-        connection = try_connect(JobIdentity.from_config(SnapshotConfig(job_id=str(self.place))))
-        if connection is None:
-            return None
-        with contextlib.closing(connection):
-            return connection.peer_pid
+        return keeper_of(JobIdentity.from_config(SnapshotConfig(job_id=str(self.place))))

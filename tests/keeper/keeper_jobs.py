@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 
+from support.keepers import keeper_of
 from support.waiting import until
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import try_connect
 
 SCRIPT = pathlib.Path(__file__).with_name("trainer.py")
 
@@ -74,12 +74,7 @@ class Job:
         return self.trainers[-1]
 
     def keeper_pid(self):
-        connection = try_connect(self.identity)
-        if connection is None:
-            return None
-        pid = connection.peer_pid
-        connection.close()
-        return pid
+        return keeper_of(self.identity)
 
     def is_gone(self):
         """No keeper answers, and the kernel knows no socket of this job."""

@@ -7,6 +7,7 @@ import pathlib
 import signal
 import time
 
+import support.keepers
 from support.waiting import TIMEOUT_S
 
 from lazysnap.config import SnapshotConfig
@@ -23,17 +24,15 @@ def keepers(job):
     identity = JobIdentity.from_config(SnapshotConfig(job_id=str(job.root)))
     found = []
     for node in (identity.node, *job.nodes):
-        connection = try_connect(dataclasses.replace(identity, node=node))
-        if connection is not None:
-            found.append(connection.peer_pid)
-            connection.close()
+        pid = support.keepers.keeper_of(dataclasses.replace(identity, node=node))
+        if pid is not None:
+            found.append(pid)
     return found
 
 
 def keeper_of(job, node):
     """The process that is the keeper of a node."""
-    with contextlib.closing(try_connect(_identity(job, node))) as connection:
-        return connection.peer_pid
+    return support.keepers.keeper_of(_identity(job, node))
 
 
 def end_nodes(job, *nodes):

@@ -12,11 +12,11 @@ import uuid
 
 import pytest
 from support import zygote
+from support.keepers import keeper_of
 from support.zygote import Zygote
 
 from lazysnap import SnapshotConfig, latest_path
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import try_connect
 
 HERE = pathlib.Path(__file__).parent
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -118,17 +118,7 @@ class Trainings:
     def keeper(self, node=None):
         """The keeper of this machine, or of one that a rank takes itself to be on."""
         identity = JobIdentity.from_config(SnapshotConfig(job_id=self.job_id))
-        connection = try_connect(dataclasses.replace(identity, node=node or identity.node))
-        if connection is None:
-            return None
-        pid = connection.peer_pid
-        connection.close()
-        return pid
-
-    def kill_keeper(self):
-        for node in (None, "node-0", "node-1"):
-            if pid := self.keeper(node):  # 0 is one that just died; to the kernel it would mean this group of processes
-                os.kill(pid, signal.SIGKILL)
+        return keeper_of(dataclasses.replace(identity, node=node or identity.node))
 
     def close(self):
         for run in self.runs:
@@ -140,7 +130,6 @@ class Trainings:
                     os.kill(pid, signal.SIGKILL)
             run.process.stdout.close()
             run.process.wait()
-        self.kill_keeper()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Trainings of odd models, and engines."""
 
 import json
-import os
 import pathlib
 import signal
 import uuid
@@ -9,8 +8,6 @@ import uuid
 import pytest
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import try_connect
 
 HERE = pathlib.Path(__file__).parent
 
@@ -34,23 +31,10 @@ class Trainings:
         assert status == (-signal.SIGKILL if death else 0), output.read_text()[-4000:]
         return output.read_text() if death else json.loads(result.read_text())
 
-    def close(self):
-        end_keeper(self.job_id)
-
-
-def end_keeper(job_id):
-    connection = try_connect(JobIdentity.from_config(SnapshotConfig(job_id=job_id)))
-    if connection is not None:
-        pid = connection.peer_pid
-        connection.close()
-        os.kill(pid, signal.SIGKILL)
-
 
 @pytest.fixture
 def trainings(zygote, tmp_path):
-    trainings = Trainings(zygote, tmp_path)
-    yield trainings
-    trainings.close()
+    return Trainings(zygote, tmp_path)
 
 
 @pytest.fixture
@@ -68,4 +52,3 @@ def engines(tmp_path):
     yield make
     for engine in made:
         engine.close(drain=False)
-    end_keeper(job_id)

@@ -11,11 +11,11 @@ import uuid
 
 import pytest
 import torch
+from support.keepers import keeper_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import try_connect
 
 GIB = 1 << 30
 LARGE = 4 * GIB + 4096 * 11
@@ -71,8 +71,6 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
             assert engine.close()
             if level == "memory":  # which stays as it was; its keeper stores it
                 until(lambda: any(place.rglob("*.json")), timeout_s=TIMEOUT_S)
-                connection = try_connect(JobIdentity.from_config(config))
-                os.kill(connection.peer_pid, signal.SIGKILL)
-                connection.close()
+                os.kill(keeper_of(JobIdentity.from_config(config)), signal.SIGKILL)
     finally:
         shutil.rmtree(place, ignore_errors=True)

@@ -1,11 +1,23 @@
-"""Keepers that tests leave behind, found by the test in whose environment they were started."""
+"""Keepers, found by their job, or by the test in whose environment they were started."""
 
 import contextlib
 import os
 import pathlib
 import signal
 
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
+
 _KEEPER = b"\0-m\0lazysnap.keeper\0"
+
+
+def keeper_of(identity: JobIdentity) -> int | None:
+    """Return the process that is the keeper of a job; ``None`` if there is none, 0 if it just died."""
+    connection = try_connect(identity)
+    if connection is None:
+        return None
+    with contextlib.closing(connection):
+        return connection.peer_pid
 
 
 def end_keepers(test: str) -> None:
