@@ -129,14 +129,14 @@ def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_in_us
         engine.gate()
     assert engine.close()
 
-    def stored():
-        return [one for file in read(url) for one in file.events if isinstance(one, Stored)]
+    def told(kind):
+        return [one for file in read(url) for one in file.events if isinstance(one, kind)]
 
-    until(lambda: any(one.step == 39 for one in stored()))
-    for one in stored():
+    until(lambda: all(any(one.step == 39 for one in told(kind)) for kind in (Stored, Progress)))
+    for one in told(Stored):
         assert 0 < one.checksum_s < one.seconds  # one block, so one thread
         assert (one.read_back_s > 0) == verify
-    passed = [one for file in read(url) for one in file.events if isinstance(one, Progress)]
+    passed = told(Progress)
     assert (passed[-1].step, passed[-1].every > 1) == (39, True)
     found = run_json(capsys, "report", url)[1]
     assert found["every_n_steps"] == passed[-1].every
