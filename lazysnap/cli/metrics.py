@@ -183,7 +183,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
     registry = CollectorRegistry()
     registry.register(PrometheusMetrics(args.job))
     if args.to is None:
-        sys.stdout.write(generate_latest(registry).decode())
+        text = generate_latest(registry).decode()
+        sys.stdout.write(text)
+        if "lazysnap_keeper_answers{" not in text:
+            which = "" if args.job is None else f" of {args.job}"
+            output.say(f"no keeper{which} runs on this node now: the figures have no values before a training begins")
         return OK
     if pathlib.Path(args.to).suffix != ".prom":
         raise ConfigError(f"--to {args.to}: node_exporter reads files that end in .prom: give it such a name")

@@ -62,6 +62,13 @@ def test_all_figures_of_a_training_are_printed_and_documented(job, trained, caps
         assert f"| `{figure.name}` |" in page
 
 
+def test_where_nothing_runs_a_message_says_why_there_are_no_values(capsys):
+    assert main(["metrics", "no-such-job"]) == 0
+    out, err = capsys.readouterr()
+    assert values(out) == {}
+    assert "no keeper of no-such-job runs on this node" in err
+
+
 def test_a_file_for_node_exporter_is_replaced_again_and_again(job, trained, tmp_path):
     path = tmp_path / "lazysnap.prom"
     command = [sys.executable, "-m", "lazysnap.cli", "metrics", job.job_id, "--to", str(path), "--every", "0.05"]
