@@ -21,12 +21,12 @@ from benchmarks.workers import DEADLINE_S, MARKER, ROOT, Line, processes
 
 @dataclass(frozen=True)
 class Program:
-    """A training: the words after ``python``, in which ``{directory}`` is its place."""
+    """A training: the words after ``python``, in which ``{directory}`` is replaced."""
 
     words: tuple[str, ...]
     ranks: int = 1
     prints_steps: bool = False
-    """It prints ``step 12`` after each step, and may have no engine."""
+    """True if it prints ``step 12`` after each step; it may have no engine then."""
     deadline_s: float = DEADLINE_S
 
 
@@ -80,12 +80,13 @@ def measured(job: Line, kills: int) -> Line:
 
 
 def restarts(program: Program, start: str, kills: int) -> Iterator[float]:
-    """Seconds from each kill to the first new step; ``start`` is ``cold`` or ``warm``."""
+    """Yield the seconds from each kill to the first new step; ``start`` is ``cold`` or ``warm``."""
     with (
         tempfile.TemporaryDirectory(prefix="lazysnap-benchmark-", ignore_cleanup_errors=True) as own,
         Run(program, start, Path(own)) as training,
     ):
-        training.restart()  # not counted: it may wait for the imports of the parent
+        if start == "warm":
+            training.restart()  # not counted: it may wait for the imports of the parent
         for _ in range(kills):
             yield training.restart()
 

@@ -20,22 +20,20 @@ from typing import Any
 import torch
 
 from benchmarks import SIZES
+from benchmarks.scoreboard import EVERY, START
 from benchmarks.training import Training
 from benchmarks.workers import Line
 
-EVERY = 10
-START = 2 * EVERY
-"""Steps that belong to the start of a run: the first snapshot makes processes, threads and buffers."""
 JOB: Line = {"size": SIZES["small"], "device": "cpu", "dropout": 0.1}
 
 
 class Clock:
-    """Clocks the loop after its start, and what snapshots stop it for."""
+    """Measures the time of the loop after its start, and the time for which snapshots block it."""
 
     def __init__(self, last: int, *, is_saving: bool) -> None:
         self.last, self.is_saving = last, is_saving
         self.counters: Callable[[], tuple[int, float]] = lambda: (self._calls, self._blocked_s)
-        """Number of snapshots, and seconds that they blocked."""
+        """Return the number of snapshots, and the seconds for which they blocked."""
         self._calls, self._blocked_s = 0, 0.0
         self._times_s: dict[int, float] = {}
         self._at_start, self._first_s = (0, 0.0), 0.0
@@ -99,7 +97,7 @@ class TorchSave:
         return int(saved["step"])
 
     def save(self, step: int) -> bool | None:
-        """False if there is none of this step."""
+        """Take a snapshot. Return False if this step was skipped."""
         draft = self.directory / "checkpoint.tmp"
         torch.save({**self.state(), "step": step}, draft)
         draft.rename(self.directory / "checkpoint.pt")
@@ -296,8 +294,9 @@ def with_lightning(directory: Path, clock: Clock, *, is_ours: bool) -> None:
     saver: list[Any]
     how: Line = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     resume: Line = {"ckpt_path": "latest"} if is_ours else {"ckpt_path": "last", "weights_only": False}
+    how["enable_checkpointing"] = clock.is_saving and not is_ours
     if not clock.is_saving:
-        saver, resume, how["enable_checkpointing"] = [], {}, False
+        saver, resume = [], {}
     elif is_ours:
         ours = LazySnapshotCallback(config=SnapshotConfig(levels=(PersistentLevel(path, every_n_steps=EVERY),)))
         saver, clock.counters = [ours], lambda: counted(ours.statistics())
@@ -310,7 +309,7 @@ def with_lightning(directory: Path, clock: Clock, *, is_ours: bool) -> None:
 
 
 def counted(own: Any) -> tuple[int, float]:
-    """What the engine of a door counted."""
+    """Return the number of captures, and the seconds for which they blocked, from the statistics of an engine."""
     return own.boundary.count, own.boundary.total_s + own.gate.total_s
 
 

@@ -1,7 +1,8 @@
-"""What do snapshots cost, and what is left after a fault? lazysnap, and what users would take instead.
+"""Compare the cost of snapshots, and the result of a training after a fault, with what users would take instead.
 
-The same training with each method: its loop with and without snapshots, by turns; SIGKILL to the first new step; and
-``lazysnap chaos``, which says what was lost, and whether the result is exact. About 30 minutes on a quiet machine.
+Each method trains the same model: in a loop with and without snapshots, by turns; from SIGKILL to the first new step;
+and under ``lazysnap chaos``, which counts lost steps and compares the result. It takes about 30 minutes on 2 quiet
+cores.
 """
 
 import argparse
@@ -34,13 +35,15 @@ METHODS = {
     "lazysnap-lightning": "lazysnap",
 }
 AT_EVERY_STEP = ("ravex", "lazysnap", "lazysnap-lightning")
-"""These take a snapshot of each step, the others of every tenth."""
+"""Methods that take a snapshot of each step; the others take one of every tenth."""
 FAULTS = ("kill", "term", "flip", "full", "slow", "hang", "both")
-"""`both` is the last one: it is for lazysnap alone, and the others are to get the same seeds."""
+"""``both`` is left out for most methods. It is the last one, so that all methods get the same seeds."""
 START, EVERY = 20, 10
-"""Steps of a loop that are its start, with the first snapshot, and are not timed; steps between two snapshots."""
-LOOP_S, RESTART_S, FAULT_S = 11.0, 7.0, 18.0
-"""Of each piece of work on 2 cores: a first guess of the time that is left."""
+"""Steps at the start of a loop that are not timed: the first snapshot makes processes, threads and buffers. Steps
+between two snapshots.
+"""
+LOOP_S, RESTART_S, FAULT_S = 12.0, 6.0, 14.0
+"""Seconds of one loop, one restart and one fault on 2 quiet cores: the first estimate of the time that is left."""
 EXACT = {"PASS": "yes", "LOST_WORK": "yes", "SILENT_DIVERGENCE": "NO", "HARD_FAIL": "did not end"}
 
 
@@ -54,12 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Progress:
-    """What is done, and about how long the rest takes."""
+    """The share of the work that is done, and an estimate of the time that is left."""
 
     def __init__(self, all_s: float) -> None:
         self._began_s, self._all_s = time.monotonic(), all_s
         self._earlier_s, self._now_s = 0.0, 0.0
-        """Guessed for what is done, and the part of it that belongs to the piece of work in progress."""
+        """Estimated seconds of the parts that are over, and of the finished share of the part in progress."""
 
     def say(self, text: str) -> None:
         took_s, done_s = time.monotonic() - self._began_s, self._earlier_s + self._now_s
@@ -71,12 +74,12 @@ class Progress:
         self._now_s += seconds
 
     def end(self, seconds: float) -> None:
-        """The piece of work is over, also if it was left out in the middle."""
+        """Count a part as done, also if it was left out in the middle."""
         self._earlier_s, self._now_s = self._earlier_s + seconds, 0.0
 
 
 Part = tuple[str, float, Callable[[Progress], Iterable[Line]]]
-"""A piece of work: its name, a guess of its seconds, and what gives its lines."""
+"""One part of the work: its name, an estimate of its seconds, and the function that yields its lines."""
 
 
 def parts(method: str, args: argparse.Namespace) -> Iterator[Part]:
@@ -84,7 +87,7 @@ def parts(method: str, args: argparse.Namespace) -> Iterator[Part]:
         yield f"{method}, loop", 2 * args.repeats * LOOP_S, functools.partial(loops, method, args.repeats, args.steps)
     for start in ("cold", "warm") if method.startswith("lazysnap") else ("cold",):
         work = functools.partial(killed, method, start, args.kills)
-        yield f"{method}, restart, {start}", (1 + args.kills) * RESTART_S, work
+        yield f"{method}, restart, {start}", args.kills * RESTART_S, work
     # Without a keeper it is the same as `kill`.
     faults = [fault for fault in args.faults if fault != "both" or method.startswith("lazysnap")]
     faults = ["kill"] if method == "none" else faults
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def summary(report: Report, method: str) -> Line:
-    """What was found of a method; what was left out is missing."""
+    """Return the main figures of a method; those of a part that was left out are ``None``."""
     of_it = [line for line in report.lines if line.get("method") == method]
     loop: Line = next((line for line in of_it if line["measure"] == "loop"), {})
     kill: Line = next((line for line in of_it if line["measure"] == "fault" and line["fault"] == "kill"), {})
@@ -126,7 +129,7 @@ def summary(report: Report, method: str) -> Line:
 
 
 def loops(method: str, repeats: int, steps: int, progress: Progress) -> list[Line]:
-    """The loop without and with snapshots, by turns: who comes first has no advantage."""
+    """Time the loop without and with snapshots. The order changes with each repeat: neither has an advantage."""
     count = (steps - START) // (1 if method in AT_EVERY_STEP else EVERY)
     with_s, without_s, found = [], [], []
     for repeat in range(repeats):
@@ -145,7 +148,7 @@ def loops(method: str, repeats: int, steps: int, progress: Progress) -> list[Lin
 
 
 def figures(method: str, *options: str) -> Line:
-    """Those that one loop prints. Raises: RuntimeError, subprocess.TimeoutExpired."""
+    """Return the figures that one loop prints. Raises: RuntimeError, subprocess.TimeoutExpired."""
     with tempfile.TemporaryDirectory(prefix="lazysnap-scoreboard-", ignore_cleanup_errors=True) as own:
         words = [sys.executable, "-m", "benchmarks.rivals", method, own, *options]
         how: Line = {"capture_output": True, "text": True, "timeout": 300, "check": False}
@@ -162,7 +165,7 @@ def figures(method: str, *options: str) -> Line:
 def killed(method: str, start: str, kills: int, progress: Progress) -> Iterator[Line]:
     words = ("-m", "benchmarks.rivals", method, "{directory}/files", "--steps", "1000")
     program, taken = Program(words, prints_steps=True, deadline_s=120.0), []
-    progress.say(f"{method}: {kills + 1} kills, each start {start}; the first is not counted")
+    progress.say(f"{method}: {kills} kills, each start {start}")
     for one in restarts(program, start, kills):
         taken.append(one)
         progress.done(RESTART_S)
@@ -171,7 +174,7 @@ def killed(method: str, start: str, kills: int, progress: Progress) -> Iterator[
 
 
 def struck(method: str, faults: list[str], seed: int, progress: Progress) -> Iterator[Line]:
-    """One method under all faults."""
+    """Run one method under all faults."""
     progress.say(f"{method}: undisturbed, then {', '.join(faults)}")
     with tempfile.TemporaryDirectory(prefix="lazysnap-scoreboard-", ignore_cleanup_errors=True) as own:
         words = ["-m", "lazysnap.cli", "chaos", "--json", "--dir", f"{own}/chaos", "--faults", ",".join(faults)]

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def lost_ms(took_s: float, base_s: float, snapshots: int) -> float:
-    """Lost per snapshot, by steps that took ``took_s``, and ``base_s`` without snapshots."""
+    """Return the time lost per snapshot by steps that took ``took_s``, and take ``base_s`` without snapshots."""
     return 1e3 * (took_s - base_s) / snapshots
 
 
