@@ -42,6 +42,8 @@ START, EVERY = 20, 10
 """Steps at the start of a loop that are not timed: the first snapshot makes processes, threads and buffers. Steps
 between two snapshots.
 """
+SEED = 17582
+"""With it all faults strike a training of 40 steps well between two checkpoints, after the first."""
 LOOP_S, RESTART_S, FAULT_S = 12.0, 6.0, 14.0
 """Seconds of one loop, one restart and one fault on 2 quiet cores: the first estimate of the time that is left."""
 EXACT = {"PASS": "yes", "LOST_WORK": "yes", "SILENT_DIVERGENCE": "NO", "HARD_FAIL": "did not end"}
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=120, help="of the loop; the first 20 are its start, and not timed")
     parser.add_argument("--repeats", type=int, default=3, help="of the loop, with and without snapshots")
     parser.add_argument("--kills", type=int, default=3, help="from which the time to the first new step is taken")
-    parser.add_argument("--seed", type=int, default=1603)
+    parser.add_argument("--seed", type=int, default=SEED, help="of the first fault; each next one has the next")
 
 
 class Progress:
