@@ -64,7 +64,7 @@ class Boundaries:
         check_kinds(self._parts.source.expected().items())
         self._run.tell_start()
         self._run.begin_once()
-        self._recorder.register_slots()  # before slots that an earlier start left are made ready
+        self._recorder.slots.register()  # before slots that an earlier start left are made ready
         self._parts.client.start()
         self.gates.install(self._parts.source.optimizers())
         self._recorder.prepare()
@@ -97,7 +97,7 @@ class Boundaries:
         deadline = time.monotonic() + timeout_s
         while not self._recorder.is_ready():
             self._recorder.drain_events()
-            self._recorder.return_slots()
+            self._recorder.slots.return_unneeded()
             if is_refused() or time.monotonic() > deadline:
                 return False
             time.sleep(0.005)

@@ -55,7 +55,7 @@ class Parts:
         recorder = Recorder(config, source, client, messages, world)
         check_places(world, config, identity.job_id)
         meeting = meet_keepers(world, client, config, identity.job_id)
-        recorder.group = meeting.group
+        recorder.slots.group = meeting.group
         shared = shared_levels(world, config.levels)
         phases["rendezvous"] = time.time()
         return cls(config, source, identity, world, client, messages, recorder, meeting, shared, phases)

@@ -1,18 +1,16 @@
 """The work of a boundary: walk the state, plan, choose a slot, begin the capture."""
 
+import functools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 from lazysnap import faults
 from lazysnap.capture.capture import Capture, Phase
-from lazysnap.capture.captures import Captures
 from lazysnap.capture.plan import CapturePlan
-from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
+from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes
 from lazysnap.engine.events import KeeperEvents
 from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.history import History
@@ -23,19 +21,15 @@ from lazysnap.engine.pace import Pace
 from lazysnap.engine.planner import Planner
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.report import Sizes
+from lazysnap.engine.slots import Slots
 from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import SlotsChanged, Store
-from lazysnap.memory.arena import Slot, SlotPhase, Word, capacity_fits
+from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.budget import NODE
-from lazysnap.memory.slot_files import spill_dir
-from lazysnap.memory.slot_pool import fits
-from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
 from lazysnap.ranks.world import World
 from lazysnap.state.source import StateSource
 
-META_BYTES = 1 << 20
-"""Least room for the small state in a slot."""
 _PASSING = ("no slots yet", "all slots are in use", "frozen tensors are being captured")
 """Reasons for leaving out a capture that pass by themselves."""
 
@@ -55,11 +49,10 @@ class Recorder:
         self._config = config
         self._source = source
         self._client = client
-        self.spill_dir = spill_dir(config.memory, config.levels)
-        """Directory in which the keeper makes slots as files if memory does not suffice."""
-        self.captures = Captures()
         self._messages = messages
         self._statistics = messages.statistics
+        self.slots = Slots(config, source, client, messages.statistics, world)
+        self.captures = self.slots.captures
         self.protection = Protection(config, messages)
         self.events = KeeperEvents(config, messages, self.protection)
         self._world = world
@@ -69,20 +62,12 @@ class Recorder:
         self.frozen = FrozenTensors(source, client, messages, self.meta)
         self.planner = Planner(source, world, self.frozen, messages)
         self.pace = Pace(config, world, messages)
-        self._meta_capacity = META_BYTES
-        self._reserved: tuple[int, int] | None = None
-        self._expects_first_step = True
-        """True while the keeper still leaves room for the memory of the first step."""
-        self._peak_before = 0
-        """The peak of this process's memory before the first step."""
         self._resumed_step: int | None = None
         self.seen_step: int | None = None
         """The step of the last boundary, or of the snapshot that was resumed."""
         self._skipped: tuple[int | None, str] | None = None
         """The step that was left out since the newest capture began, and why."""
         self._keepers_lost = 0
-        self.group = (1, 0)
-        """Nodes that protect each other, and how many of them may be lost."""
         self.encoded_once = False
         self.is_sealed = False
         """True if nothing is captured any more, though training may go on for a moment. Set by other threads."""
@@ -92,8 +77,6 @@ class Recorder:
         """True if the next capture waits for memory: the first one, also after ``resume`` and ``wait_ready``."""
         self._waits_until = 0.0
         """Time until which the current capture waits for memory."""
-        self._waits_for_storage = True
-        """True if a capture waits for a slot that storage reads. Not again after such a wait has failed."""
         self._waits_for_named = True
 
     # ---------------------------------------------------------------- getting ready
@@ -102,30 +85,25 @@ class Recorder:
         """Ask for memory before the first boundary. Does not block."""
         if self.planner.plan is None:
             self.frozen.prepare(is_alone=self._world.is_alone)
-        if self._reserved is None:
+        if not self.slots.is_asked:
             size = bytes_of_share(self.planner.replicated(), self._world.node_ranks)
-            self._reserve(estimate_image_bytes(self._source, self.frozen.names, size))
+            self.slots.ask(estimate_image_bytes(self._source, self.frozen.names, size))
 
     def sizes(self) -> Sizes | None:
         """Return the sizes of the state and of its memory; ``None`` before the first plan."""
         plan = self.planner.plan
         if plan is None:
             return None
-        slot_bytes = Slot.bytes_for(*(self._reserved or (self._meta_capacity, plan.layout.size_bytes)))
         frozen = plan.frozen.size_bytes if plan.frozen is not None else 0
-        slots = self._client.slots()
+        slots, each = self._client.slots(), self.slots.bytes_each(plan.layout.size_bytes)
         held = sum(slot.memory_bytes for slot in slots)
         available = min(NODE.free_bytes() + held + frozen, self._config.memory.max_bytes or sys.maxsize)
-        place = self.spill_dir if any(slot.is_file for slot in slots) else None
-        return Sizes(plan.layout.size_bytes, frozen, self._slots_needed(), slot_bytes, available, self.group, place)
+        place = self.slots.spill_dir if any(slot.is_file for slot in slots) else None
+        return Sizes(plan.layout.size_bytes, frozen, self.slots.needed, each, available, self.slots.group, place)
 
     def is_ready(self) -> bool:
         """True if every slot is there, and the frozen tensors that every capture refers to."""
-        return len(self._client.slots()) >= self._slots_needed() and not self.frozen.is_awaited()
-
-    def _slots_needed(self) -> int:
-        world = self._world
-        return slots_needed(self._config, world.size, runs_ahead=world.runs_ahead, is_redundant=self.group[1] > 0)
+        return len(self._client.slots()) >= self.slots.needed and not self.frozen.is_awaited()
 
     def resume(self, step: int) -> None:
         """The state of ``step`` is being loaded."""
@@ -203,7 +181,7 @@ class Recorder:
             if self.encoded_once and self._world.is_alone:
                 return self._skip_unprotected()
         elif self.waits_for_memory:
-            self.register_slots()  # before slots that an earlier start left are made ready
+            self.slots.register()  # before slots that an earlier start left are made ready
             self._client.start()
         elif self.planner.plan is not None and not self._client.slots():
             self._client.start()
@@ -232,7 +210,8 @@ class Recorder:
             return self._skip_frozen()
         if not slots:
             return self.skip("no slots yet")
-        slot = self._await_slot(slots, lambda: self._fitting(plan, len(meta)))
+        look_again = functools.partial(self.slots.fitting, plan.layout.size_bytes, len(meta))
+        slot = self.slots.await_one(slots, look_again, is_first=self.waits_for_memory)
         if slot is None:
             return self.skip("all slots are in use" if self.is_ready() else "no slots yet")
         if self.is_sealed:  # also while the state was walked
@@ -249,18 +228,15 @@ class Recorder:
             return False
         if protection.may_retry():
             self._ask_again()
-        if self.frozen.refusal or self._reserved is None:
-            return True
-        fitting = [slot for slot in self._client.slots() if capacity_fits(slot.image_capacity, self._reserved[1])]
-        return len(fitting) < self._least_slots()
+        return bool(self.frozen.refusal) or not self.slots.are_enough
 
     def _ask_again(self) -> None:
         """Start a keeper where there is none, and ask it for memory. Does not block."""
         self._client.start()
-        if self._reserved is None:  # the keeper failed before anything was asked for
+        if self.slots.is_asked:
+            self.slots.ask_again()
+        else:  # the keeper failed before anything was asked for
             self.prepare()
-        else:
-            self._request(*self._reserved)
 
     def _start(self, capture: Capture, meta: bytes) -> None:
         slot, step, size = capture.slot, capture.step, capture.plan.layout.size_bytes
@@ -275,7 +251,7 @@ class Recorder:
         self.captures.begin(capture)
         self.protection.regained()
         if slot.is_file:
-            self._messages.tell(Event.FILES, directory=self.spill_dir)
+            self._messages.tell(Event.FILES, directory=self.slots.spill_dir)
         faults.point("engine.begun")
         self._statistics.began += 1
         if self._skipped is not None and self._skipped[0] == step:  # tried again, with success
@@ -304,17 +280,11 @@ class Recorder:
         return self.skip("frozen tensors are being captured")
 
     def _slots_for(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
-        """Slots that the capture fits; asks for others where it does not."""
-        if meta_bytes > self._meta_capacity:
-            self._meta_capacity = 2 * meta_bytes
-        slots, needed = self._fitting(plan, meta_bytes), plan.layout.size_bytes
-        if not slots or self._reserved is None or not capacity_fits(self._reserved[1], needed):
-            # Also where some fit that an earlier start left: those asked for so far would not be enough.
-            self._reserve(needed)
-        if self._reserved is not None and self._expects_first_step:
-            self._request(*self._reserved)
-        if not slots and self._waits_for(lambda: bool(self._fitting(plan, meta_bytes))):
-            slots = self._fitting(plan, meta_bytes)
+        """Slots that the capture fits; asks for others where it does not. Blocks, if this capture waits for memory."""
+        size = plan.layout.size_bytes
+        slots = self.slots.ask_for(size, meta_bytes)
+        if not slots and self._waits_for(lambda: bool(self.slots.fitting(size, meta_bytes))):
+            slots = self.slots.fitting(size, meta_bytes)
         return slots
 
     def _waits_for(self, is_there: Callable[[], bool]) -> bool:
@@ -328,101 +298,16 @@ class Recorder:
         self._statistics.memory_wait_s += time.monotonic() - started
         return found
 
-    def _fitting(self, plan: CapturePlan, meta_bytes: int) -> list[Slot]:
-        """Slots that the capture fits, without those that are returned."""
-        self.return_slots()
-        there, needed = self._client.slots(), plan.layout.size_bytes
-        fits = [slot for slot in there if capacity_fits(slot.image_capacity, needed)]
-        return [slot for slot in fits if slot.meta_capacity >= meta_bytes]
-
-    def return_slots(self) -> None:
-        """Return to the keeper slots of another size, and those beyond the number needed, that hold nothing needed.
-
-        The keeper frees no slot by itself, so nothing that a capture writes into is ever freed.
-        """
-        mapped, count = self._client.mapped(), self._slots_needed()
-        if self._reserved is None:
-            return
-        fitting = [fits(slot, *self._reserved) for slot in mapped]
-        if all(fitting) and len(mapped) <= count:
-            return
-        statuses = [slot.status() for slot in mapped]
-        for index in slots_to_return(statuses, self._idle(mapped), self._kept(), fitting, count):
-            self._client.return_slot(mapped[index])
-            self.captures.forget(mapped[index])
-
-    def _kept(self) -> int:
-        return kept_whole(self._config, self._world.size, runs_ahead=self._world.runs_ahead)
-
-    def _least_slots(self) -> int:
-        return least_slots(self._config, self._world.size, runs_ahead=self._world.runs_ahead)
-
-    def _idle(self, slots: Sequence[Slot]) -> list[bool]:
-        # A copy that still writes its last capture would write into the next one's bytes.
-        return [not self.captures.is_writing(slot) for slot in slots]
-
-    def _reserve(self, image_bytes: int) -> None:
-        wanted = (self._meta_capacity, image_bytes)
-        if self._reserved is None or self._reserved != wanted:
-            self._reserved = wanted
-            self.register_slots()
-            self._request(*wanted)
-
-    def _request(self, meta_capacity: int, image_bytes: int) -> None:
-        needed = self._slots_needed()
-        least = self._least_slots() if self._world.is_alone else needed
-        self._expects_first_step = self.planner.plan is None
-        if not self._peak_before:
-            self._peak_before = resident_bytes()[1]
-        growth = growth_bytes(self._source, self._peak_before)
-        # Where memory is short parity goes first: it would take memory, too.
-        self._client.reserve((meta_capacity, image_bytes), needed, least, growth, spills=not self.group[1])
-
     def drain_events(self) -> None:
         """Count and report the events of keeper and levels since the last call."""
         for text in self.events.take(self._client.poll_events()):
-            if self.group[1] and self._reserved is not None:
+            if self.slots.group[1] and self.slots.is_asked:
                 # What is only there for other nodes' protection goes first.
-                self.group = (1, 0)
+                self.slots.group = (1, 0)
                 self._messages.tell(Event.NO_PARITY, text=text)
-                self._request(*self._reserved)
+                self.slots.ask_again()
             else:
                 self.protection.lost(MemoryBoundExceeded(text))
-
-    def register_slots(self) -> None:
-        """Slots are registered with CUDA before they count as ready, if the state is on such a device."""
-        self._client.make_ready(registrar(self._source.expected().values()))
-
-    def _await_slot(self, slots: list[Slot], look_again: Callable[[], list[Slot]]) -> Slot | None:
-        """A slot for the next capture. Blocks, where storage holds all of them."""
-        # With several ranks no capture is left out on one of them alone: then no common one might be left.
-        waits = not self._world.is_alone or self.waits_for_memory
-        timeout_s = self._config.io_timeout_s if waits and self._waits_for_storage else 0.0
-        started, made, has_waited = time.monotonic(), len(slots), False
-        while (slot := self._choose(slots)) is None and time.monotonic() - started < timeout_s:
-            if self._client.is_silent:
-                break
-            has_waited = True
-            time.sleep(0.001)
-            slots = look_again()  # those of another size may have made room for more
-        if has_waited and len(slots) <= made:  # else it waited for memory that was still being made
-            self._statistics.slot_waits.add(time.monotonic() - started)
-        if slot is not None:
-            self._waits_for_storage = self._waits_for_storage or not has_waited
-            return slot
-        if waits or self._client.is_silent:
-            # What reads a slot whose pin is passed over finds another capture there, and commits nothing.
-            slot = self._choose(slots, is_pin_passed_over=True)
-            self._waits_for_storage = False
-        return slot
-
-    def _choose(self, slots: list[Slot], *, is_pin_passed_over: bool = False) -> Slot | None:
-        statuses = [slot.status() for slot in slots]
-        if is_pin_passed_over:
-            statuses = [replace(status, pinned_step=None) for status in statuses]
-        index = choose_slot(statuses, self._idle(slots), self._kept())
-        # Held in this moment: the next look sees that.
-        return slots[index] if index is not None and slots[index].take() else None
 
     def settle(self) -> None:
         """Count captures that ended, and how long devices waited at gates."""

@@ -45,7 +45,7 @@ class Training:
     def wait_for_io(self, timeout_s):
         """From now on boundaries, gates and names wait for so long; the keeper had as long as it took to start."""
         config = dataclasses.replace(self.engine.config, io_timeout_s=timeout_s)
-        self.engine._recorder._config = config
+        self.engine._recorder._config = self.engine._recorder.slots._config = config
         object.__setattr__(self.engine.session.parts, "config", config)
 
     def facts(self):
