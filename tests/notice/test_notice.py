@@ -24,9 +24,7 @@ def moments(per_phase):
         for phase in phases:
             for number in range(per_phase):
                 step = {"before": 0, "evaluation": 5 * draw.randint(1, 4)}.get(phase, draw.randint(2, 20))
-                # Process 1 handles signals in another way; in which phase it gets one is of no account for that.
-                is_first = (phase, number) == ("step", 1)
-                parent = "process 1" if is_first else ["a shell", "an init"][number % 2]
+                parent = "process 1" if number == 1 else ["a shell", "an init"][number % 2]
                 yield door, phase, f"{step}{'' if number % 2 == 0 else '+'}", parent
 
 
