@@ -181,8 +181,6 @@ def struck(method: str, faults: list[str], seed: int, progress: Progress) -> Ite
     with tempfile.TemporaryDirectory(prefix="lazysnap-scoreboard-", ignore_cleanup_errors=True) as own:
         words = ["-m", "lazysnap.cli", "chaos", "--json", "--dir", f"{own}/chaos", "--faults", ",".join(faults)]
         words += ["--seed", str(seed), "--may-lose", str(EVERY), "--max-restarts", "3", "--result", "result.pt"]
-        if method.startswith("lazysnap"):  # a snapshot, not the newest file, which is the list of events
-            words += ["--damage", "**/step-*/*"]
         words += ["--", sys.executable, "-m", "benchmarks.rivals", method, "{dir}"]
         with Path(own, "result").open("w+") as out:
             chaos = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True)

@@ -280,7 +280,7 @@ def add_arguments(chaos: argparse.ArgumentParser) -> None:
         "--step-regex", default=STEP_LINE, metavar="REGEX", help="of step lines ('step 12', not of restarts)"
     )
     chaos.add_argument("--may-lose", type=int, metavar="N", help="steps that may be trained again (a tenth of all)")
-    chaos.add_argument("--damage", default="**/*", metavar="GLOB", help="flip: damage the newest of these (all)")
+    chaos.add_argument("--damage", metavar="GLOB", help="flip: damage the newest of these files (all but logs)")
     chaos.add_argument("--max-restarts", type=int, default=5, metavar="N", help="restarts of a run (5)")
     chaos.add_argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed one + 60)")
     chaos.add_argument("--dir", metavar="DIR", help="for logs and files, a new one (lazysnap-chaos/TIME)")

@@ -14,6 +14,8 @@ from lazysnap.cli.output import count_of
 
 _GRACE_S = 30.0
 _TOGETHER_S = 1.0
+_LOGS = (".jsonl", ".log", ".csv", ".txt")
+"""Names of files that a training only appends to end like this: no checkpoint is in them."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Strike:
     """Duration of a fault that passes."""
     patience_s: float
     """Longest time until there is something to strike: a file, a write."""
-    damage: str
-    """The files in which bits are flipped."""
+    damage: str | None
+    """The files in which bits are flipped; ``None``: all but logs."""
     disk: Disk | None
 
     def pause(self, longest_s: float) -> float:
@@ -99,7 +101,9 @@ def _files(strike: Strike) -> list[pathlib.Path]:
     """Return the newest file, and those written with it in the same directory."""
     times_s: dict[pathlib.Path, float] = {}
     with contextlib.suppress(FileNotFoundError):  # the training deletes files, too
-        for path in sorted(strike.training.files.glob(strike.damage)):
+        for path in sorted(strike.training.files.glob(strike.damage or "**/*")):
+            if strike.damage is None and path.suffix in _LOGS:
+                continue
             if path.is_file() and not path.is_symlink() and path.stat().st_size:
                 times_s[path] = path.stat().st_mtime
     newest = max(times_s, key=lambda path: times_s[path], default=pathlib.Path())

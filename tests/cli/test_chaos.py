@@ -224,3 +224,4 @@ def test_the_example_of_a_plain_loop_passes_under_every_fault(capsys, tmp_path, 
     by_fault = {one["fault"]: one for one in result["runs"]}
     for name in ("kill", "keeper", "stop", "stop-keeper", "hang"):
         assert by_fault[name]["steps_again"] == 0, by_fault[name]
+    assert "step-" in by_fault["flip"]["what"], "a snapshot is damaged, no list of events"
