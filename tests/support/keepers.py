@@ -21,11 +21,20 @@ def keeper_of(identity: JobIdentity) -> int | None:
 
 
 def end_keepers(test: str) -> None:
-    """Kill all that were started while pytest ran a test and a phase whose name begins so."""
+    """Kill all that were started while this process ran a test and a phase whose name begins so.
+
+    Other workers of the same run may be in the middle of other tests of that module.
+    """
     wanted = f"PYTEST_CURRENT_TEST={test}".encode(errors="surrogateescape")
+    of_worker = {
+        f"{name}={os.environ[name]}".encode()
+        for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID")
+        if name in os.environ
+    }
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
             if _KEEPER not in (process / "cmdline").read_bytes():
                 continue
-            if any(line.startswith(wanted) for line in (process / "environ").read_bytes().split(b"\0")):
+            lines = (process / "environ").read_bytes().split(b"\0")
+            if of_worker <= {*lines} and any(line.startswith(wanted) for line in lines):
                 os.kill(int(process.name), signal.SIGKILL)
