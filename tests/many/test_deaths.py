@@ -103,8 +103,9 @@ def test_a_common_step_survives_a_change_of_size(make_job, passage):
     assert -9 in codes, job.output()
     common = max(whole(job, 2))
     assert {line[2] for line in job.events("skipped")} == {"6"}
-    least = {1: 5, 2: 7, 3: 8}[passage]
-    assert min(trained(job, 2)) >= 6 + passage
+    left_out = {line[0] for line in job.events("skipped")}  # by both ranks, unless memory came in time for one
+    least = {1: 5, 2: 7, 3: 8}[passage] if left_out == {"0", "1"} else 5
+    assert min(trained(job, 2)) >= 5 + passage + ("1" in left_out)
 
     assert set(job.run("ddp", 2, steps=12)) == {0}, job.output()
 
