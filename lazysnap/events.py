@@ -88,7 +88,7 @@ class Stored(Event, frozen=True, kw_only=True, tag="stored"):
     step: int
     bytes: int
     seconds: float
-    """From the beginning of the write until it is durable."""
+    """The seconds from the beginning of the write until it is durable."""
     checksum_s: float
     """The part of ``seconds`` that checksums took, of all writing threads together."""
     read_back_s: float

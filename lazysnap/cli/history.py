@@ -87,9 +87,9 @@ class AtLevel:
     bytes: int = 0
     """Size of the newest."""
     seconds: float = 0.0
-    """From the beginning of a write until it is durable."""
+    """The time from the beginning of a write until it is durable."""
     checksum_s: float = 0.0
-    """Of these, for checksums, of all threads together."""
+    """The part of ``seconds`` that checksums took, of all threads together."""
     read_back_s: float = 0.0
     """After these; 0: it is not read back."""
     failures: int = 0

@@ -211,7 +211,7 @@ class Recorder:
         if not slots:
             return self.skip("no slots yet")
         look_again = functools.partial(self.slots.fitting, plan.layout.size_bytes, len(meta))
-        slot = self.slots.await_one(slots, look_again, is_first=self.waits_for_memory)
+        slot = self.slots.await_one(slots, look_again, waits_alone=self.waits_for_memory)
         if slot is None:
             return self.skip("all slots are in use" if self.is_ready() else "no slots yet")
         if self.is_sealed:  # also while the state was walked

@@ -32,7 +32,7 @@ class Slots:
         self._client = client
         self._statistics = statistics
         self.captures = Captures()
-        """What is copied into them."""
+        """The captures that are copied into them."""
         self.spill_dir = spill_dir(config.memory, config.levels)
         """Directory in which the keeper makes slots as files if memory does not suffice."""
         self.group = (1, 0)
@@ -152,13 +152,13 @@ class Slots:
         # A copy that still writes its last capture would write into the next one's bytes.
         return [not self.captures.is_writing(slot) for slot in slots]
 
-    def await_one(self, slots: list[Slot], look_again: Callable[[], list[Slot]], *, is_first: bool) -> Slot | None:
+    def await_one(self, slots: list[Slot], look_again: Callable[[], list[Slot]], *, waits_alone: bool) -> Slot | None:
         """Return a slot for the next capture, taken. Blocks, where storage holds all of them.
 
-        ``is_first``: also one rank alone waits.
+        ``waits_alone``: one rank alone waits as several do, instead of leaving the capture out.
         """
         # With several ranks no capture is left out on one of them alone: then no common one might be left.
-        waits = not self._world.is_alone or is_first
+        waits = not self._world.is_alone or waits_alone
         timeout_s = self._config.io_timeout_s if waits and self._waits_for_storage else 0.0
         started, made, has_waited = time.monotonic(), len(slots), False
         while (slot := self._choose(slots)) is None and time.monotonic() - started < timeout_s:
