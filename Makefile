@@ -10,6 +10,7 @@
 #   make gpu     on a machine with CUDA: tests/gpu, blocked time, rates, restores; in the environment of PYTHON=… (GPU="--sizes-gb 1")
 #   make oldest  exact resumes with the oldest PyTorch and Lightning that are supported
 #   make docs    build the site into docs/_build, warnings are errors
+#   make links   follow the links of that site to elsewhere; needs the network
 #   make wheel   build the wheel, install it alone into an empty environment, run its demo there
 #   make pythons what needs no torch, with every other Python >= 3.10 that is here
 #   make lint    lint, types, import layers
@@ -45,10 +46,10 @@ WITHOUT_TORCH := tests/keeper tests/levels tests/parity tests/shard tests/test_c
   tests/shard/test_pieces.py) --ignore-glob 'tests/shard/test_golden*.py'
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
-.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons wheel docs record clean
+.PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons wheel docs links record clean
 
 help:
-	@sed -n '2,20s/^# \{0,1\}//p' Makefile
+	@sed -n '2,21s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
 	$(BIN)/lazysnap demo $(DEMO)
@@ -100,6 +101,9 @@ oldest: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build
+
+links: $(VENV)/.docs
+	$(BIN)/python -m sphinx --quiet --builder linkcheck docs docs/_build/links
 
 wheel: $(VENV)/.made
 	rm -rf dist

@@ -17,11 +17,10 @@ from benchmarks import compare, data, events, failures, gpu, levels, parity, res
 from benchmarks.report import Report
 
 
-def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers, mounts and files go as at any other end
+def parser() -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=shape)
-    ways = parser.add_subparsers(dest="what", required=True)
+    root = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=shape)
+    ways = root.add_subparsers(dest="what", required=True)
     for module in (stall, levels, restore, restart, data, parity, scale, gpu, failures, events, scoreboard, compare):
         name = module.__name__.rpartition(".")[2]
         way = ways.add_parser(name, help=module.__doc__, description=module.__doc__, formatter_class=shape)
@@ -29,7 +28,12 @@ def main() -> None:
         way.add_argument("--out", type=Path, default=Path("runs", name))
         module.add_arguments(way)
         way.set_defaults(run=module.run)
-    args = parser.parse_args()
+    return root
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers, mounts and files go as at any other end
+    args = parser().parse_args()
     if args.directory is not None:
         args.directory.mkdir(parents=True, exist_ok=True)
         os.environ["TMPDIR"] = str(args.directory.resolve())

@@ -41,8 +41,6 @@ DOCUMENTED = {
     "observe_metrics",
     "register_type",
 }
-MODULES = {"events"}
-"""Public modules that documents import from the package."""
 TORCH_FREE = (
     "lazysnap",
     "lazysnap.memory.arena",
@@ -116,32 +114,6 @@ def test_importing_it_imports_neither_torch_nor_numpy_nor_lightning(module):
 def test_the_changelog_begins_with_this_version():
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert versions[0] == lazysnap.__version__
-
-
-def python_blocks() -> list[tuple[str, str]]:
-    blocks = []
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", path.read_text(), flags=re.M | re.S)):
-            blocks.append((f"{path.name}-{number}", code))
-    return blocks
-
-
-@pytest.mark.parametrize(("where", "code"), python_blocks(), ids=lambda value: value[:20])
-def test_code_in_the_documents_compiles_and_imports_only_what_is_there(where, code):
-    compile(code, where, "exec")
-    for names in re.findall(r"^from lazysnap import (.+)$", code, flags=re.M):
-        assert {name.strip() for name in names.split(",")} <= DOCUMENTED | MODULES
-
-
-def test_the_settings_block_of_the_documents_runs():
-    block = next(code for _, code in python_blocks() if "SnapshotConfig(" in code and "callback =" in code)
-    exec(compile(block.split("callback =")[0].replace("LazySnapshotCallback, ", ""), "docs/levels.md", "exec"), {})
-
-
-def test_links_between_the_documents_lead_somewhere():
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for target in re.findall(r"\]\((?!https?://)([^)#]+)[^)]*\)", path.read_text()):
-            assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
 def test_every_guarantee_names_a_test_that_is_there():

@@ -15,7 +15,7 @@ from rich.table import Table
 from lazysnap import events
 from lazysnap.cli import sizes
 from lazysnap.cli.measured import LEAST_STEPS, Measured, measure
-from lazysnap.cli.output import Output, count_of
+from lazysnap.cli.output import Output, count_of, percent
 from lazysnap.config import Mirror, Redundancy, ReedSolomon, SnapshotConfig, Xor, redundancy_for
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
@@ -309,7 +309,7 @@ def _screen(seen: Measured | None, facts: Facts, advice: dict[str, Any], output:
         yield output.cell(f"run {seen.run_id[:8]}, {ranks}: {count_of(seen.steps, 'step')} seen", "bold")
     yield output.cell(
         f"a failure every {duration(advice['mtbf_s'])} ({facts.rate_text}); "
-        f"{facts.node_share:.0%} of them lose the memory of a node"
+        f"{percent(facts.node_share)} of them lose the memory of a node"
     )
     yield from ("", _levels(facts, advice, output))
     if facts.nodes > 1:
@@ -317,14 +317,14 @@ def _screen(seen: Measured | None, facts: Facts, advice: dict[str, Any], output:
     if advice["goodput"] is not None:
         yield ""
         lost = f"{advice['steps_lost_per_week']:,.0f} of {advice['steps_per_week']:,.0f} steps a week are lost"
-        yield output.cell(f"expected goodput {advice['goodput']:.2%}: {lost}", "bold")
+        yield output.cell(f"expected goodput {percent(advice['goodput'], 2)}: {lost}", "bold")
         if advice["young_goodput"] > advice["goodput"] + _WORTH_TELLING:
             rare, share = advice["young_n_steps"], advice["young_goodput"]
             yield output.cell(
-                f"captures every {rare:,} steps, as Young says, would give {share:.2%}, and lose more steps"
+                f"captures every {rare:,} steps, as Young says, would give {percent(share, 2)}, and lose more steps"
             )
     if "blocking_goodput" in advice:
-        blocking = f"{advice['blocking_goodput']:.2%} every {duration(advice['blocking_every_s']['daly'])}"
+        blocking = f"{percent(advice['blocking_goodput'], 2)} every {duration(advice['blocking_every_s']['daly'])}"
         yield output.cell(f"with checkpoints that stop training while they are stored, at Daly's interval: {blocking}")
     yield ""
 
@@ -336,7 +336,7 @@ def _levels(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
     lost = {name: duration(seconds) for name, seconds in advice.get("lost_per_failure_s", {}).items()}
     n, now = advice["every_n_steps"], advice["every_n_steps_now"]
     steps = ("step" if n == 1 else f"{n} steps") + ("" if now in (None, n) else f" (now {now})")
-    costs = f"{advice['overhead']:.2%}" if "overhead" in advice else ""
+    costs = percent(advice["overhead"], 2) if "overhead" in advice else ""
     classics = map(duration, (advice["young_s"], advice["daly_s"])) if facts.stall_s else ("", "")
     table.add_row("memory", steps, costs, lost.get("process", ""), *classics)
     if facts.redundancy is not None:
@@ -363,7 +363,7 @@ def _redundancies(facts: Facts, advice: dict[str, Any], output: Output) -> Table
         survives = [f"{math.floor(1e4 * kind['survives'][lost]) / 100:g} %" for lost in losses]
         every_s = kind["storage_needed_every_s"]
         needed = "never" if every_s is None or every_s > 1000 * 365 * _DAY_S else f"every {_long(every_s)}"
-        table.add_row(name, *survives, f"{kind['parity_of_state']:.0%} of state, twice", needed)
+        table.add_row(name, *survives, f"{percent(kind['parity_of_state'])} of state, twice", needed)
     return table
 
 

@@ -48,6 +48,11 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """Return a share as text such as ``78 %``."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def fields_of(found: Found) -> dict[str, Any]:
     """Return the fields of a snapshot in a JSON result."""
     return {

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from lazysnap.cli.goodput import CLASSES, MEMORY, OTHER_NODES, Account, Interruption, account
 from lazysnap.cli.history import GOODBYE, levels_of, ranks_in, value_at
-from lazysnap.cli.output import Output, count_of, when
+from lazysnap.cli.output import Output, count_of, percent, when
 from lazysnap.cli.stores import open_existing
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError, LevelUnavailable, SnapshotNotFound
@@ -138,7 +138,7 @@ def heading(report: Report) -> Iterator[str]:
         ended = f"its end was not seen, the newest line is {duration(age_s)} old" if age_s > _SILENT_S else "still runs"
     yield f"{when(run.began * 1000)} to {when(run.ended * 1000)}: {length(run.wall)}; {ended}"
     counts = f"{length(classes['productive'])} of {length(run.wall)} trained steps that count"
-    yield f"goodput {100 * run.goodput:.1f} %: {counts}"
+    yield f"goodput {percent(run.goodput, 1)}: {counts}"
     rank = run.starts[0].name.rank
     if rank:
         yield f"the file of rank 0 is not here: this is the time of rank {rank}"
@@ -151,7 +151,7 @@ def tables(report: Report) -> Iterator[Rows]:
     for name in CLASSES:
         share = classes[name] / max(1, run.wall)
         bar = "█" * round(_WIDTH * share)
-        rows.append((LABELS[name], length(classes[name]), f"{100 * share:.1f} %", parts(run.phases(name)) or bar))
+        rows.append((LABELS[name], length(classes[name]), percent(share, 1), parts(run.phases(name)) or bar))
     rows.append(("wall time", length(run.wall), "100.0 %", ""))
     yield Rows("where the time went", ("", "time>", "share>", ""), rows)
     if run.interruptions:
@@ -226,7 +226,7 @@ def _places(report: Report) -> Iterator[Sequence[str]]:
         columns = ("none" if newest is None else str(newest), "" if now is None else str(now), mean, most)
         yield place, *columns, _spark([one["behind"][place] for one in bins])
     waited = [one["waited"] for one in bins]
-    yield "waiting for copies", "", "", "", f"{100 * max(waited):.0f} %", _spark(waited)
+    yield "waiting for copies", "", "", "", percent(max(waited)), _spark(waited)
 
 
 def _levels(report: Report) -> Iterator[Sequence[str]]:

@@ -1,0 +1,339 @@
+"""What the pages of the documentation take for granted: the reader's own model, data and loop.
+
+As a program it runs one block of a page in the directory that is named: ``document_preludes.py DIRECTORY KEY``. Before
+the block it runs the prelude of that block up to its ``yield``, which gives the block names of the reader's own: what a
+block needs of a package, it imports. The rest of the prelude runs after the block, and uses what the block made.
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from support.documents import all_blocks
+from support.waiting import until
+
+NAN_AT = 5
+"""The batch whose loss is not a number, in the preludes for going back."""
+
+
+class Progress:
+    """An object with a counter of epochs."""
+
+    epoch = 0
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def nothing():
+    """No names at all."""
+    yield {}
+
+
+def plain(batches=10):
+    """A plain loop: model, optimizer, dataset, loader."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
+    names = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "dataset": torch.randn(16 * batches, 8),
+    }
+    names["loader"] = torch.utils.data.DataLoader(names["dataset"], batch_size=16, shuffle=True)
+
+    def train(batch=names["dataset"][:16]):
+        loss_of(names["model"], batch).backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+
+    names |= {"train": train, "loss_of": loss_of}
+    yield names
+
+
+def _model_and_data(nan_at=0, batches=10):
+    import lightning as L
+
+    class Model(L.LightningModule):
+        seen = 0
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch, batch_idx):
+            self.seen += 1
+            return loss_of(self.layer, batch) * (float("nan") if self.seen == nan_at else 1)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", loss_of(self.layer, batch))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.randn(16 * batches, 8), batch_size=16, shuffle=True)
+
+        def val_dataloader(self):
+            return torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=16)
+
+    L.seed_everything(7, verbose=False)
+    return {"model": Model(), "data": Data()}
+
+
+def lightning(batches=10):
+    """Lightning: a module and a data module."""
+    yield _model_and_data(batches=batches)
+
+
+def lightning_callback():
+    """A block that ends with a callback: it is given to a trainer."""
+    import lightning as L
+
+    import lazysnap
+
+    names = {}
+    yield names
+    lazy = lazysnap.LazySnapshotCallback("runs/a")
+    trainer = L.Trainer(callbacks=[lazy, names["KeepBest"](lazy)], max_epochs=3)
+    trainer.fit(**_named(_model_and_data()))
+    assert any("best-" in name for path in Path("runs/a").rglob("keep-*") for name in [path.name])
+
+
+def lightning_nan():
+    """A block that ends with a trainer: one loss of its training is not a number."""
+    names = {}
+    yield names
+    trainer = names["trainer"]
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(**_named(_model_and_data(nan_at=NAN_AT)))
+    assert trainer.global_step == 9, trainer.global_step
+
+
+def _named(names):
+    return {"model": names["model"], "datamodule": names["data"]}
+
+
+def accelerate(batches=10):
+    """Accelerate: what a plain loop has, a schedule and an object that counts epochs."""
+    names = next(plain(batches))
+    scheduler = torch.optim.lr_scheduler.LinearLR(names["optimizer"], total_iters=100)
+
+    def train(batch):
+        names["accelerator"].backward(loss_of(names["model"], batch))
+        names["optimizer"].step()
+        names["scheduler"].step()
+        names["optimizer"].zero_grad()
+
+    names |= {"scheduler": scheduler, "progress": Progress(), "train": train}
+    names["resume"] = Path("runs/a/step-500").exists()
+    yield names
+
+
+def accelerate_framework():
+    """A framework that made an accelerator; it trains after the block."""
+    from accelerate import Accelerator
+
+    names = next(plain(batches=40))
+    accelerator = Accelerator(project_dir="runs/a")
+    model, optimizer, loader = accelerator.prepare(names["model"], names["optimizer"], names["loader"])
+    yield {"framework": SimpleNamespace(accelerator=accelerator)}
+    _accelerated_epoch(accelerator, model, optimizer, loader)
+
+
+def accelerate_nan():
+    """A block that ends with an accelerator: one loss of its training is not a number."""
+    names = next(plain())
+    yield names
+    parts = names["accelerator"].prepare(names["model"], names["optimizer"], names["loader"])
+    _accelerated_epoch(names["accelerator"], *parts, nan_at=NAN_AT)
+    assert all(parameter.isfinite().all() for parameter in parts[0].parameters())
+
+
+def _accelerated_epoch(accelerator, model, optimizer, loader, nan_at=0):
+    for number, batch in enumerate(loader, start=1):
+        accelerator.backward(loss_of(model, batch) * (float("nan") if number == nan_at else 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def transformers():
+    """The Trainer of Transformers: a tiny GPT-2 and texts of one line."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(7)
+    size = {"vocab_size": 50, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    ids = torch.randint(0, 50, (160, 8))
+    dataset = [{"input_ids": row, "labels": row} for row in ids]
+    yield {"model": GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **size)), "dataset": dataset}
+
+
+def transformers_stopped():
+    """The same, where a training wrote a checkpoint before."""
+    from transformers import Trainer, TrainingArguments
+
+    names = next(transformers())
+    arguments = TrainingArguments("runs/a", save_strategy="steps", save_steps=5, max_steps=5)
+    Trainer(names["model"], arguments, train_dataset=names["dataset"]).train()
+    yield names
+
+
+def dcp():
+    """Where torch.distributed.checkpoint has written a step."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    names = next(plain())
+    names["train"]()
+    model, optimizer = get_state_dict(names["model"], names["optimizer"])
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id="runs/a/step-500")
+    yield names
+    names["future"].result()
+    assert Path("runs/a/step-1000/.metadata").exists()
+
+
+def pretrained():
+    """Where another tool wrote weights."""
+    names = next(plain())
+    weights = {name: torch.full_like(value, 0.5) for name, value in names["model"].state_dict().items()}
+    torch.save(weights, "pretrained.pt")
+    yield names
+    assert all(bool((parameter == 0.5).all()) for parameter in names["model"].parameters())
+
+
+def rollback_loop():
+    """A plain loop under an engine; one loss is not a number."""
+    from lazysnap import ResumableLoader, SnapshotEngine
+
+    names = next(plain())
+    seen = []
+
+    def train_on(batch):
+        seen.append(batch)
+        loss = loss_of(names["model"], batch) * (float("nan") if len(seen) == NAN_AT else 1)
+        loss.backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+        return loss.detach()
+
+    names["loader"] = ResumableLoader(names["loader"])
+    state = {name: names[name] for name in ("model", "optimizer", "loader")}
+    with SnapshotEngine("runs/a", state) as engine:
+        names |= {"engine": engine, "train_on": train_on}
+        yield names
+        assert (engine.step, len(seen)) == (9, 10), engine.step
+
+
+def trained(url="runs/lazysnap", kind=plain):
+    """A run whose snapshots are there, of ten steps."""
+    from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+
+    names = next(kind())
+    if "optimizer" not in names:
+        names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
+    config = SnapshotConfig(levels=(PersistentLevel(url, every_n_steps=5),))
+    with SnapshotEngine(config, {"model": names["model"], "optimizer": names["optimizer"]}) as engine:
+        for _ in range(10):
+            for parameter in names["model"].parameters():
+                parameter.grad = torch.ones_like(parameter)
+            names["optimizer"].step()
+            engine.boundary()
+        engine.wait(until="durable", timeout_s=60)
+    yield names
+
+
+def trained_transformer():
+    """A run of a model of Transformers."""
+    yield next(trained(kind=transformers))
+    assert {path.name for path in Path("model").iterdir()} >= {"config.json", "model.safetensors"}
+
+
+def exported(to):
+    """The same run, exported."""
+    import lazysnap
+
+    names = next(trained())
+    lazysnap.export("runs/lazysnap", "latest", to=to)
+    yield names
+
+
+def on_s3():
+    """A run whose first level is a bucket, and whose keeper has written what happened."""
+    from lazysnap import events
+
+    names = next(trained("s3://bucket/run"))
+    until(lambda: events.read("s3://bucket/run"))
+    yield names
+    assert names["event"] == names["file"].events[-1]
+
+
+def torchft():
+    """Stand-ins for torchft: a manager that commits each step, and the optimizer around which it is wrapped."""
+    from lazysnap import SnapshotEngine
+
+    names = next(plain())
+    names["train"]()
+    manager = SimpleNamespace(current_step=lambda: 1)
+    with SnapshotEngine("runs/a", {"model": names["model"], "optimizer": names["optimizer"]}) as engine:
+        names |= {"manager": manager, "engine": engine}
+        yield names
+        assert engine.step == 1
+
+
+PRELUDES = {
+    "README.md#lazysnap": lightning,
+    "cli.md#export": trained_transformer,
+    "cli.md#safetensors": lambda: exported("model.safetensors"),
+    "cli.md#dcp": lambda: exported("DIRECTORY/"),
+    "coming-from.md#modelcheckpoint-of-lightning": lambda: lightning(batches=60),
+    "coming-from.md#modelcheckpoint-of-lightning-2": lightning,
+    "coming-from.md#modelcheckpoint-of-lightning-3": lightning_callback,
+    "coming-from.md#save_state-of-accelerate": lambda: accelerate(batches=501),
+    "coming-from.md#save_state-of-accelerate-2": accelerate,
+    "coming-from.md#the-trainer-of-transformers-and-trl": transformers_stopped,
+    "coming-from.md#the-trainer-of-transformers-and-trl-2": transformers,
+    "coming-from.md#torchdistributedcheckpoint": dcp,
+    "coming-from.md#torchdistributedcheckpoint-2": plain,
+    "coming-from.md#torchft": torchft,
+    "coming-from.md#weights-that-you-have": pretrained,
+    "doors.md#lightning": lightning,
+    "doors.md#accelerate": accelerate,
+    "doors.md#attach-an-accelerator-that-somebody-else-made": accelerate_framework,
+    "doors.md#the-trainer-of-transformers": transformers,
+    "doors.md#fabric": plain,
+    "doors.md#plain-loop": plain,
+    "events.md#events-what-happened-in-a-run": on_s3,
+    "index.md#start-in-five-minutes": lightning,
+    "rollback.md#lightning": lightning_nan,
+    "rollback.md#accelerate": accelerate_nan,
+    "rollback.md#plain-loops": rollback_loop,
+}
+"""Of the blocks that do not run by themselves."""
+
+
+def run(key):
+    [block] = [block for block in all_blocks("python") if block.key == key]
+    with contextlib.closing(PRELUDES.get(key, nothing)()) as prelude:
+        names = next(prelude)
+        names["__name__"] = "__main__"
+        exec(compile(block.code, key, "exec"), names)
+        next(prelude, None)
+
+
+if __name__ == "__main__":
+    sys.executable = os.environ.get("PYTHON_OF_RANKS", sys.executable)
+    os.makedirs(sys.argv[1], exist_ok=True)
+    os.chdir(sys.argv[1])
+    run(sys.argv[2])
