@@ -27,7 +27,7 @@ from torch.distributed.run import get_args_parser
 from benchmarks.__main__ import parser as benchmarks_parser
 from lazysnap.cli.commands import parser
 
-pytestmark = [pytest.mark.xdist_group("documents"), pytest.mark.sampled("documents")]
+pytestmark = pytest.mark.xdist_group("documents")
 BLOCKS = all_blocks("python")
 LINES = dict.fromkeys(line for _, line in command_lines())
 SYNOPSIS = next(block for block in all_blocks("") if block.key == "cli.md#the-command-line").code.splitlines()
@@ -94,6 +94,7 @@ def start(programs, tmp_path):
     return start
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_in_an_empty_directory_and_resumes_if_it_says_so(start, block, request):
     environment = request.getfixturevalue("bucket") if "s3://bucket" in block.code and "read" in block.code else {}
@@ -106,6 +107,46 @@ def test_a_block_runs_in_an_empty_directory_and_resumes_if_it_says_so(start, blo
 
     assert status == 0, said
     assert bool(re.search(r"^lazysnap: resumed step \d+ of run .* from memory", said, re.M)) == bool(resumes), said
+
+
+def shape(text):
+    """Return a text without its numbers, units, ids and places."""
+    text = re.sub(r"(?<![\w.])(/|runs/)[\w./-]+", "PLACE", " ".join(text.split()))
+    text = re.sub(r"\b[0-9a-f]{8}\b", "ID", text)
+    return re.sub(r"\d[\d.,]*( (ms|s|min|[kMG]?B)\b)?", "N", text).replace("steps", "step")
+
+
+def heads(text):
+    """Return the heads of all columns of all tables in a text."""
+    lines = text.splitlines()
+    return {
+        head for line, rule in pairwise(lines) if rule.startswith("──") for head in re.split(r" {2,}", line.strip())
+    }
+
+
+@pytest.mark.sampled
+def test_what_pages_quote_is_what_is_said_today(start, programs, tmp_path):
+    quoted = {block.key: block.code for block in all_blocks("text")}
+    [block] = [block for block in BLOCKS if block.key == "README.md#lazysnap"]
+    place, output = str(tmp_path / "empty"), tmp_path / "said"
+
+    def call(*words):
+        assert programs.run(["-c", CALL, place, *words], {"COLUMNS": "200"}, output) == 0, output.read_text()
+        return output.read_text()
+
+    assert start(block, LAZYSNAP_FAULT=KILLED_AT)[0] == -signal.SIGKILL
+    status = call("status", f"{place}/lazysnap")
+    _, said = start(block)
+    until(lambda: "ended well" in call("report", "lazysnap"))
+
+    texts = quoted.pop("README.md#lazysnap") + quoted.pop("operations.md#memory-to-plan")
+    for part in filter(None, re.split(r";|lazysnap: ", texts)):
+        assert shape(part) in shape(said), f"{part} is not in {said}"
+    tables = {"operations.md#what-would-survive-now": status, "report.md#what-a-run-cost": output.read_text()}
+    for key, real in tables.items():
+        missing = heads(quoted.pop(key)) - heads(real)
+        assert not missing, f"{key}: {missing} in none of {real}"
+    assert not quoted, "a quoted text that nothing compares"
 
 
 def test_each_prelude_belongs_to_a_block():
@@ -132,6 +173,7 @@ def trained(programs, tmp_path_factory):
     return place
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("line", [line for line in sorted({*CALLS, *CONCRETE}) if not line.startswith(tuple(NOT_RUN))])
 def test_a_command_line_does_what_the_page_says_beside_a_small_run(line, programs, start, trained, tmp_path, request):
     there = tmp_path / "there"

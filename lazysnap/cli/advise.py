@@ -202,7 +202,7 @@ def _lacks(seen: Measured | None, facts: Facts) -> list[str]:
         )
     if seen is not None and seen.failures < _LEAST_FAILURES and "as this run" not in facts.rate_text:
         seen_text = f"{count_of(seen.failures, 'restart')} in {duration(seen.trained_s)}"
-        found.append(f"{seen_text} are too few for a rate of failures: the one above is not of this run (--mtbf 3h)")
+        found.append(f"{seen_text}: too few for a rate of failures: the one above is not of this run (--mtbf 3h)")
     return found
 
 

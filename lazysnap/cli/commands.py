@@ -74,7 +74,7 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     _add_keeper(commands.add_parser("keeper", parents=[common], help="run a keeper for a job, ahead of it (a sidecar)"))
     _add_stop(commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left"))
     _add_status(commands.add_parser("status", parents=[common], help="the jobs of this node, what would survive now"))
-    metrics = commands.add_parser("metrics", parents=[common], help="the same as figures for Prometheus")
+    metrics = commands.add_parser("metrics", parents=[common], help="what status shows, as figures for Prometheus")
     _add_metrics(metrics)
     _add_report(commands.add_parser("report", parents=[common], help="goodput of a run, the cost of each interruption"))
     _add_timeline(commands.add_parser("timeline", parents=[common], help="a run as a trace for Perfetto"))

@@ -115,7 +115,9 @@ class KeeperEvents:
         if level == next(iter(self._due), None):
             self.first_level_has.update(steps)
         for step in steps:
-            before = statistics.last_durable_step.get(level, self._from_step)
-            if step > before:
+            last = statistics.last_durable_step.get(level)
+            before = self._from_step if last is None else last
+            # A rollback captures the step that it went back to.
+            if step > before or (last is None and step == before):
                 statistics.dropped[level] += max(0, (step - 1) // every - before // every)
                 statistics.last_durable_step[level] = step

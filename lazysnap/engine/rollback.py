@@ -122,9 +122,9 @@ class Rollbacks:
             snapshot = fetch_back(restart, is_wanted, flaw)
             if snapshot is not None:
                 return snapshot
-        where = places(level.url for level in levels)
+        where, age = places(level.url for level in levels), f"{steps} step{'s' * (steps != 1)}"
         raise SnapshotNotFound(
-            f"rollback: this training has no usable snapshot that is {steps} steps older than step {self._from_step}, "
+            f"rollback: this training has no usable snapshot that is {age} older than step {self._from_step}, "
             f"which is in progress, {where} (every_n_steps is {self._parts.config.every_n_steps}). There is none "
             "right after a fresh start, or if memory was lost before storage had one. Nothing was changed; a restart "
             'with "latest" takes what storage has'

@@ -129,6 +129,19 @@ def test_storage_gets_the_state_that_was_gone_back_to(job, tmp_path):
     assert (newest.step, newest.run_id) == (5, training.engine._recorder.meta.run_id)
 
 
+def test_a_training_that_ends_where_it_went_back_to_is_durable_and_says_so(job, tmp_path, caplog):
+    training = job.start(tmp_path)
+    captured(training, 1, 5)
+
+    with caplog.at_level("INFO", "lazysnap"):
+        assert training.engine.rollback(steps=2).step == 4
+        assert training.engine.close()
+
+    assert list(training.engine.statistics().last_durable_step.values()) == [4]
+    assert "NOT DURABLE" not in caplog.text
+    assert "(newest: step 4)" in caplog.text
+
+
 def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
     """A rollback to the last boundary leaves no run behind on storage."""
     training = job.start(tmp_path)
