@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -64,6 +65,33 @@ rank = os.environ""",
     1,
 )
 
+MEETING = """
+import os, signal, socket, sys
+def processes(name):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try: stat = open(f"/proc/{pid}/stat").read()
+        except OSError: continue
+        state, parent, *_ = stat.rpartition(")")[2].split()
+        if parent == str(os.getppid()) and name in stat and pid != str(os.getpid()): found.append(state)
+    return found
+is_warm = "wave" in sys.modules
+if is_warm and os.environ["RANK"] == "1":
+    with socket.socket() as connection:
+        if connection.connect_ex(("127.0.0.1", int(os.environ["MASTER_PORT"]))): sys.exit(1)
+    open("met", "w").close()
+import wave
+if not is_warm:
+    sys.modules["_lazysnap_warm"].record()
+    while not processes("lazysnap-warm"): pass
+    if os.environ["RANK"] == "1": os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+if os.environ["RANK"] == "0":
+    while "S" not in processes("(python"): pass  # the other rank was forked, and waits
+    with socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"]))) as server: server.accept()
+"""
+"""Rank 1 looks once for the store of rank 0, which listens only once rank 1 waits."""
+
 
 def seen(place, count=3):
     """What the ranks saw at each start."""
@@ -121,6 +149,18 @@ def test_a_signal_to_the_group_of_a_worker_ends_its_program(place, launcher, num
     os.killpg(clients[0].pid, number)
     assert process.wait(60) == 1
     assert not {one.pid for one in place.processes()} & set(programs)
+    place.wait_until_gone()
+
+
+def test_a_warm_rank_begins_when_rank_0_listens(place):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "GROUP_RANK": "0", "MASTER_PORT": str(port)}
+    words = [LAZYSNAP, "worker", "--", sys.executable, place.write("meeting.py", MEETING)]
+    # A busy machine may let the time pass in which a rank waits.
+    code, _, err = place.run(sys.executable, place.write("launcher.py", LAUNCHER), "2", "9", *words)
+    assert code == 0, err
+    assert (place.directory / "met").exists()
     place.wait_until_gone()
 
 

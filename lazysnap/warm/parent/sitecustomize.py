@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import warnings
 from types import ModuleType
 from typing import Any, NoReturn
@@ -32,6 +33,8 @@ _MOST_FAILURES = 8
 _IMPORT_S = int(os.environ.get("LAZYSNAP_WARM_IMPORT_S", "300"))
 """Seconds that the import of one module may take: clients wait meanwhile."""
 _LOOK_S = 0.5
+_STORE_S = 0.5
+"""The longest time that a rank waits for the store of rank 0. A rank that finds none tries again after 0.25 to 0.75 s."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -281,6 +284,27 @@ class _Parent:
             process.authkey = os.urandom(32)
         program = os.getpid()
         atexit.register(lambda: record() if os.getpid() == program else None)
+        if self.is_second:  # else rank 0 is busy with its imports, and so is this rank
+            _wait_for_store(request["environ"])
+
+
+def _wait_for_store(environ: dict[str, str]) -> None:
+    """Wait until rank 0, on this node, listens for the other ranks: they start within milliseconds of each other."""
+    ours = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False" and environ.get("GROUP_RANK") == "0"
+    if not ours or environ.get("RANK") == "0":
+        return
+    deadline = time.monotonic() + _STORE_S
+    while not _is_listened_to(int(environ["MASTER_PORT"])) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _is_listened_to(port: int) -> bool:
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in _lines(path)[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                return True
+    return False
 
 
 def _received(connection: socket.socket, size: int) -> bytes:
