@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import gc
 import io
 import json
 import os
@@ -187,6 +188,9 @@ class _Parent:
                 os._exit(_UNFIT)
             os.ftruncate(self.importing, 0)
         signal.signal(signal.SIGALRM, on_alarm)
+        # A collection in a program passes over what was imported: it would copy all pages that parent and program share.
+        gc.collect()
+        gc.freeze()
 
     # ---------------------------------------------------------------- a start
 
