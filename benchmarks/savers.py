@@ -1,9 +1,11 @@
 """The methods that ``stall`` compares, each in a worker: it trains, saves its own way, and clocks every step."""
 
 import contextlib
+import gc
 import os
 import re
 import statistics
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,6 +40,8 @@ class Recorder:
         self.steps: list[Counter[str]] = []
         """Seconds: ``boundary`` (the save call), ``waited`` in it for the save before, ``gate``, and the ``step``."""
         self._count, self._mark = -WARM_UP - self._base, self._now()
+        self._collected_s = 0.0
+        gc.callbacks.append(self._collecting)
 
     def _now(self) -> float:
         if self._is_cuda:
@@ -47,11 +51,17 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time that belongs to the last save."""
-        started, worked = time.perf_counter(), time.thread_time()
+        started, worked, collected_s = time.perf_counter(), time.thread_time(), self._collected_s
         yield
         if self.steps:
             self.steps[-1][name] += time.perf_counter() - started
             self.steps[-1][f"{name} cpu"] += time.thread_time() - worked
+            self.steps[-1][f"{name} collected"] += self._collected_s - collected_s
+
+    def _collecting(self, phase: str, info: Line) -> None:
+        """Time of Python's garbage collector on the training thread: whoever makes the next object waits for it."""
+        if threading.current_thread() is threading.main_thread():
+            self._collected_s += time.perf_counter() * (1 if phase == "stop" else -1)
 
     def step_done(self, save: Callable[[int], bool]) -> None:
         """At the end of each step. ``save`` gets its number and says whether a snapshot was taken.
@@ -89,6 +99,8 @@ class Recorder:
             "boundary_ms": ms("boundary"),
             "longest_boundary_ms": 1e3 * max(step["boundary"] for step in self.steps[1:]),
             "longest_boundary_cpu_ms": 1e3 * max(step["boundary cpu"] for step in self.steps[1:]),
+            "longest_boundary_own_ms": 1e3
+            * max(step["boundary cpu"] - step["boundary collected"] for step in self.steps[1:]),
             "gate_ms": ms("gate"),
             "blocked_ms": ms("boundary", "gate"),
             "waited_ms": ms("waited"),
