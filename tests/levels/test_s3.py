@@ -65,7 +65,7 @@ def test_an_object_of_a_block_or_more_is_sent_in_parts(s3_proxy, s3_server, s3_u
 def test_an_object_of_too_many_blocks_is_sent_in_larger_parts(s3_proxy, s3_server, s3_url, monkeypatch):
     storage = through(s3_proxy, s3_server, s3_url)
     monkeypatch.setattr(fsspec_storage, "MAX_PARTS", 2)
-    data = pattern(40_000_000)
+    data = pattern(2 * BLOCK_BYTES + 1)
     upload(storage, data)
 
     assert operations(s3_proxy).count("part") == 2
