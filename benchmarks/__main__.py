@@ -17,7 +17,20 @@ from pathlib import Path
 from benchmarks.report import Report
 from benchmarks.workers import HERE, ROOT
 
-NAMES = "stall levels restore restart data parity scale gpu failures events scoreboard compare".split()
+NAMES = [
+    "stall",
+    "levels",
+    "restore",
+    "restart",
+    "data",
+    "parity",
+    "scale",
+    "gpu",
+    "failures",
+    "events",
+    "scoreboard",
+    "compare",
+]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
         try:
             module = importlib.import_module(f"benchmarks.{name}")
         except ImportError:
-            if ROOT == HERE.parent:
+            if HERE.parent == ROOT:
                 raise
             continue  # what it measures is not in the older package, beside which ``compare`` runs the others
         way = ways.add_parser(name, help=module.__doc__, description=module.__doc__, formatter_class=shape)
