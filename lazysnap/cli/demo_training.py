@@ -74,13 +74,13 @@ def main() -> None:
     loader = ResumableLoader(torch.utils.data.DataLoader(windows, _BATCH, shuffle=True, drop_last=True))  # type: ignore[arg-type]
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
     with contextlib.ExitStack() as stack:
-        engine, step = None, 0
+        engine, step, source = None, 0, "nothing"
         if args.directory is not None:
             config = SnapshotConfig(levels=(PersistentLevel(args.directory, every_n_steps=args.persist_every_n_steps),))
             engine = stack.enter_context(SnapshotEngine(config, state))
-            engine.restore("latest")
-            step = engine.step
-        print(f"starting at step {step}", flush=True)  # noqa: T201
+            snapshot = engine.restore("latest")
+            step, source = engine.step, "nothing" if snapshot is None else snapshot.level
+        print(f"starting at step {step} from {source}", flush=True)  # noqa: T201
         while step < args.max_steps:
             for batch in loader:
                 loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
