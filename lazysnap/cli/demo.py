@@ -34,12 +34,10 @@ def _program(max_steps: int, *options: str) -> Program:
 
 def _follow(training: Training, is_met: Callable[[], bool] = lambda: False) -> None:
     """Block until ``is_met``, or the training ended. Raises: DemoFailed, if it hangs."""
-    steps = training.starts[-1].steps
-    while training.code is None and not is_met():
-        seen = len(steps)
-        has_moved = training.wait(lambda: is_met() or len(steps) > seen, time.monotonic() + _SILENCE_S)
-        if not has_moved and training.code is None:
-            raise DemoFailed(f"the training printed nothing for {_SILENCE_S:.0f} s")
+    times_s, began_s = training.starts[-1].times_s, time.monotonic()
+    while not training.wait(is_met, time.monotonic() + 1.0) and training.code is None:
+        if time.monotonic() - max([began_s, *times_s[-1:]]) > _SILENCE_S:
+            raise DemoFailed(f"the training printed no step for {_SILENCE_S:.0f} s")
 
 
 def _train_to_end(training: Training) -> str:
@@ -47,7 +45,7 @@ def _train_to_end(training: Training) -> str:
     training.start()
     _follow(training)
     _check_ended(training, 0)
-    return _DONE.findall(training.log.read_text())[-1]
+    return str(_DONE.findall(training.log.read_text())[-1])
 
 
 def _train_and_kill(training: Training, at: int, late_s: float, *, with_keeper: bool) -> float:
