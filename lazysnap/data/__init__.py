@@ -1,7 +1,6 @@
 """Positions of data loaders and states of random generators, and how a restart reaches them again."""
 
-from lazysnap.data.other_loader import with_position
 from lazysnap.data.position import Position, make_resumable
-from lazysnap.data.resumable import ResumableLoader
+from lazysnap.data.resumable import ResumableLoader, with_position
 
 __all__ = ["Position", "ResumableLoader", "make_resumable", "with_position"]

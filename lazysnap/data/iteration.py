@@ -36,8 +36,19 @@ logger = logging.getLogger(__name__)
 
 NOT_RECORDED = ("given", "now", "own", "mark", "share", "at_end", "was_left")
 """Fields of a position that are not noted when its iteration begins."""
-_END = object()
 _SAID_AFTER_S = 1.0
+_NO_ORDER = (
+    "%s: with in_order=False the order of the batches depends on the speed of the workers: a restart trains some "
+    "samples twice, and leaves others out; set in_order=True"
+)
+_HIDES_EPOCH = (
+    "%s keeps its epoch in shared memory, which no snapshot holds: a restart after the first epoch reads other data; "
+    "use streaming.StreamingDataLoader, which saves its position"
+)
+_FORGETS_ORDER = (
+    "%s of litdata with workers forgets a shuffled order at the second restart within an epoch: batches that are left "
+    "of this epoch may be others than without a restart; num_workers=0 is exact"
+)
 _clock = itertools.count(1)
 
 
@@ -163,7 +174,7 @@ class Iteration:
         course.is_read_again = at < given
         if forgets_order(self._base):
             if course.recorded.get("landed"):
-                position.note_forgotten_order(self._base)
+                position.warn_once(_FORGETS_ORDER, self._base)
             course.recorded["landed"] = True
         passes = course.passes
         self._start(state.get("own"))
@@ -205,9 +216,9 @@ class Iteration:
         has_ended = course.mark.get("has_ended", False)
         self._follows = self._can_follow and not self._has_own and not has_ended and follow(course)
         if course.workers and not getattr(base, "in_order", True):
-            position.note_disorder()
+            position.warn_once(_NO_ORDER, base)
         if not self._has_own and hides_epoch(dataset := getattr(base, "dataset", None)):
-            position.note_hidden_epoch(dataset)
+            position.warn_once(_HIDES_EPOCH, dataset)
         if getattr(held(base).get("_get_iterator"), "__func__", None) is Iteration._late_iterator:
             del base._get_iterator  # of an iteration that was restored, and left before its first batch
         keep_streams([base] if self._has_own else [])

@@ -248,43 +248,11 @@ class Position:
                 what,
             )
 
-    def note_kept(self) -> None:
-        """The collate function keeps something from one batch to the next: warn, once."""
-        self._warn_once(
-            "%s: its collate_fn keeps something from one batch to the next, which no snapshot holds: a restart reads "
-            "the epoch again from its start, and what was kept from the epoch before is lost. Give it state_dict() and "
-            "load_state_dict(), or pack in the dataset",
-            type(self._loaders[-1]).__name__,
-        )
-
-    def note_disorder(self) -> None:
-        """The workers' batches come in the order in which they are ready: warn, once."""
-        self._warn_once(
-            "%s: with in_order=False the order of the batches depends on the speed of the workers: a restart trains "
-            "some samples twice, and leaves others out; set in_order=True",
-            type(self._loaders[-1]).__name__,
-        )
-
-    def note_hidden_epoch(self, dataset: Any) -> None:
-        """The dataset's epoch is where no snapshot sees it: warn, once."""
-        self._warn_once(
-            "%s keeps its epoch in shared memory, which no snapshot holds: a restart after the first epoch reads other "
-            "data; use streaming.StreamingDataLoader, which saves its position",
-            type(dataset).__name__,
-        )
-
-    def note_forgotten_order(self, loader: Any) -> None:
-        """The loader went on twice within this epoch: warn, once."""
-        self._warn_once(
-            "%s of litdata with workers forgets a shuffled order at the second restart within an epoch: batches that "
-            "are left of this epoch may be others than without a restart; num_workers=0 is exact",
-            type(loader).__name__,
-        )
-
-    def _warn_once(self, text: str, name: str) -> None:
+    def warn_once(self, text: str, of: object) -> None:
+        """Log a text about the class of ``of``, unless it was logged before."""
         if text not in self._warned:
             self._warned.add(text)
-            logger.warning(text, name)
+            logger.warning(text, type(of).__name__)
 
     def share(self) -> Share:
         """Return this rank's share of the data."""

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _END = object()
+_KEEPS = (
+    "%s: its collate_fn keeps something from one batch to the next, which no snapshot holds: a restart reads the epoch "
+    "again from its start, and what was kept from the epoch before is lost. Give it state_dict() and "
+    "load_state_dict(), or pack in the dataset"
+)
 _WATCHED = 40
 """Batches of an epoch in which draws of the sampler or the dataset from global generators are looked for."""
 _COMPARED = 8
@@ -152,7 +157,7 @@ class Course:
         changed = self._kept.have_changed() if keeps is None else keeps
         self.recorded["keeps"] = changed or (keeps is None and not self._kept.is_known)
         if changed and (position := self._position()) is not None:
-            position.note_kept()
+            position.warn_once(_KEEPS, self.base)
 
     def mark_at(self, given: int, *, is_at_end: bool) -> dict[str, Any] | None:
         """Return the newest mark behind at most ``given`` batches, of which ``is_at_end``: the last must be left."""

@@ -1,14 +1,19 @@
-"""``ResumableLoader``: any data loader with its position in the epoch as part of the training state."""
+"""Loaders that are iterated by a position: ``ResumableLoader``, and what stands in for a loader that is not torch's."""
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
-from lazysnap.data.position import Position
+from torch.utils.data import DataLoader
+
+from lazysnap.data.position import Position, make_resumable
 from lazysnap.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class Recorded:
-    """The iterations of ``loader``, recorded by a position."""
+    """The iterations of ``loader``, recorded by a position. Everything else is the loader's own."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -21,6 +26,11 @@ class Recorded:
 
     def __len__(self) -> int:
         return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "position"):  # while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
 
 class ResumableLoader(Recorded):
@@ -47,11 +57,6 @@ class ResumableLoader(Recorded):
             )
         super().__init__(loader)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "position"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the current position."""
         return self.position.state_dict()
@@ -59,3 +64,21 @@ class ResumableLoader(Recorded):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration begin at ``state``."""
         self.position.load_state_dict(state)
+
+
+def with_position(loader: Any) -> tuple[Any, Position]:
+    """Return what to iterate instead of ``loader``, and its position: ``loader`` itself, if it is a ``DataLoader``.
+
+    Anything else is iterated anew after a restart, with the random generators as they were then, and the batches that
+    were trained are read and dropped. A warning says what a restart cannot restore.
+    """
+    if isinstance(loader, DataLoader):
+        return loader, make_resumable(loader)
+    logger.warning(
+        "the training data come from a %s, which is no torch.utils.data.DataLoader: a restart iterates it anew and "
+        "drops the batches that were trained. What it counts or keeps for itself beside random generators is lost "
+        "then, and the batches are the same only if their order does not depend on that; use a DataLoader to make sure",
+        type(loader).__qualname__,
+    )
+    recorded = Recorded(loader)
+    return recorded, recorded.position
