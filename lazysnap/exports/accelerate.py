@@ -23,9 +23,8 @@ from lazysnap.exports.job import Job
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.states import Outline, parts_of, read_state
 from lazysnap.exports.torch_file import save_outlines
-from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
-from lazysnap.snapshots.whole import WholeSnapshot
 from lazysnap.state.scaler import plain_numbers
 
 FACTS, RNG = "accelerate", "rng"

@@ -15,9 +15,9 @@ from lazysnap.exports.target import format_of, replaced_when_whole
 from lazysnap.levels import open_store
 from lazysnap.resolver import RestartPlan
 from lazysnap.runs import LATEST
+from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import look_again, open_snapshot
-from lazysnap.snapshots.whole import WholeSnapshot
 
 ACCELERATE = "accelerate"
 _WRITERS = {

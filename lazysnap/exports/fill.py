@@ -22,9 +22,9 @@ from lazysnap.exports.job import ExportOptions, Job
 from lazysnap.levels import open_store
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.store import SnapshotStore
+from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import look_again, open_snapshot
-from lazysnap.snapshots.whole import WholeSnapshot
 
 GONE = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lazysnap.errors import ConfigError
+from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.reads import Reads
-from lazysnap.snapshots.whole import WholeSnapshot
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """A display of progress: takes name and bytes of some work, and yields a function that takes further done bytes."""

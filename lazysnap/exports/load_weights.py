@@ -1,20 +1,24 @@
 """``lazysnap.load_weights``: the weights of a model from a snapshot of any number of ranks, without a trainer."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from lazysnap.config import checked_url
-from lazysnap.errors import StateMismatch
+from lazysnap.errors import FormatError, SnapshotNotFound, StateError, StateMismatch
 from lazysnap.exports.states import read_state
 from lazysnap.exports.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import TAG
-from lazysnap.snapshots.reader import OpenSnapshot, open_best
-from lazysnap.snapshots.whole import WholeSnapshot
+from lazysnap.snapshots.assembly import WholeSnapshot
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import OpenSnapshot, look_again, open_snapshot
 from lazysnap.state.source import KEY
+
+logger = logging.getLogger(__name__)
 
 
 def load_weights(
@@ -39,8 +43,31 @@ def load_weights(
     run; UnsupportedState, for a value of a type that is not registered here; LevelError; ConfigError.
     """
     store = open_store(checked_url("load_weights", url), options=storage_options)
-    return open_best(
-        store, lambda seen: seen.meant(which), lambda one: _read(one, part), repr(which), is_strict=which != LATEST
+    return look_again(store, lambda catalogue: _load(catalogue, which, part))
+
+
+def _load(catalogue: Catalogue, which: str | int, part: str | None) -> dict[str, Any]:
+    """Return the weights of the first snapshot that can be read; of ``latest`` others are passed over."""
+    errors: list[FormatError | StateError] = []
+    skipped: list[str] = []
+    for plan in catalogue.meant(which):
+        try:
+            weights = _read(open_snapshot(catalogue, plan), part)
+        except (FormatError, StateError) as error:
+            if which != LATEST:
+                raise
+            errors.append(error)
+            skipped.append(f"step {plan.step} passed over: {error}")
+        else:
+            for problem in [*catalogue.problems, *catalogue.incomplete, *skipped]:
+                logger.warning("%s", problem)
+            return weights
+    if errors and isinstance(errors[0], StateError):
+        raise errors[0]
+    url, problems = catalogue.store.url, [*catalogue.problems, *catalogue.incomplete, *skipped]
+    found = f"; found: {'; '.join(problems[:8])}" if problems else ""
+    raise SnapshotNotFound(
+        f"{url}: no complete snapshot {which!r} that can be read{found}; `lazysnap ls {url}` lists what is there"
     )
 
 

@@ -11,10 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lazysnap.errors import ShardCorrupt
 from lazysnap.shard.limits import with_stack
 from lazysnap.shard.manifest import TAG
-from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import into, room_for
-from lazysnap.snapshots.whole import WholeSnapshot
 from lazysnap.state.codec import decode, tensor_names
 
 Choose = Callable[[Any], Any]

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import ShardCorrupt, StateError
 from lazysnap.shard.layout import ITEM_BITS, TensorSpec
 from lazysnap.shard.pieces import Cover, Extent, Overlap, Piece
-from lazysnap.snapshots.reader import OpenShard, Stored
+from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored
 
 Box = Callable[[str, Extent], tuple[Extent, Extent]]
 """Returns offsets and shape of what is wanted of a tensor, from its name and its global shape."""
@@ -215,3 +215,34 @@ def _check_apart(shards: Sequence[OpenShard]) -> None:
         twice = next((name for name, count in seen.items() if count > 1), None)
         if twice is not None:
             raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")
+
+
+class WholeSnapshot:
+    """The tensors of an open snapshot by their names in the state of one rank."""
+
+    def __init__(self, snapshot: OpenSnapshot, rank: int = 0) -> None:
+        """``rank``: whose small state and own tensors are used.
+
+        Raises: StateError, if the ranks number their parameters in different ways; ShardCorrupt.
+        """
+        self.snapshot = snapshot
+        self.meta = snapshot.meta(rank)
+        """The metadata of this rank."""
+        first = snapshot.meta(0).parameters
+        for other, held in enumerate(snapshot.ranks):
+            if held[0].meta.parameters != first:
+                raise StateError(
+                    f"{held[0].where}: the optimizers of rank {other} hold other parameters than those of rank 0 "
+                    "(pipeline parallelism?): their states have no distinct names; restore with as many ranks "
+                    "as saved it, through the engine"
+                )
+        self._assembly = Assembly(rank)
+        # This rank first: of equal parts the first one is read.
+        for held in (snapshot.ranks[rank], *snapshot.ranks[:rank], *snapshot.ranks[rank + 1 :]):
+            self._assembly.add(held)
+
+    def tensor(self, name: str) -> JoinedTensor:
+        """Return a tensor. Raises: ShardCorrupt, if shards lack a part of it, or do not fit each other."""
+        with self.snapshot.naming():
+            self._assembly.want([name])
+            return self._assembly.tensor(name)

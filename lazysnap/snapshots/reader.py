@@ -1,14 +1,13 @@
 """The reader of a snapshot: headers of its shards, small state, and the place of each tensor. Needs no torch."""
 
 import contextlib
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-from lazysnap.errors import FormatError, ShardCorrupt, SnapshotNotFound, StateError
+from lazysnap.errors import ShardCorrupt, SnapshotNotFound
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.node_file import FilePlace
@@ -18,8 +17,6 @@ from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.pieces import Extent, extent_of
 from lazysnap.shard.strides import Order, is_order
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
-
-logger = logging.getLogger(__name__)
 
 _LOOKS = 10
 """Listings of a level before giving up, if listed files are deleted before they are open."""
@@ -226,71 +223,13 @@ def look_again(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> 
     ) from last
 
 
-def open_best(
-    store: SnapshotStore,
-    plans: Callable[[Catalogue], Iterable[RestartPlan]],
-    use: Callable[[OpenSnapshot], Result],
-    what: str,
-    *,
-    is_strict: bool,
-) -> Result:
-    """Apply ``use`` to the first of these snapshots that can be opened and used; warn of those that cannot.
-
-    ``use`` closes the snapshot, if nothing more is read. ``what``: what was asked for, for the message.
-    Blocks. Raises: SnapshotNotFound, if none can be used; LevelError; StateError, if that is why the first one cannot
-    be used; with ``is_strict`` also ShardCorrupt, for the first one.
-    """
-    return look_again(store, lambda catalogue: _open_best(catalogue, plans(catalogue), use, what, is_strict))
-
-
-def _open_best(
-    catalogue: Catalogue,
-    plans: Iterable[RestartPlan],
-    use: Callable[[OpenSnapshot], Result],
-    what: str,
-    is_strict: bool,
-) -> Result:
-    errors: list[FormatError | StateError] = []
-    skipped: list[str] = []
-    for plan in plans:
-        try:
-            snapshot = open_snapshot(catalogue, plan)
-            try:
-                result = use(snapshot)
-            except BaseException:
-                snapshot.close()
-                raise
-        except (FormatError, StateError) as error:
-            if is_strict:
-                raise
-            errors.append(error)
-            skipped.append(f"step {plan.step} passed over: {error}")
-        else:
-            for problem in [*catalogue.problems, *catalogue.incomplete, *skipped]:
-                logger.warning("%s", problem)
-            return result
-    if errors and isinstance(errors[0], StateError):
-        raise errors[0]
-    problems = [*catalogue.problems, *catalogue.incomplete, *skipped]
-    found = f"; found: {'; '.join(problems[:8])}" if problems else ""
-    raise SnapshotNotFound(
-        f"{catalogue.store.url}: no complete snapshot {what} that can be read{found}; "
-        f"`lazysnap ls {catalogue.store.url}` lists what is there"
-    )
-
-
-def read(
-    jobs: Mapping[OpenShard, Sequence[Wanted]],
-    *,
-    verify: bool = True,
-    beat: Callable[[int], None] = lambda count: None,
-) -> int:
+def read(jobs: Mapping[OpenShard, Sequence[Wanted]], *, beat: Callable[[int], None] = lambda count: None) -> None:
     """Like ``blocks.fill``; also compares headers that were not compared yet."""
     wanted: dict[Blocks, list[Wanted]] = {}
     for shard, parts in jobs.items():
-        header = [_compared(shard, shard.unverified)] if verify and shard.unverified is not None else []
+        header = [] if shard.unverified is None else [_compared(shard, shard.unverified)]
         wanted[shard.blocks] = [*wanted.get(shard.blocks, ()), *header, *parts]
-    return fill(wanted, verify=verify, beat=beat)
+    fill(wanted, beat=beat)
 
 
 def _compared(shard: OpenShard, header: memoryview) -> Wanted:

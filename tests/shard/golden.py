@@ -16,9 +16,9 @@ from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
+from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot
-from lazysnap.snapshots.whole import WholeSnapshot
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 

@@ -7,8 +7,7 @@ from safetensors.torch import load_file
 
 from lazysnap.errors import ShardCorrupt
 from lazysnap.shard.manifest import Manifest
-from lazysnap.snapshots.assembly import Assembly
-from lazysnap.snapshots.whole import WholeSnapshot
+from lazysnap.snapshots.assembly import Assembly, WholeSnapshot
 
 
 def test_the_golden_snapshot_is_read_back_value_by_value_from_both_files():
