@@ -60,8 +60,8 @@ class Blocks(Protocol):
     size_bytes: int
     block_bytes: int
 
-    def block(self, index: int, buffers: Buffers, *, verify: bool) -> AbstractContextManager[memoryview]:
-        """Return one block. Blocks. Raises: ShardCorrupt, naming it; LevelError; FileNotFoundError."""
+    def block(self, index: int, buffers: Buffers) -> AbstractContextManager[memoryview]:
+        """Return one block, compared. Blocks. Raises: ShardCorrupt, naming it; LevelError; FileNotFoundError."""
         ...
 
     def rest(self) -> None:
@@ -90,7 +90,7 @@ class FileBlocks(Blocks):
         self._kept: dict[int, memoryview] = {}
 
     @contextlib.contextmanager
-    def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
+    def block(self, index: int, buffers: Buffers) -> Iterator[memoryview]:
         """See ``Blocks``."""
         kept = self._kept.pop(index, None)
         if kept is not None:
@@ -99,8 +99,7 @@ class FileBlocks(Blocks):
         start = index * self.block_bytes
         with buffers.buffer(min(self.block_bytes, self.size_bytes - start)) as data:
             self._opened().read_into(start, data)
-            if verify:
-                self._checksums.verify_block(index, data, self.where)
+            self._checksums.verify_block(index, data, self.where)
             yield data
 
     def header(self, shard: Shard) -> memoryview:
@@ -155,10 +154,10 @@ class MemoryBlocks(Blocks):
         self._checksums = checksums
 
     @contextlib.contextmanager
-    def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
+    def block(self, index: int, buffers: Buffers) -> Iterator[memoryview]:
         """See ``Blocks``."""
         data = self._data[index * self.block_bytes : (index + 1) * self.block_bytes]
-        if verify and self._checksums is not None:
+        if self._checksums is not None:
             self._checksums.verify_block(index, data, self.where)
         yield data
 
@@ -196,7 +195,7 @@ class VerifiedSource:
     def _block(self, index: int) -> memoryview:
         last = self._last
         if last is None or last[0] != index:
-            with self._blocks.block(index, Buffers(), verify=True) as data:  # in buffers of its own: it is kept
+            with self._blocks.block(index, Buffers()) as data:  # in buffers of its own: it is kept
                 last = self._last = index, data
         return last[1]
 
@@ -204,38 +203,22 @@ class VerifiedSource:
         """Nothing to do: every block was compared when it was read."""
 
 
-def read_node_file(
-    place: FilePlace,
-    manifest: Manifest,
-    *,
-    out: memoryview | None = None,
-    beat: Callable[[int], None] = lambda count: None,
-) -> None:
-    """Read a whole committed file, compare every block with its checksum, and copy it into ``out`` if that is given.
+def read_node_file(place: FilePlace, manifest: Manifest, *, beat: Callable[[int], None] = lambda count: None) -> None:
+    """Read a whole committed file, and compare every block with its checksum.
 
     Blocks; ``beat`` receives the bytes of each block, and may raise.
     Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelError.
     """
     place.check_size(manifest.size_bytes)
-
-    def put(at: int, data: memoryview) -> None:
-        if out is not None:
-            out[at : at + len(data)] = data
-
     blocks = FileBlocks(place, manifest)
     with contextlib.closing(blocks):
         for shard in manifest.shards:
             shard.layout(blocks.header(shard), place.where)
-        fill({blocks: [Wanted(0, manifest.size_bytes, put)]}, beat=beat)
+        fill({blocks: [Wanted(0, manifest.size_bytes, lambda at, data: None)]}, beat=beat)
 
 
-def fill(
-    jobs: Mapping[Blocks, Sequence[Wanted]],
-    *,
-    verify: bool = True,
-    beat: Callable[[int], None] = lambda count: None,
-) -> int:
-    """Read everything that is wanted of these shards. Return the bytes of the blocks that were read. Blocks.
+def fill(jobs: Mapping[Blocks, Sequence[Wanted]], *, beat: Callable[[int], None] = lambda count: None) -> None:
+    """Read everything that is wanted of these shards. Blocks.
 
     ``beat`` receives the bytes of each block, in several threads, and may raise. Files that do not stay open are closed
     in the end.
@@ -251,9 +234,9 @@ def fill(
     counting = threading.Lock()
     order = {blocks: number for number, blocks in enumerate(jobs)}
 
-    def take(blocks: Blocks, index: int) -> int:
+    def take(blocks: Blocks, index: int) -> None:
         start = index * blocks.block_bytes
-        with blocks.block(index, buffers, verify=verify) as data:
+        with blocks.block(index, buffers) as data:
             for one in parts[blocks, index]:
                 first, last = max(start, one.start), min(start + len(data), one.stop)
                 one.put(first - one.start, data[first - start : last - start])
@@ -264,12 +247,11 @@ def fill(
         if is_last:
             blocks.rest()  # so that few of a thousand shards are open at a time
         beat(count)
-        return count
 
     tasks = [partial(take, *part) for part in sorted(parts, key=lambda part: (order[part[0]], part[1]))]
     threads = min(max((blocks.threads for blocks in jobs), default=1), max(1, len(parts)))
     try:
-        return sum(in_threads(tasks, threads, "lazysnap-read"))
+        in_threads(tasks, threads, "lazysnap-read")
     finally:
         for blocks in jobs:
             blocks.rest()

@@ -29,7 +29,7 @@ from lazysnap.errors import (
 )
 from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.leftovers import IsOurs, is_given_by_a_run, sweep
-from lazysnap.levels.listing import Listing, list_names
+from lazysnap.levels.listing import list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.node_file import (
     FROZEN_NAME,
@@ -179,12 +179,6 @@ class SnapshotStore:
             raise
         except OSError as error:
             raise level_error(self.url, what, error) from error
-
-    # ---------------------------------------------------------------- looking
-
-    def listing(self, *, marked: bool = False) -> Listing:
-        """Return the names at this level, without reading manifests (``levels.listing``). Raises: LevelUnavailable."""
-        return list_names(self.storage, marked=marked)
 
     # ---------------------------------------------------------------- reading
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.blocks import FileBlocks
-from lazysnap.levels.listing import Listing
+from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.resolver import Entry, Inventory
@@ -74,7 +74,7 @@ class Level:
 
     def begin_names(self, *, marked: bool) -> Answer[Listing]:
         """Start to list what the level has by its name alone. Does not block."""
-        return self._begin("listing", lambda beat: self._open().listing(marked=marked))
+        return self._begin("listing", lambda beat: list_names(self._open().storage, marked=marked))
 
     def begin_look(self, listing: Listing, share: tuple[int, int]) -> Answer[Inventory]:
         """Start to find out what a share of that offers. Does not block."""

@@ -90,7 +90,7 @@ class ParityBlocks(Blocks):
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
+    def block(self, index: int, buffers: Buffers) -> Iterator[memoryview]:
         """See ``Blocks``."""
         # A part ends in the middle of a piece; behind it are zeros.
         stripe, block = self._lost.pieces.locate(self._lost.position, index)

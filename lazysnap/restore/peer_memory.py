@@ -116,7 +116,7 @@ class PeerBlocks(Blocks):
         self._file = file
 
     @contextlib.contextmanager
-    def block(self, index: int, buffers: Buffers, *, verify: bool = True) -> Iterator[memoryview]:
+    def block(self, index: int, buffers: Buffers) -> Iterator[memoryview]:
         """See ``Blocks``."""
         start = index * self.block_bytes
         with buffers.buffer(min(self.block_bytes, self.size_bytes - start)) as data:

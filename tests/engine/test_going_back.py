@@ -5,6 +5,7 @@ from small_training import TIMEOUT_S
 
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
+from lazysnap.levels.listing import list_names
 
 
 def test_after_going_back_only_what_is_captured_from_then_on_is_the_last(job, tmp_path):
@@ -32,7 +33,7 @@ def test_a_file_in_the_place_of_a_level_is_not_taken_for_an_empty_one(job, tmp_p
     path.write_text("not a directory")
 
     with pytest.raises(LevelUnavailable, match=r"level: listing .*Not a directory"):
-        open_store(str(path)).listing()
+        list_names(open_store(str(path)).storage)
 
     assert job.start(path, ready=False).engine.restore() is None
     assert "level passed over: " in caplog.text

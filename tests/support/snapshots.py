@@ -1,11 +1,12 @@
 """Snapshots made of plain bytes, without torch, and what of them can be read back."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels.blocks import read_node_file
+from lazysnap.levels.blocks import FileBlocks, Wanted, fill
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
 from lazysnap.levels.source import MemorySource, RateLimitedSource, RateLimiter, map_anonymous
 from lazysnap.levels.storage import Storage
@@ -117,9 +118,15 @@ def verified(store: SnapshotStore, entry: Entry | FrozenEntry) -> Manifest:
 def read_image(
     store: SnapshotStore, entry: Entry | FrozenEntry, out: memoryview, beat: Callable[[], None] = lambda: None
 ) -> Manifest:
-    """The file of an entry, verified. Raises: as ``read_node_file``."""
-    manifest = store.read_manifest(entry)
-    read_node_file(store.place(entry), manifest, out=out, beat=lambda count: beat())
+    """The file of an entry, verified. Raises: as ``fill``."""
+    manifest, place = store.read_manifest(entry), store.place(entry)
+    place.check_size(manifest.size_bytes)
+
+    def put(at: int, data: memoryview) -> None:
+        out[at : at + len(data)] = data
+
+    with contextlib.closing(FileBlocks(place, manifest)) as blocks:
+        fill({blocks: [Wanted(0, manifest.size_bytes, put)]}, beat=lambda count: beat())
     return manifest
 
 
