@@ -74,7 +74,7 @@ def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
     """Return one row for each tensor and each further name of a tied one."""
     rows = []
     for number, shard in enumerate(snapshot.ranks[rank]):
-        for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
+        for name in shard.names:
             is_tied = name in shard.meta.aliases
             stored = shard.stored(shard.meta.aliases.get(name, name))
             rows.append(

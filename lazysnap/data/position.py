@@ -46,7 +46,8 @@ class Position:
         self._stepped: Place | None = None
         """Place of the iteration at the last optimizer step, until it ends or another one begins."""
         self._pending: dict[str, Any] | None = None
-        self._skipped = 0
+        self.skipped = 0
+        """Batches that the next iteration begins behind, where it does not go on in the middle of a recorded one."""
         self.may_draw = True
         """True until it is known that its order may depend on draws from the global generators."""
         self._warned: set[str] = set()
@@ -75,11 +76,6 @@ class Position:
     def _loaders(self) -> list[Any]:
         """The loader, and the loader of torch inside it."""
         return [self.loader, base_of(self.loader)]
-
-    @property
-    def is_alive(self) -> bool:
-        """True if the loader still exists."""
-        return self.loader is not None
 
     # ---------------------------------------------------------------- state
 
@@ -119,7 +115,7 @@ class Position:
             self.streams.watch(self._loaders)
         state: dict[str, Any] = {"given": None, "now": self.streams.collect(), **self.counts()}
         if place is None:
-            return {**state, "share": self.share(), "skip": self._skipped}
+            return {**state, "share": self.share(), "skip": self.skipped}
         noted = {"given": place.given, "at_end": self._is_at_end(place.given)}
         return {**state, "share": self.share(), **place.recorded, **noted, **place.reached_by}
 
@@ -139,10 +135,10 @@ class Position:
         self._say(changes_in(state, share, passed))
         self.is_recounted = passed is not None
         if passed is not None and state["share"]["ranks"] != share["ranks"]:
-            self._pending, self._skipped = None, passed
+            self._pending, self.skipped = None, passed
             return
         self._pending = self._recounted(state, share, passed) if state["given"] is not None else None
-        self._skipped = state.get("skip", 0) if passed is None or state["given"] is not None else passed
+        self.skipped = state.get("skip", 0) if passed is None or state["given"] is not None else passed
         self.streams.restore_owned(state["now"])
 
     @staticmethod
@@ -166,11 +162,6 @@ class Position:
         if changes and is_first_rank():
             logger.warning("%s: %s", type(self._loaders[-1]).__name__, "; ".join(changes))
 
-    @property
-    def skipped(self) -> int:
-        """Batches that the next iteration begins behind, where it does not go on in the middle of a recorded one."""
-        return self._skipped
-
     def skip(self, batches: int) -> None:
         """Let the next iteration begin behind ``batches``, unless it goes on elsewhere after ``load_state_dict``.
 
@@ -178,7 +169,7 @@ class Position:
         begins, as the caller counts.
         """
         if self._pending is None:
-            self._skipped = batches
+            self.skipped = batches
         elif batches == 0 and self._is_done(self._pending):
             self._leave_epoch(self._pending)
         elif batches != self._pending["given"]:
@@ -277,7 +268,7 @@ class Position:
         if pending is not None:
             iteration.land(pending)
         else:
-            skipped, self._skipped = self._skipped, 0
+            skipped, self.skipped = self.skipped, 0
             iteration.begin(min(skipped, length_of(self.loader) or skipped))
         return iteration
 

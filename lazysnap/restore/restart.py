@@ -26,7 +26,6 @@ from lazysnap.levels.redaction import shown
 from lazysnap.ranks.meeting import NOBODY, Meeting, meet_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, candidates, newest_start
-from lazysnap.restore.late_levels import follow
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
@@ -227,8 +226,7 @@ class _Search:
         restored = SnapshotName(snapshot.run_id, snapshot.step, snapshot.start)
         if self._world.rank == 0:
             self.problems += [text for name, text in self.survey.unread if name > restored]
-        for url, listing in self.survey.unanswered.items():
-            follow(url, listing, restored, before=self._restart.start)
+        self.survey.follow(restored, before=self._restart.start)
 
     def end(self) -> TrainerEnd | None:
         """Return the end of the last trainer, as far as this rank's keeper knows it."""

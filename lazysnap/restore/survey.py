@@ -7,6 +7,7 @@ inode and times included, share one place and its work. The ranks of a node shar
 import dataclasses
 import json
 import logging
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,17 @@ class Survey:
         ]
         return merged([msgspec.convert(item, Inventory) for listed, _ in looked for item in listed])
 
+    def follow(self, restored: SnapshotName, *, before: str) -> None:
+        """Log what late levels have that is newer than the snapshot that was ``restored``, when they answer.
+
+        ``before``: the id of the start that goes on now. What that start, or a later one, stored does not count.
+        Does not block.
+        """
+        for url, listing in self.unanswered.items():
+            threading.Thread(
+                target=_tell_newer, args=(url, listing, restored, before), name="lazysnap-late-level", daemon=True
+            ).start()
+
     def _names(self, problems: list[str], until: float | None) -> list[Any]:
         """The listings of this rank, each with its URL, and the URLs of levels that did not answer in time."""
         place = self._world.place
@@ -154,6 +166,28 @@ class Survey:
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             problems.append(f"{shown(url)} passed over: {str(error) or repr(error)}")
             return None
+
+
+def _tell_newer(url: str, listing: Answer[Listing], restored: SnapshotName, before: str) -> None:
+    where = shown(url)
+    try:
+        directories = listing().directories
+    except Exception as error:  # noqa: BLE001  storage packages may raise anything
+        logger.warning(
+            "%s: whether it has a snapshot newer than step %d, which was resumed from memory, is not known: %s",
+            *(where, restored.step, error),
+        )
+        return
+    names = (SnapshotName.parse(directory.name) for directory in directories if directory.is_whole)
+    newest = max((name for name in names if name is not None and name.start < before), default=restored)
+    if newest <= restored:
+        logger.info("%s answered: it has nothing newer than step %d, which was resumed", where, restored.step)
+        return
+    logger.warning(
+        "%s answered late and has step %d (%s), newer than step %d, which was resumed from memory. To go on from "
+        "there, stop this training and start it again while that level answers",
+        *(where, newest.step, newest.directory, restored.step),
+    )
 
 
 def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: bool) -> str:

@@ -157,12 +157,14 @@ class Assembly:
         _check_apart(shards)
         self._shards += shards
         new: dict[str, Stored] = {}
-        for name, stored in self._parts_in(shards):
-            if name not in self._seen:
-                self._seen.add(name)
-                new[name] = stored
-            if name in self._missing:
-                self._put(name, stored)
+        for shard in shards:
+            for name in shard.names:
+                stored = self._part_in(shard, name)
+                if stored is not None and name not in self._seen:
+                    self._seen.add(name)
+                    new[name] = stored
+                if stored is not None and name in self._missing:
+                    self._put(name, stored)
         return new
 
     def want(self, names: Iterable[str]) -> None:
@@ -170,15 +172,14 @@ class Assembly:
         for name in names:
             if name not in self._tensors:
                 self._missing[name] = None
-                self._take(name, self._shards)
+                for shard in self._shards:
+                    if name in self._missing and (stored := self._part_in(shard, name)) is not None:
+                        self._put(name, stored)
 
-    def _take(self, name: str, shards: Iterable[OpenShard]) -> None:
-        for shard in shards:
-            stored = shard.find(name)
-            if stored is not None and (stored.is_scoped or shard.rank == self._own):
-                self._put(name, stored)
-                if name not in self._missing:
-                    return
+    def _part_in(self, shard: OpenShard, name: str) -> Stored | None:
+        """Return a tensor in a shard by one of its names; of other ranks only parts of shared ones."""
+        stored = shard.find(name)
+        return stored if stored is not None and (stored.is_scoped or shard.rank == self._own) else None
 
     def _put(self, name: str, stored: Stored) -> None:
         tensor = self._tensors.get(name)
@@ -187,14 +188,6 @@ class Assembly:
         tensor.add(stored.shard.rank, stored)
         if tensor.is_whole:
             del self._missing[name]
-
-    def _parts_in(self, shards: Iterable[OpenShard]) -> Iterator[tuple[str, Stored]]:
-        """Yield each tensor in these shards by each of its names; of other ranks only parts of shared ones."""
-        for shard in shards:
-            for name in [*(spec.name for spec in shard.layout.specs), *shard.meta.aliases]:
-                found = shard.find(name)
-                if found is not None and (found.is_scoped or shard.rank == self._own):
-                    yield name, found
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -211,7 +204,7 @@ def _check_apart(shards: Sequence[OpenShard]) -> None:
     """Raises: ShardCorrupt, if a shard and its frozen tensors have a name in common."""
     seen: Counter[str] = Counter()
     for shard in shards if len(shards) > 1 else ():
-        seen.update([*(spec.name for spec in shard.layout.specs), *shard.meta.aliases])
+        seen.update(shard.names)
         twice = next((name for name, count in seen.items() if count > 1), None)
         if twice is not None:
             raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")

@@ -78,7 +78,7 @@ class Found:
 
     @property
     def step(self) -> int:
-        """The number of ranks of the training."""
+        """The step at which it was captured."""
         return self.key.step
 
     @property

@@ -45,6 +45,11 @@ class OpenShard:
         """The shard, for messages."""
         return self.blocks.where
 
+    @property
+    def names(self) -> list[str]:
+        """All names of its tensors, the further ones of tied tensors too."""
+        return [*(spec.name for spec in self.layout.specs), *self.meta.aliases]
+
     def find(self, name: str) -> "Stored | None":
         """A tensor by one of its names, which may be a further name of a tied one; ``None``, if it is not here."""
         if name in self.meta.aliases or name in self.layout:

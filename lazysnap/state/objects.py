@@ -1,6 +1,7 @@
 """The training state of a plain loop: named objects with ``state_dict`` and ``load_state_dict``."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -132,8 +133,6 @@ class ObjectState(NamedObjects):
         self._objects = dict(objects)
         keep_streams([value for value in objects.values() if is_stateful_loader(value)])
         self._checked = False
-        self._pretrained: str | None = None
-        self._has_pretrained = False
 
     def named(self) -> Mapping[str, Any]:
         """See ``NamedObjects.named``."""
@@ -155,13 +154,12 @@ class ObjectState(NamedObjects):
         check_supported(self._objects)
         self._checked = True
 
-    def _pretrained_files(self) -> dict[str, str]:
-        """Return the files that models of Transformers and PEFT save beside their weights. Made once."""
-        if not self._has_pretrained:
-            self._has_pretrained = True
-            modules = {name: unwrapped(one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module)}
-            self._pretrained = pretrained(modules)
-        return {} if self._pretrained is None else {PRETRAINED: self._pretrained}
+    @cached_property
+    def _pretrained(self) -> dict[str, str]:
+        """The files that models of Transformers and PEFT save beside their weights."""
+        modules = {name: unwrapped(one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module)}
+        files = pretrained(modules)
+        return {} if files is None else {PRETRAINED: files}
 
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
@@ -176,7 +174,7 @@ class ObjectState(NamedObjects):
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
-        state[KEY] = {OPTIMIZERS: classes_of(self), **self._pretrained_files()}
+        state[KEY] = {OPTIMIZERS: classes_of(self), **self._pretrained}
         return state
 
     def check_averages_gradients(self) -> None:

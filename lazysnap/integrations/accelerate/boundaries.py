@@ -33,8 +33,8 @@ class Boundaries:
     @property
     def positions(self) -> list[Position]:
         """The positions of the watched loaders, in the order in which they came."""
-        if not all(position.is_alive for position in self._watched):
-            self._watched = [position for position in self._watched if position.is_alive]
+        if not all(position.loader is not None for position in self._watched):
+            self._watched = [position for position in self._watched if position.loader is not None]
         return self._watched
 
     @property
