@@ -21,14 +21,13 @@ from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.exports import background
-from lazysnap.exports.accelerate_folders import Parts, delete_superseded, newest_complete, problem
+from lazysnap.exports.accelerate_folders import delete_superseded, newest_complete, problem
 from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
 from lazysnap.exports.folder import UNFINISHED, begin, filled, is_unfinished
 
 pytestmark = [pytest.mark.sampled("stock checkpoints"), pytest.mark.usefixtures("quick_exports")]
 
 until = functools.partial(until, timeout_s=TIMEOUT_S)
-PARTS = Parts()
 PYTHON = sys.executable
 """Not the one of ``quick_exports``."""
 
@@ -105,11 +104,11 @@ def test_a_directory_is_unfinished_until_its_checkpoint_is_complete(training, tr
     name.rename(aside)  # the snapshot is not stored yet
     training.save(out, "a")
     assert is_unfinished(str(out))
-    assert problem(str(out), PARTS) == "it is not finished"
+    assert problem(str(out)) == "it is not finished"
     aside.rename(name)
     assert training.checkpoints.wait(TIMEOUT_S, str(out))
     assert not is_unfinished(str(out))
-    assert problem(str(out), PARTS) is None
+    assert problem(str(out)) is None
     assert torch.equal(weight_in(out), trained[1]["a"])
     assert UNFINISHED not in names_in(out)
     assert training.released == ["a"]
@@ -126,7 +125,7 @@ def test_a_newer_save_into_a_directory_replaces_an_older_one_that_is_not_complet
     aside.rename(name)
     assert training.checkpoints.wait(TIMEOUT_S, str(out))
     assert torch.equal(weight_in(out), trained[1]["b"])
-    assert problem(str(out), PARTS) is None
+    assert problem(str(out)) is None
     assert sorted(training.released) == ["a", "b"]
     assert warnings_in(caplog) == []
 
@@ -154,12 +153,12 @@ def test_a_killed_process_leaves_the_earlier_checkpoint_or_an_unfinished_one(
     elif before == "nothing":
         assert not out.exists()
     else:
-        assert problem(str(out), PARTS) is None
+        assert problem(str(out)) is None
         assert torch.equal(weight_in(out), trained[1]["a"])
 
     training.save(out, "c")
     assert training.checkpoints.wait(TIMEOUT_S)
-    assert problem(str(out), PARTS) is None
+    assert problem(str(out)) is None
     assert torch.equal(weight_in(out), trained[1]["c"])
 
 
@@ -199,15 +198,15 @@ def test_a_directory_whose_writer_died_is_complete_or_unfinished(tmp_path, caplo
     content = "new" if point == "named:1" else earlier
     if content is None:
         assert is_unfinished(str(place))
-        assert newest_complete(str(tmp_path), PARTS) == str(older)
+        assert newest_complete(str(tmp_path)) == str(older)
         assert warnings_in(caplog) == [f"{place} is passed over, it is not complete: it is not finished"]
     else:
         assert contents_of(place) == {content}
-        assert newest_complete(str(tmp_path), PARTS) == str(place)
+        assert newest_complete(str(tmp_path)) == str(place)
 
     assert run(FILLER, place, "last") == 0
     assert contents_of(place) == {"last"}
-    assert newest_complete(str(tmp_path), PARTS) == str(place)
+    assert newest_complete(str(tmp_path)) == str(place)
     assert UNFINISHED not in names_in(place)
     assert before == "nothing" or words.read_text() == "mine"
 
@@ -231,7 +230,7 @@ def test_a_writer_that_was_replaced_by_a_newer_one_changes_nothing(tmp_path):
         older.send_signal(signal.SIGCONT)
         assert b"FileNotFoundError" in older.stderr.read()
     assert contents_of(place) == {"newer"}
-    assert newest_complete(str(tmp_path), PARTS) == str(place)
+    assert newest_complete(str(tmp_path)) == str(place)
 
 
 def test_a_half_deleted_checkpoint_is_unfinished_and_takes_no_place_of_a_complete_one(tmp_path):
@@ -240,9 +239,9 @@ def test_a_half_deleted_checkpoint_is_unfinished_and_takes_no_place_of_a_complet
         assert run(FILLER, place, "content") == 0
     assert run(DELETER, places[0], fault="export.folder.discarded:1:kill") == -signal.SIGKILL
     assert is_unfinished(str(places[0]))
-    assert delete_superseded(str(tmp_path), 2, PARTS) == []
-    assert delete_superseded(str(tmp_path), 1, PARTS) == [str(places[1])]
-    assert newest_complete(str(tmp_path), PARTS) == str(places[2])
+    assert delete_superseded(str(tmp_path), 2) == []
+    assert delete_superseded(str(tmp_path), 1) == [str(places[1])]
+    assert newest_complete(str(tmp_path)) == str(places[2])
 
 
 def test_other_files_in_the_directory_stay(training, tmp_path):

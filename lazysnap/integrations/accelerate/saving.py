@@ -13,7 +13,6 @@ from accelerate.utils import gather_object
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import SnapshotNotFound
 from lazysnap.exports.accelerate_folders import (
-    Parts,
     delete_superseded,
     newest_complete,
     next_iteration,
@@ -177,18 +176,7 @@ class Directories:
         if not project.automatic_checkpoint_naming or not self._accelerator.is_main_process:
             return lambda: None
         root = os.path.join(self._accelerator.project_dir, _CHECKPOINTS)
-        return functools.partial(delete_superseded, root, project.total_limit, self._parts())
-
-    def _parts(self) -> Parts:
-        accelerator = self._accelerator
-        return Parts(
-            models=len(accelerator._models),
-            optimizers=len(accelerator._optimizers),
-            schedulers=len(accelerator._schedulers),
-            customs=len(accelerator._custom_objects),
-            ranks=accelerator.num_processes,
-            has_scaler=accelerator.scaler is not None,
-        )
+        return functools.partial(delete_superseded, root, project.total_limit)
 
     def give_up_lost(self, engine: SnapshotEngine) -> None:
         """Make no checkpoint of snapshots that were lost before they were stored."""
@@ -228,7 +216,7 @@ class Directories:
         if not project.automatic_checkpoint_naming:
             return directory
         root = os.path.join(accelerator.project_dir, _CHECKPOINTS)
-        found: str | None = by_main(accelerator, root, lambda: newest_complete(root, self._parts()))
+        found: str | None = by_main(accelerator, root, lambda: newest_complete(root))
         if found is None:
             raise SnapshotNotFound(
                 f'load_state(): no complete checkpoint in {root}: give a directory, or "latest" for the newest snapshot'
