@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import Output, fields_of, when
+from lazysnap.cli.output import Output, fields_of, show_snapshots
 from lazysnap.cli.stores import levels_near, open_existing
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
@@ -74,23 +74,7 @@ def _print(seen: Contents, near: list[str], output: Output) -> None:
     if seen.is_empty:
         where = "this is a part of the level" if near == [seen.url.rpartition("/")[0]] else "there are levels below"
         output.line(f"no snapshots in {seen.url}" + (f"; {where}: {', '.join(near)}" if near else ""))
-    if seen.snapshots or seen.uncommitted:
-        table = output.table(seen.url, "step>", "state", "size>", "captured", "names", "run", "directory")
-        rows = [(found.step, found.location, found, _state_of(found)) for found in seen.snapshots] + [
-            (step, name, None, ("no valid manifest", "yellow")) for name, step in seen.uncommitted
-        ]
-        for step, location, found, (state, style) in sorted(rows, key=lambda row: row[:2]):
-            newest = " (newest)" if found and found.run_id == seen.newest_run else ""
-            table.add_row(
-                str(step),
-                output.cell(state, style),
-                decimal(found.size_bytes) if found else "",
-                when(found.captured_ns) if found else "",
-                output.cell(", ".join(found.names) if found else ""),
-                seen.runs[found.run_id] + newest if found else "",
-                output.cell(location),
-            )
-        output.show(table)
+    show_snapshots(output, seen, [(found, *_state_of(found)) for found in seen.snapshots], seen.uncommitted)
     if seen.frozen:
         table = output.table("frozen tensors, stored once", "size>", "snapshots>", "directory")
         for one, manifest in seen.frozen:

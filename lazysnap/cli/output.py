@@ -8,12 +8,13 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -27,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lazysnap.levels.redaction import Redaction
-from lazysnap.snapshots.catalogue import Found
+from lazysnap.snapshots.catalogue import Contents, Found
 
 OK, BAD, FAILED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: good; something bad was found; the command failed, or was used wrongly; Ctrl-C."""
@@ -177,6 +178,26 @@ class Output:
         if isinstance(value, (list, tuple)):
             return [self._hidden(item) for item in value]
         return value
+
+
+def show_snapshots(
+    output: Output, seen: Contents, states: Iterable[tuple[Found, str, str]], bare: Iterable[tuple[str, int]] = ()
+) -> None:
+    """Print a table of snapshots, the smallest step first, unless there are none.
+
+    ``states``: snapshots of ``seen``, each with its state in words, and a style for that. ``bare``: directories without
+    a valid manifest, each with its step.
+    """
+    rows = [(step, name, "no valid manifest", "yellow", "", "", "", "") for name, step in bare]
+    for found, state, style in states:
+        run = seen.runs[found.run_id] + (" (newest)" if found.run_id == seen.newest_run else "")
+        facts = (decimal(found.size_bytes), when(found.captured_ns), ", ".join(found.names), run)
+        rows.append((found.step, found.location, state, style, *facts))
+    table = output.table(seen.url, "step>", "state", "size>", "captured", "names", "run", "directory")
+    for step, location, state, style, *rest in sorted(rows):
+        table.add_row(str(step), output.cell(state, style), *map(output.cell, (*rest, location)))
+    if rows:
+        output.show(table)
 
 
 class _Console(Console):

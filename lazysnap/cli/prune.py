@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import OK, Output, fields_of
+from lazysnap.cli.output import OK, Output, fields_of, show_snapshots
 from lazysnap.cli.stores import open_existing
 from lazysnap.cli.verify import GONE, Verdict, check, check_frozen
 from lazysnap.config import PersistentLevel
@@ -233,12 +233,7 @@ def _agreed(output: Output) -> bool:
 def _print(output: Output, seen: Contents, plan: Plan, *, is_dry: bool) -> None:
     rows = [(found, "to be deleted", "red") for found in plan.delete]
     rows += [(found, f"stays: {reason}", "") for found, reason in plan.keep]
-    if rows:
-        table = output.table(seen.url, "step>", "what", "size>", "run", "directory")
-        for found, what, style in sorted(rows, key=lambda row: (row[0].step, row[0].location)):
-            cells = (decimal(found.size_bytes), seen.runs[found.run_id], output.cell(found.location))
-            table.add_row(str(found.step), output.cell(what, style), *cells)
-        output.show(table)
+    show_snapshots(output, seen, rows)
     for found in plan.unnamed:
         output.line(f"step {found.step} loses its name")
     for one, manifest in plan.frozen:

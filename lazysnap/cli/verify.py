@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.filesize import decimal
-
-from lazysnap.cli.output import Output, count_of, fields_of
+from lazysnap.cli.output import Output, count_of, fields_of, show_snapshots
 from lazysnap.cli.stores import open_existing
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import read_node_file
@@ -104,19 +102,8 @@ def check(store: SnapshotStore, found: Found, frozen: dict[str, Verdict], advanc
 
 
 def _print(output: Output, seen: Contents, snapshots: list[Verdict], bad: list[str]) -> None:
-    if snapshots:
-        table = output.table(seen.url, "step>", "state", "size>", "names", "run", "directory")
-        for verdict in snapshots:
-            fields = verdict.fields
-            table.add_row(
-                str(fields["step"]),
-                output.cell(verdict.state, _STYLES.get(verdict.state, "yellow")),
-                decimal(fields["size_bytes"]),
-                output.cell(", ".join(fields["names"])),
-                seen.runs[fields["run_id"]],
-                output.cell(fields["location"]),
-            )
-        output.show(table)
+    states = [(verdict.state, _STYLES.get(verdict.state, "yellow")) for verdict in snapshots]
+    show_snapshots(output, seen, [(found, *state) for found, state in zip(seen.snapshots, states, strict=True)])
     for problem in bad:
         output.line(f"bad: {problem}", "red")
     for _, text in seen.without_manifest:
