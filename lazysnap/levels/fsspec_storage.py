@@ -147,15 +147,14 @@ class FsspecStorage(Storage):
         """Call the driver to make an object, and its directory if necessary. Raises: LevelError."""
         self._make_directory(path)
         try:
-            try:
-                return self._call(what, method, self._path(path), *arguments, **options)
-            except FileNotFoundError:
-                self._make_directory(path, is_missing=True)
-                return self._call(what, method, self._path(path), *arguments, **options)
-        except FileNotFoundError as error:
-            raise self._error(f"{what} (does the bucket or share exist?)", error) from self._redaction.cause(error)
+            return self._call(what, method, self._path(path), *arguments, **options)
+        except FileNotFoundError:
+            self._make_directory(path, is_missing=True)
         except FileExistsError as error:  # a directory, or a file where a directory should be
             raise self._error(what, error) from self._redaction.cause(error)
+        return self._change(
+            f"{what} (does the bucket or share exist?)", method, self._path(path), *arguments, **options
+        )
 
     def open_to_write(self, path: str, size_bytes: int) -> Any:
         """Open a file of the driver that will have ``size_bytes`` bytes."""

@@ -12,7 +12,7 @@ from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted, recorded_orders, without_compiled
-from lazysnap.state.optimizers import check_optimizers, classes_of, put_back, stepping
+from lazysnap.state.optimizers import check_optimizers, classes_of, parameters_of, put_back, stepping
 from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scaler import load_scaler, state_of_scaler
 from lazysnap.state.source import KEY, OPTIMIZERS
@@ -98,7 +98,7 @@ class NamedObjects:
     def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
         """See ``StateSource.optimizer_parameters``."""
         return {
-            name: [parameter for group in stepping(value).param_groups for parameter in group["params"]]
+            name: parameters_of(stepping(value))
             for name, value in self.named().items()
             if isinstance(value, torch.optim.Optimizer)
         }

@@ -199,7 +199,7 @@ def _put_exact(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], befor
     state, groups = saved.get("state"), saved.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
         return  # the optimizer has its own format
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     for number, values in state.items():
         if type(number) is int and 0 <= number < len(parameters) and parameters[number] in optimizer.state:
             _exact(optimizer.state[parameters[number]], values)
@@ -230,7 +230,7 @@ def _exact(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters of an optimizer in the order in which its state numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -242,7 +242,7 @@ def _places(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[
     is_plain = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
     if not is_plain or not isinstance(state, dict) or not isinstance(groups, list):
         return None
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     if set(state) != {number for number, one in enumerate(parameters) if one in optimizer.state}:
         return None
     pairs = [(optimizer.state[parameters[number]], values) for number, values in state.items()]
@@ -311,7 +311,7 @@ def laid_out(
     optimizers read parameter and moments side by side in memory, and ignore strides. The program may have changed the
     memory order of its parameters since, and older snapshots record none.
     """
-    parameters, state = [None if id(one) in recorded else one for one in _parameters(optimizer)], saved.get("state")
+    parameters, state = [None if id(one) in recorded else one for one in parameters_of(optimizer)], saved.get("state")
     if not isinstance(state, dict):
         return dict(saved)
     return {**saved, "state": {key: _laid_out(parameters, key, values) for key, values in state.items()}}

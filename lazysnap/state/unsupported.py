@@ -5,13 +5,14 @@ ranks have different weights between two averagings, so that no step is common t
 only a restart would show that. None of these packages is imported here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lazysnap.errors import UnsupportedState
+from lazysnap.state.optimizers import parameters_of
 
 _FSDP1 = "FSDP 1"
 _DEEPSPEED = "DeepSpeed"
@@ -96,7 +97,8 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return
     layers = list(_layers(value))
     yield from ((name, layer) for layer in layers)
-    yield from ((f"{name}, parameter {n}", one) for layer in layers for n, one in enumerate(_parameters(layer)))
+    optimizers = [layer for layer in layers if isinstance(layer, torch.optim.Optimizer)]
+    yield from ((f"{name}, parameter {n}", one) for held in optimizers for n, one in enumerate(parameters_of(held)))
 
 
 def _layers(value: Any) -> Iterator[Any]:
@@ -108,9 +110,3 @@ def _layers(value: Any) -> Iterator[Any]:
         held = getattr(value, "__dict__", {})
         inside = (held.get(name) for name in _INSIDE)
         value = next((one for one in inside if one is not None and hasattr(one, "state_dict")), None)
-
-
-def _parameters(optimizer: Any) -> Iterable[Any]:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return []
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -7,7 +7,7 @@ of their keys. Subtrees without tensors are encoded as one piece.
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -38,42 +38,36 @@ def walk(state: Any) -> Walk:
 
     Raises: UnsupportedState, naming the path of a value that the safe encoding does not know.
     """
+    tensors: list[torch.Tensor] = []
+    paths: list[tuple[Any, ...]] = []
+    names: dict[str, None] = {}
+
+    def add(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+        name = _unique(path, names)
+        tensors.append(tensor)
+        paths.append(path)
+        names[name] = None
+        return name
+
+    def encoded() -> tuple[Any, str]:
+        skeleton = encode(state, tensor=add)
+        return skeleton, _dump(skeleton)
+
     try:
-        return with_stack(lambda: _walk(state))
+        skeleton, text = with_stack(encoded)
     except RecursionError as error:
         raise UnsupportedState(
             "the state needs more than Python's stack: an encode function that was given to "
             "lazysnap.register_type never returns"
         ) from error
-
-
-def _walk(state: Any) -> Walk:
-    walker = _Walker()
-    skeleton = encode(state, tensor=walker.add)
-    return Walk(walker.tensors, walker.paths, walker.names, skeleton, _dump(skeleton))
+    return Walk(tensors, paths, list(names), skeleton, text)
 
 
 def _dump(encoded: Any) -> str:
     return json.dumps(encoded, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-class _Walker:
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.paths: list[tuple[Any, ...]] = []
-        self.names: list[str] = []
-        self.taken: set[str] = set()
-
-    def add(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
-        name = _unique(path, self.taken)
-        self.taken.add(name)
-        self.tensors.append(tensor)
-        self.paths.append(path)
-        self.names.append(name)
-        return name
-
-
-def _unique(path: Collection[Any], taken: set[str]) -> str:
+def _unique(path: Collection[Any], taken: Container[str]) -> str:
     """Return a name such as ``state_dict.net.weight``. Paths with the same text (``1``, ``"1"``) get numbers."""
     base = name = ".".join(map(str, path)) or "value"
     number = 2
@@ -146,15 +140,12 @@ class StateWalker:
             except Exception:  # noqa: BLE001  whatever differs, the full walk finds and names it
                 self._walked = None
         walked = walk(state)
-        with_stack(lambda: self._record_all(state, walked))
+        self._nodes, self._tensors = [], []
+        with_stack(lambda: self._record(state, walked, 0))
         self._walked = walked if TAG not in walked.skeleton else None
         return walked
 
     # ---------------------------------------------------------------- record the structure
-
-    def _record_all(self, state: dict[str, Any], walked: Walk) -> None:
-        self._nodes, self._tensors = [], []
-        self._record(state, walked, 0)
 
     def _record(self, value: Any, walked: Walk, depth: int) -> None:
         """Add the nodes of ``value``, in the order in which ``_write`` visits them."""
