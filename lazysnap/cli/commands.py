@@ -15,7 +15,7 @@ from lazysnap.cli.chaos import add_arguments as add_chaos
 from lazysnap.cli.demo import add_arguments as add_demo
 from lazysnap.cli.doctor import add_arguments as add_doctor
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
-from lazysnap.cli.stores import parse_option, redactions
+from lazysnap.cli.stores import parse_option, redaction
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.exports.target import FORMATS
 
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
     named = (getattr(args, "url", None), getattr(args, "to", None), *getattr(args, "urls", ()))
     urls = [url for url in named if url]
-    output = Output(args.command, as_json=args.json, redactions=redactions(urls, options))
+    output = Output(args.command, as_json=args.json, redaction=redaction(urls, options))
     try:
         code: int = import_module(f"lazysnap.cli.{args.command}").run(args, output)
         return code

@@ -76,11 +76,11 @@ def when(time_ns: int) -> str:
 class Output:
     """The output of one command."""
 
-    def __init__(self, command: str, *, as_json: bool, redactions: Sequence[Redaction] = ()) -> None:
-        """``redactions``: texts that are shown as ``***``."""
+    def __init__(self, command: str, *, as_json: bool, redaction: Redaction) -> None:
+        """``redaction`` hides secrets in all that is shown."""
         self._command = command
         self.as_json = as_json
-        self._redactions = redactions
+        self.hide = redaction.clean
         self._results = _console(stderr=False)
         self._messages = _console(stderr=True)
 
@@ -89,15 +89,9 @@ class Output:
         """True if the result is shown on a terminal."""
         return self._results.is_terminal
 
-    def hide(self, text: str) -> str:
-        """Return ``text`` without secrets."""
-        for redaction in self._redactions:
-            text = redaction.clean(text)
-        return text
-
     def cell(self, value: object, style: str = "") -> Text:
         """Return ``value`` as a cell of a table."""
-        return Text(safe(self.hide(str(value))), style)
+        return Text(safe(self.hide(value)), style)
 
     def table(self, title: str, *columns: str) -> Table:
         """Return an empty table. Columns whose name ends in ``>`` are numbers."""

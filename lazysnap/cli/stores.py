@@ -30,11 +30,9 @@ def parse_option(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def redactions(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> list[Redaction]:
-    """Return the texts that must not be shown: passwords in URLs, and all texts and numbers in the values of
-    options."""
-    values = {"secret": [value for _, value in options]}
-    return [Redaction(url, values) for url in ("", *urls)]
+def redaction(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> Redaction:
+    """Return what hides passwords in URLs, and all texts and numbers in the values of options."""
+    return Redaction("", {"secret": [value for _, value in options]}, *urls)
 
 
 def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:

@@ -22,7 +22,7 @@ from lazysnap.errors import StateMismatch, UnsupportedState
 from lazysnap.exports.job import Job
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.states import Outline, parts_of, read_state
-from lazysnap.exports.torch_file import save_outlines
+from lazysnap.exports.torch_file import TorchFile
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
 from lazysnap.state.scaler import plain_numbers
@@ -69,7 +69,7 @@ def write_stock(job: Job, path: str) -> list[str]:
 
         def save(value: Any, name: str) -> None:
             faults.point("export.accelerate.file")
-            files.append(save_outlines(value, os.path.join(path, name), outline, stack, reads))
+            files.append(TorchFile(value, os.path.join(path, name), outline, stack, reads))
 
         for index, part in enumerate(facts.get("models", parts_called(state, "model"))):
             prefix = facts.get("prefixes", {}).get(part, "")

@@ -15,7 +15,7 @@ import torch
 
 from lazysnap.exports.job import Job
 from lazysnap.exports.states import Outline, parts_of
-from lazysnap.exports.torch_file import save_outlines
+from lazysnap.exports.torch_file import TorchFile
 from lazysnap.exports.weights import EXTRAS, is_lightning, registered_names
 from lazysnap.snapshots.reads import Reads
 from lazysnap.state.scalars import unpack
@@ -68,7 +68,7 @@ def write_checkpoint(job: Job, path: str) -> list[str]:
         content = converter.convert(content)
     reads = Reads()
     with contextlib.ExitStack() as files:
-        file = save_outlines(content, path, outline, files, reads)
+        file = TorchFile(content, path, outline, files, reads)
         job.fill(reads)
         file.seal()
     return notes + converter.notes()

@@ -1,14 +1,12 @@
 """A file that an export makes: its size is known, and several threads write it in any order."""
 
 import os
-from contextlib import AbstractContextManager
-from types import TracebackType
 
 from lazysnap.levels.files import pwrite_all
 from lazysnap.snapshots.reads import Write
 
 
-class NewFile(AbstractContextManager["NewFile"]):
+class NewFile:
     """An open file. Raises: OSError, where it cannot be made or written."""
 
     def __init__(self, path: str, size_bytes: int | None = None) -> None:
@@ -18,9 +16,7 @@ class NewFile(AbstractContextManager["NewFile"]):
         if size_bytes is not None:
             os.ftruncate(self.handle, size_bytes)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Close the file."""
         os.close(self.handle)
 

@@ -65,7 +65,7 @@ def add_file(
         layout = Layout.plan([one.spec(name) for name, one in tensors.items()], {**FORMAT, **metadata})
     except FormatError as error:
         raise UnsupportedState(f"{path}: safetensors cannot hold these tensors: {error}") from error
-    file = files.enter_context(NewFile(path, layout.size_bytes))
+    file = files.enter_context(contextlib.closing(NewFile(path, layout.size_bytes)))
     file.write(0, layout.header)
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
         reads.add(tensors[spec.name], written(tensors[spec.name], file.behind(offset)))

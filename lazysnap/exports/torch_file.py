@@ -7,9 +7,8 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,11 +21,14 @@ from lazysnap.snapshots.reads import Reads, written
 _READ_BYTES = 16 << 20
 
 
-class TorchFile(AbstractContextManager["TorchFile"]):
-    """A new file with everything but the bytes of the tensors. It is closed at the end of the context."""
+class TorchFile:
+    """A new file of ``torch.save``. It is filled when the reads run that it was given; ``seal`` it then."""
 
-    def __init__(self, value: Any, path: str) -> None:
-        """Blocks. Raises: UnsupportedState, for a value that cannot be pickled; OSError."""
+    def __init__(self, value: Any, path: str, outline: Outline, files: ExitStack, reads: Reads) -> None:
+        """Tensors that ``outline`` knows are added to ``reads``, the others are written now. ``files`` closes the file.
+
+        Blocks. Raises: UnsupportedState, for a value that cannot be pickled; OSError.
+        """
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 storages = _Storages()
@@ -36,19 +38,10 @@ class TorchFile(AbstractContextManager["TorchFile"]):
             raise UnsupportedState(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
         except RuntimeError as error:  # so torch's writer reports a full disk
             raise OSError(f"{path}: torch.save failed: {error}") from error
+        self._file = files.enter_context(closing(NewFile(path)))
         records = {record.name: record for record in _records(path)}
-        self._storages = [(one, records[f"data/{number}"]) for number, one in enumerate(storages.found.values())]
-        self._file = NewFile(path)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the file."""
-        self._file.__exit__(kind, error, trace)
-
-    def add(self, reads: Reads, outline: Outline) -> None:
-        """Have the tensors that ``outline`` knows written when ``reads`` runs; the others are written now. Blocks."""
-        for storage, record in self._storages:
+        self._records = [records[f"data/{number}"] for number in range(len(storages.found))]
+        for storage, record in zip(storages.found.values(), self._records, strict=True):
             source = outline.source_of(storage)
             if source is None:
                 self._file.write(record.start, bytes_of(storage))
@@ -57,7 +50,7 @@ class TorchFile(AbstractContextManager["TorchFile"]):
 
     def seal(self) -> None:
         """Write the checksums of the tensors, which torch ignores and other readers of zip files compare. Blocks."""
-        for _, record in self._storages:
+        for record in self._records:
             crc = 0
             for at in range(0, record.size_bytes, _READ_BYTES):
                 count = min(_READ_BYTES, record.size_bytes - at)
@@ -67,16 +60,6 @@ class TorchFile(AbstractContextManager["TorchFile"]):
             descriptor = record.start + record.size_bytes
             if os.pread(self._file.handle, 4, descriptor) == b"PK\x07\x08":
                 self._file.write(descriptor + 4, field)
-
-
-def save_outlines(value: Any, path: str, outline: Outline, files: ExitStack, reads: Reads) -> TorchFile:
-    """Make a file of ``torch.save`` that is filled when ``reads`` runs; ``seal`` it then. Blocks.
-
-    Raises: UnsupportedState, for a value that cannot be pickled; OSError.
-    """
-    file = files.enter_context(TorchFile(value, path))
-    file.add(reads, outline)
-    return file
 
 
 class _Storages(pickle.Pickler):

@@ -4,8 +4,17 @@
 processor time of buffered writes, and leaves the page cache to training (docs/architecture.md).
 
 A writer holds an ``flock`` on its file from its creation until the snapshot is committed. The kernel drops the lock
-with the process: a process that can take the lock knows that the writer is dead (``levels.locks``). Process ids would
-not show that: they are reused, and mean nothing in another container or on another host.
+with the process: a process that can take the lock knows that the writer is dead. Process ids would not show that: they
+are reused, and mean nothing in another container or on another host. Over NFS ``flock`` becomes a lock of the whole
+file at the server, so it holds between hosts (and conflicts with ``lockf`` of the same process). No lock is waited for.
+
+==================  =========  ==================================================================================
+who                 lock       from, to
+==================  =========  ==================================================================================
+writer              exclusive  creation of its file, publication
+writer              shared     publication, end of its commit: over NFS this takes a lost lock again
+sweep               exclusive  an instant, to see whether a writer is there
+==================  =========  ==================================================================================
 
 A file whose write or fsync failed is never published: the kernel forgets the bytes it could not write, so a second
 fsync would succeed. No descriptor outlives one file, so the next snapshot sees the present state of a mount.
@@ -13,6 +22,7 @@ fsync would succeed. No descriptor outlives one file, so the next snapshot sees 
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import tempfile
@@ -21,7 +31,6 @@ from collections.abc import Iterator
 
 from lazysnap import faults
 from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
-from lazysnap.levels import locks
 from lazysnap.levels.files import (
     allocate,
     close,
@@ -51,8 +60,23 @@ _NOT_OURS = (
     errno.ENOTDIR,
 )
 """Errors of files that no writer of this format left: gone, of another user, or behind a symbolic link."""
+_NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+def _lock(handle: int, kind: int = fcntl.LOCK_EX) -> bool | None:
+    """Take the lock of an open file. True if it was taken; ``None`` where the file system has no locks."""
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        # EBADF: NFS wants a descriptor open for writing for an exclusive lock, and the file is not ours to write.
+        if error.errno in (*_NO_LOCKS, errno.EBADF):
+            return None
+        raise
+    return True
 
 
 class LocalWriter:
@@ -88,7 +112,7 @@ class LocalWriter:
             except FileNotFoundError:
                 continue  # a sweep removed the empty directory
             self._temp = temp
-            if locks.lock(self._buffered) is not False and os.fstat(self._buffered).st_nlink:
+            if _lock(self._buffered) is not False and os.fstat(self._buffered).st_nlink:
                 return
             self.close()  # a sweep removed the file before it was locked
         raise OSError(errno.EBUSY, "the directory is removed again and again", self._directory)
@@ -121,7 +145,9 @@ class LocalWriter:
             os.ftruncate(self._buffered, self._size)
             faults.point("level.local.sync")
             os.fdatasync(self._buffered)
-            self._let_readers_in(self._buffered)
+            # Over NFS this also takes the lock again, if the server restarted and lost it.
+            if _lock(self._buffered, fcntl.LOCK_SH) is False:
+                raise OSError(errno.EBUSY, "a sweep took the file while it was published", self._temp)
             faults.point("level.local.rename")
             self._may_have_final = True
             try:
@@ -140,11 +166,6 @@ class LocalWriter:
         except OSError as error:
             self._failure = error
             raise local_error(self._root, f"publishing {self._final}", error) from error
-
-    def _let_readers_in(self, handle: int) -> None:
-        """Share the lock. Over NFS this also takes it again, if the server restarted and lost it."""
-        if locks.share(handle) is False:
-            raise OSError(errno.EBUSY, "a sweep took the file while it was published", self._temp)
 
     def close(self) -> None:
         """Delete a file that is not published, under each of its names, and close it, which unlocks."""
@@ -361,7 +382,7 @@ class LocalStorage(Storage):
             raise self._error(f"sweeping {path}", error) from error
         try:
             facts = os.fstat(handle)
-            locked = locks.lock(handle) if stat.S_ISREG(facts.st_mode) else False
+            locked = _lock(handle) if stat.S_ISREG(facts.st_mode) else False
             if locked is False or (locked is None and self._age_s(facts) < self.abandoned_after_s):
                 return False
             # Asked under the lock: a writer lets go of it after its commit only.

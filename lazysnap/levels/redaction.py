@@ -1,5 +1,6 @@
 """Keeps secrets out of messages: drivers quote their options and URLs in what they raise."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -39,15 +40,15 @@ def shown(url: str) -> str:
 
 
 class Redaction:
-    """Replaces the secrets of one storage by ``***``."""
+    """Replaces the secrets of some storage by ``***``."""
 
-    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        try:
-            parts = urlsplit(url)
-            password, parameters = parts.password or "", dict(parse_qsl(parts.query))
-        except ValueError:
-            password, parameters = "", {}  # opening the URL reports what is wrong with it
-        found = {*_secrets(options), *_secrets(parameters), password, unquote(password)}
+    def __init__(self, url: str, options: Mapping[str, Any], *more_urls: str) -> None:
+        found = set(_secrets(options))
+        for one in (url, *more_urls):
+            with contextlib.suppress(ValueError):  # opening the URL reports what is wrong with it
+                parts = urlsplit(one)
+                password = parts.password or ""
+                found |= {*_secrets(dict(parse_qsl(parts.query))), password, unquote(password)}
         # The longest first: one may be part of another.
         self._values = sorted((value for value in found if len(value) >= _MIN_LENGTH), key=len, reverse=True)
 
