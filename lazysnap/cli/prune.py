@@ -13,12 +13,11 @@ from lazysnap.cli.verify import GONE, Verdict, check, check_frozen
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.grants.retention import may_go
-from lazysnap.levels.leftovers import is_settled, leftovers, lone_names
+from lazysnap.levels.leftovers import is_settled, leftovers
 from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import FrozenEntry, SnapshotKey
 from lazysnap.shard.manifest import Manifest
-from lazysnap.shard.names import is_directory_of_ours
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
 
@@ -103,7 +102,7 @@ class _Planner:
 
     def plan(self) -> Plan:
         """Return the deletions to do. Blocks. Raises: LevelError."""
-        plan = Plan(leftovers=self._leftovers())
+        plan = Plan(leftovers=[one.path for one in leftovers(self._store.storage, None)])
         runs: dict[str, list[Found]] = defaultdict(list)
         for found in self.seen.snapshots:
             runs[found.run_id].append(found)
@@ -187,15 +186,6 @@ class _Planner:
             if is_old and not place.is_link():
                 unused.append((one, manifest))
         return unused
-
-    def _leftovers(self) -> list[str]:
-        """Return the files that ``SnapshotStore.sweep`` would delete if their writers are dead."""
-        storage = self._store.storage
-        found = []
-        for directory in filter(is_directory_of_ours, storage.list()):
-            found += [leftover.path for leftover in leftovers(storage, directory, None)]
-            found += lone_names(storage, directory)
-        return found
 
 
 def _places(store: SnapshotStore, found: Found) -> list[FilePlace]:

@@ -69,11 +69,21 @@ def _is_of_events(name: str) -> bool:
     return match is not None and parse_events_file_name(match[1]) is not None
 
 
-def leftovers(storage: Storage, directory: str, is_ours: IsOurs | None) -> Iterator[Leftover]:
-    """Yield leftovers in a directory of this format. ``is_ours``: of which nodes; ``None``: of all.
+def leftovers(storage: Storage, is_ours: IsOurs | None, beat: Beat = lambda: None) -> Iterator[Leftover]:
+    """Yield the leftovers of a level. ``is_ours``: of which nodes; ``None``: of all.
 
-    Blocks. Raises: LevelError.
+    Blocks; ``beat`` is called for each directory. Raises: LevelError.
     """
+    for name in storage.list():
+        if _is_of_events(name) or (is_probe(name) and is_settled(storage, name)):
+            yield Leftover(name)
+        elif is_directory_of_ours(name):
+            beat()
+            yield from _in_directory(storage, name, is_ours)
+            yield from map(Leftover, _lone_names(storage, name))
+
+
+def _in_directory(storage: Storage, directory: str, is_ours: IsOurs | None) -> Iterator[Leftover]:
     if storage.is_link(directory):
         return
     names = storage.list(directory)
@@ -100,7 +110,7 @@ def is_given_by_a_run(storage: Storage, path: str) -> bool:
         return False
 
 
-def lone_names(storage: Storage, directory: str) -> list[str]:
+def _lone_names(storage: Storage, directory: str) -> list[str]:
     """Return the paths of names in a directory whose snapshot was deleted: nothing else is in it."""
     names = storage.list(directory)
     if storage.is_link(directory) or any(parse_keep_file_name(name) is None for name in names):
@@ -129,24 +139,15 @@ def is_settled(storage: Storage, path: str) -> bool:
 
 def sweep(storage: Storage, is_ours: IsOurs | None, beat: Beat) -> list[str]:
     """See ``SnapshotStore.sweep``."""
-    names = storage.list()
-    gone = [name for name in filter(is_probe, names) if is_settled(storage, name)]
-    for probe in gone:
-        storage.delete(probe)
-    gone += [name for name in names if _is_of_events(name) and storage.delete_abandoned(name)]
-    for directory in filter(is_directory_of_ours, names):
+    gone = []
+    for leftover in leftovers(storage, is_ours, beat):
+        faults.point("level.store.sweep")
+        if storage.delete_abandoned(leftover.path, unless=leftover.unless):
+            gone.append(leftover.path)
+    emptied = {path.split("/")[0] for path in gone}
+    for directory in filter(is_directory_of_ours, storage.list()):
         beat()
-        before = len(gone)
-        for leftover in leftovers(storage, directory, is_ours):
-            faults.point("level.store.sweep")
-            if storage.delete_abandoned(leftover.path, unless=leftover.unless):
-                gone.append(leftover.path)
-        for path in lone_names(storage, directory):
-            storage.delete(path)
-            gone.append(path)
-        if len(gone) > before or is_empty_and_settled(storage, directory):
+        if directory in emptied or is_empty_and_settled(storage, directory):
             storage.delete_directory(directory)
-    beat()
     # No listing shows the uploads of dead writers, and they cost money.
-    gone += storage.abort_stale()
-    return gone
+    return [*gone, *storage.abort_stale()]
