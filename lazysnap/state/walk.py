@@ -38,6 +38,16 @@ def walk(state: Any) -> Walk:
 
     Raises: UnsupportedState, naming the path of a value that the safe encoding does not know.
     """
+    try:
+        return with_stack(lambda: _walk(state))
+    except RecursionError as error:
+        raise UnsupportedState(
+            "the state needs more than Python's stack: an encode function that was given to "
+            "lazysnap.register_type never returns"
+        ) from error
+
+
+def _walk(state: Any) -> Walk:
     tensors: list[torch.Tensor] = []
     paths: list[tuple[Any, ...]] = []
     names: dict[str, None] = {}
@@ -49,18 +59,8 @@ def walk(state: Any) -> Walk:
         names[name] = None
         return name
 
-    def encoded() -> tuple[Any, str]:
-        skeleton = encode(state, tensor=add)
-        return skeleton, _dump(skeleton)
-
-    try:
-        skeleton, text = with_stack(encoded)
-    except RecursionError as error:
-        raise UnsupportedState(
-            "the state needs more than Python's stack: an encode function that was given to "
-            "lazysnap.register_type never returns"
-        ) from error
-    return Walk(tensors, paths, list(names), skeleton, text)
+    skeleton = encode(state, tensor=add)
+    return Walk(tensors, paths, list(names), skeleton, _dump(skeleton))
 
 
 def _dump(encoded: Any) -> str:
@@ -140,12 +140,15 @@ class StateWalker:
             except Exception:  # noqa: BLE001  whatever differs, the full walk finds and names it
                 self._walked = None
         walked = walk(state)
-        self._nodes, self._tensors = [], []
-        with_stack(lambda: self._record(state, walked, 0))
+        with_stack(lambda: self._record_all(state, walked))
         self._walked = walked if TAG not in walked.skeleton else None
         return walked
 
     # ---------------------------------------------------------------- record the structure
+
+    def _record_all(self, state: dict[str, Any], walked: Walk) -> None:
+        self._nodes, self._tensors = [], []  # here, because ``with_stack`` may call it a second time
+        self._record(state, walked, 0)
 
     def _record(self, value: Any, walked: Walk, depth: int) -> None:
         """Add the nodes of ``value``, in the order in which ``_write`` visits them."""
