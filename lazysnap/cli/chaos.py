@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from typing import Literal
 
 from lazysnap.cli.chaos_disk import Disk
 from lazysnap.cli.chaos_faults import FAULTS, NEED_DISK, NEED_KEEPER, Strike
@@ -33,22 +33,15 @@ class ChaosFailed(LazySnapError):
     """The program cannot be judged: undisturbed it fails, or gives one result today and another tomorrow."""
 
 
-class Verdict(Enum):
-    """The effect of a fault on a training, from good to bad."""
-
-    PASS = "PASS"
-    LOST_WORK = "LOST_WORK"
-    SILENT_DIVERGENCE = "SILENT_DIVERGENCE"
-    HARD_FAIL = "HARD_FAIL"
-
-
-_STYLES = {Verdict.PASS: "green", Verdict.LOST_WORK: "yellow"}
+Verdict = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL"]
+"""The effect of a fault on a training, from good to bad."""
+_STYLES = {"PASS": "green", "LOST_WORK": "yellow"}
 _NEXT = {
-    Verdict.LOST_WORK: "it resumed further back than it may: see in its log why, save more often, or allow more steps "
+    "LOST_WORK": "it resumed further back than it may: see in its log why, save more often, or allow more steps "
     "with --may-lose",
-    Verdict.SILENT_DIVERGENCE: "something that decides the result was not restored (optimizer, schedule, random "
+    "SILENT_DIVERGENCE": "something that decides the result was not restored (optimizer, schedule, random "
     "generators, position in the data), or a damaged file was believed",
-    Verdict.HARD_FAIL: "the same command, started again, must resume by itself, also where its newest checkpoint is "
+    "HARD_FAIL": "the same command, started again, must resume by itself, also where its newest checkpoint is "
     "torn or damaged: its log shows where it failed",
 }
 
@@ -77,7 +70,7 @@ class Outcome:
     seed: int
     what: str = ""
     at_step: int | None = None
-    verdict: Verdict = Verdict.PASS
+    verdict: Verdict = "PASS"
     reason: str = ""
     steps_again: int | None = None
     """Steps that were trained before the fault, and again after it; ``None``: no steps are printed."""
@@ -172,9 +165,9 @@ class _Chaos:
             shutil.rmtree(self.place / name)
         else:
             raise ChaosFailed(f"the command ended {_TRIES} times before {fault} could strike: give it more steps")
-        if outcome.verdict is Verdict.PASS:
+        if outcome.verdict == "PASS":
             self._compare(training, outcome, undisturbed)
-        if outcome.verdict is Verdict.PASS:
+        if outcome.verdict == "PASS":
             shutil.rmtree(training.files)
         return outcome
 
@@ -212,7 +205,7 @@ class _Chaos:
             if training.code == 0 and is_over:
                 break
             if outcome.restarts == self.args.max_restarts:
-                outcome.verdict = Verdict.HARD_FAIL
+                outcome.verdict = "HARD_FAIL"
                 outcome.reason = f"code {training.code} also after {count_of(outcome.restarts, 'restart')}: "
                 outcome.reason += training.last_lines(1)
                 return
@@ -220,7 +213,7 @@ class _Chaos:
             outcome.restarts += 1
             training.start()
         if training.code is None:
-            outcome.verdict, outcome.reason = Verdict.HARD_FAIL, "it did not come to its end in time (--deadline)"
+            outcome.verdict, outcome.reason = "HARD_FAIL", "it did not come to its end in time (--deadline)"
         if undisturbed.steps:
             outcome.steps_again = _steps_again(training, outcome, undisturbed.stride)
             outcome.restart_s = next((one.times_s[0] - one.began_s for one in training.starts[1:] if one.steps), None)
@@ -229,9 +222,9 @@ class _Chaos:
         outcome.reason = self._difference(training, undisturbed)
         if outcome.reason:
             self._check_same(undisturbed)
-            outcome.verdict = Verdict.SILENT_DIVERGENCE
+            outcome.verdict = "SILENT_DIVERGENCE"
         elif (outcome.steps_again or 0) > (limit := self.may_lose(outcome.fault, undisturbed)):
-            outcome.verdict, outcome.reason = Verdict.LOST_WORK, f"at most {limit} may be trained again"
+            outcome.verdict, outcome.reason = "LOST_WORK", f"at most {limit} may be trained again"
 
     def may_lose(self, fault: str, undisturbed: Undisturbed) -> int:
         """Return the number of steps that may be trained again."""
@@ -325,10 +318,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
             outcomes.append(chaos.disturbed(number, faults[number % len(faults)], undisturbed))
             output.say(_line(outcomes[-1]), _STYLES.get(outcomes[-1].verdict, "bold red"))
     _show(outcomes, chaos, undisturbed, output)
-    runs = [{**asdict(outcome), "verdict": outcome.verdict.value} for outcome in outcomes]
     facts = {"seconds": undisturbed.seconds, "steps": max(undisturbed.steps, default=None), "result": undisturbed.names}
-    ok = all(outcome.verdict is Verdict.PASS for outcome in outcomes)
-    return output.result(ok=ok, undisturbed=facts, runs=runs, left_out=chaos.left_out, directory=str(chaos.place))
+    ok = all(outcome.verdict == "PASS" for outcome in outcomes)
+    return output.result(
+        ok=ok, undisturbed=facts, runs=list(map(asdict, outcomes)), left_out=chaos.left_out, directory=str(chaos.place)
+    )
 
 
 def _program(args: argparse.Namespace) -> Program:
@@ -373,23 +367,23 @@ def _line(outcome: Outcome) -> str:
     again = "" if outcome.steps_again is None else f"{count_of(outcome.steps_again, 'step')} again, "
     ended = f"{again}{count_of(outcome.restarts, 'restart')}, {outcome.seconds:.1f} s"
     reason = f": {outcome.reason}" if outcome.reason else ""
-    return f"{outcome.verdict.value:<5} {where}{outcome.what}; {ended}{reason}"
+    return f"{outcome.verdict:<5} {where}{outcome.what}; {ended}{reason}"
 
 
 def _show(outcomes: list[Outcome], chaos: _Chaos, undisturbed: Undisturbed, output: Output) -> None:
     columns = ("fault", "seed>", "at step>", "verdict", "steps again>", "restarts>", "seconds>")
     table = output.table("", *columns)
     for one in outcomes:
-        cells = [one.fault, one.seed, one.at_step, one.verdict.value, one.steps_again, one.restarts]
+        cells = [one.fault, one.seed, one.at_step, one.verdict, one.steps_again, one.restarts]
         texts = [output.cell("-" if cell is None else cell) for cell in cells]
         texts[3].stylize(_STYLES.get(one.verdict, "bold red"))
         table.add_row(*texts, f"{one.seconds:.1f}")
     output.show(table)
-    bad = [one for one in outcomes if one.verdict is not Verdict.PASS]
+    bad = [one for one in outcomes if one.verdict != "PASS"]
     for verdict in dict.fromkeys(one.verdict for one in bad):
-        output.line(f"{verdict.value}: {_NEXT[verdict]}", "bold")
+        output.line(f"{verdict}: {_NEXT[verdict]}", "bold")
         for one in bad:
-            if one.verdict is verdict:
+            if one.verdict == verdict:
                 output.line(f"  {one.fault}: {one.reason}")
                 output.line(f"    log: {one.log}")
                 output.line(f"    again: --faults {one.fault} --seed {one.seed} --runs 1")

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from lazysnap.config import PersistentLevel
 from lazysnap.console import say
 from lazysnap.errors import ConfigError
-from lazysnap.exports.fill import GONE, Task
+from lazysnap.exports.fill import GONE
 from lazysnap.exports.folder import UNFINISHED, give_up
 
 logger = logging.getLogger("lazysnap.accelerate")
@@ -153,12 +153,12 @@ class BackgroundCheckpoints:
     # ---------------------------------------------------------------- processes
 
     def _start(self, checkpoint: Checkpoint) -> _Filling:
-        task = Task(
-            url=self._level.url,
-            name=checkpoint.name,
-            options=dict(self._level.storage_options or {}),
-            wait_s=self._stored_within_s,
-        )
+        arguments = {
+            "url": self._level.url,
+            "name": checkpoint.name,
+            "options": dict(self._level.storage_options or {}),
+            "wait_s": self._stored_within_s,
+        }
         handle = os.open(checkpoint.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             process = subprocess.Popen(
@@ -179,7 +179,7 @@ class BackgroundCheckpoints:
         assert process.stdin is not None
         # On standard input no other user sees the options.
         with contextlib.suppress(OSError), process.stdin:
-            json.dump(asdict(task), process.stdin)
+            json.dump(arguments, process.stdin)
         return _Filling(checkpoint, process, handle)
 
     def _by_hand(self, checkpoint: Checkpoint, place: str) -> str:

@@ -1,7 +1,7 @@
 """The program of a process that fills one checkpoint directory from a stored snapshot.
 
 Its current directory is the one that ``folder.begin`` made, which it finds wherever a program moves the checkpoint to.
-Its standard input is a JSON object with the fields of ``Task``. It outlives the training. Exit codes: 0, if the
+Its standard input is a JSON object with the arguments of ``fill``. It outlives the training. Exit codes: 0, if the
 checkpoint is complete; ``GONE``, if the program deleted it, or a newer save replaced it; 1 with the reason as output.
 """
 
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 from lazysnap.errors import LazySnapError, LevelError, SnapshotNotFound
@@ -30,40 +29,28 @@ GONE = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """The snapshot to read."""
+def fill(url: str, name: str, options: Mapping[str, Any], wait_s: float) -> None:
+    """Fill the current directory from a snapshot, complete the checkpoint, and take the name from the snapshot.
 
-    url: str
-    """The level."""
-    name: str
-    """The name that ``SnapshotEngine.keep`` gave to the snapshot."""
-    options: Mapping[str, Any]
-    """Options for the file system of the level."""
-    wait_s: float
-    """The time that the level has to store the snapshot."""
-
-
-def fill(task: Task) -> None:
-    """Fill the current directory, complete the checkpoint, and take the name from the snapshot.
-
+    ``url``, ``options``: the level; ``name``: given by ``SnapshotEngine.keep``; ``wait_s``: the time that the level has
+    to store the snapshot.
     Blocks. Raises: SnapshotNotFound, if the level has not stored it in time; ShardCorrupt; LevelError; StateError;
     OSError, also if the current directory was deleted.
     """
-    store = open_store(task.url, options=dict(task.options) or None)
+    store = open_store(url, options=options or None)
     of_hooks = set(os.listdir())
-    _wait(store, task)
-    run_id = look_again(store, lambda catalogue: _fill(catalogue, task.name, of_hooks))
+    _wait(store, name, time.monotonic() + wait_s)
+    run_id = look_again(store, lambda catalogue: _fill(catalogue, name, of_hooks))
     with contextlib.suppress(LevelError):  # the engine of a living training takes the name, too
-        store.release(run_id, task.name)
+        store.release(run_id, name)
 
 
-def _wait(store: SnapshotStore, task: Task) -> None:
-    deadline, pause_s = time.monotonic() + task.wait_s, _FIRST_PAUSE_S
+def _wait(store: SnapshotStore, name: str, deadline: float) -> None:
+    pause_s = _FIRST_PAUSE_S
     while time.monotonic() + pause_s <= deadline:
         os.getcwd()  # raises, if the directory was deleted
         with contextlib.suppress(SnapshotNotFound, LevelError):
-            if next(Catalogue(store).meant(task.name, None), None) is not None:
+            if next(Catalogue(store).meant(name), None) is not None:
                 return
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -73,7 +60,7 @@ def _fill(catalogue: Catalogue, name: str, of_hooks: set[str]) -> str:
     """Return the id of the snapshot's run."""
     from lazysnap.exports.accelerate import write_stock  # imports torch, which takes seconds
 
-    plan = catalogue.find(name, None)
+    plan = catalogue.find(name)
     for left in set(os.listdir()) - of_hooks:  # by an attempt whose snapshot vanished while it was read
         os.unlink(left)
     with closing(open_snapshot(catalogue, plan)) as snapshot:
@@ -83,15 +70,15 @@ def _fill(catalogue: Catalogue, name: str, of_hooks: set[str]) -> str:
 
 
 def main() -> int:
-    """Do the task on standard input. Return the exit code. Blocks."""
-    task = Task(**json.load(sys.stdin))
+    """Call ``fill`` with the arguments on standard input. Return the exit code. Blocks."""
+    arguments = json.load(sys.stdin)
     try:
-        fill(task)
+        fill(**arguments)
     except (LazySnapError, OSError) as error:
         try:
             os.getcwd()
         except FileNotFoundError:
             return GONE
-        sys.stdout.write(Redaction("", {"secret": list(task.options.values())}).clean(error))
+        sys.stdout.write(Redaction("", {"secret": list(arguments["options"].values())}).clean(error))
         return 1
     return 0
