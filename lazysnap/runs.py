@@ -18,33 +18,6 @@ _MOST_LISTED = 8
 _DIGITS = frozenset("0123456789abcdef")
 
 
-@dataclass(frozen=True)
-class RunChoice:
-    """The choice of a run, and maybe of one of its steps."""
-
-    digits: str
-    """The first digits of its id."""
-    step: int | None = None
-    """``None``: its newest complete snapshot."""
-
-    @classmethod
-    def parse(cls, text: object) -> "RunChoice | None":
-        """``run:1f3a`` or ``run:1f3a@200``; ``None``, if ``text`` does not begin with ``run:``.
-
-        Raises: ConfigError, for anything else after ``run:``.
-        """
-        if not isinstance(text, str) or not text.startswith(RUN):
-            return None
-        digits, at, step = text.removeprefix(RUN).partition("@")
-        is_step = step.isascii() and step.isdigit() and len(step) <= 18
-        if not digits or len(digits) > 16 or not set(digits.lower()) <= _DIGITS or bool(at) != is_step:
-            raise ConfigError(
-                f'expected "run:" and the first digits of a run id (0-9, a-f), then "@" and a step or nothing, as in '
-                f'"run:1f3a" or "run:1f3a@200"; got {text!r:.100}. `lazysnap ls` shows the runs of a level'
-            )
-        return cls(digits.lower(), int(step) if at else None)
-
-
 def check_choice(which: object) -> None:
     """Raises: ConfigError, if ``which`` is neither a step (0 or more) nor a text."""
     if isinstance(which, bool) or not isinstance(which, (int, str)) or (isinstance(which, int) and which < 0):
@@ -58,7 +31,7 @@ def means_snapshot(which: object) -> bool:
 
     Raises: ConfigError, for a bad ``"run:…"``.
     """
-    return isinstance(which, str) and (which == LATEST or RunChoice.parse(which) is not None)
+    return isinstance(which, str) and (which == LATEST or (which.startswith(RUN) and bool(Choice.of(which))))
 
 
 def short_ids(run_ids: Iterable[str]) -> dict[str, str]:
@@ -107,25 +80,32 @@ def listed(inventories: Sequence[Inventory]) -> str:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which snapshot a restart is to restore: the newest one, or that of a step, a name or a run."""
+    """Which snapshot is meant: the newest one, or that of a step, a name or a run."""
 
     step: int | None = None
     name: str | None = None
-    run: RunChoice | None = None
+    run: str | None = None
+    """The first digits of the id of a run: its newest complete snapshot, or that of ``step``."""
 
     @classmethod
     def of(cls, which: int | str) -> "Choice":
-        """``"latest"``, a step, a name, or ``"run:<id>"`` (see ``RunChoice``). Raises: ConfigError, for a bad one."""
+        """Read ``"latest"``, a step, a name, ``"run:1f3a"`` or ``"run:1f3a@200"``. Raises: ConfigError, for others."""
         check_choice(which)
         if which == LATEST:
             return cls()
         if isinstance(which, int):
             return cls(step=which)
-        run = RunChoice.parse(which)
-        if run is not None:
-            return cls(step=run.step, run=run)
-        check_name(which)
-        return cls(name=which)
+        if not which.startswith(RUN):
+            check_name(which)
+            return cls(name=which)
+        digits, at, step = which.removeprefix(RUN).partition("@")
+        is_step = step.isascii() and step.isdigit() and len(step) <= 18
+        if not digits or len(digits) > 16 or not set(digits.lower()) <= _DIGITS or bool(at) != is_step:
+            raise ConfigError(
+                f'expected "run:" and the first digits of a run id (0-9, a-f), then "@" and a step or nothing, as in '
+                f'"run:1f3a" or "run:1f3a@200"; got {which!r:.100}. `lazysnap ls` shows the runs of a level'
+            )
+        return cls(step=int(step) if at else None, run=digits.lower())
 
     @property
     def is_latest(self) -> bool:
@@ -134,13 +114,13 @@ class Choice:
 
     def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:
         """Complete snapshots that are meant, the best first. Raises: SnapshotNotFound, for a run that is not there."""
-        run_id = None if self.run is None else run_of(self.run.digits, inventories)
+        run_id = None if self.run is None else run_of(self.run, inventories)
         return candidates(inventories, step=self.step, name=self.name, run_id=run_id)
 
     def missing(self, inventories: list[Inventory]) -> str:
         """That there is none, and what there is."""
         if self.run is not None:
-            what = f"of run {self.run.digits}" + (f" of step {self.step}" if self.step is not None else "")
+            what = f"of run {self.run}" + (f" of step {self.step}" if self.step is not None else "")
             return f"no whole snapshot {what}; {listed(inventories)}"
         held = sorted({plan.step for plan in candidates(inventories)})
         what = f"called {self.name!r}" if self.name is not None else f"of step {self.step}"

@@ -27,7 +27,7 @@ from lazysnap.resolver import (
     is_complete,
     snapshots,
 )
-from lazysnap.runs import LATEST, RunChoice, check_choice, run_of, runs_in, short_ids
+from lazysnap.runs import Choice, run_of, runs_in, short_ids
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import (
     SnapshotName,
@@ -233,21 +233,12 @@ class Catalogue:
         ``run``: the first digits of a run's id. Raises: SnapshotNotFound, if no run begins with them, or several;
         ConfigError, for anything else.
         """
-        check_choice(which)
-        choice = RunChoice.parse(which)
-        if choice is not None:
-            run, which = choice.digits, LATEST if choice.step is None else choice.step
-        run_id = None if run is None else self.run_of(run)
-        if which == LATEST:
-            yield from self.plans(run=run_id)
-            return
-        found = None
-        # Steps on a command line are digits, and so may a name be.
-        if isinstance(which, int) or (which.isascii() and which.isdigit() and len(which) <= _MOST_DIGITS):
-            for found in self.plans(step=int(which), run=run_id):
-                yield found
-        if found is None and isinstance(which, str):
-            yield from self.plans(name=which, run=run_id)
+        # On a command line a step is text. No name is of digits alone.
+        is_step = isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= _MOST_DIGITS
+        choice = Choice.of(int(which) if is_step else which)
+        digits = choice.run or run
+        run_id = None if digits is None else self.run_of(digits)
+        return self.plans(step=choice.step, name=choice.name, run=run_id)
 
     def find(self, wanted: str, run: str | None = None) -> RestartPlan:
         """The first of ``meant``. Raises: SnapshotNotFound, listing the complete steps."""
