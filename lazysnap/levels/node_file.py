@@ -61,8 +61,15 @@ class FilePlace:
         return f"{shown(self.storage.url)}/{self.file_path}"
 
     def read_manifest(self) -> Manifest:
-        """Read and check the manifest. Raises: ShardCorrupt, FileNotFoundError, LevelUnavailable."""
-        return Manifest.decode(self.storage.get(self.manifest_path), f"{self.storage.url}/{self.manifest_path}")
+        """Read the manifest. Raises: ShardCorrupt, also if it is of another place; FileNotFoundError; LevelError."""
+        where = f"{self.storage.url}/{self.manifest_path}"
+        manifest = Manifest.decode(self.storage.get(self.manifest_path), where)
+        meta, frozen = manifest.meta, parse_frozen_directory_name(self.directory)
+        if frozen is not None and manifest.checksums.whole != frozen:
+            raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole}, its name says otherwise")
+        if frozen is None and (meta.name != SnapshotName.parse(self.directory) or manifest.name != self.name):
+            raise ShardCorrupt(f"{where}: holds {meta.name.directory} in {manifest.name.file}, its name says otherwise")
+        return manifest
 
     def check_size(self, size_bytes: int) -> None:
         """Raises: ShardCorrupt, if the file has another size; FileNotFoundError; LevelUnavailable."""
@@ -128,24 +135,12 @@ def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> li
     return found
 
 
-def check_place(manifest: Manifest, place: FilePlace) -> None:
-    """Raises: ShardCorrupt, if a manifest names another place than the one where it was found."""
-    meta, where = manifest.meta, f"{place.storage.url}/{place.manifest_path}"
-    frozen = parse_frozen_directory_name(place.directory)
-    if frozen is not None:
-        if manifest.checksums.whole != frozen:
-            raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole}, its name says otherwise")
-    elif meta.name != SnapshotName.parse(place.directory) or manifest.name != place.name:
-        raise ShardCorrupt(f"{where}: holds {meta.name.directory} in {manifest.name.file}, its name says otherwise")
-
-
 def read_committed(place: FilePlace) -> Manifest:
     """Return the manifest at a place, whose file is there in its full size; the file is not read.
 
     Raises: ShardCorrupt, also if the file is lost; FileNotFoundError, if nothing is committed; LevelUnavailable.
     """
     manifest = place.read_manifest()
-    check_place(manifest, place)
     try:
         place.check_size(manifest.size_bytes)
     except FileNotFoundError as error:
