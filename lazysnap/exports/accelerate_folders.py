@@ -8,8 +8,6 @@ import os
 import re
 from collections.abc import Iterable
 
-import torch
-
 from lazysnap.exports.folder import discard, is_unfinished, mark_of
 
 logger = logging.getLogger("lazysnap.accelerate")
@@ -70,22 +68,6 @@ def delete_superseded(root: str, total_limit: int | None) -> list[str]:
     for path in going:
         discard(path)
     return going
-
-
-def stock_prefix(model: torch.nn.Module) -> str:
-    """Return the prefix that DDP and ``torch.compile`` add to the weight names of one of ``accelerator._models``.
-
-    In Accelerate 1.15 these models are not in DDP yet.
-    """
-    prefix = ""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        name = "_orig_mod"
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            inner, name = model.module, "module"
-        if not isinstance(inner, torch.nn.Module):
-            return prefix
-        prefix, model = f"{prefix}{name}.", inner
 
 
 def _numbered(root: str) -> list[str]:

@@ -16,8 +16,9 @@ import torch
 from lazysnap.exports.job import Job
 from lazysnap.exports.states import Outline, parts_of
 from lazysnap.exports.torch_file import TorchFile
-from lazysnap.exports.weights import EXTRAS, is_lightning, registered_names
+from lazysnap.exports.weights import EXTRAS, is_lightning
 from lazysnap.snapshots.reads import Reads
+from lazysnap.state.codec import registered_names
 from lazysnap.state.scalars import unpack
 from lazysnap.state.scaler import plain_numbers
 

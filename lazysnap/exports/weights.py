@@ -74,15 +74,3 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
                     yield from _tensors(pair[1], (*path, str(pair[0])))
         elif (tag in _LISTS and isinstance(inner, list)) or tag == "registered":
             yield from _tensors(inner, path)
-
-
-def registered_names(encoded: Any) -> set[str]:
-    """Return the names of registered types in an encoded state."""
-    names, left = set(), [encoded]
-    while left:
-        item = left.pop()
-        if isinstance(item, dict) and item.get(TAG) == "registered":
-            names.add(str(item.get("n")))
-        if isinstance(item, (dict, list)):
-            left += item.values() if isinstance(item, dict) else item
-    return names

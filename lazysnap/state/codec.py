@@ -14,7 +14,7 @@ import pathlib
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -272,16 +272,26 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
 
 def tensor_names(encoded: Any) -> list[str]:
     """Return the names of all tensors in an encoding, in order. Calls no registered decoder. Raises: ShardCorrupt."""
-    names, left = [], [encoded]
+    return [_str(item.get("v")) for item in _tagged(encoded) if item[TAG] == "tensor"]
+
+
+def registered_names(encoded: Any) -> set[str]:
+    """Return the names of all registered types in an encoding."""
+    return {str(item.get("n")) for item in _tagged(encoded) if item[TAG] == "registered"}
+
+
+def _tagged(encoded: Any) -> Iterator[dict[str, Any]]:
+    """Yield all tagged values in an encoding, in order, the outer ones first."""
+    left = [encoded]
     while left:
         item = left.pop()
         if type(item) is list:
             left += reversed(item)
-        elif type(item) is dict and item.get(TAG) == "tensor":
-            names.append(_str(item.get("v")))
         elif type(item) is dict:
-            left += reversed(item.values())
-    return names
+            if TAG in item:
+                yield item
+            if item.get(TAG) != "tensor":
+                left += reversed(item.values())
 
 
 class _Decoder:

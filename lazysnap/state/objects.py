@@ -1,6 +1,6 @@
 """The training state of a plain loop: named objects with ``state_dict`` and ``load_state_dict``."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,18 +21,25 @@ from lazysnap.state.unsupported import check_averages_gradients, check_supported
 _RNG = "rng"
 
 
+def _wrapped(value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules in wrappers of DDP, ``torch.compile`` and Fabric, the outermost first, with their names there."""
+    while isinstance(value, torch.nn.Module):
+        name = "_original_module" if _is_of_fabric(value) else "_orig_mod"
+        if isinstance(value, torch.nn.parallel.DistributedDataParallel):
+            name = "module"
+        value = getattr(value, name, None)
+        if isinstance(value, torch.nn.Module):
+            yield name, value
+
+
 def unwrapped(value: Any) -> Any:
     """Return the module inside the wrappers of DDP, ``torch.compile`` and Fabric. Snapshots use its names."""
-    while isinstance(value, torch.nn.Module):
-        inner = getattr(value, "_orig_mod", None)
-        if isinstance(value, torch.nn.parallel.DistributedDataParallel):
-            inner = value.module
-        elif _is_of_fabric(value):
-            inner = value._original_module
-        if not isinstance(inner, torch.nn.Module):
-            break
-        value = inner
-    return value
+    return [value, *(inner for _, inner in _wrapped(value))][-1]
+
+
+def wrapper_prefix(module: torch.nn.Module) -> str:
+    """Return the prefix that these wrappers add to the names of weights."""
+    return "".join(f"{name}." for name, _ in _wrapped(module))
 
 
 def _is_of_fabric(module: torch.nn.Module) -> bool:

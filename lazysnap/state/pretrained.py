@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from lazysnap.data.share import is_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def pretrained(modules: Mapping[str, torch.nn.Module]) -> str | None:
     Neither package is imported. Errors become warnings: an export then needs the files from elsewhere.
     Blocks: some milliseconds.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_rank():
+    if not is_first_rank():
         return None  # exports read the small state of rank 0
     found = {}
     for name, module in modules.items():

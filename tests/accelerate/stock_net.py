@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 
-from lazysnap.exports.accelerate_folders import stock_prefix
+from lazysnap.state.objects import wrapper_prefix
 
 BATCHES = 12
 
@@ -103,7 +103,7 @@ class Prepared:
     def note(self, **facts) -> None:
         self.facts.clear()
         models = self.accelerator._models  # without the wrapper of DDP, in this version
-        prefixes = {"model": stock_prefix(models[0]), "model_1": stock_prefix(models[1])}
+        prefixes = {"model": wrapper_prefix(models[0]), "model_1": wrapper_prefix(models[1])}
         self.facts.update(iteration=0, step=self.accelerator.step, prefixes=prefixes, **facts)
         if getattr(self.loader, "use_stateful_dataloader", False):
             self.facts["stateful_loaders"] = {"loader": self.loader.state_dict()}

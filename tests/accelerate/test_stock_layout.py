@@ -12,9 +12,9 @@ import lazysnap
 from lazysnap import ExportOptions
 from lazysnap.data.streams import collect_rng
 from lazysnap.errors import StateMismatch, UnsupportedState
-from lazysnap.exports.accelerate_folders import stock_prefix
 from lazysnap.exports.folder import mark_of
 from lazysnap.exports.target import MARK
+from lazysnap.state.objects import wrapper_prefix
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 
@@ -108,7 +108,7 @@ def test_tied_and_compiled_weights_come_back_in_both_formats(tmp_path, safe, com
     model, fresh = Net(), Net()
     optimizer, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(fresh.parameters())
     loaded = torch.compile(fresh) if compiled else fresh
-    prefixes = {"model": stock_prefix(loaded)}
+    prefixes = {"model": wrapper_prefix(loaded)}
     assert prefixes["model"] == ("_orig_mod." if compiled else "")
     export(state_of(model, optimizer, safe_serialization=safe, prefixes=prefixes), tmp_path)
     assert (tmp_path / "model.safetensors").exists() == safe

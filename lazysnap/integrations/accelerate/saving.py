@@ -17,12 +17,12 @@ from lazysnap.exports.accelerate_folders import (
     newest_complete,
     next_iteration,
     number_of,
-    stock_prefix,
 )
 from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
 from lazysnap.exports.folder import begin, give_up, is_unfinished
 from lazysnap.integrations.accelerate.blocking import by_main, save_blocking
 from lazysnap.integrations.accelerate.state import AcceleratorState
+from lazysnap.state.objects import wrapper_prefix
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Directories:
         accelerator = self._accelerator
         models, hooks = accelerator._models, accelerator._save_model_state_pre_hook
         names = ["model" if number == 0 else f"model_{number}" for number in range(len(models))]
-        prefixes = {name: stock_prefix(model) for name, model in zip(names, models, strict=True)}
+        prefixes = {name: wrapper_prefix(model) for name, model in zip(names, models, strict=True)}
         facts: dict[str, Any] = {"prefixes": prefixes, "safe_serialization": safe_serialization}
         loaders = enumerate(accelerator._dataloaders)
         stateful = {number: one for number, one in loaders if getattr(one, "use_stateful_dataloader", False)}
