@@ -1,7 +1,7 @@
 """One rank's part of one snapshot: shards are opened until nothing that it wants is missing, then it is read."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from lazysnap.errors import LazySnapError, ShardCorrupt
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, RestartPlan
+from lazysnap.restore.snapshot import Snapshot
 from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.targets import (
     check_fits,
@@ -33,18 +34,6 @@ Made = dict[object, torch.Tensor]
 """Tensors that were made already, by what they share."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """The tensors and state that were read."""
-
-    state: State
-    levels: list[str]
-    """That were read from."""
-    parameters: dict[str, list[str]] | None
-    """See ``Snapshot``."""
-    captured_ns: int
-
-
 class PartReader:
     """Reads what this rank wants of snapshots."""
 
@@ -55,7 +44,7 @@ class PartReader:
         self._world = world
         self._sources = sources
 
-    def read(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> Part | Failure:
+    def read(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> Snapshot | Failure:
         """Read this rank's part. ``chosen``: for each rank within reach where its shard is.
 
         Blocks. Raises: StateMismatch.
@@ -103,8 +92,16 @@ class PartReader:
         state = self._read_state(chosen[own], meta.state, partial(_room, assembly, target))
         if isinstance(state, Failure):
             return state
-        levels = sorted({chosen[rank].level for rank in added})
-        return Part(state, levels, meta.parameters, meta.captured_ns)
+        return Snapshot(
+            state,
+            plan.step,
+            plan.run_id,
+            plan.start,
+            level=max((chosen[rank] for rank in added), key=lambda entry: entry.speed).level,
+            world_size=plan.world_size,
+            parameters=meta.parameters,
+            captured_ns=meta.captured_ns,
+        )
 
     def _read_state(self, own: Entry, small: Any, room: Callable[[str, Made, Reads], torch.Tensor]) -> State | Failure:
         """Read all tensors, and put them in their places in the small state. ``room`` returns the tensor to read into.

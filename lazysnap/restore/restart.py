@@ -30,7 +30,7 @@ from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.parity import Parity
-from lazysnap.restore.part import Part, PartReader
+from lazysnap.restore.part import PartReader
 from lazysnap.restore.peer_memory import Connections, PeerMemory
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.restore.sources import Failure, Places, Sources
@@ -300,9 +300,9 @@ class _Search:
             try:
                 with collector_paused():
                     part = self._read(plan)
-                if isinstance(part, Part):
-                    found.append(self._snapshot(plan, part))
-                    failure = flaw(found[0])
+                if isinstance(part, Snapshot):
+                    found.append(part)
+                    failure = flaw(part)
                 else:
                     failure = part.text
             except StateMismatch as error:
@@ -323,20 +323,7 @@ class _Search:
             raise StateMismatch(mismatches[0])
         return found[0], False
 
-    def _snapshot(self, plan: RestartPlan, part: Part) -> Snapshot:
-        return Snapshot(
-            part.state,
-            plan.step,
-            plan.run_id,
-            plan.start,
-            level=max(part.levels, key=[MEMORY, PARITY, *self._levels].index),
-            seconds=0.0,
-            world_size=plan.world_size,
-            parameters=part.parameters,
-            captured_ns=part.captured_ns,
-        )
-
-    def _read(self, plan: RestartPlan) -> Part | Failure:
+    def _read(self, plan: RestartPlan) -> Snapshot | Failure:
         """Read from the best sources; after each failure from the next ones, as long as there are any."""
         own, failures = self._world.rank % plan.world_size, self._sources.failures
         entries = [entry for offers in plan.sources for entry in offers]
@@ -348,11 +335,11 @@ class _Search:
                 reasons = "; ".join(bad.values()) or "it is not there"
                 return Failure(f"the shard of rank {own} is nowhere whole{within}: {reasons}")
             part = self._parts.read(plan, chosen)
-            if isinstance(part, Part):
+            if isinstance(part, Snapshot):
                 for entry, reason in bad.items():
                     of_rank = f" of rank {entry.rank}" if plan.world_size > 1 else ""
                     self.problems.append(f"step {plan.step}{of_rank} at {shown(entry.level)} passed over: {reason}")
-            if isinstance(part, Part) or part.item is None:
+            if isinstance(part, Snapshot) or part.item is None:
                 return part
 
     def _is_usable(self, entry: Entry) -> bool:

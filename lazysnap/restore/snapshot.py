@@ -37,8 +37,8 @@ class Snapshot:
     start: str
     """Which start of the run took it."""
     level: str
-    """``memory`` or the URL of the level it was read from."""
-    seconds: float
+    """``memory`` or the URL of the level it was read from; of several the slowest."""
+    seconds: float = 0.0
     """Time from the question to the answer."""
     skipped: tuple[str, ...] = ()
     """Why newer snapshots, or faster levels, were passed over."""

@@ -22,7 +22,7 @@ _RNG = "rng"
 
 
 def _wrapped(value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules in wrappers of DDP, ``torch.compile`` and Fabric, the outermost first, with their names there."""
+    """Yield the modules in wrappers (DDP, ``torch.compile``, Fabric) with their names there, the outermost first."""
     while isinstance(value, torch.nn.Module):
         name = "_original_module" if _is_of_fabric(value) else "_orig_mod"
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):
