@@ -47,8 +47,8 @@ class Level:
         """``speed``: its rank among the sources, see ``Entry``."""
         self._level = level
         self._speed = speed
-        self.timeout_s: float | None = level.timeout_s
-        """See ``Source``."""
+        self.timeout_s = level.timeout_s
+        """Seconds without progress after which opening or reading fails."""
         self._store: SnapshotStore | None = None
         self._opening = threading.Lock()
         self._manifests: dict[str, Manifest] = {}

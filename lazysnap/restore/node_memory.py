@@ -23,8 +23,6 @@ from lazysnap.topology import Place
 class RankMemory:
     """The captures of one rank in the memory of this node, mapped. See ``restore.source.Source``."""
 
-    timeout_s = None
-
     def __init__(self, held: MemoryInventory) -> None:
         self._held = held
 

@@ -30,8 +30,6 @@ logger = logging.getLogger("lazysnap.engine")
 class Parity:
     """Shards that are computed from parity. See ``restore.source.Source``."""
 
-    timeout_s = None
-
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self.lost: Sequence[LostPart] = ()

@@ -127,8 +127,6 @@ class PeerBlocks(Blocks):
 class PeerMemory:
     """The memory of other nodes. See ``restore.source.Source``."""
 
-    timeout_s = None
-
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 

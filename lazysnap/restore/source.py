@@ -11,12 +11,7 @@ Item = Entry | FrozenEntry
 
 
 class Source(Protocol):
-    """Memory of one rank of this node, memory of other nodes, parity, or a level."""
-
-    @property
-    def timeout_s(self) -> float | None:
-        """Seconds without progress after which opening or reading fails; ``None``: the source has its own deadlines."""
-        ...
+    """Memory of one rank of this node, memory of other nodes, parity, or a level. All but levels have deadlines."""
 
     def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
         """Return the bytes of a shard in blocks that are verified when they are read, its header read and verified.

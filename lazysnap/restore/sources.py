@@ -135,9 +135,7 @@ def _where(item: Item) -> str:
 
 def _watched(source: Source, what: str, work: Callable[[Beat], _Result]) -> _Result:
     """Do some work at a source. Blocks. Raises: LevelHangs, if it does not move for too long; what it raises."""
-    if source.timeout_s is None:
-        return work(lambda: None)
-    return Watchdog(work, what).result(source.timeout_s)
+    return Watchdog(work, what).result(source.timeout_s) if isinstance(source, Level) else work(lambda: None)
 
 
 def _opened(source: Source, item: Item, where: str, beat: Beat) -> OpenShard:
