@@ -303,8 +303,8 @@ class FsspecStorage(Storage):
                 return
 
     # The last one: it hides the type from the annotations behind it.
-    def list(self, path: str = "", prefix: str = "") -> list[str]:
-        """Return names below a prefix."""
+    def list(self, path: str = "") -> list[str]:
+        """Return the names in a directory."""
         self._filesystem().invalidate_cache()
         try:
             found = self._call(f"listing {path or '.'}", "ls", self._path(path), detail=False)
@@ -312,8 +312,7 @@ class FsspecStorage(Storage):
             return []
         names = [str(name).rstrip("/") for name in found]
         own = self._path(path).rstrip("/")  # some places list a directory in itself
-        last = (name.rsplit("/", 1)[-1] for name in names if name and name != own)
-        return sorted(name for name in last if name.startswith(prefix))
+        return sorted(name.rsplit("/", 1)[-1] for name in names if name and name != own)
 
 
 class FsspecReader:

@@ -312,11 +312,10 @@ class LocalStorage(Storage):
         facts = self._stat(path)
         return facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
-    def list(self, path: str = "", prefix: str = "") -> list[str]:
+    def list(self, path: str = "") -> list[str]:
         """Return the names in a directory, sorted, without ``.nfs*``: files that NFS keeps while they are open."""
         try:
-            names = (name for name in os.listdir(self._path(path)) if not name.startswith(".nfs"))
-            return sorted(name for name in names if name.startswith(prefix))
+            return sorted(name for name in os.listdir(self._path(path)) if not name.startswith(".nfs"))
         except FileNotFoundError:
             return []
         except OSError as error:

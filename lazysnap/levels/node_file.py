@@ -21,7 +21,6 @@ from lazysnap.shard.manifest import Manifest, Shard
 from lazysnap.shard.names import (
     NodeName,
     SnapshotName,
-    keep_file_name,
     parse_frozen_directory_name,
     parse_keep_file_name,
 )
@@ -113,7 +112,7 @@ def delete_files(places: Sequence[FilePlace], beat: Beat = lambda: None) -> bool
     """
     for directory in {place.directory for place in places}:
         beat()
-        if any(map(parse_keep_file_name, places[0].storage.list(directory, keep_file_name("")))):
+        if any(map(parse_keep_file_name, places[0].storage.list(directory))):
             return False
     for place in places:
         beat()

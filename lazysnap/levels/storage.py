@@ -108,11 +108,8 @@ class Storage(ABC):
         """Remove an object, durably; harmless if there is none. Never through a symbolic link."""
 
     @abstractmethod
-    def list(self, path: str = "", prefix: str = "") -> list[str]:
-        """Return the names in a directory that begin with ``prefix``, sorted; empty if there is no such directory.
-
-        Where the place can, other names are not even looked at.
-        """
+    def list(self, path: str = "") -> list[str]:
+        """Return the names in a directory, sorted; empty if there is no such directory."""
 
     def exists(self, path: str) -> bool:
         """True if the object exists."""

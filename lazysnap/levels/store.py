@@ -208,7 +208,7 @@ class SnapshotStore:
         check_name(name)
         file = keep_file_name(name)
         with self._naming(f"naming step {entry.step} {name!r}"):
-            if file in self.storage.list(entry.location, file) and self._is_of_others(entry.location, file):
+            if file in self.storage.list(entry.location) and self._is_of_others(entry.location, file):
                 raise ConfigError(f"{self.url}/{entry.location}/{file}: a file of somebody else; take another name")
             self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
 

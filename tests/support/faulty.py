@@ -214,10 +214,10 @@ class FaultyStorage:
             kept[len(kept) // 2] ^= 0x10
         operation.end_read()
 
-    def list(self, path: str = "", prefix: str = "") -> list[str]:
+    def list(self, path: str = "") -> list[str]:
         operation = _Operation(self, "list", path)
         operation.fail(after=False)
-        names = self.storage.list(path, prefix)
+        names = self.storage.list(path)
         operation.fail(after=True)
         return names if operation.truncation is None else names[:-1]
 
