@@ -40,11 +40,7 @@ def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> Snapshot
     chosen = {key: value for pairs in options for key, value in pairs or ()}
     if not url:
         raise ConfigError("an empty URL: name a directory or an fsspec URL")
-    try:
-        return open_store(url, options=chosen or None)
-    except (TypeError, AttributeError) as error:
-        # How a driver refuses an option that it does not know is its own choice.
-        raise LevelUnavailable(f"{url}: the file system refuses its options {sorted(chosen)}: {error}") from error
+    return open_store(url, options=chosen or None)
 
 
 def open_existing(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:
