@@ -55,18 +55,10 @@ def _both(strike: Strike) -> str:
     return "training and keeper killed"
 
 
-def _stop(strike: Strike) -> str:
-    return f"training stopped for {_stopped(strike, strike.training.trainers()):.1f} s"
-
-
-def _stop_keeper(strike: Strike) -> str:
-    return f"keeper stopped for {_stopped(strike, strike.training.processes()[1]):.1f} s"
-
-
-def _stopped(strike: Strike, pids: list[int]) -> float:
+def _stop(strike: Strike, who: str, pids: list[int]) -> str:
     strike.training.signal(signal.SIGSTOP, pids)
     try:
-        return strike.pause(strike.window_s)
+        return f"{who} stopped for {strike.pause(strike.window_s):.1f} s"
     finally:
         strike.training.signal(signal.SIGCONT, pids)
 
@@ -110,19 +102,7 @@ def _files(strike: Strike) -> list[pathlib.Path]:
     return [one for one in times_s if one.parent == newest.parent and times_s[newest] - times_s[one] < _TOGETHER_S]
 
 
-def _full(strike: Strike) -> str:
-    return f"disk full for {_disk(strike, DiskFault.FULL, is_killed=True)}, then killed"
-
-
-def _slow(strike: Strike) -> str:
-    return f"disk slow (4 MB/s) for {_disk(strike, DiskFault.SLOW, is_killed=True)}, then killed"
-
-
-def _hang(strike: Strike) -> str:
-    return f"disk hung for {_disk(strike, DiskFault.HANG, is_killed=False)}"
-
-
-def _disk(strike: Strike, fault: DiskFault, *, is_killed: bool) -> str:
+def _disk(strike: Strike, what: str, fault: DiskFault, *, is_killed: bool = True) -> str:
     assert strike.disk is not None
     disk = strike.disk
     disk.set(fault)
@@ -131,7 +111,8 @@ def _disk(strike: Strike, fault: DiskFault, *, is_killed: bool) -> str:
         took_s = strike.pause(strike.window_s)
         if is_killed:
             strike.training.end(strike.training.trainers)
-        return f"{took_s:.1f} s ({count_of(disk.calls, 'write')} met it)"
+        then = ", then killed" if is_killed else ""
+        return f"{what} for {took_s:.1f} s ({count_of(disk.calls, 'write')} met it){then}"
     finally:
         disk.set(DiskFault.NONE)
 
@@ -140,13 +121,13 @@ FAULTS: dict[str, Callable[[Strike], str]] = {
     "kill": _kill,
     "keeper": _keeper,
     "both": _both,
-    "stop": _stop,
-    "stop-keeper": _stop_keeper,
+    "stop": lambda strike: _stop(strike, "training", strike.training.trainers()),
+    "stop-keeper": lambda strike: _stop(strike, "keeper", strike.training.processes()[1]),
     "term": _term,
     "flip": _flip,
-    "full": _full,
-    "slow": _slow,
-    "hang": _hang,
+    "full": lambda strike: _disk(strike, "disk full", DiskFault.FULL),
+    "slow": lambda strike: _disk(strike, "disk slow (4 MB/s)", DiskFault.SLOW),
+    "hang": lambda strike: _disk(strike, "disk hung", DiskFault.HANG, is_killed=False),
 }
 NEED_KEEPER = ("keeper", "both", "stop-keeper")
 NEED_DISK = ("full", "slow", "hang")
