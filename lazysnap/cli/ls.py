@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             }
             for one, manifest in seen.frozen
         ],
-        problems=seen.inventory.problems,
+        problems=seen.problems,
         levels_near=near,
     )
 
@@ -80,5 +80,5 @@ def _print(seen: Contents, near: list[str], output: Output) -> None:
         for one, manifest in seen.frozen:
             table.add_row(decimal(manifest.size_bytes), str(seen.references(one)), one.location)
         output.show(table)
-    for problem in seen.inventory.problems:
+    for problem in seen.problems:
         output.line(problem, "yellow")

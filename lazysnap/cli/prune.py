@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             return OK
         deleted = _carry_out(store, plan, args.name, output)
         output.line(f"{len(deleted)} deleted, {decimal(plan.size_bytes)} of snapshots freed", "green")
-    problems = [*seen.inventory.problems, *planner.problems]
+    problems = [*seen.problems, *planner.problems]
     return output.result(
         ok=not problems,
         url=seen.url,
@@ -176,7 +176,7 @@ class _Planner:
 
         A snapshot that refers to younger ones may be stored at this moment.
         """
-        if self.seen.inventory.problems:
+        if self.seen.problems:
             return []  # a manifest that cannot be read now may refer to them
         wanted = {digest for found in kept for digest in found.frozen}
         unused = []
@@ -231,7 +231,7 @@ def _print(output: Output, seen: Contents, plan: Plan, *, is_dry: bool) -> None:
         output.line(f"{one.location}, to be deleted: {size} of frozen tensors that nothing refers to", "red")
     for path in plan.leftovers:
         output.line(f"{path}, to be deleted unless a living writer holds it", "red")
-    for problem in seen.inventory.problems:
+    for problem in seen.problems:
         output.line(problem, "yellow")
     if not plan:
         output.line("nothing to delete")

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     started = time.perf_counter()
     store = open_existing(args.url, args.storage_option)
     seen = Catalogue(store).contents(args.step, args.run)
-    unreadable = seen.inventory.problems
+    unreadable = seen.problems
     without_manifest = [text for _, text in seen.without_manifest]
     if args.step and not (seen.snapshots or unreadable or without_manifest):
         raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")

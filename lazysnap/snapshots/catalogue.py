@@ -27,7 +27,7 @@ from lazysnap.resolver import (
     is_complete,
     snapshots,
 )
-from lazysnap.runs import Choice, run_of, runs_in, short_ids
+from lazysnap.runs import Choice, run_of, short_ids
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import (
     SnapshotName,
@@ -139,7 +139,10 @@ class Contents:
     """Directories in which no manifest can be read, each with its step."""
     without_manifest: tuple[tuple[SnapshotName, str], ...]
     """Snapshots that are not complete because a file has no manifest, each with the message about it."""
-    inventory: Inventory
+    problems: tuple[str, ...]
+    """One line for each file that cannot be used."""
+    runs: dict[str, str]
+    """The short id of each run of the level."""
     newest_run: str | None
     """Id of the run that ``latest`` means here; ``None``: nothing is complete."""
 
@@ -147,11 +150,6 @@ class Contents:
     def is_empty(self) -> bool:
         """True if lazysnap wrote nothing here."""
         return not (self.snapshots or self.uncommitted or self.frozen)
-
-    @cached_property
-    def runs(self) -> dict[str, str]:
-        """The short id of each run here."""
-        return short_ids(runs_in([self.inventory]))
 
     def references(self, frozen: FrozenEntry) -> int:
         """The number of snapshots that refer to a file of frozen tensors."""
@@ -254,7 +252,7 @@ class Catalogue:
     def run_of(self, digits: str) -> str:
         """The id of the one run that begins with these digits. Raises: SnapshotNotFound, listing the runs there."""
         meant = [run_id for run_id in self.runs if run_id.startswith(digits.lower())]
-        return meant[0] if len(meant) == 1 else run_of(digits, [self.contents().inventory], self.store.url)
+        return meant[0] if len(meant) == 1 else run_of(digits, [self.inventory()], self.store.url)
 
     @cached_property
     def runs(self) -> dict[str, str]:
@@ -308,7 +306,8 @@ class Catalogue:
             tuple(frozen),
             tuple(sorted((one.name, _name_of(one).step) for one in directories if one.name not in used)),
             tuple((at, without_manifest(self.store.url, at.step, one, "is not complete")) for at, one in bare),
-            Inventory(self.store.url, tuple(manifests), tuple(one for one, _ in frozen), tuple(self.problems)),
+            tuple(self.problems),
+            self.runs,
             max((one.key for one in found if one.is_complete), default=_NO_KEY).run_id or None,
         )
         return everything if run is None else everything.of_run(self.run_of(run))

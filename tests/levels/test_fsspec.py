@@ -220,7 +220,7 @@ def test_whatever_is_wrong_at_a_level_its_password_is_in_no_message(place, caplo
     ObjectStore.objects[f"{root}/{directory(6)}/keep-x"] = (b"not of a run", now)
 
     said += inventory_of(store).problems
-    said += Catalogue(store).contents().inventory.problems
+    said += Catalogue(store).contents().problems
     store.release(None, "x")
     for step in range(2, 6):
         with pytest.raises((LazySnapError, FileNotFoundError)) as caught:
