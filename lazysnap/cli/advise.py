@@ -7,7 +7,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -101,15 +101,27 @@ def add_arguments(advise: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Failures:
-    """The failures of the whole training that advice counts with."""
+class Facts:
+    """All that advice follows from. Seconds."""
 
+    nodes: int
     rate: float
-    """Failures per second."""
+    """Failures per second, of the whole training."""
     node_share: float
-    """Share of them that take the memory of a node along."""
-    text: str
-    """Where the rate is from."""
+    rate_text: str
+    step_s: float | None
+    stall_s: float
+    copy_s: float
+    protect_s: float
+    persist: dict[str, float]
+    restart_memory_s: float
+    restart_elsewhere_s: float
+    redundancy: Redundancy | None
+
+    @property
+    def window_s(self) -> float:
+        """Seconds from the loss of a node until the memory of the others is protected again."""
+        return self.restart_elsewhere_s + 2 * self.protect_s
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -126,16 +138,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(f"--ranks {ranks} --nodes {nodes}: expected at least one rank, and as many on every node")
     found = None if args.params is None else sizes.estimate(args, nodes, ranks)
-    failures = _failures(args, seen or Measured(), nodes)
-    times = _times(args, seen or Measured(), nodes, (found or {}).get("seconds_per_snapshot"))
-    redundancy = None if args.no_redundancy else redundancy_for(SnapshotConfig(), nodes)
-    lacks = _lacks(seen, times)
-    every = None if seen is None else seen.every
-    advice = {**(found or {}), **advise(times, failures, redundancy, every), "too_young": lacks or None}
-    if seen is not None:
-        heading = f"run {seen.run_id[:8]}, {count_of(seen.ranks, 'rank')}: {count_of(seen.steps, 'step')} seen"
-        output.line(heading, "bold")
-    for part in _screen(times, advice, redundancy, output):
+    facts = facts_from(args, seen, found, nodes)
+    lacks = _lacks(seen, facts)
+    advice = {**(found or {}), **advise(facts, every=None if seen is None else seen.every), "too_young": lacks or None}
+    for part in _screen(seen, facts, advice, output):
         output.show(part)
     for line in () if found is None else sizes.lines(found, args, nodes, ranks):
         output.line(line)
@@ -144,50 +150,57 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return output.result(**advice)
 
 
-def _failures(args: argparse.Namespace, seen: Measured, nodes: int) -> Failures:
-    """Return the rate that is given, else that of the run, else a published one. Raises: ConfigError."""
+def facts_from(args: argparse.Namespace, seen: Measured | None, found: dict[str, Any] | None, nodes: int) -> Facts:
+    """Return what is given, else what was measured, else what is assumed. Raises: ConfigError."""
+    seen = seen or Measured("")
     if args.node_share is not None and not 0 <= args.node_share <= 1:
         raise ConfigError(f"--node-share must be from 0 to 1, got {args.node_share}")
     published = RATES[args.like or "llama3"]
     if args.mtbf is not None:
-        rate, share, text = 1 / args.mtbf, published.node_share, "as given"
+        rate, text, share = 1 / args.mtbf, "as given", published.node_share
     elif args.like is None and seen.failures >= _LEAST_FAILURES:
         rate, share = seen.failures / seen.trained_s, seen.new_keepers / seen.failures
         text = f"as this run: {count_of(seen.failures, 'restart')} in {duration(seen.trained_s)} of training"
     else:
-        rate, share = published.failures / published.node_days * nodes / _DAY_S, published.node_share
-        text = f"as {published.text}"
-    return Failures(rate, share if args.node_share is None else args.node_share, text)
-
-
-def _times(args: argparse.Namespace, seen: Measured, nodes: int, stored_s: float | None) -> Measured:
-    """Return the times that are given, else those of the run, else what is assumed. ``stored_s``: an estimate."""
-    stored_s = args.persist or stored_s
+        rate, text = published.failures / published.node_days * nodes / _DAY_S, f"as {published.text}"
+        share = published.node_share
+    persist = {url: level.seconds for url, level in seen.levels.items()}
+    stored_s = args.persist or (found or {}).get("seconds_per_snapshot")
+    if stored_s is not None:
+        persist = dict.fromkeys(persist or ["storage"], stored_s)
+    redundancy = None if args.no_redundancy else redundancy_for(SnapshotConfig(), nodes)
     restart_s = args.restart or seen.restart_memory_s or seen.restart_elsewhere_s or _RESTART_S
-    return replace(
-        seen,
+    return Facts(
         nodes=nodes,
+        rate=rate,
+        node_share=share if args.node_share is None else args.node_share,
+        rate_text=text,
         step_s=args.step or seen.step_s,
-        stall_s=seen.stall_s if args.stall is None else args.stall,
-        persist=seen.persist if stored_s is None else dict.fromkeys(seen.persist or ["storage"], stored_s),
+        stall_s=(args.stall if args.stall is not None else seen.stall_s) or 0.0,
+        copy_s=seen.copy_s or 0.0,
+        protect_s=seen.protect_s or 0.0,
+        persist=persist,
         restart_memory_s=restart_s,
         restart_elsewhere_s=args.restart or seen.restart_elsewhere_s or restart_s,
+        redundancy=redundancy,
     )
 
 
-def _lacks(seen: Measured | None, times: Measured) -> list[str]:
+def _lacks(seen: Measured | None, facts: Facts) -> list[str]:
     """Return what a run is too young to say, and what is therefore assumed."""
     found = []
-    if times.step_s is None:
-        found.append("goodput and steps need the time of a step: --step 0.4s")
-        if seen is not None:
-            seen_text = f"{count_of(seen.steps, 'step')} seen, {LEAST_STEPS} needed"
-            found[0] = f"this run is too young: {seen_text}; {found[0]}"
-    if seen is not None and not seen.persist:
+    if facts.step_s is None:
+        what = (
+            ""
+            if seen is None
+            else f"this run is too young: {count_of(seen.steps, 'step')} seen, {LEAST_STEPS} needed; "
+        )
+        found.append(f"{what}goodput and steps need the time of a step: --step 0.4s")
+    if seen is not None and not seen.levels:
         found.append(
             "this run is too young: nothing is stored yet, so losses that need storage do not count (--persist 30s)"
         )
-    if seen is not None and seen.failures < _LEAST_FAILURES:
+    if seen is not None and seen.failures < _LEAST_FAILURES and "as this run" not in facts.rate_text:
         seen_text = f"{count_of(seen.failures, 'restart')} in {duration(seen.trained_s)}"
         found.append(f"{seen_text}: too few for a rate of failures: the one above is not of this run (--mtbf 3h)")
     return found
@@ -196,43 +209,42 @@ def _lacks(seen: Measured | None, times: Measured) -> list[str]:
 # ---------------------------------------------------------------- the advice
 
 
-def advise(
-    times: Measured, failures: Failures, redundancy: Redundancy | None, every: int | None = None
-) -> dict[str, Any]:
+def advise(facts: Facts, every: int | None = None) -> dict[str, Any]:
     """Return the advice, as the JSON result has it. ``every``: the interval of captures in use. Pure."""
-    step_s, mtbf_s = times.step_s, 1 / failures.rate
-    n = 1 if step_s is None else steps_within(BUDGET, step_s, times.stall_s)
-    groups = [] if redundancy is None else _groups(redundancy, times.nodes)
-    lost_rate = failures.rate * failures.node_share
-    storage_rate = lost_rate * _unprotected(groups, lost_rate, times)
-    levels = {url: _storage_interval_s(seconds, storage_rate) for url, seconds in times.persist.items()}
+    step_s, mtbf_s = facts.step_s, 1 / facts.rate
+    n = 1 if step_s is None else steps_within(BUDGET, step_s, facts.stall_s)
+    groups = [] if facts.redundancy is None else _groups(facts.redundancy, facts.nodes)
+    lost_rate = facts.rate * facts.node_share
+    left = unprotected_share(groups, lost_rate, facts.window_s) if groups else 1.0
+    storage_rate = lost_rate * left
+    levels = {url: _storage_interval_s(seconds, storage_rate) for url, seconds in facts.persist.items()}
     advice: dict[str, Any] = {
         "mtbf_s": mtbf_s,
-        "rate": failures.text,
-        "node_share": failures.node_share,
+        "rate": facts.rate_text,
+        "node_share": facts.node_share,
         "every_n_steps": n,
         "every_n_steps_now": every,
-        "young_s": young_s(times.stall_s, mtbf_s),
-        "daly_s": daly_s(times.stall_s, mtbf_s),
+        "young_s": young_s(facts.stall_s, mtbf_s),
+        "daly_s": daly_s(facts.stall_s, mtbf_s),
         "storage_every_s": levels,
-        "redundancy": _survivals(times, lost_rate),
+        "redundancy": _survivals(facts, lost_rate),
         "goodput": None,
     }
     if step_s is None:
         return advice
-    step_with_stall_s = step_s + times.stall_s / n
+    step_with_stall_s = step_s + facts.stall_s / n
     stored = {url: max(1, int(seconds / (n * step_with_stall_s))) * n for url, seconds in levels.items()}
-    slowest = max(times.persist, key=lambda url: times.persist[url], default=None)
+    slowest = max(facts.persist, key=lambda url: facts.persist[url], default=None)
 
     def losses(every: int) -> list[Loss]:
         """Return the kinds of failures if every ``every``-th step is captured; the mildest first."""
         own_s = every * step_with_stall_s
-        found = [Loss(failures.rate - lost_rate, own_s, times.copy_s, times.restart_memory_s)]
-        protected_s, delay_s = max(own_s, times.protect_s), times.copy_s + (times.protect_s or own_s)
-        found.append(Loss(lost_rate - storage_rate, protected_s, delay_s, times.restart_elsewhere_s))
+        found = [Loss(facts.rate - lost_rate, own_s, facts.copy_s, facts.restart_memory_s)]
+        protected_s, delay_s = max(own_s, facts.protect_s), facts.copy_s + (facts.protect_s or own_s)
+        found.append(Loss(lost_rate - storage_rate, protected_s, delay_s, facts.restart_elsewhere_s))
         if slowest is not None:
-            stored_s, delay_s = stored[slowest] * step_with_stall_s, times.copy_s + times.persist[slowest]
-            found.append(Loss(storage_rate, stored_s, delay_s, times.restart_elsewhere_s))
+            stored_s, delay_s = stored[slowest] * step_with_stall_s, facts.copy_s + facts.persist[slowest]
+            found.append(Loss(storage_rate, stored_s, delay_s, facts.restart_elsewhere_s))
         return found
 
     kinds, rare = losses(n), max(n, round(advice["young_s"] / step_s))
@@ -243,7 +255,7 @@ def advise(
         "overhead": 1 - step_s / step_with_stall_s,
         "goodput": goodput(1 - step_s / step_with_stall_s, kinds),
         "young_n_steps": rare,
-        "young_goodput": goodput(1 - step_s / (step_s + times.stall_s / rare), losses(rare)),
+        "young_goodput": goodput(1 - step_s / (step_s + facts.stall_s / rare), losses(rare)),
         "steps_per_week": up_s / step_with_stall_s,
         "steps_lost_per_week": lost_steps,
         "lost_per_failure_s": {
@@ -252,11 +264,11 @@ def advise(
         "storage_every_n_steps": stored,
     }
     if slowest is not None:
-        cost_s = times.persist[slowest]
+        cost_s = facts.persist[slowest]
         blocking_s = daly_s(cost_s, mtbf_s)
         advice |= {
             "blocking_every_s": {"young": young_s(cost_s, mtbf_s), "daly": blocking_s},
-            "blocking_goodput": daly_goodput(blocking_s, cost_s, times.restart_elsewhere_s, mtbf_s),
+            "blocking_goodput": daly_goodput(blocking_s, cost_s, facts.restart_elsewhere_s, mtbf_s),
         }
     return advice
 
@@ -271,21 +283,14 @@ def _groups(redundancy: Redundancy, nodes: int) -> list[tuple[int, int]]:
     return [(len(one.members), one.parity) for one in sizes.groups_for(redundancy, nodes)]
 
 
-def _unprotected(groups: list[tuple[int, int]], lost_rate: float, times: Measured) -> float:
-    """Return the share of losses of nodes after which only storage is left."""
-    # From the loss of a node until the memory of the others is protected again.
-    window_s = times.restart_elsewhere_s + 2 * times.protect_s
-    return unprotected_share(groups, lost_rate, window_s) if groups else 1.0
-
-
-def _survivals(times: Measured, lost_rate: float) -> dict[str, dict[str, Any]]:
+def _survivals(facts: Facts, lost_rate: float) -> dict[str, dict[str, Any]]:
     """Return what each redundancy survives, for that number of nodes: the probability by nodes lost at once."""
     found: dict[str, dict[str, Any]] = {}
     kinds = (Mirror(), Xor(), ReedSolomon())
-    for kind in (None, *(kind for kind in kinds if times.nodes > kind.parity)):
-        groups = [] if kind is None else _groups(kind, times.nodes)
-        losses = range(1, min(4, times.nodes) + 1)
-        left = _unprotected(groups, lost_rate, times)
+    for kind in (None, *(kind for kind in kinds if facts.nodes > kind.parity)):
+        groups = [] if kind is None else _groups(kind, facts.nodes)
+        losses = range(1, min(4, facts.nodes) + 1)
+        left = unprotected_share(groups, lost_rate, facts.window_s) if groups else 1.0
         per_node = 0.0 if kind is None else kind.parity / (min(size for size, _ in groups) - kind.parity)
         found["none" if kind is None else type(kind).__name__] = {
             "survives": {str(lost): survival(groups, lost) if groups else 0.0 for lost in losses},
@@ -298,14 +303,17 @@ def _survivals(times: Measured, lost_rate: float) -> dict[str, dict[str, Any]]:
 # ---------------------------------------------------------------- the screen
 
 
-def _screen(times: Measured, advice: dict[str, Any], redundancy: Redundancy | None, output: Output) -> Iterator[Any]:
+def _screen(seen: Measured | None, facts: Facts, advice: dict[str, Any], output: Output) -> Iterator[Any]:
+    if seen is not None:
+        ranks = count_of(seen.ranks, "rank")
+        yield output.cell(f"run {seen.run_id[:8]}, {ranks}: {count_of(seen.steps, 'step')} seen", "bold")
     yield output.cell(
-        f"a failure every {duration(advice['mtbf_s'])} ({advice['rate']}); "
-        f"{percent(advice['node_share'])} of them lose the memory of a node"
+        f"a failure every {duration(advice['mtbf_s'])} ({facts.rate_text}); "
+        f"{percent(facts.node_share)} of them lose the memory of a node"
     )
-    yield from ("", _levels(times, advice, redundancy, output))
-    if times.nodes > 1:
-        yield from ("", _redundancies(times.nodes, advice, output))
+    yield from ("", _levels(facts, advice, output))
+    if facts.nodes > 1:
+        yield from ("", _redundancies(facts, advice, output))
     if advice["goodput"] is not None:
         yield ""
         lost = f"{advice['steps_lost_per_week']:,.0f} of {advice['steps_per_week']:,.0f} steps a week are lost"
@@ -321,7 +329,7 @@ def _screen(times: Measured, advice: dict[str, Any], redundancy: Redundancy | No
     yield ""
 
 
-def _levels(times: Measured, advice: dict[str, Any], redundancy: Redundancy | None, output: Output) -> Table:
+def _levels(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
     table = output.plain_table(
         "", "snapshots in", "every", "costs training>", "lost per failure>", "by Young 1974>", "by Daly 2006>"
     )
@@ -329,13 +337,13 @@ def _levels(times: Measured, advice: dict[str, Any], redundancy: Redundancy | No
     n, now = advice["every_n_steps"], advice["every_n_steps_now"]
     steps = ("step" if n == 1 else f"{n} steps") + ("" if now in (None, n) else f" (now {now})")
     costs = percent(advice["overhead"], 2) if "overhead" in advice else ""
-    classics = map(duration, (advice["young_s"], advice["daly_s"])) if times.stall_s else ("", "")
+    classics = map(duration, (advice["young_s"], advice["daly_s"])) if facts.stall_s else ("", "")
     table.add_row("memory", steps, costs, lost.get("process", ""), *classics)
-    if redundancy is not None:
-        often = duration(times.protect_s) if times.protect_s else "step that the links take"
-        table.add_row(f"other nodes ({type(redundancy).__name__})", often, "0", lost.get("node", ""), "", "")
+    if facts.redundancy is not None:
+        often = duration(facts.protect_s) if facts.protect_s else "step that the links take"
+        table.add_row(f"other nodes ({type(facts.redundancy).__name__})", often, "0", lost.get("node", ""), "", "")
     for url, every_s in advice["storage_every_s"].items():
-        cost_s, mtbf_s = times.persist[url], advice["mtbf_s"]
+        cost_s, mtbf_s = facts.persist[url], advice["mtbf_s"]
         count = advice.get("storage_every_n_steps", {}).get(url)
         often = f"{duration(every_s)}{'' if count is None else f': {count:,} steps'}"
         loss = duration(every_s / 2 + cost_s)
@@ -344,11 +352,11 @@ def _levels(times: Measured, advice: dict[str, Any], redundancy: Redundancy | No
     return table
 
 
-def _redundancies(nodes: int, advice: dict[str, Any], output: Output) -> Table:
+def _redundancies(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
     known = advice["redundancy"]
     losses = list(known["none"]["survives"])
     table = output.plain_table(
-        "", f"survives, of {nodes} nodes", *(f"{lost} lost>" for lost in losses), "parity>", "storage needed>"
+        "", f"survives, of {facts.nodes} nodes", *(f"{lost} lost>" for lost in losses), "parity>", "storage needed>"
     )
     for name, kind in known.items():
         # Cut, not rounded: only what is certain is 100 %.

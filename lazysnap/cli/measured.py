@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lazysnap.cli.history import GOODBYE, levels_of, microseconds, starts_of
+from lazysnap.cli.history import GOODBYE, AtLevel, levels_of, microseconds, starts_of
 from lazysnap.events import EventFile, KeeperStarted, Protected
 
 LEAST_STEPS = 20
@@ -14,9 +14,9 @@ LEAST_STEPS = 20
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of the newest run at a level. Times are 0, and that of a step ``None``, if not seen, or too seldom."""
+    """Figures of the newest run at a level; ``None``: not seen, or too seldom."""
 
-    run_id: str = ""
+    run_id: str
     nodes: int = 1
     ranks: int = 1
     steps: int = 0
@@ -25,23 +25,22 @@ class Measured:
     """Steps from one capture to the next, in the newest start."""
     step_s: float | None = None
     """Seconds of a step, without its waits for captures."""
-    stall_s: float = 0.0
+    stall_s: float | None = None
     """Seconds that training waited for one capture."""
-    copy_s: float = 0.0
+    copy_s: float | None = None
     """Seconds from a boundary until its capture is whole: the median."""
-    protect_s: float = 0.0
+    protect_s: float | None = None
     """Seconds from one protected step to the next: the median."""
-    persist: dict[str, float] = field(default_factory=dict)
-    """Seconds until a snapshot is durable at each level: the medians."""
+    levels: dict[str, AtLevel] = field(default_factory=dict)
     trained_s: float = 0.0
     """Seconds for which trainers lived."""
     failures: int = 0
     """Starts that followed on one that did not end well."""
     new_keepers: int = 0
     """Failures after which another keeper began: memory was lost, too."""
-    restart_memory_s: float = 0.0
+    restart_memory_s: float | None = None
     """Seconds from a death to the first boundary, with the keeper of before: the median."""
-    restart_elsewhere_s: float = 0.0
+    restart_elsewhere_s: float | None = None
     """The same with another keeper: from other nodes, or from storage."""
 
 
@@ -70,10 +69,10 @@ def measure(files: Sequence[EventFile]) -> Measured | None:
         steps=steps,
         every=starts[-1].every if starts else 1,
         step_s=max(0.0, sum(new.t - old.t for old, new in lines) - waited_s) / steps if steps >= LEAST_STEPS else None,
-        stall_s=waited_s / captures if captures >= 1 and steps >= LEAST_STEPS else 0.0,
+        stall_s=waited_s / captures if captures >= 1 and steps >= LEAST_STEPS else None,
         copy_s=_median(event.copy_s for start in starts for event in start.progress),
         protect_s=_median(later - sooner for sooner, later in itertools.pairwise(protected)),
-        persist={url: level.seconds for url, level in levels_of(files).items() if level.snapshots},
+        levels={url: level for url, level in levels_of(files).items() if level.snapshots},
         trained_s=sum(start.ended - start.began for start in starts) / 1e6,
         failures=len(again),
         new_keepers=len(downs[True]),
@@ -82,5 +81,6 @@ def measure(files: Sequence[EventFile]) -> Measured | None:
     )
 
 
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(list(values) or [0.0])
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
