@@ -44,6 +44,10 @@ class FrozenEntry:
     """Like that of ``Entry``."""
 
 
+Item = Entry | FrozenEntry
+"""A shard, or frozen tensors, that can be read."""
+
+
 @dataclass(frozen=True)
 class Inventory:
     """The contents of one level, and what is wrong there (incomplete, foreign, damaged)."""

@@ -13,7 +13,7 @@ from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
+from lazysnap.resolver import Entry, FrozenEntry, Item, RestartPlan
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
@@ -89,7 +89,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
     """Copy the missing files of a snapshot: first the frozen tensors, then the shards, last the names."""
     found = catalogue.found(plan)
-    parts: list[tuple[Entry | FrozenEntry, Manifest]] = [*catalogue.frozen(plan), *found.files]
+    parts: list[tuple[Item, Manifest]] = [*catalogue.frozen(plan), *found.files]
     size = sum(manifest.size_bytes for _, manifest in parts)
     copied = Copied(found.step, found.run_id, found.location)
     try:
@@ -107,7 +107,7 @@ def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output
 def _copy_file(
     source: SnapshotStore,
     target: SnapshotStore,
-    entry: Entry | FrozenEntry,
+    entry: Item,
     manifest: Manifest,
     advance: Callable[[int], None],
 ) -> int:

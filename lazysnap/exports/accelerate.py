@@ -25,7 +25,7 @@ from lazysnap.exports.states import Outline, parts_of, read_state
 from lazysnap.exports.torch_file import TorchFile
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
-from lazysnap.state.scaler import plain_numbers
+from lazysnap.state.scalars import plain_numbers
 
 FACTS, RNG = "accelerate", "rng"
 OF_EVERY_RANK = (FACTS, RNG)

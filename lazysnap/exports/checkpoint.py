@@ -19,8 +19,7 @@ from lazysnap.exports.torch_file import TorchFile
 from lazysnap.exports.weights import EXTRAS, is_lightning
 from lazysnap.snapshots.reads import Reads
 from lazysnap.state.codec import registered_names
-from lazysnap.state.scalars import unpack
-from lazysnap.state.scaler import plain_numbers
+from lazysnap.state.scalars import plain_numbers, unpack
 
 _ALLOWED = (
     *(bool, int, float, str, bytes, bytearray, complex, type(None)),

@@ -41,7 +41,7 @@ from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import BlockSource, shard_of
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.levels.watchdog import Beat
-from lazysnap.resolver import Entry, FrozenEntry
+from lazysnap.resolver import Entry, FrozenEntry, Item
 from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
 from lazysnap.shard.names import (
     NodeName,
@@ -182,13 +182,13 @@ class SnapshotStore:
 
     # ---------------------------------------------------------------- reading
 
-    def place(self, entry: Entry | FrozenEntry) -> FilePlace:
+    def place(self, entry: Item) -> FilePlace:
         """Return the place of an entry's files."""
         name = FROZEN_NAME if isinstance(entry, FrozenEntry) else NodeName.parse(entry.file)
         assert name is not None, f"{entry} is in memory"
         return FilePlace(self.storage, entry.location, name)
 
-    def read_manifest(self, entry: Entry | FrozenEntry) -> Manifest:
+    def read_manifest(self, entry: Item) -> Manifest:
         """Return the manifest beside the file of an entry. Raises: as ``FilePlace.read_manifest``."""
         return self.place(entry).read_manifest()
 

@@ -11,8 +11,7 @@ from lazysnap.levels.blocks import FileBlocks
 from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Beat, Watchdog
-from lazysnap.resolver import Entry, Inventory
-from lazysnap.restore.source import Item
+from lazysnap.resolver import Entry, Inventory, Item
 from lazysnap.shard.manifest import Manifest
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenShard, open_shard
@@ -38,7 +37,7 @@ class Answer(Generic[_Result]):
 
 
 class Level:
-    """See ``restore.source.Source``. Every question runs in a daemon thread, opening the level included.
+    """See ``restore.sources.Source``. Every question runs in a daemon thread, opening the level included.
 
     Not thread-safe.
     """

@@ -10,9 +10,8 @@ from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot
-from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.resolver import Entry, FrozenEntry, Inventory, Item
 from lazysnap.restore.snapshot import MEMORY
-from lazysnap.restore.source import Item
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
@@ -21,7 +20,7 @@ from lazysnap.topology import Place
 
 
 class RankMemory:
-    """The captures of one rank in the memory of this node, mapped. See ``restore.source.Source``."""
+    """The captures of one rank in the memory of this node, mapped. See ``restore.sources.Source``."""
 
     def __init__(self, held: MemoryInventory) -> None:
         self._held = held

@@ -17,10 +17,9 @@ from lazysnap.levels.watchdog import Beat
 from lazysnap.links.messages import ParityOf, PartOf
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.pieces import CHECKSUM_BYTES
-from lazysnap.resolver import Entry
+from lazysnap.resolver import Entry, Item
 from lazysnap.restore.lost_parts import LostPart
 from lazysnap.restore.peer_memory import Connections, PeerFile, open_at
-from lazysnap.restore.source import Item
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard
 
@@ -28,7 +27,7 @@ logger = logging.getLogger("lazysnap.engine")
 
 
 class Parity:
-    """Shards that are computed from parity. See ``restore.source.Source``."""
+    """Shards that are computed from parity. See ``restore.sources.Source``."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections

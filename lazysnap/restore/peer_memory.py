@@ -14,8 +14,7 @@ from lazysnap.levels.watchdog import Beat
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import FrozenOf, SlotOf, What
 from lazysnap.ranks.meeting import Meeting
-from lazysnap.resolver import FrozenEntry
-from lazysnap.restore.source import Item
+from lazysnap.resolver import FrozenEntry, Item
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard
@@ -125,7 +124,7 @@ class PeerBlocks(Blocks):
 
 
 class PeerMemory:
-    """The memory of other nodes. See ``restore.source.Source``."""
+    """The memory of other nodes. See ``restore.sources.Source``."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections

@@ -3,23 +3,34 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from lazysnap.errors import ShardCorrupt
 from lazysnap.levels.blocks import Blocks, Wanted
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Beat, Watchdog
-from lazysnap.resolver import Entry
+from lazysnap.resolver import Entry, Item
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.parity import Parity
 from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.snapshot import MEMORY
-from lazysnap.restore.source import Item, Source
 from lazysnap.snapshots.reader import OpenShard, read
 
 _Result = TypeVar("_Result")
+
+
+class Source(Protocol):
+    """Memory of one rank of this node, memory of other nodes, parity, or a level. All but levels have deadlines."""
+
+    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+        """Return the bytes of a shard in blocks that are verified when they are read, its header read and verified.
+
+        ``where``: the shard, for messages; ``beat`` reports progress, and may raise.
+        Blocks. Raises: LazySnapError; FileNotFoundError; whatever the storage's package raises.
+        """
+        ...
 
 
 @dataclass(frozen=True)

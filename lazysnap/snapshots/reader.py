@@ -11,7 +11,7 @@ from lazysnap.errors import ShardCorrupt, SnapshotNotFound
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.resolver import Entry, FrozenEntry, RestartPlan
+from lazysnap.resolver import Entry, Item, RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.pieces import Extent, extent_of
@@ -177,7 +177,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     wanted: dict[FilePlace, list[int]] = defaultdict(list)
     files: dict[FilePlace, FileBlocks] = {}
     manifests: dict[FilePlace, Manifest] = {}
-    all_of_them: list[tuple[Entry | FrozenEntry, Manifest]] = [*ranks, *found]
+    all_of_them: list[tuple[Item, Manifest]] = [*ranks, *found]
     for one, manifest in all_of_them:
         place = catalogue.store.place(one)
         wanted[place].append(one.rank if isinstance(one, Entry) else 0)

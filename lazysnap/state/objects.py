@@ -14,7 +14,7 @@ from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.state.modules import fitted, recorded_orders, without_compiled
 from lazysnap.state.optimizers import check_optimizers, classes_of, parameters_of, put_back, stepping
 from lazysnap.state.pretrained import PRETRAINED, pretrained
-from lazysnap.state.scaler import load_scaler, state_of_scaler
+from lazysnap.state.scalars import load_scaler, state_of_scaler
 from lazysnap.state.source import KEY, OPTIMIZERS
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
 

@@ -23,7 +23,7 @@ from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.memory.arena import SlotPhase
 from lazysnap.state.objects import ObjectState
-from lazysnap.state.scaler import plain_numbers
+from lazysnap.state.scalars import plain_numbers
 
 
 def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench, monkeypatch):  # noqa: F811

@@ -39,8 +39,7 @@ from lazysnap.state.left_out import LeftOut, Path, with_values_of
 from lazysnap.state.modules import fitted, recorded_orders
 from lazysnap.state.objects import NamedObjects
 from lazysnap.state.optimizers import classes_of, put_back
-from lazysnap.state.scalars import pack, unpack
-from lazysnap.state.scaler import plain_numbers
+from lazysnap.state.scalars import pack, plain_numbers, unpack
 from lazysnap.state.source import KEY, OPTIMIZERS
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.patches import Patches
 from lazysnap.state.optimizers import stepping
-from lazysnap.state.scaler import state_of_scaler
+from lazysnap.state.scalars import state_of_scaler
 from lazysnap.state.unsupported import check_supported
 
 _OTHERS = {
