@@ -242,10 +242,6 @@ class FsspecStorage(Storage):
         self._filesystem().invalidate_cache()
         return self._call(f"looking at {path}", method, self._path(path))
 
-    def exists(self, path: str) -> bool:
-        """See ``Storage.exists``."""
-        return bool(self._info(path, "exists"))
-
     def size(self, path: str) -> int:
         """Return the bytes of an object."""
         size = self._info(path, "size")
