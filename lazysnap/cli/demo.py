@@ -58,7 +58,7 @@ def _train_and_kill(training: Training, at: int, late_s: float, *, with_keeper: 
     _follow(training, lambda: at in steps)
     time.sleep(late_s)
     if with_keeper and not training.processes()[1]:
-        raise DemoFailed("the training runs without a keeper: its lines above say why")
+        raise DemoFailed(f"the training runs without a keeper; its last lines:\n{training.last_lines(20)}")
     training.end(training.all if with_keeper else training.trainers)
     killed_s = time.monotonic()
     _check_ended(training, -signal.SIGKILL)
