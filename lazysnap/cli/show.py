@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import Output, count_of, fields_of, safe, when
+from lazysnap.cli.output import Output, count_of, fields_of, when
 from lazysnap.cli.stores import open_existing
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.manifest import TAG
@@ -133,7 +133,7 @@ def _print_tensors(output: Output, tensors: list[dict[str, Any]], with_rank: boo
     for row in tensors:
         where = f"= {row['alias_of']}" if row["alias_of"] else row["image"]
         cells = [row["name"], row["dtype"], str(row["shape"]), decimal(row["bytes"]) if row["bytes"] else "0", where]
-        table.add_row(*(output.cell(safe(cell)) for cell in cells), *([str(row["rank"])] * with_rank))
+        table.add_row(*map(output.cell, cells), *([str(row["rank"])] * with_rank))
     output.show(table)
 
 
