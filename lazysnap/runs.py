@@ -120,8 +120,10 @@ class Choice:
     def missing(self, inventories: list[Inventory]) -> str:
         """That there is none, and what there is."""
         if self.run is not None:
-            what = f"of run {self.run}" + (f" of step {self.step}" if self.step is not None else "")
-            return f"no whole snapshot {what}; {listed(inventories)}"
+            found = candidates(inventories, run_id=run_of(self.run, inventories))
+            steps = f", which has steps {sorted({plan.step for plan in found})}" if found else ""
+            of_step = f"of step {self.step} " if self.step is not None else ""
+            return f"no whole snapshot {of_step}of run {self.run}{steps}; {listed(inventories)}"
         held = sorted({plan.step for plan in candidates(inventories)})
         what = f"called {self.name!r}" if self.name is not None else f"of step {self.step}"
         names = sorted(

@@ -279,17 +279,33 @@ def on_s3():
     assert names["event"] == names["file"].events[-1]
 
 
-def torchft():
-    """Stand-ins for torchft: a manager that commits each step, and the optimizer around which it is wrapped."""
-    from lazysnap import SnapshotEngine
+class Manager:
+    """A stand-in for that of torchft, which commits each step."""
 
+    step = 0
+
+    def current_step(self):
+        return self.step
+
+    def state_dict(self):
+        return {"step": self.step, "batches_committed": self.step}
+
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+
+def torchft():
+    """A replica group of torchft, without the others."""
     names = next(plain())
-    names["train"]()
-    manager = SimpleNamespace(current_step=lambda: 1)
-    with SnapshotEngine("runs/a", {"model": names["model"], "optimizer": names["optimizer"]}) as engine:
-        names |= {"manager": manager, "engine": engine}
-        yield names
-        assert engine.step == 1
+    manager, step = Manager(), names["train"]
+
+    def train():
+        step()
+        manager.step += 1
+
+    names |= {"manager": manager, "group": 0, "train": train}
+    yield names
+    assert manager.step == names["engine"].step == 1_000
 
 
 PRELUDES = {

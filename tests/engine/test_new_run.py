@@ -175,7 +175,8 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
     assert third.fetch(f"run:{old}").step == 8
     assert third.fetch(f"run:{old.upper()}@4").step == 4
     assert third.fetch(f"run:{new}").new_run is None
-    with pytest.raises(SnapshotNotFound, match=f"no whole snapshot of run {old} of step 3; the runs there.*step 8"):
+    message = rf"no whole snapshot of step 3 of run {old}, which has steps \[4, .*8\]; the runs there.*step 8"
+    with pytest.raises(SnapshotNotFound, match=message):
         third.fetch(f"run:{old}@3")
     unknown = next(digit for digit in "0123456789abcdef" if digit not in (new[0], old[0]))
     with pytest.raises(
