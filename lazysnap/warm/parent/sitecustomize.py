@@ -35,7 +35,7 @@ _IMPORT_S = int(os.environ.get("LAZYSNAP_WARM_IMPORT_S", "300"))
 """Seconds that the import of one module may take: clients wait meanwhile."""
 _LOOK_S = 0.5
 _STORE_S = 0.5
-"""The longest time that a rank waits for the store of rank 0. A rank that finds none tries again after 0.25 to 0.75 s."""
+"""The longest time that a rank waits for the store of rank 0. PyTorch looks for it again after 0.25 to 0.75 s only."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -188,7 +188,7 @@ class _Parent:
                 os._exit(_UNFIT)
             os.ftruncate(self.importing, 0)
         signal.signal(signal.SIGALRM, on_alarm)
-        # A collection in a program passes over what was imported: it would copy all pages that parent and program share.
+        # A collection in a program passes over what was imported: it would copy the pages that both share.
         gc.collect()
         gc.freeze()
 
