@@ -294,11 +294,12 @@ class _Parent:
 
 def _wait_for_store(environ: dict[str, str]) -> None:
     """Wait until rank 0, on this node, listens for the other ranks: they start within milliseconds of each other."""
-    ours = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False" and environ.get("GROUP_RANK") == "0"
-    if not ours or environ.get("RANK") == "0":
+    port = environ.get("MASTER_PORT", "")
+    is_here = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False" and environ.get("GROUP_RANK") == "0"
+    if not is_here or environ.get("RANK") == "0" or not port.isdecimal():
         return
     deadline = time.monotonic() + _STORE_S
-    while not _is_listened_to(int(environ["MASTER_PORT"])) and time.monotonic() < deadline:
+    while not _is_listened_to(int(port)) and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
