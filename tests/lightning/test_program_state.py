@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from test_callback import DieAt, Plain, finish, fit, raising
 
-from lazysnap import PersistentLevel, SnapshotConfig, register_type
+from lazysnap import register_type
 from lazysnap.errors import UnsupportedState
 from lazysnap.state import codec
 
@@ -125,81 +125,32 @@ def test_an_unknown_type_in_a_schedule_is_refused_at_the_first_boundary(tmp_path
 
 
 class Slow(Plain):
-    """Its hook takes longer than a capture should, and gives the same but for ``changes``."""
-
-    def __init__(self, changes=()):
-        torch.manual_seed(3)
-        super().__init__()
-        self.changes, self.calls, self.seen = changes, [], None
-
-    def on_save_checkpoint(self, checkpoint):
-        step = checkpoint["global_step"]
-        self.calls.append(step)
-        end = time.perf_counter() + 0.011
-        while time.perf_counter() < end:
-            pass
-        checkpoint["vocabulary"] = {"size": 7, "version": sum(step >= change for change in self.changes)}
-
-    def on_load_checkpoint(self, checkpoint):
-        self.seen = checkpoint["vocabulary"]
-
-
-class SlowState(Callback):
-    """The state of a callback that is slow, and another one at every step."""
+    """Its hook takes longer than a capture should, and gives the same each time."""
 
     def __init__(self):
-        self.steps = []
+        torch.manual_seed(3)
+        super().__init__()
+        self.calls = []
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.step = trainer.global_step
-
-    def state_dict(self):
+    def on_save_checkpoint(self, checkpoint):
+        self.calls.append(checkpoint["global_step"])
         end = time.perf_counter() + 0.011
         while time.perf_counter() < end:
             pass
-        self.steps.append(self.step)
-        return {"step": self.step}
-
-
-def every_five(directory):
-    return SnapshotConfig(levels=(PersistentLevel(directory, every_n_steps=5),))
+        checkpoint["vocabulary"] = {"size": 7}
 
 
 def lines(caplog, text):
     return [record.getMessage() for record in caplog.records if text in record.getMessage()]
 
 
-def test_a_slow_hook_that_gives_the_same_is_called_only_at_steps_that_a_level_stores(tmp_path, caplog):
-    model, callback = Slow(), SlowState()
-    fit(
-        tmp_path,
-        callback,
-        model=model,
-        config=SnapshotConfig(levels=(PersistentLevel(tmp_path / "s", every_n_steps=5),)),
-    )
+def test_a_slow_hook_is_called_at_every_captured_step_and_named_once(tmp_path, caplog):
+    model = Slow()
+    fit(tmp_path, model=model)
 
-    assert callback.steps == [*range(1, 13)]  # it gives another entry at each step, and none stands in
-    # The first entry is measured, two in a row are compared; 5 and 10 are stored, 12 is the last.
-    assert model.calls == [1, 2, 3, 5, 10, 12]
+    assert model.calls == [*range(1, 13)]  # no entry is older than its step
     [said] = lines(caplog, "Slow.on_save_checkpoint took")
     assert "raise every_n_steps" in said
-    assert len(lines(caplog, "SlowState.state_dict took")) == 1
-
-
-def test_an_entry_that_is_older_than_its_step_is_named_at_a_restart_and_when_it_changes(tmp_path, caplog):
-    model = Slow(changes=(4,))
-    with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, cut_at(9), model=model, config=every_five(tmp_path / "first"))
-    [said] = lines(caplog, "gives another entry than before")
-    assert "steps 4 to 4 hold the older one" in said
-    assert model.calls == [1, 2, 3, 5, 6, 7, 8, 9]
-
-    with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, cut_at(4), model=Slow(), config=every_five(tmp_path / "again"))
-    again = Slow()
-    fit(tmp_path, model=again, config=every_five(tmp_path / "again"))
-    assert lines(caplog, "the snapshot holds what Slow.on_save_checkpoint gave at step 3")
-    assert again.seen == {"size": 7, "version": 0}
 
 
 class Writing(Plain):

@@ -241,6 +241,4 @@ class LazySnapshotCallback(WithEngine, Callback):
         last = 0 if session is None else session.step
         if session is not None and session.passes(trainer.global_step):
             self._loggers.log(session, since=last)
-            if self._state is not None:
-                self._state.hooks.calls_all = is_last
             session.capture(is_last=is_last)

@@ -54,8 +54,6 @@ _OWN = (
     "lr_schedulers",
 )
 """Keys that Lightning itself writes into a checkpoint; all else is from the program, or from its callbacks."""
-_OLDER = "older"
-"""Below ``KEY``: by hook of the program, the step of an entry that is older than the snapshot."""
 _MOST_NAMED = 8
 """Paths in one warning."""
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -117,8 +115,6 @@ class LightningState(NamedObjects):
             state[KEY][_LOGGED] = self.logged.collect()
         if left_out:
             state[KEY][_LEFT_OUT] = left_out
-        if self.hooks.older:
-            state[KEY][_OLDER] = self.hooks.older
         return state
 
     def _by_name(self, callbacks: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -265,10 +261,6 @@ class LightningState(NamedObjects):
                 "with the loop that took it, or use another directory"
             )
         self._begin(state)
-        for name, step in state[KEY].get(_OLDER, {}).items():
-            logger.warning(
-                "the snapshot holds what %s gave at step %d: it is slow and was not called since", name, step
-            )
         self._landing = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
         if self._trainer.state.fn == "fit" and (why := reason_of_end(self._trainer, state)):
             self._trainer.should_stop = True  # Lightning asks before the first epoch
