@@ -54,7 +54,6 @@ class TensorRecord:
     pointer: int
     shape: torch.Size
     dtype: torch.dtype
-    stride: tuple[int, ...]
     device: torch.device
     offset: int
     """Bytes from the start of the image."""
@@ -85,6 +84,8 @@ class CapturePlan:
     """Tensors of the state that are stored apart."""
     replicas: list[int] = field(default_factory=list)
     """See ``CaptureMeta``."""
+    outline: dict[str, list[Any]] = field(default_factory=dict, repr=False)
+    """See ``outline_of``, of the walk that the plan was made from."""
     _views: "weakref.WeakKeyDictionary[Slot, dict[int, torch.Tensor]]" = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
@@ -120,14 +121,6 @@ class CapturePlan:
         return [index for index, record in enumerate(self.records) if record.primary != index]
 
     @cached_property
-    def _shapes(self) -> list[torch.Size]:
-        return [record.shape for record in self.records]
-
-    @cached_property
-    def _dtypes(self) -> list[torch.dtype]:
-        return [record.dtype for record in self.records]
-
-    @cached_property
     def _fixed(self) -> list[int]:
         return [index for index, record in enumerate(self.records) if record.lazy or record.frozen]
 
@@ -137,26 +130,25 @@ class CapturePlan:
         return [index for index, record in enumerate(self.records) if not (record.lazy or record.frozen)]
 
     @cached_property
-    def _devices(self) -> list[torch.device]:
-        return [self.records[index].device for index in self._loose]
-
-    @cached_property
     def _turnable(self) -> list[int]:
         """Those whose place may change and whose strides are part of the manifest."""
         return [index for index in self._loose if len(self.records[index].shape) > 1]
-
-    @cached_property
-    def _strides(self) -> list[tuple[int, ...]]:
-        return [self.records[index].stride for index in self._turnable]
 
     @cached_property
     def is_converting(self) -> bool:
         """True if a tensor is stored as another dtype than its own."""
         return any(record.stored_dtype is not record.dtype for record in self.records)
 
-    @cached_property
-    def _places(self) -> list[tuple[int, tuple[int, ...]]]:
-        return [(self.records[index].pointer, self.records[index].stride) for index in self._fixed]
+    def outline_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, list[Any]]:
+        """Return the facts about the tensors of a walk that the plan rests on, by name."""
+        # As lists: comparing those takes a third of comparing record by record.
+        return {
+            "shape": [tensor.shape for tensor in tensors],
+            "dtype": [tensor.dtype for tensor in tensors],
+            "device": [tensors[index].device for index in self._loose],
+            "place": [(tensors[index].data_ptr(), tensors[index].stride()) for index in self._fixed],
+            "strides": [tensors[index].stride() for index in self._turnable],
+        }
 
     def mismatch(self, walk: Walk, signature: object) -> str | None:
         """Why the plan does not hold for ``walk`` any more, ``None`` if it does."""
@@ -165,16 +157,10 @@ class CapturePlan:
         tensors = walk.tensors
         if walk.names is not self.names and walk.names != self.names:
             return "the structure of the state changed"
-        if [tensor.shape for tensor in tensors] != self._shapes:
-            return "a tensor changed its shape"
-        # Facts of all tensors as lists: comparing those takes a third of comparing record by record.
-        dtypes = [tensor.dtype for tensor in tensors]
-        devices = [tensors[index].device for index in self._loose]
-        places = [(tensors[index].data_ptr(), tensors[index].stride()) for index in self._fixed]
-        if dtypes != self._dtypes or devices != self._devices or places != self._places:
-            return "a tensor changed its dtype, device or place"
-        if [tensors[index].stride() for index in self._turnable] != self._strides:
-            return "a tensor changed its strides"
+        found = self.outline_of(tensors)
+        changed = next((fact for fact, then in self.outline.items() if found[fact] != then), None)
+        if changed is not None:
+            return f"a tensor changed its {changed}"
         for index in self._tied:
             record = self.records[index]
             if tensors[record.primary].data_ptr() != tensors[index].data_ptr():
@@ -327,7 +313,9 @@ def make_plan(
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
     records = [_record(walk, facts, index, place, apart) for index in range(len(facts))]
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
-    return CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source), frozen)
+    plan = CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source), frozen)
+    plan.outline.update(plan.outline_of(walk.tensors))
+    return plan
 
 
 def _facts(walk: Walk, lazy: Collection[Key], apart: Collection[str]) -> list[tuple[bool, int]]:
@@ -361,7 +349,6 @@ def _record(
         pointer=tensor.data_ptr(),
         shape=tensor.shape,
         dtype=tensor.dtype,
-        stride=tensor.stride(),
         device=tensor.device,
         offset=offset,
         nbytes=nbytes,
