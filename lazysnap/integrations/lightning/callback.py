@@ -1,17 +1,21 @@
 """``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts."""
 
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lazysnap.config import SnapshotConfig
+from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.losses import NonFinite
+from lazysnap.engine.signals import ChainedHandler
 from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.lightning.display import Loggers, drain_bar
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
 from lazysnap.integrations.lightning.logged import LoggedRuns
-from lazysnap.integrations.lightning.signals import listen
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.patches import Patches
@@ -111,13 +115,13 @@ class LazySnapshotCallback(WithEngine, Callback):
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Heed a notice of the end."""
         if self._latest is not None:
-            listen(trainer, self._begun(trainer).engine)
+            _listen(trainer, self._begun(trainer).engine)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
             session, state = self._begun(trainer), self._state
-            listen(trainer, session.engine)
+            _listen(trainer, session.engine)
 
             def prepare() -> None:
                 check_parts(trainer)
@@ -242,3 +246,24 @@ class LazySnapshotCallback(WithEngine, Callback):
         if session is not None and session.passes(trainer.global_step):
             self._loggers.log(session, since=last)
             session.capture(is_last=is_last)
+
+
+def _listen(trainer: Any, engine: SnapshotEngine) -> None:
+    """Listen for a notice of the end, which ends the fit as Lightning would, but for the exit code.
+
+    Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal, waits for the end
+    of the batch, and leaves with exit code 0. Handlers of the program are called as before. Idempotent.
+    """
+    if engine.session.listens:
+        return
+    connector = trainer._signal_connector
+    before = getattr(connector, "_original_handlers", {}).get(signal.SIGTERM, signal.SIG_DFL)
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and type(signal.getsignal(signal.SIGTERM)).__name__ == "_HandlersCompose":
+        # Lightning puts back what was there before the fit at its end.
+        signal.signal(signal.SIGTERM, ChainedHandler(before) if callable(before) else before)
+    loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
+    engine.session.listen(getattr(loop, "SIGTERMException", SystemExit))
+    if trainer.received_sigterm:  # just before
+        connector.received_sigterm = False
+        signal.raise_signal(signal.SIGTERM)
