@@ -24,7 +24,7 @@ from lazysnap.errors import LevelUnavailable
 from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
 from lazysnap.exports.folder import begin
 from lazysnap.integrations.accelerate import saving
-from lazysnap.integrations.accelerate.blocking import save_blocking
+from lazysnap.integrations.accelerate.saving import save_blocking
 
 TIMEOUT_S = 200
 DEADLINE_S = 3

@@ -51,8 +51,6 @@ class TrainingState(ObjectState):
         self.position: Position | None = None
         """The position of the loader of training data."""
         self.epoch = 0
-        self.is_finished = False
-        """True if no batch follows."""
         self.landing: dict[str, Any] | None = None
         """A restored state that still waits for the point where it was collected."""
         self.end_reason = ""
