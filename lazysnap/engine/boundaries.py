@@ -71,11 +71,18 @@ class Boundaries:
         self.listen()
 
     def listen(self, exception: type[BaseException] = SystemExit) -> None:
-        """See ``Session.listen``. Does not block."""
+        """Heed a notice of the end from now on; ``prepare`` and the first ``boundary`` do that, too. Idempotent.
+
+        ``exception`` is raised at the last boundary, with the exit code. Does not block.
+        """
         self._notice.listen(self._parts.client, exception)
 
     def check_memory(self) -> None:
-        """See ``Session.check_memory``. Collective. Blocks."""
+        """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
+
+        Blocks: until it is there. Raises: KeeperUnavailable, JobBusy or MemoryBoundExceeded, if there is none; with
+        several ranks an error on one of them is raised on all.
+        """
         if self._parts.config.require_memory:
             together(self._parts.world, "making sure of memory", self._await_memory)
 

@@ -162,7 +162,7 @@ class SnapshotEngine:
         self.session.check_open("prepare")
         self.session.boundaries.prepare()
         if self.session.parts.world.is_alone:
-            self.session.check_memory()
+            self.session.boundaries.check_memory()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Block until all memory is there, frozen tensors in it; ``False`` after the deadline, or as soon as the

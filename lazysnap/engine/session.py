@@ -16,7 +16,8 @@ from lazysnap.state.source import StateSource
 
 
 class Session:
-    """The parts of one engine, and the calls of integrations. Not public: it may change with any release."""
+    """The parts of one engine, and the calls of integrations that need several. Not public: it may change with any
+    release."""
 
     def __init__(self, config: SnapshotConfig, source: StateSource, default_url: str | None) -> None:
         """Collective. Blocks: for other ranks."""
@@ -30,18 +31,6 @@ class Session:
         self.boundaries.seal()
         return self.shutdown.held()
 
-    @property
-    def listens(self) -> bool:
-        """True after ``listen``."""
-        return self.notice.listens
-
-    def listen(self, exception: type[BaseException] = SystemExit) -> None:
-        """Heed a notice of the end from now on; ``prepare`` and the first ``boundary`` do that, too. Idempotent.
-
-        ``exception`` is raised at the last boundary, with the exit code. Does not block.
-        """
-        self.boundaries.listen(exception)
-
     def check_open(self, call: str) -> None:
         """Raises: ConfigError, after the end."""
         if self.shutdown.is_closed:
@@ -49,11 +38,6 @@ class Session:
                 f"{call}: this engine was closed, by close(), abandon() or the end of its with block; make another "
                 "SnapshotEngine to go on"
             )
-
-    @property
-    def start(self) -> str:
-        """The id of this start, the same on all ranks: what is captured now is of no other one."""
-        return self.run.meta.start
 
     def together(self, what: str, work: Callable[[], object]) -> None:
         """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
@@ -80,18 +64,6 @@ class Session:
         self.check_open("load")
         self.run.load(snapshot, position=position)
 
-    def tell_start(self, line: str | None = None) -> None:
-        """Print how this training starts, once: ``line``, or that it starts fresh."""
-        self.run.tell_start(line)
-
-    def check_memory(self) -> None:
-        """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
-
-        Blocks: until it is there. Raises: KeeperUnavailable, JobBusy or MemoryBoundExceeded, if there is none; with
-        several ranks an error on one of them is raised on all.
-        """
-        self.boundaries.check_memory()
-
     def replan(self) -> None:
         """Work out anew, at the next boundary, what each rank captures: what all ranks hold alike has changed.
 
@@ -109,7 +81,3 @@ class Session:
         training may change weights. Raises: as ``boundary``.
         """
         return not self.shutdown.is_closed and self.boundaries.last_boundary(step)
-
-    def discard(self) -> None:
-        """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""
-        self.shutdown.discard()

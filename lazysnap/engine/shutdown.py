@@ -225,7 +225,7 @@ class Shutdown:
                 self._tell_end(report.Ending.ABANDONED, error)
 
     def discard(self) -> None:
-        """See ``Session.discard``. Blocks: asks the keeper."""
+        """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""
         if not self.is_closed:
             self._recorder.events.is_training = False
             self._boundaries.gate()

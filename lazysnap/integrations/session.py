@@ -36,7 +36,7 @@ class Session:
             self.engine.prepare()
 
         self.engine.session.together("preparing", work)
-        self.engine.session.check_memory()
+        self.engine.session.boundaries.check_memory()
 
     def has_passed(self, step: int) -> bool:
         """True if ``step`` is over and was not captured; else an accumulation of gradients is under way."""
@@ -86,11 +86,11 @@ class Session:
     def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:
         """Tell the user how training starts, if it resumes no snapshot; ``asked``: the checkpoint asked for."""
         if asked and means_snapshot(asked):
-            self.engine.session.tell_start()
+            self.engine.session.run.tell_start()
         elif asked:
-            self.engine.session.tell_start(report.from_checkpoint(str(asked)))
+            self.engine.session.run.tell_start(report.from_checkpoint(str(asked)))
         else:
-            self.engine.session.tell_start(report.fresh(None, how=how, step=step))
+            self.engine.session.run.tell_start(report.fresh(None, how=how, step=step))
 
 
 class WithEngine:

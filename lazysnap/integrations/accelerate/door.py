@@ -126,7 +126,7 @@ class Door(WithEngine):
             engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
             self.session = Session(engine, self._left_at)
             if self._begins_from is not None:
-                engine.session.tell_start(self._begins_from)
+                engine.session.run.tell_start(self._begins_from)
         return self.session
 
     @property
@@ -243,7 +243,7 @@ class Door(WithEngine):
             self._directories.loaded(found)
             self._begins_from = report.from_checkpoint(found)
             if self.session is not None:
-                self.session.engine.session.tell_start(self._begins_from)
+                self.session.engine.session.run.tell_start(self._begins_from)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -277,7 +277,7 @@ class Door(WithEngine):
             session.step = snapshot.step
             self.boundaries.passed()
             self.logged.go_on()
-        session.engine.session.listen()
+        session.engine.session.boundaries.listen()
         return snapshot
 
     # ---------------------------------------------------------------- its end
@@ -292,7 +292,7 @@ class Door(WithEngine):
             return
         if self._is_place_removed():
             logger.info("nothing is stored: the program removed %s", self._default_url)
-            session.engine.session.discard()
+            session.engine.session.shutdown.discard()
             self._end_at(session, 0.0)
             return
         if self._end.alive and not session.is_spoilt:

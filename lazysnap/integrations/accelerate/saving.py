@@ -154,7 +154,7 @@ class Directories:
     def _name(self, engine: SnapshotEngine, *, is_there: bool) -> str | None:
         """Name the snapshot of this step. ``None`` if a rank has none, or cannot have it stored. Collective."""
         # The start's id: an earlier start may have used such a name at the same step.
-        name = f"save_state-{engine.step}-{engine.session.start}-{next(self._numbers)}"
+        name = f"save_state-{engine.step}-{engine.session.run.meta.start}-{next(self._numbers)}"
         if all(gather_object([is_there and engine.keep(name) == engine.step])):
             return name
         if is_there:

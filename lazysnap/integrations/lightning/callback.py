@@ -254,7 +254,7 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
     Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal, waits for the end
     of the batch, and leaves with exit code 0. Handlers of the program are called as before. Idempotent.
     """
-    if engine.session.listens:
+    if engine.session.notice.listens:
         return
     connector = trainer._signal_connector
     before = getattr(connector, "_original_handlers", {}).get(signal.SIGTERM, signal.SIG_DFL)
@@ -263,7 +263,7 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
         # Lightning puts back what was there before the fit at its end.
         signal.signal(signal.SIGTERM, ChainedHandler(before) if callable(before) else before)
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
-    engine.session.listen(getattr(loop, "SIGTERMException", SystemExit))
+    engine.session.boundaries.listen(getattr(loop, "SIGTERMException", SystemExit))
     if trainer.received_sigterm:  # just before
         connector.received_sigterm = False
         signal.raise_signal(signal.SIGTERM)

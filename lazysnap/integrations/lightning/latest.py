@@ -61,7 +61,7 @@ class Latest:
             logger.warning("%s is newer than the latest snapshot: resuming from it", requeued)
             original(requeued, *args, **kwargs)
         elif snapshot is None:
-            engine().session.tell_start()
+            engine().session.run.tell_start()
         else:
             connector._ckpt_path = self._path = path
             self._snapshot = snapshot
