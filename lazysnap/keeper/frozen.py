@@ -18,17 +18,17 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import FormatError, LevelUnavailable, MemoryBoundExceeded
+from lazysnap.errors import FormatError, LevelUnavailable
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.source import MemorySource, RateLimitedSource, RateLimiter, shard_of
+from lazysnap.levels.source import BlockSource, MemorySource, RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot, SlotPhase
-from lazysnap.memory.slot_pool import make_file_slot, make_slot
+from lazysnap.memory.slot_pool import make_slot_or_file
 from lazysnap.resolver import FrozenEntry
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Shard
 from lazysnap.shard.names import frozen_directory_name
 
 logger = logging.getLogger(__name__)
@@ -209,17 +209,14 @@ class FrozenPool:
 
 def _make(sizes: tuple[int, int], free_bytes: int | None, spill_dir: str | None) -> Slot:
     """Raises: MemoryBoundExceeded."""
-    needed = Slot.bytes_for(*sizes)
+    needed, refused = Slot.bytes_for(*sizes), ""
     faults.point("keeper.frozen.make")
-    try:
-        if free_bytes is not None and needed > free_bytes:
-            raise MemoryBoundExceeded(
-                f"the frozen tensors need {needed} bytes, MemoryLevel.max_bytes leaves {max(0, free_bytes)} beside "
-                "the slots for snapshots; raise it"
-            )
-        return make_slot(*sizes, "the frozen tensors")
-    except MemoryBoundExceeded as error:
-        return make_file_slot(*sizes, str(error), spill_dir)
+    if free_bytes is not None and needed > free_bytes:
+        refused = (
+            f"the frozen tensors need {needed} bytes, MemoryLevel.max_bytes leaves {max(0, free_bytes)} beside "
+            "the slots for snapshots; raise it"
+        )
+    return make_slot_or_file(sizes, "the frozen tensors", refused, spill_dir)
 
 
 def _is_whole(slot: Slot) -> bool:
@@ -273,12 +270,21 @@ class FrozenWriter:
     def _write(
         self, store: SnapshotStore, step: int, frozen: FrozenReference, beat: Beat, origin: SnapshotStore | None
     ) -> None:
+        with self._source(step, frozen, beat, origin) as (shard, source):
+            store.write_frozen(shard, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)
+        # Once, also without ``PersistentLevel.verify``: snapshots that refer to them compare only their size.
+        if self._verify or not store.storage.checks_writes:
+            store.verify_frozen(frozen.digest, beat)
+
+    @contextlib.contextmanager
+    def _source(
+        self, step: int, frozen: FrozenReference, beat: Beat, origin: SnapshotStore | None
+    ) -> Iterator[tuple[Shard, BlockSource]]:
         slot = self._slot_of(frozen.digest)
         if slot is not None:
             own = CaptureMeta.from_bytes(slot.read_meta(), "a slot of frozen tensors")
             held = MemorySource(slot.image, frozen.size_bytes)
-            store.write_frozen(shard_of(own, held), RateLimitedSource(held, self._pace, beat), frozen.digest, beat)
-            self._read_back(store, frozen.digest, beat)
+            yield shard_of(own, held), held
             return
         if origin is None:
             raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {step} are gone from memory")
@@ -291,14 +297,4 @@ class FrozenWriter:
             where = shown(origin.url)
             raise LevelUnavailable(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
         with contextlib.closing(blocks):
-            source = VerifiedSource(blocks, lambda count: beat())
-            store.write_frozen(shard, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)
-        self._read_back(store, frozen.digest, beat)
-
-    def _read_back(self, store: SnapshotStore, digest: str, beat: Beat) -> None:
-        """Read them back once, after they were written; ``PersistentLevel.verify=False`` does not switch that off.
-
-        Snapshots that refer to them compare only their size. Raises: ShardCorrupt, and they are not there any more.
-        """
-        if self._verify or not store.storage.checks_writes:
-            store.verify_frozen(digest, beat)
+            yield shard, VerifiedSource(blocks, lambda count: beat())

@@ -33,7 +33,6 @@ PAGE = 4096
 _MAGIC = 0x31504E53595A414C  # "LAZYSNP1"
 SLACK_BYTES = 8 << 20
 _POPULATE_BYTES = 16 << 20
-_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -352,7 +351,7 @@ class Slot:
             raise FormatError("the metadata in an arena slot does not agree with its checksum")
         return meta
 
-    def populate(self, *, write: bool = True, progress: Callable[[int], None] = lambda count: None) -> None:
+    def populate(self, *, progress: Callable[[int], None] = lambda count: None) -> None:
         """Fault all pages in, so that no copy pays for it. Blocks; other threads run meanwhile.
 
         The keeper populates memory for writing (allocates); a trainer populates its own page tables. Files are only
@@ -360,21 +359,20 @@ class Slot:
         ``progress``: called after each chunk with its bytes. Raises: OSError(ENOMEM), if the machine has not got the
         memory; what ``progress`` raises.
         """
-        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
         for start in range(0, self.size_bytes, _POPULATE_BYTES):
             count = min(_POPULATE_BYTES, self.size_bytes - start)
             try:
-                self._advise(advice, start, count)
+                self._populate(start, count)
             except OSError as error:
                 if error.errno != 22:  # EINVAL: a kernel before 5.14 faults pages in on first use instead
                     raise
                 return
             progress(count)
 
-    def _advise(self, advice: int, start: int, length: int) -> None:
+    def _populate(self, start: int, length: int) -> None:
         """Call madvise. ``mmap.madvise`` would hold the interpreter lock: no thread of the process could run."""
         first = ctypes.c_char.from_buffer(self._buffer, start)  # keeps the memory mapped during the call
-        if _libc.madvise(ctypes.addressof(first), length, advice):
+        if _libc.madvise(ctypes.addressof(first), length, _MADV_POPULATE_WRITE):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def close(self) -> None:

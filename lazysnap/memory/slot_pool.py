@@ -37,14 +37,19 @@ def make_slot(meta_capacity: int, image_capacity: int, what: str) -> Slot:
     return slot
 
 
-def make_file_slot(meta_capacity: int, image_capacity: int, refused: str, directory: str | None) -> Slot:
-    """Make a slot of these capacities as a file in ``directory``. Blocks. Raises: MemoryBoundExceeded.
+def make_slot_or_file(capacities: tuple[int, int], what: str, refused: str, directory: str | None) -> Slot:
+    """Make a slot of these capacities (metadata, image) for ``what``: in memory, else as a file in ``directory``.
 
-    ``refused``: why there is no memory for it.
+    ``refused``: why there is no memory for it; empty, if there may be some. Blocks. Raises: MemoryBoundExceeded.
     """
-    _check_files(directory, Slot.bytes_for(meta_capacity, image_capacity), refused)
+    if not refused:
+        try:
+            return make_slot(*capacities, what)
+        except MemoryBoundExceeded as error:  # other processes may have taken it meanwhile
+            refused = str(error)
+    _check_files(directory, Slot.bytes_for(*capacities), refused)
     try:
-        slot = Slot.create(meta_capacity, image_capacity, directory)
+        slot = Slot.create(*capacities, directory)
     except MemoryBoundExceeded as error:
         raise MemoryBoundExceeded(f"{refused}; {error}") from error
     logger.info("a slot of %d bytes is a file in %s: %s", slot.size_bytes, directory, refused)
@@ -162,7 +167,7 @@ class SlotPool:
                 if max_bytes is not None and _memory_of(fitting) + taken + each > max_bytes:
                     return False
             faults.point("keeper.memory.make")
-            fitting.append(_made(meta, image, refused, spill_dir))
+            fitting.append(make_slot_or_file((meta, image), "more slots", refused, spill_dir))
             self._made(*self.adopt(fitting[-1]))
         return not others
 
@@ -185,16 +190,6 @@ class SlotPool:
 
 def _memory_of(slots: Iterable[Slot]) -> int:
     return sum(slot.memory_bytes for slot in slots)
-
-
-def _made(meta: int, image: int, refused: str, spill_dir: str | None) -> Slot:
-    """Make a slot in memory, else a file. ``refused``: why there is no memory; empty, if there may be some."""
-    if not refused:
-        try:
-            return make_slot(meta, image, "more slots")
-        except MemoryBoundExceeded as error:  # other processes took it meanwhile
-            refused = str(error)
-    return make_file_slot(meta, image, refused, spill_dir)
 
 
 def fits(slot: Slot, meta_capacity: int, image_capacity: int) -> bool:
