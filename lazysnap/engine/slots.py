@@ -13,7 +13,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.arena import Slot, capacity_fits
 from lazysnap.memory.slot_files import spill_dir
 from lazysnap.memory.slot_pool import fits
-from lazysnap.ranks.slots import choose_slot, kept_whole, least_slots, slots_needed, slots_to_return
+from lazysnap.ranks.slots import choose_slot, kept_whole, slots_needed, slots_to_return
 from lazysnap.ranks.world import World
 from lazysnap.state.source import StateSource
 
@@ -57,7 +57,8 @@ class Slots:
 
     @property
     def _least(self) -> int:
-        return least_slots(self._config, self._world.size, runs_ahead=self._world.runs_ahead)
+        """The least number with which captures are possible: those that are kept and one to write."""
+        return self._kept + 1
 
     @property
     def _kept(self) -> int:

@@ -17,16 +17,11 @@ def slots_needed(
 
     Where other nodes protect this one, also the slot that is protected, and the next one.
     """
-    needed = least_slots(config, world_size, runs_ahead=runs_ahead) + bool(config.levels) + 2 * is_redundant
+    needed = kept_whole(config, world_size, runs_ahead=runs_ahead) + 1 + bool(config.levels) + 2 * is_redundant
     if world_size > 1:
         # Fewer would leave no capture that all ranks have, or none at all.
         return max(needed, config.memory.slots or 0)
     return config.memory.slots or needed
-
-
-def least_slots(config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False) -> int:
-    """Return the least number of slots with which captures are possible: those that are kept and one to write."""
-    return kept_whole(config, world_size, runs_ahead=runs_ahead) + 1
 
 
 def kept_whole(config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False) -> int:
