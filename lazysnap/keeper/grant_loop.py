@@ -6,15 +6,22 @@ there are no links, and all else is the same.
 
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ParamSpec
 
+from lazysnap.config import PersistentLevel
+from lazysnap.grants.alone import StoringAlone
+from lazysnap.grants.coordinator import Coordinator, LevelGrants
 from lazysnap.grants.core import COORDINATOR_NODE, Action, Begin, Core, Send
-from lazysnap.grants.node import RankView, Write
+from lazysnap.grants.messages import Progress, StepKey
+from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, Write
+from lazysnap.keeper.protocol import Run
 from lazysnap.links.links import Links, Message
+from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +30,30 @@ _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 """While a granted step is waited for, the words of the slots are looked at so often, or a few times per step."""
 _POLLS_PER_STEP = 5
 _IDLE_S = 1.0
+
+
+def make_core(levels: Sequence[PersistentLevel], run: Run, team: Team, alone_after_s: float) -> Core:
+    """Return the grants of one node for one start; on node 0 with the coordinator.
+
+    What the restart saw at a level counts as complete: the coordinator lists only the newest. ``alone_after_s``: how
+    long other nodes may be silent before this node stores its captures alone.
+    """
+    earlier = [frozenset(StepKey(step, start) for start, step in run.stored.get(level.url, ())) for level in levels]
+    node_levels = [NodeLevel(progress=Progress.LISTING, complete={*known}) for known in earlier]
+    for settings, node_level in zip(levels, node_levels, strict=True):
+        node_level.remembered = max(node_level.remembered, settings.keep_last)
+    grants = [LevelGrants(level, earlier=known) for level, known in zip(levels, earlier, strict=True)]
+    if run.parity is not None and run.peers is not None:
+        node_levels.append(NodeLevel(is_memory=True))
+        # It has no place: its interval counts.
+        settings = PersistentLevel("parity", every_n_steps=run.parity.every_n_steps)
+        grants.append(LevelGrants(settings, is_memory=True))
+    node = NodeGrants(team.node, run.start, tuple(node_levels))
+    coordinator = None
+    if team.node == COORDINATOR_NODE:
+        coordinator = Coordinator(secrets.randbits(62), run.start, team.nodes, tuple(grants))
+        coordinator.set_interval(run.every_n_steps)
+    return Core(node, coordinator, StoringAlone(node, run.num_kept, alone_after_s), time.monotonic())
 
 
 class GrantLoop:

@@ -176,14 +176,9 @@ class LevelWriter:
         return self._attempt is not None
 
     @property
-    def fails_since(self) -> float | None:
-        """See ``LevelHealth``."""
-        return self.health.fails_since
-
-    @property
     def has_names(self) -> bool:
         """True if names are still to be given or taken away, as far as the level works."""
-        return self.fails_since is None and self._names.first() is not None
+        return self.health.fails_since is None and self._names.first() is not None
 
     @property
     def is_idle(self) -> bool:
@@ -191,7 +186,9 @@ class LevelWriter:
         with self._changed:
             stands = self.idle_s > _STANDS_S
             is_done = stands or not (self._is_busy or self._work)
-            return is_done and (stands or self.fails_since is not None or not (self._is_untidy or self.has_names))
+            return is_done and (
+                stands or self.health.fails_since is not None or not (self._is_untidy or self.has_names)
+            )
 
     @property
     def moved_bytes(self) -> int:
@@ -412,8 +409,6 @@ class LevelWriter:
 
     def _delete(self, beat: Beat) -> None:
         (levels, names), store = self._known, self._opened(beat)
-        if not levels:
-            return
         named = {step for step, given in names.items() if given}
         protected = named | still_to_copy(levels, self._settings, self._index, self._files.start)
         found = self._files.of_run(store.storage.list())

@@ -85,6 +85,31 @@ class NodeSlots:
             found.append(max((slot for slot, _ in slots), key=lambda slot: slot.word(Word.SEQUENCE), default=None))
         return found
 
+    def settle(self, granted: int, is_answered: Callable[[int], bool], is_read: Callable[[Slot], bool]) -> None:
+        """Store ``granted`` in the control word that trainers read, then remove every pin that nobody needs.
+
+        ``is_answered``: a step that a trainer must have stored is complete or lost. ``is_read``: levels that read a
+        slot move.
+        """
+        for slot in self.all():
+            if slot.word(Word.GRANT) != granted:
+                slot.set_word(Word.GRANT, granted)
+        for rank in self.ranks():
+            pinned = [slot for slot in rank.slots() if slot.word(Word.PIN)]
+            kept = [slot for slot in pinned if self._is_kept(rank, slot, is_answered)]
+            # Memory has one slot to spare: of several that must be stored the oldest is stored first.
+            first = min(kept, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
+            for slot in pinned:
+                # A later start may capture the same step while names of this one are waited for.
+                is_granted = rank.holds(slot, self._start) and slot.word(Word.PIN) & ~KEEP == granted
+                if slot is not first and not (is_granted and is_read(slot)):
+                    slot.unpin()
+
+    def _is_kept(self, rank: RankMemory, slot: Slot, is_answered: Callable[[int], bool]) -> bool:
+        """True if a trainer pinned it for a step that is neither complete nor lost yet."""
+        step = slot.kept_step
+        return step is not None and rank.holds(slot, self._start) and not is_answered(step)
+
     def newest_common(self) -> int | None:
         """The newest step that all ranks of the node hold whole."""
         return max(common_whole(self.views()), default=None)

@@ -109,7 +109,7 @@ def _level_state(
         moved_bytes=min(writer.moved_bytes, total) if total else writer.moved_bytes,  # reads end at a page
         total_bytes=total,
         waiting=len(known.wishes - {key.step for key in known.complete} - {storing}),
-        is_failing=writer.fails_since is not None or not known.works,
+        is_failing=writer.health.fails_since is not None or not known.works,
         failure=Redaction(level.url, level.storage_options or {}).clean(failed.text) if failed is not None else "",
         failed_ns=failed_ns,
     )

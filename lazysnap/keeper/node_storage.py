@@ -5,7 +5,6 @@ The decisions are those of ``grants.coordinator`` and ``grants.node``; here they
 
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,21 +13,20 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from lazysnap.config import PersistentLevel
-from lazysnap.grants.alone import StoringAlone
-from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.core import Action, Begin, Core, GiveNotice, Learn, Pin, Settle
-from lazysnap.grants.messages import Progress, StepKey
-from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, whole_before_newest
-from lazysnap.keeper.grant_loop import GrantLoop
+from lazysnap.grants.core import Action, Begin, GiveNotice, Learn, Pin, Settle
+from lazysnap.grants.messages import StepKey
+from lazysnap.grants.node import NodeLevel, RankView, whole_before_newest
+from lazysnap.keeper.grant_loop import GrantLoop, make_core
+from lazysnap.keeper.known_levels import KnownLevels, copied
 from lazysnap.keeper.level_writer import LevelPlace, LevelWriter, WriterContext
 from lazysnap.keeper.node_files import NodeFiles
-from lazysnap.keeper.node_slots import NodeSlots, RankMemory, Ranks
+from lazysnap.keeper.node_links import NodeLinks
+from lazysnap.keeper.node_names import NodeNames
+from lazysnap.keeper.node_slots import NodeSlots, Ranks
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext
-from lazysnap.keeper.protocol import Complete, Ending, Message, NameFailed, Run
-from lazysnap.keeper.reminder import Reminder
+from lazysnap.keeper.protocol import Ending, Message, NameFailed, Run
 from lazysnap.keeper.step_wait import AtLevel, Wait
-from lazysnap.links.links import Hello as LinkHello
 from lazysnap.links.links import Links
 from lazysnap.memory.arena import KEEP, Slot, Word
 from lazysnap.topology import Team
@@ -41,8 +39,6 @@ _REST_S = 0.25
 """Seconds after which an idle thread looks again."""
 _ALONE_S = 20.0
 """Seconds that other nodes may be silent before a node without trainers stores its captures alone."""
-_UNREACHED_S = 10.0
-"""Seconds until the warning that a node is not reached."""
 _NAMES_S = 300.0
 """Seconds for which snapshots of this start may get their names beside the next start."""
 _AFTER_ERROR_S = 5.0
@@ -89,16 +85,12 @@ class NodeStorage:
         """Levels that cannot copy from a faster one: see ``Coordinator``."""
         self._context, self.team = context, team
         self._slots = NodeSlots(context.ranks, run.start, run.step)
-        self._lock = threading.Lock()
         self._telling = threading.Lock()
         """Held while writers get the complete steps, so that each sees names and levels together."""
-        self._names: dict[int, set[str]] = {}
-        self._lost_names: set[tuple[int, int, str]] = set()
-        """Level, step and name of snapshots that were reported lost."""
-        self._levels: tuple[NodeLevel, ...] = tuple(map(self._known, self.levels))
-        """The complete steps at the last order."""
-        self._stopped: list[float | None] = [None] * len(levels)
-        """The monotonic time since when a level does not work on all nodes, by level."""
+        self._names = NodeNames(run.start)
+        core = make_core(self.levels, run, team, _ALONE_S)
+        self._node, self._core = core.node, core
+        self._known = KnownLevels(self.levels, self._node.levels[: len(levels)], run.start)
         self._news: queue.SimpleQueue[Message | tuple[NodeLevel, ...] | None] = queue.SimpleQueue()
         """Messages for trainers and orders for writers; ``None``: the end."""
         self._is_closed = False
@@ -108,14 +100,10 @@ class NodeStorage:
         """True once somebody said that the processes of this start are about to be killed."""
         self._has_memory = False
         """True once memory belongs to this start. Parity does not wait for that."""
-        self._unreached = Reminder("links", _UNREACHED_S, self._news.put)
         self._indices = range(len(levels))
         """The levels, without the protection by other nodes."""
-        parity = (NodeLevel(is_memory=True),) if run.parity is not None and run.peers is not None else ()
-        self._node = NodeGrants(team.node, run.start, (*map(self._known, self.levels), *parity))
-        self._alone = StoringAlone(self._node, run.num_kept, _ALONE_S)
-        core = Core(self._node, self._coordinator(), self._alone, time.monotonic())
         self._loop = GrantLoop(core, self._views, self._act)
+        self._links = NodeLinks(run, team, self._loop, self._news.put)
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         for writer in self._writers:
             writer.start(self._writers)
@@ -128,7 +116,9 @@ class NodeStorage:
         if self.run.parity is None or self.run.peers is None:
             return None
         grants = self._loop, self._node.levels[-1], len(self.levels)
-        context = ProtectionContext(self._news.put, lambda: any(level.complete for level in self._levels), *grants)
+        context = ProtectionContext(
+            self._news.put, lambda: any(level.complete for level in self._known.levels), *grants
+        )
         return NodeProtection(self.run, self.team, self._slots, self._context.parity, context)
 
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
@@ -139,26 +129,6 @@ class NodeStorage:
         reads = self._loop, self._slots.of_step, self._context.frozen
         context = WriterContext(*reads, self._named_before, self._may_delete, self._news.put)
         return LevelWriter(LevelPlace(level, before), index, files, context, knows_earlier=level.url in run.stored)
-
-    def _known(self, level: PersistentLevel) -> NodeLevel:
-        """Take as complete what the restart saw there. The coordinator lists only the newest."""
-        known = NodeLevel(progress=Progress.LISTING, complete={*self._earlier(level)})
-        return replace(known, remembered=max(known.remembered, level.keep_last))
-
-    def _earlier(self, level: PersistentLevel) -> frozenset[StepKey]:
-        return frozenset(StepKey(step, start) for start, step in self.run.stored.get(level.url, ()))
-
-    def _coordinator(self) -> Coordinator | None:
-        if self.team.node != 0:
-            return None
-        grants = [LevelGrants(level, earlier=self._earlier(level)) for level in self.levels]
-        if self.run.parity is not None and self.run.peers is not None:
-            # It has no place: its interval counts.
-            settings = PersistentLevel("parity", every_n_steps=self.run.parity.every_n_steps)
-            grants.append(LevelGrants(settings, is_memory=True))
-        coordinator = Coordinator(secrets.randbits(62), self.run.start, self.team.nodes, tuple(grants))
-        coordinator.set_interval(self.run.every_n_steps)
-        return coordinator
 
     def set_interval(self, every_n_steps: int) -> None:
         """Captures are so many steps apart from now on."""
@@ -179,7 +149,7 @@ class NodeStorage:
             if self._protection is None:
                 for slot in self._slots.all():  # nobody counts on what an earlier start protected
                     slot.set_word(Word.HOLD, 0)
-            self._loop.start(self._linked())
+            self._links.begin(self._context.admit)
             if self._before is not None:
                 self._before.retire()
             if self._is_closed:
@@ -211,18 +181,6 @@ class NodeStorage:
                 if step is not None and rank.holds(slot, self.run.start):
                     self.wish(step, is_urgent=True)
 
-    def _linked(self) -> Links | None:
-        """Return the links to other nodes; ``None``: there is one node."""
-        peers = self.run.peers
-        if self.team.nodes == 1 or peers is None:
-            return None
-        links = Links(peers.secret, LinkHello(peers.job, self.run.start, self.team.node), self._loop)
-        if self.team.node == 0:
-            self._context.admit(links)
-        else:
-            links.connect(0, peers.host, peers.port)
-        return links
-
     # ---------------------------------------------------------------- the grants' side (``grant_loop``)
 
     def _views(self) -> list[RankView]:
@@ -240,7 +198,7 @@ class NodeStorage:
                     if slot is not None and slot.word(Word.PIN) & ~KEEP != step + 1:
                         slot.pin(step)
             case Settle(word) if self._has_memory and not self._is_retired:
-                self._settle(0 if word is None else word + 1)
+                self._slots.settle(0 if word is None else word + 1, self._is_answered, self._is_read)
             case Begin(write) if write.level < len(self._writers):
                 if write.is_alone:
                     logger.warning(
@@ -250,36 +208,15 @@ class NodeStorage:
             case GiveNotice():
                 self.give_notice()
             case Learn():
-                own = self._node.levels[: len(self.levels)]
-                known = (replace(level, stored=set(level.stored), complete=set(level.complete)) for level in own)
-                self._news.put(tuple(known))
+                self._news.put(tuple(map(copied, self._node.levels[: len(self.levels)])))
 
-    def _settle(self, granted: int) -> None:
-        for slot in self._slots.all():
-            if slot.word(Word.GRANT) != granted:
-                slot.set_word(Word.GRANT, granted)
-        for rank in self._slots.ranks():
-            pinned = [slot for slot in rank.slots() if slot.word(Word.PIN)]
-            kept = [slot for slot in pinned if self._is_kept(rank, slot)]
-            # Memory has one slot to spare: of several that must be stored the oldest is stored first.
-            first = min(kept, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
-            for slot in pinned:
-                # A later start may capture the same step while names of this one are waited for.
-                is_ours = rank.holds(slot, self.run.start)
-                if slot is not first and not (is_ours and self._is_read(slot, granted)):
-                    slot.unpin()
+    def _is_answered(self, step: int) -> bool:
+        """True if a step that must be stored is complete, or lost, at every level that reads the slots."""
+        return self._node.is_answered(step, self._from_slots)
 
-    def _is_kept(self, rank: RankMemory, slot: Slot) -> bool:
-        """True if a trainer pinned it for a step that is neither complete nor lost yet."""
-        step = slot.kept_step
-        is_ours = step is not None and rank.holds(slot, self.run.start)
-        return is_ours and step is not None and not self._node.is_answered(step, self._from_slots)
-
-    def _is_read(self, slot: Slot, granted: int) -> bool:
-        """True if it is pinned for the granted step, and a level that works reads it."""
-        readers = [writer for writer in self._writers if writer.is_reading(slot)]
-        is_granted = slot.word(Word.PIN) & ~KEEP == granted
-        return is_granted and not any(writer.idle_s > _MOVING_S for writer in readers)
+    def _is_read(self, slot: Slot) -> bool:
+        """True if levels that read the slot move."""
+        return not any(writer.idle_s > _MOVING_S for writer in self._writers if writer.is_reading(slot))
 
     def _learn(self) -> None:
         """Run the thread that sends messages: a trainer that does not listen may block it for seconds."""
@@ -292,32 +229,23 @@ class NodeStorage:
             except Exception:  # the last handler of the thread: later messages are sent all the same
                 logger.exception("telling")
 
-    def _take(self, known: tuple[NodeLevel, ...]) -> None:
-        before = self._levels
-        for settings, old, new in zip(self.levels, before, known, strict=True):
-            news = sorted(key.step for key in new.complete - old.complete if key.start == self.run.start)
-            if news:
-                self._context.emit(Complete(settings.url, news, self.run.start))
+    def _take(self, levels: tuple[NodeLevel, ...]) -> None:
+        for news in self._known.news(levels):
+            self._context.emit(news)
         with self._telling:
-            if known != before:
-                self._tell(known)
+            if levels != self._known.levels:
+                self._tell(levels)
             # Only now: those who wait for a step are woken after trainers, and after writers that name and delete.
-            with self._lock:
-                self._levels, now = known, time.monotonic()
-                stopped = zip(self._stopped, known, strict=True)
-                self._stopped = [None if level.works else since or now for since, level in stopped]
+            self._known.take(levels)
 
     def _tell(self, levels: tuple[NodeLevel, ...]) -> None:
         """Names may be written, old snapshots may go."""
-        with self._lock:
-            names = {step: set(given) for step, given in self._names.items()}
-        for index, level in enumerate(levels):
-            self._writers[index].learned(levels, names)
-            for step, name in ((step, name) for step, given in names.items() for name in given):
-                if step in level.lost and (index, step, name) not in self._lost_names:
-                    self._lost_names.add((index, step, name))
-                    text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
-                    self._news.put(NameFailed(self.levels[index].url, name, text, is_lost=True))
+        names = self._names.by_step()
+        for writer in self._writers:
+            writer.learned(levels, names)
+        for index, step, name in self._names.newly_lost(levels):
+            text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
+            self._news.put(NameFailed(self.levels[index].url, name, text, is_lost=True))
 
     # --------------------------------------------------------------- the writers' side (``level_writer.WriterContext``)
 
@@ -326,11 +254,7 @@ class NodeStorage:
 
     def _named_before(self) -> set[StepKey]:
         before = self._before
-        if before is None:
-            return set()
-        with before._lock:
-            steps = [step for step, names in before._names.items() if names]
-        return {StepKey(step, before.run.start) for step in steps} | before._named_before()
+        return set() if before is None else before._names.keys() | before._named_before()
 
     # ---------------------------------------------------------------- the keeper's side
 
@@ -364,37 +288,29 @@ class NodeStorage:
 
     def keep(self, name: str, step: int) -> None:
         """Name a snapshot, at every level."""
-        with self._lock:
-            self._names.setdefault(step, set()).add(name)
+        self._names.give(step, name)
         # A new keeper gets old names, too: what is being written does not give way to those.
         self.wish(step, is_urgent=any(slot is not None for slot in self._slots.of_step(step)))
         with self._telling:
-            self._tell(self._levels)
+            self._tell(self._known.levels)
 
     def release(self, name: str) -> None:
         """Take a name from this run's snapshots at every level."""
         before = self._before
         if before is not None:
             before.release(name)  # it would give it later
-        with self._lock:
-            for names in self._names.values():
-                names.discard(name)
+        self._names.take(name)
         with self._telling:  # else a writer that just got the name would give it again
             for writer in self._writers:
                 writer.release(name)
-            self._tell(self._levels)
+            self._tell(self._known.levels)
 
     def again(self) -> list[Message]:
         """Return the messages for a trainer that comes back."""
         told: list[Message] = [] if self._protection is None else self._protection.again()
         if self._is_ending:
             told.append(Ending())
-        with self._lock:
-            for settings, level in zip(self.levels, self._levels, strict=True):
-                steps = sorted(key.step for key in level.complete if key.start == self.run.start)
-                if steps:
-                    told.append(Complete(settings.url, steps, self.run.start))
-            return told
+        return [*told, *self._known.complete()]
 
     def wait_for(self, step: int) -> Wait:
         """Ask for a step at every level; the result shows if it arrives."""
@@ -402,31 +318,27 @@ class NodeStorage:
         return Wait(lambda: self._at_levels(step), lambda: self.size_of(step))
 
     def _at_levels(self, step: int) -> list[AtLevel]:
-        with self._lock:
-            known = zip(self._levels, self._stopped, self._writers, strict=True)
-            return [
-                AtLevel(
-                    is_complete=StepKey(step, self.run.start) in level.complete,
-                    is_lost=step in level.lost,
-                    is_cancelled=step in level.cancelled,
-                    stopped_at=stopped,
-                    failed_at=None if writer.fails_since is None else writer.health.failed_at,
-                    moved_bytes=writer.moved_bytes if writer.step == step else 0,
-                )
-                for level, stopped, writer in known
-            ]
+        return [
+            AtLevel(
+                is_complete=StepKey(step, self.run.start) in level.complete,
+                is_lost=step in level.lost,
+                is_cancelled=step in level.cancelled,
+                stopped_at=stopped,
+                failed_at=None if writer.health.fails_since is None else writer.health.failed_at,
+                moved_bytes=writer.moved_bytes if writer.step == step else 0,
+            )
+            for (level, stopped), writer in zip(self._known.known, self._writers, strict=True)
+        ]
 
     def level_facts(self) -> list[tuple[PersistentLevel, NodeLevel, LevelWriter]]:
         """Settings, state and writer of each level."""
-        with self._lock:
-            known = zip(self._levels, self._node.levels, strict=False)  # the last may be protection
-            levels = [replace(level, wishes=now.wishes) for level, now in known]
+        known = zip(self._known.levels, self._node.levels, strict=False)  # the last may be protection
+        levels = [replace(level, wishes=now.wishes) for level, now in known]
         return list(zip(self.levels, levels, self._writers, strict=True))
 
     def has_complete(self) -> bool:
         """True if the first level has a complete snapshot of this start."""
-        with self._lock:
-            return any(key.start == self.run.start for key in self._levels[0].complete)
+        return any(key.start == self.run.start for key in self._known.levels[0].complete)
 
     def common_step(self) -> int | None:
         """The newest step that all ranks of the node hold whole."""
@@ -440,7 +352,7 @@ class NodeStorage:
     @property
     def has_stored_alone(self) -> bool:
         """True if not all nodes answer, all trainers of this node are dead, and it stored alone what it could."""
-        return self._alone.is_over
+        return self._core.alone is not None and self._core.alone.is_over
 
     def size_of(self, step: int) -> int:
         """Bytes of that step in the slots of the node."""
@@ -456,22 +368,9 @@ class NodeStorage:
 
     def has_names(self) -> bool:
         """True if snapshots are still to be named, as far as levels work and nodes answer."""
-        with self._lock:
-            works = [since is None and not self.has_stored_alone for since in self._stopped]
-        return any(works[level] for level, _, _ in self._unnamed()) or any(writer.has_names for writer in self._writers)
-
-    def _unnamed(self) -> list[tuple[int, int, str]]:
-        """Level, step and name of what cannot be named yet, because the snapshot is not complete there; not of those
-        that are lost there.
-        """
-        with self._lock:
-            return [
-                (index, step, name)
-                for index, level in enumerate(self._levels)
-                for step, names in self._names.items()
-                for name in sorted(names)
-                if StepKey(step, self.run.start) not in level.complete and step not in level.lost
-            ]
+        works = self._known.works
+        missing = any(works[index] for index, _, _ in self._names.missing(self._known.levels))
+        return (missing and not self.has_stored_alone) or any(writer.has_names for writer in self._writers)
 
     def is_idle(self) -> bool:
         """True if levels that work have nothing left to do: names, old snapshots."""
@@ -495,18 +394,11 @@ class NodeStorage:
     def _needs_memory(self) -> bool:
         """True if a named snapshot is nowhere but in memory, and a level that works may take it."""
         before = self._before
-        if before is not None and not before._is_retired:
-            return True
-        with self._lock:
-            works = [level for level, since in zip(self._levels, self._stopped, strict=True) if since is None]
-            steps = [step for step, names in self._names.items() if names]
-            keys = {key for level in self._levels for key in level.complete}
-        missing = [step for step in steps if StepKey(step, self.run.start) not in keys]
-        return any(step not in level.lost for step in missing for level in works)
+        is_before = before is not None and not before._is_retired
+        return is_before or self._names.are_in_memory_alone(self._known.levels, self._known.works)
 
     def _is_to_be_left(self, deadline: float) -> bool:
-        nodes, seconds = self._loop.unreached
-        return time.monotonic() > deadline or (bool(nodes) and seconds > _UNREACHED_S)
+        return time.monotonic() > deadline or self._links.are_down
 
     def end(self) -> None:
         """Close, once names are given; what was not named is reported. Blocks: at most ``_NAMES_S``."""
@@ -516,7 +408,7 @@ class NodeStorage:
                 break
             time.sleep(_REST_S)
         text = "training was started again before its snapshot was stored there"
-        for index, _, name in [] if self._is_closed else self._unnamed():
+        for index, _, name in [] if self._is_closed else self._names.missing(self._known.levels):
             self._context.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
         self.close()
 
@@ -538,7 +430,7 @@ class NodeStorage:
         """The thread that looks after memory and links while nothing else does. No error ends it."""
         while not self._is_closed and not self._is_retired:
             try:
-                self._tell_unreached()
+                self._links.look()
                 if self._protection is not None:
                     self._protection.tell()
                 # Without protection, one of as many newer captures is whole on all ranks (docs/architecture.md).
@@ -554,19 +446,3 @@ class NodeStorage:
         """True if nothing is written into the slots, and no level is at work: there is time to compute checksums."""
         ranks = self._slots.ranks()
         return bool(ranks) and all(rank.is_gone for rank in ranks) and not self.is_at_work()
-
-    def _tell_unreached(self) -> None:
-        """A run of which nothing is stored says so, and says it again."""
-        nodes, seconds = self._loop.unreached
-
-        def text() -> str:
-            peers = self.run.peers
-            at = f"{peers.host}:{peers.port}" if peers is not None else "no address"
-            who = "rank 0's node" if 0 in nodes else f"node {min(nodes)}" + (", …" if len(nodes) > 1 else "")
-            return (
-                f"node {self.team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet "
-                f"at {at}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach "
-                "each other there; SnapshotConfig(link_address=...) sets another address"
-            )
-
-        self._unreached.look(seconds if nodes else None, text)

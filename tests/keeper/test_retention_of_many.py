@@ -291,7 +291,7 @@ def test_what_a_keeper_could_not_list_stays_and_counts_once_the_level_answers(ri
     path.rename(away)
     path.write_text("not a directory")
     trainer.replace()
-    assert until(lambda: trainer.storages[0]._writers[0].fails_since is not None)
+    assert until(lambda: trainer.storages[0]._writers[0].health.fails_since is not None)
     path.unlink()
     away.rename(path)
 

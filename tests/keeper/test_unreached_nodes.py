@@ -5,13 +5,13 @@ from support.node_rig import Rig
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper import node_storage, reminder
+from lazysnap.keeper import node_links, reminder
 from lazysnap.keeper.protocol import Alert
 
 
 @pytest.fixture
 def two_nodes(tmp_path, monkeypatch):
-    monkeypatch.setattr(node_storage, "_UNREACHED_S", 0.3)
+    monkeypatch.setattr(node_links, "_UNREACHED_S", 0.3)
     monkeypatch.setattr(reminder, "_AGAIN_S", 0.3)
     rig = Rig(PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=2), nodes=2)
     rig.begin()

@@ -1,0 +1,57 @@
+"""The state of a node's levels, as the coordinator's last order describes it."""
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from lazysnap.config import PersistentLevel
+from lazysnap.grants.messages import StepKey
+from lazysnap.grants.node import NodeLevel
+from lazysnap.keeper.protocol import Complete
+
+
+class KnownLevels:
+    """Complete and lost steps of each level, and if it works on all nodes. One thread changes it, any may read."""
+
+    def __init__(self, settings: Sequence[PersistentLevel], levels: Sequence[NodeLevel], start: str) -> None:
+        """``levels``: as a new start knows them; they are copied."""
+        self._settings, self._start = settings, start
+        self.known: tuple[tuple[NodeLevel, float | None], ...] = tuple((copied(level), None) for level in levels)
+        """Each level, and the monotonic time since when it does not work on all nodes (``None``: it does). Replaced as
+        a whole."""
+
+    @property
+    def levels(self) -> tuple[NodeLevel, ...]:
+        """The levels, fast to slow."""
+        return tuple(level for level, _ in self.known)
+
+    @property
+    def works(self) -> list[bool]:
+        """True for each level that works on all nodes."""
+        return [since is None for _, since in self.known]
+
+    def news(self, levels: Sequence[NodeLevel]) -> list[Complete]:
+        """Return what is complete by ``levels``, and was not before."""
+        return self._complete([new.complete - old.complete for new, old in zip(levels, self.levels, strict=True)])
+
+    def take(self, levels: Sequence[NodeLevel]) -> None:
+        """Note what the last order says."""
+        now, known = time.monotonic(), zip(levels, self.known, strict=True)
+        self.known = tuple((level, None if level.works else since or now) for level, (_, since) in known)
+
+    def complete(self) -> list[Complete]:
+        """Return all that is known to be complete."""
+        return self._complete([level.complete for level in self.levels])
+
+    def _complete(self, keys: Sequence[Collection[StepKey]]) -> list[Complete]:
+        found = []
+        for settings, ones in zip(self._settings, keys, strict=True):
+            steps = sorted(key.step for key in ones if key.start == self._start)
+            if steps:
+                found.append(Complete(settings.url, steps, self._start))
+        return found
+
+
+def copied(level: NodeLevel) -> NodeLevel:
+    """Return a copy whose stored and complete steps stay as they are."""
+    return replace(level, stored={*level.stored}, complete={*level.complete})
