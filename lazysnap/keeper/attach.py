@@ -4,7 +4,8 @@ import contextlib
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
@@ -65,11 +66,17 @@ def attach(
         is_proven = not was_there  # whom this process starts has it from here
         if connection is not None and was_there:
             is_known = identity.was_given_to(connection.peer_pid)
-            is_proven = _prove(connection, identity, deadline, patience if is_known else None)
-        if connection is not None and is_proven and _say_hello(connection, config, team, hand_over):
-            if not was_there:
-                faults.point("client.handed_over")
-            received = _answer(connection, deadline, patience)
+        if connection is not None:
+            with _explained(connection):
+                if was_there:
+                    wait = partial(_wait, connection, deadline, patience if is_known else None)
+                    is_proven = prove(connection, identity.secret, wait)
+                if is_proven:
+                    connection.send(Hello(config.levels, config.memory, team))
+                    hand_over(connection)
+                    if not was_there:
+                        faults.point("client.handed_over")
+                    received = (connection.receive() or []) if _wait(connection, deadline, patience) else []
         reply = received[0][0] if received else None
         if isinstance(reply, Welcome):
             assert connection is not None
@@ -125,25 +132,25 @@ def _log_of(identity: JobIdentity) -> str:
     return ""
 
 
-def _say_hello(connection: Connection, config: SnapshotConfig, team: Team, hand_over: HandOver) -> bool:
+@contextlib.contextmanager
+def _explained(connection: Connection) -> Iterator[None]:
+    """While it lasts, an other end that is gone again is no error; one that is no keeper of ours is explained."""
+    pid = connection.peer_pid
     try:
-        connection.send(Hello(config.levels, config.memory, team))
-        hand_over(connection)
-        return True
+        yield
     except OSError:
-        return False
-
-
-def _prove(connection: Connection, identity: JobIdentity, deadline: float, patience: Patience | None) -> bool:
-    try:
-        return prove(connection, identity.secret, lambda: _wait(connection, deadline, patience))
-    except OSError:
-        return False
+        return
+    except OtherVersion as error:
+        connection.close()
+        raise KeeperUnavailable(
+            f"process {pid}, which has the name of this job's keeper, is of another version of lazysnap ({error}); end "
+            f"it with `kill {pid}`: it stores what it holds, then leaves"
+        ) from error
     except KeeperUnavailable as error:
         connection.close()
         raise KeeperUnavailable(
-            f"process {connection.peer_pid} has the name of this job's keeper, and is none: {error}; end it, or give "
-            "the job another name with SnapshotConfig(job_id=...)"
+            f"process {pid} has the name of this job's keeper, and is none: {error}; end it, or give the job another "
+            "name with SnapshotConfig(job_id=...)"
         ) from error
 
 
@@ -159,23 +166,3 @@ def _wait(connection: Connection, deadline: float, patience: Patience | None) ->
         if time.monotonic() > patience.extend(deadline):
             return False
     return True
-
-
-def _answer(connection: Connection, deadline: float, patience: Patience) -> Received:
-    try:
-        return (connection.receive() or []) if _wait(connection, deadline, patience) else []
-    except OSError:
-        return []
-    except OtherVersion as error:
-        pid = connection.peer_pid
-        connection.close()
-        raise KeeperUnavailable(
-            f"process {pid}, which has the name of this job's keeper, is of another version of lazysnap ({error}); end "
-            f"it with `kill {pid}`: it stores what it holds, then leaves"
-        ) from error
-    except KeeperUnavailable as error:
-        connection.close()
-        raise KeeperUnavailable(
-            f"process {connection.peer_pid} has the name of this job's keeper, and is none of this version: {error}; "
-            "end it, or give the job another name with SnapshotConfig(job_id=...)"
-        ) from error
