@@ -10,33 +10,12 @@ from typing import Literal
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
+from lazysnap.keeper import protocol
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.inventory import RankInventory
 from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.node_storage import NodeStorage
-from lazysnap.keeper.protocol import (
-    Adopt,
-    AskFrozen,
-    Busy,
-    Done,
-    Drain,
-    DrainProgress,
-    Ending,
-    Goodbye,
-    Hello,
-    Message,
-    Ping,
-    Protect,
-    Release,
-    Reserve,
-    Return,
-    Run,
-    SlotMade,
-    SlotsChanged,
-    Store,
-    Welcome,
-)
 from lazysnap.keeper.rank_slots import RankSlots
 from lazysnap.keeper.step_wait import Wait
 from lazysnap.memory.arena import Slot, SlotPhase, Word
@@ -89,7 +68,7 @@ class LocalRank:
         self.levels: tuple[PersistentLevel, ...] = ()
         self.team = Team()
         self.inventory = RankInventory(self._pool, self._frozen)
-        self._drain: tuple[Drain, Wait | None] | None = None
+        self._drain: tuple[protocol.Drain, Wait | None] | None = None
         self._is_superseded = False
         """True if nobody needs what it holds."""
         self._last: Wait | None = None
@@ -103,7 +82,7 @@ class LocalRank:
         """The end of its last trainer: how, and the Unix time; ``None`` while there is one. For people."""
         self.is_choosing = False
         """True if its trainer did not name its run yet: until then nothing may be deleted."""
-        self._runs: list[tuple[Run, Team]] = []
+        self._runs: list[tuple[protocol.Run, Team]] = []
         """The starts that its trainers captured, and the ranks they had then, the newest last."""
 
     @property
@@ -250,11 +229,11 @@ class LocalRank:
         self._trainer_died()
         return False
 
-    def busy(self) -> Busy:
+    def busy(self) -> protocol.Busy:
         """Return the refusal for a second trainer."""
-        return Busy(self._trainer_pid, self._trainer_since)
+        return protocol.Busy(self._trainer_pid, self._trainer_since)
 
-    def attach(self, trainer: Connection, hello: Hello) -> None:
+    def attach(self, trainer: Connection, hello: protocol.Hello) -> None:
         """Serve this trainer from now on."""
         self._linger_s = hello.memory.linger_s
         self._memory.serve(hello)
@@ -267,16 +246,16 @@ class LocalRank:
         self._is_sealed, self.ended = False, None
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
-        self.emit(Welcome(os.getpid(), newest))
+        self.emit(protocol.Welcome(os.getpid(), newest))
         for number, slot in self._pool.items():
-            self.emit(SlotMade(slot=number), (slot.fd,))
+            self.emit(protocol.SlotMade(slot=number), (slot.fd,))
         for digest in self._frozen.digests():
             self._hand_over(digest)
 
     def _hand_over(self, digest: str) -> None:
         slot = dict(self._frozen.items()).get(digest)
         if slot is not None:
-            self.emit(SlotMade(slot=digest), (slot.fd,))
+            self.emit(protocol.SlotMade(slot=digest), (slot.fd,))
 
     def _watch(self, connection: Connection) -> None:
         """Notice the trainer's death even if a forked child of it still holds the socket."""
@@ -319,52 +298,52 @@ class LocalRank:
 
     # ---------------------------------------------------------------- messages of the trainer
 
-    def handle(self, message: Message, fds: tuple[int, ...]) -> None:
+    def handle(self, message: protocol.Message, fds: tuple[int, ...]) -> None:
         """Do what the trainer says. Raises: ValueError, if a trainer says no such thing; OSError; LazySnapError.
 
         What adopts a slot takes its one descriptor over.
         """
         storage = self._storage()
         match message:
-            case SlotsChanged():
+            case protocol.SlotsChanged():
                 if storage is not None:
                     storage.slots_changed()
-            case Ping():
-                self.emit(Done(id=message.id))
-            case Reserve():
+            case protocol.Ping():
+                self.emit(protocol.Done(id=message.id))
+            case protocol.Reserve():
                 self._memory.reserve(message)
-            case Return(slot=int(number)):
+            case protocol.Return(slot=int(number)):
                 self._memory.take_back(number)
-            case Return(slot=str(digest)):
+            case protocol.Return(slot=str(digest)):
                 self._frozen.filled(self.team.local_rank, digest)
                 if storage is not None:
                     storage.slots_changed()
-            case Adopt():
+            case protocol.Adopt():
                 (fd,) = fds
                 self._adopt(Slot.attach(fd), message.digest)
-            case AskFrozen():
+            case protocol.AskFrozen():
                 assert self.trainer is not None
                 self._memory.ask_frozen(self.trainer, message)
-            case Release():
+            case protocol.Release():
                 if storage is not None:
                     storage.release(message.name)
-            case Store(step, name):
+            case protocol.Store(step, name):
                 if storage is not None and name is None:
                     storage.wish(step, is_urgent=True)
                 elif storage is not None and name is not None:
                     storage.keep(name, step)
-            case Protect():
+            case protocol.Protect():
                 if storage is not None:
                     storage.protect(message.step)
-            case Ending():
+            case protocol.Ending():
                 self._is_sealed = message.is_sealed
                 if storage is not None:
                     storage.give_notice()
                     storage.slots_changed()
-            case Drain():
+            case protocol.Drain():
                 self._progress = (0, 0)
                 self._drain = message, storage.wait_for(message.step) if storage is not None and self.levels else None
-            case Goodbye():
+            case protocol.Goodbye():
                 self._drain = None
                 if message.is_over:
                     self.ended = "goodbye", time.time()
@@ -375,7 +354,7 @@ class LocalRank:
             case _:
                 raise ValueError("no message of a trainer")
 
-    def begin_run(self, run: Run) -> None:
+    def begin_run(self, run: protocol.Run) -> None:
         """Captures from now on are of this run and start."""
         self.is_choosing = False
         if self.last is None or self.last[0].start != run.start:
@@ -383,7 +362,7 @@ class LocalRank:
             self._runs = [*earlier, (run, self.team)][-_RUNS_KEPT:]
 
     @property
-    def last(self) -> tuple[Run, Team] | None:
+    def last(self) -> tuple[protocol.Run, Team] | None:
         """The starts that its trainers captured last, as far as anything of it may be held, and who they were then."""
         return self._runs[-1] if self._runs else None
 
@@ -395,12 +374,12 @@ class LocalRank:
         """A trainer outlived the keeper before: its slot, and what is in it, are kept on."""
         if digest is None:
             number, kept = self._pool.adopt(slot)
-            self.emit(SlotMade(slot=number), (kept.fd,))
+            self.emit(protocol.SlotMade(slot=number), (kept.fd,))
         else:
             self._frozen.adopt(self.team.local_rank, digest, slot)
             self._hand_over(digest)
 
-    def _look_at_drain(self, request: Drain, wait: Wait | None) -> None:
+    def _look_at_drain(self, request: protocol.Drain, wait: Wait | None) -> None:
         if wait is None:  # without levels, what counts is that this keeper has it
             whole = [slot.status() for slot in self._pool.all()]
             self._answer(request, any(s.step == request.step and s.phase is SlotPhase.WHOLE for s in whole))
@@ -408,18 +387,18 @@ class LocalRank:
         progress = wait.progress()
         if progress != self._progress:
             self._progress = progress
-            self.emit(DrainProgress(*progress))
+            self.emit(protocol.DrainProgress(*progress))
         result = wait.result()
         if result is not None:
             self._answer(request, result)
 
-    def _answer(self, request: Drain, ok: bool) -> None:
+    def _answer(self, request: protocol.Drain, ok: bool) -> None:
         self._drain = None
-        self.emit(Done(id=request.id, ok=ok))
+        self.emit(protocol.Done(id=request.id, ok=ok))
 
     # ---------------------------------------------------------------- other threads
 
-    def emit(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+    def emit(self, message: protocol.Message, fds: tuple[int, ...] = ()) -> None:
         """Tell the trainer, if there is one."""
         trainer = self.trainer
         if trainer is not None:

@@ -15,6 +15,7 @@ import msgspec
 
 from lazysnap import faults
 from lazysnap.errors import KeeperUnavailable, LazySnapError
+from lazysnap.keeper import protocol
 from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
@@ -24,22 +25,6 @@ from lazysnap.keeper.node_state import LastMessages, node_state
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
-from lazysnap.keeper.protocol import (
-    Adopt,
-    Alert,
-    AskInventory,
-    Began,
-    Done,
-    FrozenDropped,
-    Hello,
-    Inventory,
-    Leaving,
-    Message,
-    NotDurable,
-    Run,
-    ServePeers,
-    Stop,
-)
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
@@ -94,7 +79,7 @@ class Server:
         self._untold: deque[str] = deque(maxlen=_TROUBLES)
         self._failing_since: float | None = None
         self._ranks: dict[int, LocalRank] = {}
-        self._frozen = FrozenPool(lambda digest: self._emit(FrozenDropped(digest)))
+        self._frozen = FrozenPool(lambda digest: self._emit(protocol.FrozenDropped(digest)))
         self._first_until = time.monotonic() + START_GRACE_S
         """When it leaves, if no trainer came."""
         self._has_served = False
@@ -156,7 +141,7 @@ class Server:
                 self._untold.append(self._trouble.texts.get())
         if any(rank.trainer is not None for rank in self._ranks.values()):
             while self._untold:
-                self._emit(Alert("keeper", self._untold.popleft()))
+                self._emit(protocol.Alert("keeper", self._untold.popleft()))
 
     def _is_over(self) -> bool:
         if self._has_served or self._is_leaving:
@@ -215,7 +200,7 @@ class Server:
 
     # ---------------------------------------------------------------- what is stored
 
-    def _begin_run(self, rank: LocalRank, run: Run) -> None:
+    def _begin_run(self, rank: LocalRank, run: protocol.Run) -> None:
         rank.begin_run(run)
         self._events.begin(rank, run)
         storage = self._storage
@@ -227,7 +212,7 @@ class Server:
         elif storage is None or run.is_new or run.start > storage.run.start:
             self._store(rank, run, rank.team)
 
-    def _store(self, rank: LocalRank, run: Run, team: Team) -> None:
+    def _store(self, rank: LocalRank, run: protocol.Run, team: Team) -> None:
         """Store captures of this start from now on, and of no other."""
         self._num_ranks = len(team.node_ranks)
         if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
@@ -254,7 +239,7 @@ class Server:
         ranks = dict(self._ranks)
         return [ranks.get(number) for number in range(max(ranks, default=-1) + 1)]
 
-    def _emit(self, message: Message) -> None:
+    def _emit(self, message: protocol.Message) -> None:
         self._sent.add(message)
         self._events.sent(message)
         for rank in list(self._ranks.values()):
@@ -323,7 +308,7 @@ class Server:
         except OtherVersion as error:
             logger.warning("%s", error)
             with contextlib.suppress(OSError):
-                connection.send(Leaving())  # what it says does not matter: it comes with our version
+                connection.send(protocol.Leaving())  # what it says does not matter: it comes with our version
             messages = None
         except (KeeperUnavailable, OSError) as error:
             logger.warning("closing a connection: %s", error)
@@ -332,7 +317,7 @@ class Server:
             self._close(connection)
             return
         for message, fds in messages:
-            is_adopted = isinstance(message, Adopt) and len(fds) == 1
+            is_adopted = isinstance(message, protocol.Adopt) and len(fds) == 1
             is_taken = is_adopted and self._rank_of(connection) is not None
             try:
                 self._handle(connection, message, fds)
@@ -360,27 +345,27 @@ class Server:
         if rank is not None:
             rank.lost_connection()
 
-    def _handle(self, connection: Connection, message: Message, fds: tuple[int, ...]) -> None:
+    def _handle(self, connection: Connection, message: protocol.Message, fds: tuple[int, ...]) -> None:
         rank = self._rank_of(connection)
-        if isinstance(message, Hello):
+        if isinstance(message, protocol.Hello):
             self._hello(connection, message)
-        elif isinstance(message, AskInventory):
+        elif isinstance(message, protocol.AskInventory):
             self._show(connection, message)
-        elif isinstance(message, Stop):
+        elif isinstance(message, protocol.Stop):
             self._stop(connection, is_forced=message.force)
         elif rank is None:
             logger.info("%s: it comes from no trainer", type(message).__name__)  # of one that was refused just now
-        elif isinstance(message, Run):
+        elif isinstance(message, protocol.Run):
             self._begin_run(rank, message)
-        elif isinstance(message, Began):
+        elif isinstance(message, protocol.Began):
             self._events.began(rank, message)
-        elif isinstance(message, ServePeers):
+        elif isinstance(message, protocol.ServePeers):
             self._reads.serve((message.host, message.port), message.secret)
-            connection.send(Done(id=message.id))
+            connection.send(protocol.Done(id=message.id))
         else:
             rank.handle(message, fds)
 
-    def _hello(self, connection: Connection, hello: Hello) -> None:
+    def _hello(self, connection: Connection, hello: protocol.Hello) -> None:
         number = hello.team.local_rank
         rank = self._ranks.get(number)
         if rank is not None and rank.refuses(connection):
@@ -404,10 +389,10 @@ class Server:
                 self._asked_to_stop.send(rank.busy())
             self._asked_to_stop = None
 
-    def _show(self, connection: Connection, asked: AskInventory) -> None:
+    def _show(self, connection: Connection, asked: protocol.AskInventory) -> None:
         """Tell what is held for a rank, or by the node. Raises: OSError, if whoever asked is gone again."""
         rank, local_ranks = self._ranks.get(asked.local_rank), sorted(self._ranks)
-        nothing = Inventory(id=asked.id, entries=[], frozen=[], end=None, local_ranks=local_ranks)
+        nothing = protocol.Inventory(id=asked.id, entries=[], frozen=[], end=None, local_ranks=local_ranks)
         if asked.in_words:
             ranks, storage = [self._ranks[number] for number in local_ranks], self._storage
             state = None if storage is None else node_state(ranks, storage, self._parity, self._sent)
@@ -443,12 +428,12 @@ class Server:
         lost = [rank.newest_step() for rank in self._ranks.values() if not rank.is_durable()]
         try:
             if lost:
-                connection.send(NotDurable(lost[0]))
+                connection.send(protocol.NotDurable(lost[0]))
             else:
                 self._agree_to_leave(connection)
         except OSError as error:  # nobody waits for it any more
             logger.info("asked to stop: %s", error)
 
     def _agree_to_leave(self, connection: Connection) -> None:
-        connection.send(Leaving())
+        connection.send(protocol.Leaving())
         self._leave()
