@@ -51,8 +51,6 @@ class KeeperEvents:
         self._from_step = 0
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, and why."""
-        self.first_level_has: set[int] = set()
-        """Steps of this start that are complete there."""
 
     def follow(self, every_n_steps: int) -> None:
         """Captures are so many steps apart from now on."""
@@ -61,7 +59,6 @@ class KeeperEvents:
     def begin(self, step: int) -> None:
         """Captures from now on are of another start, which resumes at ``step``: nothing of it is durable yet."""
         self._from_step = step
-        self.first_level_has.clear()
         self._statistics.last_durable_step.clear()
         self._statistics.last_protected_step = None
 
@@ -112,8 +109,6 @@ class KeeperEvents:
         """``steps``: complete since the last time, oldest first."""
         statistics, every = self._statistics, self._due.get(level, 1)
         statistics.persisted[level] += len(steps)
-        if level == next(iter(self._due), None):
-            self.first_level_has.update(steps)
         for step in steps:
             last = statistics.last_durable_step.get(level)
             before = self._from_step if last is None else last

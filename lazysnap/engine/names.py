@@ -33,9 +33,9 @@ class Names:
         """Steps with the names that they were given, for a message."""
         return ", ".join(f"step {step} ({', '.join(map(repr, self._given.get(step, [])))})" for step in steps)
 
-    def unstored(self, stored: Collection[int]) -> list[str]:
-        """All but those that captures of these steps were given."""
-        return [name for step, names in self._given.items() if step not in stored for name in names]
+    def unstored(self) -> list[str]:
+        """Names of captures that the first level is not known to have."""
+        return [name for step, names in self._given.items() if not self._client.is_stored(step) for name in names]
 
     def begin_run(self) -> None:
         """Another state is loaded: the next capture is not the one that was to be called so."""

@@ -207,8 +207,8 @@ class Shutdown:
     def _unstored_names(self) -> list[str]:
         """Names that are neither stored nor reported as lost."""
         self._recorder.drain_events()
-        events = self._recorder.events
-        return [name for name in self._recorder.names.unstored(events.first_level_has) if name not in events.lost_names]
+        lost = self._recorder.events.lost_names
+        return [name for name in self._recorder.names.unstored() if name not in lost]
 
     # ---------------------------------------------------------------- other ends
 

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lazysnap.keeper.held import HeldCapture, HeldParity, TrainerEnd
+from msgspec.structs import asdict
+
+from lazysnap.keeper.held import Captured, HeldParity, TrainerEnd
 from lazysnap.keeper.protocol import (
     Alert,
     Complete,
@@ -16,31 +18,12 @@ from lazysnap.keeper.protocol import (
     SlotName,
 )
 from lazysnap.memory.arena import Slot
-from lazysnap.shard.checksum import Checksums
-
-_REMEMBERED = 1024
 
 
-@dataclass(frozen=True)
-class MemoryEntry:
-    """A whole capture that the keeper holds."""
+class MemoryEntry(Captured, frozen=True, kw_only=True):
+    """A whole capture that the keeper holds, and its slot."""
 
     slot: Slot
-    step: int
-    run_id: str
-    sequence: int
-    frozen: str | None
-    """Digest of the frozen tensors that belong with it."""
-    rank: int
-    world_size: int
-    start: str
-    checksums: Checksums | None
-
-    @classmethod
-    def of(cls, held: HeldCapture, slot: Slot) -> "MemoryEntry":
-        """Return the entry of a keeper's answer."""
-        facts = (held.step, held.run_id, held.sequence, held.frozen)
-        return cls(slot, *facts, held.rank, held.world_size, held.start, held.checksums)
 
 
 @dataclass(frozen=True)
@@ -62,7 +45,7 @@ class MemoryInventory:
         found = [(held, slot(held.slot)) for held in told.entries]
         files = [(digest, slot(digest)) for digest in told.frozen]
         return cls(
-            tuple(MemoryEntry.of(held, slot) for held, slot in found if slot is not None),
+            tuple(MemoryEntry(**{**asdict(held), "slot": slot}) for held, slot in found if slot is not None),
             {digest: slot for digest, slot in files if slot is not None},
             told.end,
             tuple(told.local_ranks),
@@ -127,9 +110,11 @@ class DurableSteps:
         known = self._steps.setdefault(event.level, set())
         news = sorted(set(event.steps) - known)
         known.update(news)
-        if len(known) > 2 * _REMEMBERED:
-            self._steps[event.level] = set(sorted(known)[-_REMEMBERED:])
         return news
+
+    def has(self, url: str, step: int) -> bool:
+        """True if a level is known to have that step."""
+        return step in self._steps.get(url, ())
 
     def newest(self, url: str) -> int:
         """The greatest step at a level; -1 if there is none."""

@@ -5,10 +5,9 @@ import msgspec
 from lazysnap.shard.checksum import Checksums
 
 
-class HeldCapture(msgspec.Struct, frozen=True):
-    """A whole capture in one slot."""
+class Captured(msgspec.Struct, frozen=True):
+    """The facts about a whole capture in one slot."""
 
-    slot: int
     step: int
     run_id: str
     start: str
@@ -19,6 +18,12 @@ class HeldCapture(msgspec.Struct, frozen=True):
     world_size: int
     checksums: Checksums | None
     """Known once the keeper stored the capture, or rested without a trainer."""
+
+
+class HeldCapture(Captured, frozen=True, kw_only=True):
+    """A whole capture in the slot of that number."""
+
+    slot: int
 
 
 class HeldMember(msgspec.Struct, frozen=True):

@@ -4,6 +4,7 @@ Both ends check that the other runs under the same user before anything is read 
 other that they have the same owner before any message is sent.
 """
 
+import logging
 import os
 import socket
 import struct
@@ -15,6 +16,8 @@ from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.protocol import PROTOCOL, Message, decode, encode
 from lazysnap.links.listener import Violation
 from lazysnap.links.secret import Secret, handshake
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
 _MAX_FDS = 16
@@ -82,6 +85,9 @@ class Connection:
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
         self._lock = threading.Lock()
+        self.waiting: deque[Message] = deque()
+        """Messages for ``send_waiting``: the other end may be stopped for a moment."""
+        self._emptying = threading.Lock()
 
     def send(self, message: Message, fds: tuple[int, ...] = (), timeout_s: float = 5.0) -> None:
         """Send one message. Blocks: at most ``timeout_s``. Raises: OSError, if the other end is gone or hangs."""
@@ -110,6 +116,15 @@ class Connection:
         finally:
             self._lock.release()
 
+    def send_waiting(self) -> None:
+        """Send as many of those that wait as the other end takes now, in order. Blocks: not on the other end."""
+        with self._emptying:
+            try:
+                while self.waiting and self.post(self.waiting[0]):
+                    self.waiting.popleft()
+            except OSError as error:  # the thread that reads notices that the other end is gone
+                logger.debug("no messages are taken: %s", error)
+
     def _set_send_timeout(self, timeout_s: float) -> None:
         # Not settimeout(): it would also end a receive that another thread waits in.
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
@@ -122,10 +137,6 @@ class Connection:
             # Half a message stands in the way of all later ones: the connection is over.
             self.sock.shutdown(socket.SHUT_RDWR)
             raise
-
-    def set_receive_timeout(self, timeout_s: float | None) -> None:
-        """Let ``receive`` give up after ``timeout_s``; ``None``: never."""
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s or 0.0))
 
     @property
     def is_closed(self) -> bool:

@@ -31,36 +31,27 @@ class PeerReads:
         """Digests of frozen tensors whose memory has it."""
         self._lock = threading.Lock()
         self._server: PeerServer | None = None
-        self._serves: tuple[Secret, int] | None = None
-        """Secret and port."""
 
-    def serve(self, address: tuple[str, int], secret: Secret) -> int:
-        """Serve there, if this is not done already; the port. Raises: ConfigError; OSError, if it may be any port.
+    def serve(self, address: tuple[str, int], secret: Secret) -> None:
+        """Serve there, if this is not done already. Raises: ConfigError.
 
         A port that a keeper before this one still has is waited for, on a thread.
         """
-        host, port = address
         with self._lock:
-            if self._serves is not None and self._serves[0] == secret:
-                return self._serves[1]
+            if self._server is not None and self._server.secret == secret:
+                return
             self._end()
-            self._serves = secret, port
             server = self._server = PeerServer(secret, self._open)
         try:
-            if port:
-                trouble = "other nodes cannot reach this keeper"
-                listen_when_free(server.listen, address, lambda: server is self._server, trouble)
-            else:
-                self._serves = secret, server.listen(host)[1]
+            listen_when_free(server.listen, address, lambda: server is self._server)
         except BaseException:
             self.close()
             raise
-        return self._serves[1]
 
     def admit(self, links: Links) -> None:
         """Accept these links, if the server of their start is the newest: links of an earlier one are kept."""
         with self._lock:
-            if self._server is not None and self._serves is not None and self._serves[0] == links.secret:
+            if self._server is not None and self._server.secret == links.secret:
                 self._server.admit(links)
 
     def close(self) -> None:
@@ -69,7 +60,7 @@ class PeerReads:
             self._end()
 
     def _end(self) -> None:
-        server, self._server, self._serves = self._server, None, None
+        server, self._server = self._server, None
         if server is not None:
             server.close()
 

@@ -1,4 +1,6 @@
-"""Limits for connections that have not proven the secret: one interface, few at once, one log line per host."""
+"""Ports of keepers, and limits for connections that have not proven the secret: one interface, few at once, one log
+line per host.
+"""
 
 import ipaddress
 import logging
@@ -42,9 +44,7 @@ class Deadlines:
 class Refusals:
     """The refused connections of one listener. Any thread."""
 
-    def __init__(self, what: str) -> None:
-        """``what``: the listener's, for the log."""
-        self._what = what
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._named: set[str] = set()
 
@@ -56,7 +56,7 @@ class Refusals:
             if is_news:
                 self._named.add(host)
         level = logging.WARNING if is_news else logging.DEBUG
-        logger.log(level, "%s: refused %s:%d: %s", self._what, host, port, reason(error))
+        logger.log(level, "peers: refused %s:%d: %s", host, port, reason(error))
 
 
 def listener_at(host: str, port: int) -> socket.socket:
@@ -70,12 +70,37 @@ def listener_at(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if address.version == 6 else socket.AF_INET)
 
 
+class ReservedPort:
+    """A port of one address of this machine, bound and not listened at: one keeper after the other may listen there."""
+
+    def __init__(self, host: str) -> None:
+        """Raises: OSError, if there is none."""
+        if host in ("0.0.0.0", "::"):
+            raise OSError("it means every interface, name the address of one")
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, 0))
+        except OSError:
+            self._socket.close()
+            raise
+
+    @property
+    def number(self) -> int:
+        """The port."""
+        return int(self._socket.getsockname()[1])
+
+    def release(self) -> None:
+        """Let go of it. May be called again."""
+        self._socket.close()
+
+
 def listen_when_free(
-    listen: Callable[[str, int], object], address: tuple[str, int], is_wanted: Callable[[], bool], trouble: str
+    listen: Callable[[str, int], object], address: tuple[str, int], is_wanted: Callable[[], bool]
 ) -> None:
     """Listen on the address that all nodes know, now, or on a thread as soon as it is free.
 
-    The keeper before this one may just be leaving it. A failure that lasts is logged once, as ``trouble``.
+    The keeper before this one may just be leaving it. A failure that lasts is logged once.
     Raises: ConfigError, if it is no address of one interface.
     """
 
@@ -89,7 +114,7 @@ def listen_when_free(
             except OSError as error:
                 if time.monotonic() > warns_at:
                     warns_at = math.inf
-                    logger.warning("%s: %s:%d: %s; trying again", trouble, *address, error)
+                    logger.warning("other nodes cannot reach this keeper: %s:%d: %s; trying again", *address, error)
 
     try:
         listen(*address)

@@ -53,7 +53,7 @@ class PeerServer:
 
         It may raise LazySnapError or OSError, and so may the source: the client is sent its text.
         """
-        self._secret, self._open, self._deadlines = secret, open, deadlines
+        self.secret, self._open, self._deadlines = secret, open, deadlines
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
         self._links: Links | None = None
@@ -61,7 +61,7 @@ class PeerServer:
         self._connections: dict[socket.socket, Channel[Hello | Request] | None] = {}
         """``None``: it has not proven that it has the secret yet."""
         self._threads = Threads()
-        self._refusals = Refusals("peers")
+        self._refusals = Refusals()
         self._is_closed = threading.Event()
         self._threads.start(self._send_alive, "lazysnap-peer-alive")
 
@@ -70,10 +70,7 @@ class PeerServer:
 
         Raises: ConfigError, if ``host`` means every interface; OSError, if the address is taken.
         """
-        return self.serve(listener_at(host, port))
-
-    def serve(self, listener: socket.socket) -> tuple[str, int]:
-        """Serve on a socket that listens already, and take it over; its address."""
+        listener = listener_at(host, port)
         bound = listener.getsockname()
         with self._lock:
             self._listeners.append(listener)
@@ -146,7 +143,7 @@ class PeerServer:
     def _serve(self, connection: socket.socket, address: tuple[str, int]) -> None:
         is_known = False
         try:
-            authenticate(connection, self._secret, self._deadlines.connect_s, is_server=True)
+            authenticate(connection, self.secret, self._deadlines.connect_s, is_server=True)
             channel = Channel(connection, _decoder, self._deadlines.send_s)
             is_known = True
             with self._lock:

@@ -36,7 +36,7 @@ def main() -> None:
         if step == done + 1:
             note("first", step)
     note("waited", engine.statistics().waited_s)
-    keeper = engine._client._connection.peer_pid
+    keeper = engine._client.keeper_pid
     assert keeper
     engine.close()
     note("closed", steps)

@@ -92,7 +92,7 @@ def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job,
     training = job.start(tmp_path)
     training.run(1, 2)
     assert training.engine.flush(TIMEOUT_S)
-    pid = training.engine._client._connection.peer_pid
+    pid = training.engine._client.keeper_pid
     os.kill(pid, signal.SIGSTOP)
     try:
         # More notes than the socket takes.

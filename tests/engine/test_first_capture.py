@@ -86,7 +86,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
     training.engine.prepare()
     until(lambda: client._heartbeat is not of_no_keeper)
     client._heartbeat._timeout_s = 3  # only now: it had as long as it took to start
-    keeper = client._connection.peer_pid
+    keeper = client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
     try:
         training.run(1, 1)
@@ -118,7 +118,7 @@ def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):
     training = job.start(ready=False)
     training.run(1, 3)
     waited_s = training.engine.statistics().memory_wait_s
-    os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
+    os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
     training.run(4, 10)
 

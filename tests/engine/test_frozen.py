@@ -64,7 +64,7 @@ def memory_of(pid):
 
 
 def keeper_pid(tuning):
-    return tuning.engine._client._connection.peer_pid
+    return tuning.engine._client.keeper_pid
 
 
 def matches(tuning, snapshot):

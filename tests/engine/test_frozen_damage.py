@@ -81,7 +81,7 @@ def test_a_keeper_that_is_killed_while_it_replaces_them_leaves_what_the_next_one
     monkeypatch.delenv("LAZYSNAP_FAULT")
     step = run_until_durable(tuning, 1)
     step = run_until_durable(tuning, step + 1)
-    pid = tuning.engine._client._connection.peer_pid
+    pid = tuning.engine._client.keeper_pid
     damage(tmp_path, "the shard is truncated")
 
     step = tuning.run_until_captured(step + 1)

@@ -15,7 +15,7 @@ def said(training, caplog, text):
 def test_one_rank_trains_and_captures_on_beside_a_frozen_keeper(job, tmp_path, caplog):
     training = job.start(tmp_path)
     training.run(1, 2)
-    keeper = training.engine._client._connection.peer_pid
+    keeper = training.engine._client.keeper_pid
     training.engine._client._heartbeat._timeout_s = 3  # only now: it had as long as it took to start
     os.kill(keeper, signal.SIGSTOP)
     try:

@@ -94,7 +94,7 @@ def test_a_name_is_given_though_no_level_would_take_that_step(job, tmp_path):
 def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp_path):
     training = job.start(tmp_path)
     durable(training, 1, 3)
-    keeper = training.engine._client._connection.peer_pid
+    keeper = training.engine._client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
     training.run(4, 4)
     assert training.began[-1]
@@ -114,7 +114,7 @@ def test_a_name_of_a_stored_snapshot_that_the_keeper_died_before_writing_is_give
     durable(training, 1, 3)
     assert training.engine.keep("kept") == 3
     until(lambda: named(tmp_path) == {"kept": 3})
-    keeper = training.engine._client._connection.peer_pid
+    keeper = training.engine._client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
     [path] = tmp_path.rglob("keep-kept")
     path.unlink()  # as if it had not come so far

@@ -146,7 +146,7 @@ def test_a_name_given_on_the_branch_just_before_the_keeper_dies_is_not_taken_for
     engine = training.engine
     engine.restore("x")
     assert engine.statistics().last_durable_step == {}
-    keeper = engine._client._connection.peer_pid
+    keeper = engine._client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
     training.run(5, 5)
     assert training.began[-1]

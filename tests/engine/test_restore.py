@@ -232,7 +232,7 @@ def test_what_the_last_keeper_writes_until_it_ends_is_found(job, tmp_path):
     assert training.engine.flush(TIMEOUT_S)
     training.run(2, 9)
     assert training.engine.statistics().last_whole_step == 9
-    keeper = training.engine._client._connection.peer_pid
+    keeper = training.engine._client.keeper_pid
     job.crash(training)
     os.kill(keeper, signal.SIGTERM)
 

@@ -60,13 +60,13 @@ def test_a_run_with_a_nan_batch_ends_with_the_weights_of_a_run_that_never_saw_it
     plain.engine.close(drain=False)
 
     training = job.start()
-    keeper = training.engine._client._connection.peer_pid
+    keeper = training.engine._client.keeper_pid
     assert run_watched(training, batches, NonFinite()) == 50
 
     assert training.facts() == wanted
     statistics = training.engine.statistics()
     assert (statistics.rollbacks, statistics.keepers_lost, statistics.replans) == (1, 0, 0)
-    assert training.engine._client._connection.peer_pid == keeper
+    assert training.engine._client.keeper_pid == keeper
 
 
 def test_the_user_sees_one_line_per_rollback(job, caplog):
@@ -171,7 +171,7 @@ def test_a_keeper_that_dies_takes_no_way_back_along(job):
     training = job.start()
     captured(training, 1, 3)
     wanted = training.facts()
-    os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
+    os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
     training.train()
     assert training.engine.rollback().step == 3

@@ -65,7 +65,7 @@ def test_a_training_without_memory_is_captured_into_files_and_resumes_from_them(
 def test_files_outlive_the_keeper_as_memory_does(job, tmp_path):
     training = job.start(memory=tight(tmp_path))
     training.run(1, 3)
-    keeper = training.engine._client._connection.peer_pid
+    keeper = training.engine._client.keeper_pid
 
     os.kill(keeper, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)

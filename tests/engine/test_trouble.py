@@ -77,7 +77,7 @@ def test_an_error_in_the_keeper_reaches_the_console_of_the_training_with_the_log
 def test_a_killed_keeper_is_replaced_and_the_captures_go_on(job):
     training = job.start()
     training.run(1, 2)
-    os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
+    os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
     assert training.engine.wait_ready(TIMEOUT_S)
 

@@ -191,7 +191,7 @@ def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, t
     be_patient(training, 3)
 
     with no_interpreter(tmp_path, monkeypatch):
-        os.kill(training.engine._client._connection.peer_pid, signal.SIGKILL)
+        os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
         train_until(training, lambda statistics: statistics.skipped["no memory"], 2)
         job.crash(training)
         second = Training(dataclasses.replace(training.engine.config, io_timeout_s=3))
@@ -210,8 +210,7 @@ def test_memory_that_is_refused_at_first_is_asked_for_again(job, tmp_path, monke
     training.run(1, 1)
     # As the keeper finds when another program ends: it is asked again by the same words.
     client._config = dataclasses.replace(client._config, memory=MemoryLevel(linger_s=60))
-    connection = client._connection
-    connection.sock.shutdown(socket.SHUT_RDWR)
+    client._connection.sock.shutdown(socket.SHUT_RDWR)
 
     step = train_until(training, lambda statistics: statistics.unprotected is None, 1)
 

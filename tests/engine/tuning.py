@@ -86,7 +86,7 @@ def digest(tensor):
 
 def keeper_of(tuning):
     """The keeper's process, to wait for."""
-    return os.pidfd_open(tuning.engine._client._connection.peer_pid)
+    return os.pidfd_open(tuning.engine._client.keeper_pid)
 
 
 def keeper_gone(pidfd):

@@ -39,7 +39,7 @@ def main() -> None:
         engine.boundary(step)
         engine.gate()
         if step == settings.get("die_at"):
-            for pid in [engine._client._connection.peer_pid] * bool(settings.get("with_keeper")) + [os.getpid()]:
+            for pid in [engine._client.keeper_pid] * bool(settings.get("with_keeper")) + [os.getpid()]:
                 os.kill(pid, signal.SIGKILL)
     if settings.get("abandon"):
         engine.abandon()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import struct
 import threading
 
@@ -72,7 +73,7 @@ def asked(job, data):
     """What the keeper answers to a connection that is not its trainer's; ``None``, if it ends it."""
     with contextlib.closing(proven(job.identity)) as connection:
         connection.sock.sendall(data)
-        connection.set_receive_timeout(DEADLINE_S)
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(DEADLINE_S), 0))
         received = connection.receive()
     return received[0][0] if received else None
 

@@ -349,11 +349,11 @@ def test_what_an_earlier_start_protected_is_not_counted_for_the_next():
         return [event for event in client.poll_events() if isinstance(event, Protected)]
 
     begin(STARTS[0])
-    client._take(Protected(8, STARTS[0]), ())
+    client._state.take(Protected(8, STARTS[0]), ())
     assert heard() == [Protected(8, STARTS[0])]
-    client._take(Protected(9, STARTS[0]), ())  # nobody looks
+    client._state.take(Protected(9, STARTS[0]), ())  # nobody looks
     begin(STARTS[1])
-    client._take(Protected(10, STARTS[0]), ())
+    client._state.take(Protected(10, STARTS[0]), ())
     assert heard() == []
 
 

@@ -1,6 +1,7 @@
 """Questions to a keeper, over a real socket, without one."""
 
 import socket
+import struct
 import threading
 
 import pytest
@@ -14,7 +15,7 @@ from lazysnap.keeper.questions import Questions
 @pytest.fixture
 def ends():
     ours, theirs = (Connection(sock) for sock in socket.socketpair())
-    theirs.set_receive_timeout(20)
+    theirs.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 20, 0))
     yield ours, theirs
     ours.close()
     theirs.close()

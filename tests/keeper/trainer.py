@@ -17,7 +17,8 @@ import msgspec
 from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.protocol import Run, SlotsChanged, Store
+from lazysnap.keeper.link import cut
+from lazysnap.keeper.protocol import Goodbye, Run, SlotsChanged, Store
 from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import SlotPhase, Word
@@ -169,7 +170,7 @@ class Trainer:
 
     def num_unsent(self):
         """Notes that the keeper has not taken yet."""
-        return len(self.client._notes)
+        return len(self.client._connection.waiting)
 
     def adopt_run(self, run_id):
         self.run_id, self.start_id = run_id, new_id()
@@ -215,12 +216,12 @@ class Trainer:
 
     def cut(self):
         """Break the connection as a trainer does that finds the keeper hanging."""
-        self.client._cut(self.client._connection)
+        cut(self.client._connection)
         return True
 
     def disconnect(self):
         """Lose the connection for good, without a word."""
-        self.client._closing = True
+        self.client._goodbye = Goodbye(is_over=False)
         return self.cut()
 
     def fork(self):

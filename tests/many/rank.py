@@ -187,8 +187,7 @@ def talk(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
 
 
 def keeper_of(engine: SnapshotEngine) -> int | None:
-    connection = engine._client._connection
-    return connection and connection.peer_pid
+    return engine._client.keeper_pid
 
 
 @contextlib.contextmanager

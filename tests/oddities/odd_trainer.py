@@ -46,7 +46,7 @@ def die(engine, step, death):
     engine.gate()
     if kind == "both":
         assert engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
-        keeper = engine._client._connection.peer_pid
+        keeper = engine._client.keeper_pid
         gone, trainer = os.pidfd_open(keeper), os.getpid()
         if os.fork():
             signal.pause()

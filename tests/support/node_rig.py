@@ -13,6 +13,7 @@ from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import Complete, LevelFailed, Message, NameFailed, NodeFileStored, Peers, Run
 from lazysnap.levels import open_store
 from lazysnap.levels.source import map_anonymous
+from lazysnap.links.listener import ReservedPort
 from lazysnap.links.secret import Secret, draw_secret
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.resolver import Entry
@@ -141,6 +142,7 @@ class Rig:
         self.told_to: list[list[Message]] = []
         """What the trainers of each node hear."""
         self._peers: Peers | None = None
+        self._ports: list[ReservedPort] = []
         self.reads = [self._served(node) for node in range(nodes)]
         if nodes > 1:
             secret = draw_secret()
@@ -218,7 +220,13 @@ class Rig:
         return PeerReads(lambda: list(self.nodes[node]), self._parity_of(node), FrozenPool(lambda digest: None))  # type: ignore[arg-type]
 
     def _listen(self, secret: Secret) -> int:
-        return self.reads[0].serve(("127.0.0.1", 0), secret)
+        port = self._reserve()
+        self.reads[0].serve(("127.0.0.1", port), secret)
+        return port
+
+    def _reserve(self) -> int:
+        self._ports.append(ReservedPort("127.0.0.1"))
+        return self._ports[-1].number
 
     def _parity_of(self, node: int) -> ParityStore:
         """What the keeper of that node holds for others."""
@@ -237,6 +245,8 @@ class Rig:
         self._end()
         for reads in self.reads:
             reads.close()
+        for port in self._ports:
+            port.release()
         until(lambda: not any(thread.is_alive() for thread in self._writers))
 
     # ---------------------------------------------------------------- training

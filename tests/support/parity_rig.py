@@ -31,9 +31,13 @@ class ParityRig(Rig):
         self.every = 2
         """Steps from one capture to the next."""
 
-    def _serve(self, node: int, port: int = 0) -> tuple[str, int]:
+    def _serve(self, node: int, port: int | None = None) -> tuple[str, int]:
         assert self._peers is not None
-        port = self.reads[node].serve(("127.0.0.1", port), self._peers.secret)
+        if port is None and node == 0:
+            port = self._peers.port  # where its links are served, too
+        elif port is None:
+            port = self._reserve()
+        self.reads[node].serve(("127.0.0.1", port), self._peers.secret)
         return "127.0.0.1", port
 
     def _parity_of(self, node: int) -> ParityStore:

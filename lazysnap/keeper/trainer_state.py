@@ -1,0 +1,140 @@
+"""The state of a trainer that outlives its keeper: a keeper may die at any moment, and the next one must get it."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from lazysnap.keeper import protocol
+from lazysnap.keeper.client_slots import MappedSlots
+from lazysnap.keeper.events import DurableSteps, KeeperEvent, News
+from lazysnap.keeper.messages import Connection
+from lazysnap.links.listener import ReservedPort
+
+_JOIN_S = 5.0
+"""Wait so long at most for threads that populate slots."""
+
+
+class TrainerState:
+    """Slots, facts that each keeper gets when it is reached, and events that nobody read yet. Thread-safe."""
+
+    def __init__(self, on_notice: Callable[[], None]) -> None:
+        """``on_notice``: called when the keeper says that this process is about to be killed."""
+        self._on_notice = on_notice
+        self.lock = threading.Condition()
+        """Notified when anything here or the connection changes. May be taken again by the thread that holds it."""
+        self.slots = MappedSlots(self.lock)
+        """Used under ``lock``."""
+        self.durable = DurableSteps()
+        """Used under ``lock``."""
+        self.progress = (0, 0)
+        """The progress of a drain: bytes that levels have, and bytes that all shall have."""
+        self.port: ReservedPort | None = None
+        """The port for the keepers of this node."""
+        self.serving: protocol.ServePeers | None = None
+        """The address at which a keeper serves other nodes."""
+        self.run: protocol.Run | None = None
+        """The run that is captured. ``is_new`` until a keeper got it."""
+        self.ending: protocol.Ending | None = None
+        """The notice that this process is about to be killed."""
+        self.wanted: protocol.Reserve | None = None
+        """The slots that captures need."""
+        self._newest_held = 0
+        """The greatest sequence number that a keeper held when this process came to it."""
+        self._events: deque[KeeperEvent] = deque()
+
+    # ---------------------------------------------------------------- what a keeper gets
+
+    def hand_over(self, connection: Connection) -> None:
+        """Give a keeper, before it even runs, the slots that an earlier one left to this process."""
+        with self.lock:
+            orphans, run = self.slots.orphans(), self.run
+        for digest, slot in orphans:
+            connection.send(protocol.Adopt(digest), (slot.fd,))
+        if run is not None and not run.is_new:  # else it would not know the owner of its captures if this one dies
+            connection.send(run)
+
+    def for_new_keeper(self) -> list[protocol.Message]:
+        """Return the facts for a keeper that was just reached, in order."""
+        with self.lock:
+            if self.run is not None and self.run.is_new:
+                self.run = msgspec.structs.replace(self.run, floor=self.newest_sequence())
+            facts = [one for one in (self.serving, self.run, self.ending, self.wanted) if one is not None]
+            self.run_was_told()
+            return list[protocol.Message](facts)
+
+    def run_was_told(self) -> None:
+        """Note that a keeper got the run: the next one does not begin it, but takes it over."""
+        with self.lock:
+            if self.run is not None:
+                self.run = msgspec.structs.replace(self.run, is_new=False)
+
+    def adopt_run(self, run: protocol.Run) -> protocol.Run:
+        """Take the run that is captured from now on; return it with its ``floor``.
+
+        What earlier starts got to storage, or protected, does not count any more.
+        """
+        with self.lock:
+            self.durable.begin(run.start)
+            self.run = msgspec.structs.replace(run, floor=self.newest_sequence())
+            self._events = deque(event for event in self._events if not isinstance(event, protocol.Protected))
+            return self.run
+
+    def newest_sequence(self) -> int:
+        """The greatest sequence number of any capture that the keeper holds, also in slots of another size."""
+        with self.lock:  # the welcome lists what is held; the slots come later
+            return max(self._newest_held, self.slots.newest_sequence())
+
+    # ---------------------------------------------------------------- what a keeper says
+
+    def take(self, message: protocol.Message, fds: tuple[int, ...]) -> None:
+        """Act on a message, with its descriptors."""
+        with self.lock:
+            match message:
+                case protocol.Welcome():
+                    self._newest_held = max(self._newest_held, message.newest)
+                case protocol.SlotMade():
+                    self.slots.map(message.slot, fds[0])
+                case protocol.FrozenDropped():
+                    self.slots.drop(message.digest)
+                case protocol.DrainProgress():
+                    self.progress = message.done, message.total
+                case protocol.Ending():
+                    self._on_notice()
+                case protocol.Complete():
+                    if steps := self.durable.add(message):
+                        self._events.append(msgspec.structs.replace(message, steps=steps))
+                case protocol.Protected():  # what an earlier start has is not this one's
+                    if self.run is not None and message.start == self.run.start:
+                        self._events.append(message)
+                case _ if isinstance(message, News) and not (isinstance(message, protocol.Answer) and message.id):
+                    self._events.append(message)
+
+    def say(self, event: KeeperEvent) -> None:
+        """Add an event for the training thread."""
+        with self.lock:
+            self._events.append(event)
+            self.lock.notify_all()
+
+    def poll_events(self) -> list[KeeperEvent]:
+        """Return the events since the last call."""
+        with self.lock:
+            events, self._events = list(self._events), deque()
+            return events
+
+    # ---------------------------------------------------------------- ending
+
+    def release_port(self) -> None:
+        """Let go of the port. May be called again."""
+        if self.port is not None:
+            self.port.release()
+
+    def release(self) -> None:
+        """Let go of port and slots: nobody uses them any more. Blocks: at most ``_JOIN_S``."""
+        self.release_port()
+        with self.lock:
+            slots = self.slots.take_all()
+        for slot in slots:
+            slot.close()
+        self.slots.join(_JOIN_S)
