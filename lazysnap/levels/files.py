@@ -40,12 +40,6 @@ def local_error(url: str, what: str, error: OSError) -> LevelUnavailable | Level
     return LevelUnavailable(f"{url}: {what}: {error}; {next_step}")
 
 
-def _check(result: int, path: str) -> None:
-    if result:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), path)
-
-
 def temp_name(name: str) -> str:
     """Return a hidden name for a file being written. It contains the process id, for a person who finds the file."""
     return f".{name}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
@@ -90,7 +84,8 @@ def allocate(handle: int, size_bytes: int) -> None:
     """
     while size_bytes:
         try:
-            _check(_libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)), "fallocate")
+            if _libc.fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "fallocate")
         except InterruptedError:
             continue
         except OSError as error:

@@ -74,24 +74,20 @@ class Survey:
         until = None if patience_s is None else time.monotonic() + patience_s
         self.unanswered.clear()
         names = self._world.exchange_after("what is on storage", lambda: self._names(problems, until))
-        sites = sites_of([listed for listed, _ in names], self._world.places)
-        self.uncommitted = Counter(
-            site.url
-            for site in sites
-            for directory in site.listing.directories
-            if not directory.ranges and SnapshotName.parse(directory.name) is not None
-        )
-        looked = self._world.exchange_after("what of it is whole", lambda: self._mine(sites, problems, until))
-        late = {url for _, urls in looked for url in urls}
-        self.late = late | {url for _, urls in names for url in urls}
-        self.unread = [
-            (name, text)
+        sites = sites_of([mine for mine, _ in names], self._world.places)
+        listed = [
+            (site.url, directory, name)
             for site in sites
             for directory in site.listing.directories
             if (name := SnapshotName.parse(directory.name)) is not None
-            if (text := _why_unread(site.url, name, directory, is_late=site.url in late))
         ]
-        return merged([msgspec.convert(item, Inventory) for listed, _ in looked for item in listed])
+        self.uncommitted = Counter(url for url, directory, _ in listed if not directory.ranges)
+        looked = self._world.exchange_after("what of it is whole", lambda: self._mine(sites, problems, until))
+        late = {url for _, urls in looked for url in urls}
+        self.late = late | {url for _, urls in names for url in urls}
+        reasons = [(name, _why_unread(url, name, directory, is_late=url in late)) for url, directory, name in listed]
+        self.unread = [(name, text) for name, text in reasons if text]
+        return merged([msgspec.convert(item, Inventory) for mine, _ in looked for item in mine])
 
     def follow(self, restored: SnapshotName, *, before: str) -> None:
         """Log what late levels have that is newer than the snapshot that was ``restored``, when they answer.

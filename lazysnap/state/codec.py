@@ -54,12 +54,9 @@ def path_text(path: Collection[Any]) -> str:
     """Return a path in the state for messages: ``$.callbacks['EMA'].weights[3]``."""
     text = "$"
     for key in path:
-        text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{_shortened(repr(key))}]"
+        shown = repr(key) if len(repr(key)) <= _KEY_SHOWN else f"{repr(key)[:_KEY_SHOWN]}…"
+        text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{shown}]"
     return text
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _KEY_SHOWN else f"{text[:_KEY_SHOWN]}…"
 
 
 def encode(value: Any, *, tensor: TensorSink, depth: int = 0) -> Any:
