@@ -54,7 +54,9 @@ def path_text(path: Collection[Any]) -> str:
     """Return a path in the state for messages: ``$.callbacks['EMA'].weights[3]``."""
     text = "$"
     for key in path:
-        shown = repr(key) if len(repr(key)) <= _KEY_SHOWN else f"{repr(key)[:_KEY_SHOWN]}…"
+        shown = repr(key)
+        if len(shown) > _KEY_SHOWN:
+            shown = f"{shown[:_KEY_SHOWN]}…"
         text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{shown}]"
     return text
 
