@@ -53,9 +53,15 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     commands = root.add_subparsers(dest="command", required=True, metavar="command")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
-    level = argparse.ArgumentParser(add_help=False, parents=[common])
+    options = argparse.ArgumentParser(add_help=False, parents=[common])
+    options.add_argument("--storage-option", help="an option of the fsspec file systems", **_OPTION)
+    level = argparse.ArgumentParser(add_help=False, parents=[options])
     level.add_argument("url", **_URL)
-    level.add_argument("--storage-option", help="an option of the fsspec file system", **_OPTION)
+    any_level = argparse.ArgumentParser(add_help=False, parents=[options])
+    any_level.add_argument("url", nargs="?", **_URL)
+    runs = argparse.ArgumentParser(add_help=False, parents=[options])
+    runs.add_argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each")
+    runs.add_argument("--run", metavar="ID", help="the run with these first digits; default: the newest")
 
     listing = commands.add_parser("ls", parents=[level], help="list the snapshots of a directory or URL")
     listing.add_argument("--run", **_ONLY_RUN)
@@ -69,28 +75,24 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     show.add_argument("--state", action="store_true", help="only the small state")
     show.add_argument("--full", action="store_true", help="shorten nothing")
     _add_prune(commands.add_parser("prune", parents=[level], help="delete old snapshots, and what dead writers left"))
-    _add_copy(commands.add_parser("copy", parents=[common], help="copy snapshots to another level, verified"))
+    _add_copy(commands.add_parser("copy", parents=[options], help="copy snapshots to another level, verified"))
     _add_export(commands.add_parser("export", parents=[level], help="write a snapshot in the format of another tool"))
     _add_keeper(commands.add_parser("keeper", parents=[common], help="run a keeper for a job, ahead of it (a sidecar)"))
     _add_stop(commands.add_parser("stop", parents=[common], help="end keepers that a training of this node left"))
     _add_status(commands.add_parser("status", parents=[common], help="the jobs of this node, what would survive now"))
     metrics = commands.add_parser("metrics", parents=[common], help="what status shows, as figures for Prometheus")
     _add_metrics(metrics)
-    _add_report(commands.add_parser("report", parents=[common], help="goodput of a run, the cost of each interruption"))
-    _add_timeline(commands.add_parser("timeline", parents=[common], help="a run as a trace for Perfetto"))
+    report = commands.add_parser("report", parents=[runs], help="goodput of a run, the cost of each interruption")
+    report.add_argument("--html", metavar="FILE", help="write a page with pictures, too")
+    timeline = commands.add_parser("timeline", parents=[runs], help="a run as a trace for Perfetto")
+    timeline.add_argument("--to", required=True, metavar="FILE", help="the file of the trace, e.g. trace.json")
     add_demo(commands.add_parser("demo", parents=[common], help="kill a real training, resume it, compare bit for bit"))
     add_chaos(commands.add_parser("chaos", parents=[common], help="run your own training under faults, and judge it"))
-    doctor = commands.add_parser("doctor", parents=[common], help="check this node and a level before a training")
-    doctor.add_argument("url", nargs="?", **_URL)
-    doctor.add_argument("--storage-option", help="an option of the fsspec file system", **_OPTION)
-    add_doctor(doctor)
+    add_doctor(commands.add_parser("doctor", parents=[any_level], help="check this node and a level before a training"))
     _add_run(commands.add_parser("run", parents=[common], help="start a training again after a crash, warm"))
     worker = commands.add_parser("worker", parents=[common], help="a warm start inside a launcher such as torchrun")
     worker.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-    advise = commands.add_parser("advise", parents=[common], help="how often to capture and store, what it costs")
-    advise.add_argument("url", nargs="?", **_URL)
-    advise.add_argument("--storage-option", help="an option of the fsspec file system", **_OPTION)
-    add_advise(advise)
+    add_advise(commands.add_parser("advise", parents=[any_level], help="how often to capture and store, what it costs"))
     return root
 
 
@@ -111,7 +113,6 @@ def _add_copy(copy: argparse.ArgumentParser) -> None:
     which.add_argument("--latest", action="store_true", help="only the newest complete one")
     which.add_argument("--step", metavar="STEP|NAME", action="append", help="only this one (may be repeated)")
     copy.add_argument("--run", **_ONLY_RUN)
-    copy.add_argument("--storage-option", help="an option of the fsspec file systems on both sides", **_OPTION)
     copy.add_argument("--from-option", help="as --storage-option, only for reading", **_OPTION)
     copy.add_argument("--to-option", help="as --storage-option, only for writing", **_OPTION)
 
@@ -149,22 +150,6 @@ def _add_stop(stop: argparse.ArgumentParser) -> None:
     stop.add_argument("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level")
     stop.add_argument("--force", action="store_true", help="also a keeper whose newest capture cannot be stored")
     stop.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)")
-
-
-def _add_report(report: argparse.ArgumentParser) -> None:
-    _add_urls(report)
-    report.add_argument("--html", metavar="FILE", help="write a page with pictures, too")
-
-
-def _add_timeline(timeline: argparse.ArgumentParser) -> None:
-    _add_urls(timeline)
-    timeline.add_argument("--to", required=True, metavar="FILE", help="the file of the trace, e.g. trace.json")
-
-
-def _add_urls(command: argparse.ArgumentParser) -> None:
-    command.add_argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each")
-    command.add_argument("--run", metavar="ID", help="the run with these first digits; default: the newest")
-    command.add_argument("--storage-option", help="an option of the fsspec file systems", **_OPTION)
 
 
 def _add_status(status: argparse.ArgumentParser) -> None:
