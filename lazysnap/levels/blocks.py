@@ -83,8 +83,8 @@ class FileBlocks(Blocks):
         self.threads = place.storage.parallel_reads
         self.size_bytes = manifest.size_bytes
         self.block_bytes = manifest.checksums.block_bytes
+        self.manifest = manifest
         self._place = place
-        self._checksums = manifest.checksums
         self._reader: Reader | None = None
         self._opening = threading.Lock()
         self._kept: dict[int, memoryview] = {}
@@ -99,7 +99,7 @@ class FileBlocks(Blocks):
         start = index * self.block_bytes
         with buffers.buffer(min(self.block_bytes, self.size_bytes - start)) as data:
             self._opened().read_into(start, data)
-            self._checksums.verify_block(index, data, self.where)
+            self.manifest.checksums.verify_block(index, data, self.where)
             yield data
 
     def header(self, shard: Shard) -> memoryview:

@@ -93,7 +93,7 @@ class Level:
         beat()
         blocks = FileBlocks(place, manifest)
         try:
-            return open_shard(manifest, item.rank if isinstance(item, Entry) else 0, blocks, verify=True)
+            return open_shard(item.rank if isinstance(item, Entry) else 0, blocks, verify=True)
         except BaseException:
             blocks.close()
             raise

@@ -153,14 +153,14 @@ class OpenSnapshot:
             raise ShardCorrupt(f"{self.plan.level}: step {self.plan.step}: {error}") from error
 
 
-def open_shard(manifest: Manifest, rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
+def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
     """Read the header of a rank's shard, and compare it with its checksum: now (``verify``), or in ``read``.
 
-    ``blocks``: of the file with that manifest. It stays open.
+    ``blocks``: of the file, which stays open.
     Blocks: reads the header alone, or with ``verify`` its blocks. Raises: ShardCorrupt; FileNotFoundError;
     LevelError.
     """
-    shard = manifest.of(rank)
+    shard = blocks.manifest.of(rank)
     header = blocks.header(shard) if verify else blocks.unverified(shard)
     layout = shard.layout(header, blocks.where)
     return OpenShard(rank, shard.meta, layout, blocks, shard.offset, None if verify else header)
@@ -176,18 +176,16 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     ranks, found = catalogue.shards(plan), catalogue.frozen(plan)
     wanted: dict[FilePlace, list[int]] = defaultdict(list)
     files: dict[FilePlace, FileBlocks] = {}
-    manifests: dict[FilePlace, Manifest] = {}
     all_of_them: list[tuple[Item, Manifest]] = [*ranks, *found]
     for one, manifest in all_of_them:
         place = catalogue.store.place(one)
         wanted[place].append(one.rank if isinstance(one, Entry) else 0)
-        manifests[place] = manifest
         files.setdefault(place, FileBlocks(place, manifest, stays_open=len(files) < _MOST_OPEN))
 
     def opened(place: FilePlace) -> dict[int, OpenShard]:
         """The wanted shards of one file, by rank."""
         blocks = files[place]
-        shards = {rank: open_shard(manifests[place], rank, blocks, verify=verify) for rank in wanted[place]}
+        shards = {rank: open_shard(rank, blocks, verify=verify) for rank in wanted[place]}
         blocks.rest()
         return shards
 
