@@ -1,6 +1,7 @@
 """``automatic_checkpoint_naming``: the next ``checkpoints/checkpoint_N``, the one to load, and those to delete.
 
-Stock Accelerate counts all names in the directory. Here only complete checkpoints count, and nothing else is deleted.
+Stock Accelerate counts all names in the directory. Here an unfinished checkpoint is not loaded, and only complete ones
+that lazysnap wrote are deleted.
 """
 
 import logging
