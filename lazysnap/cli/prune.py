@@ -13,7 +13,7 @@ from lazysnap.cli.verify import GONE, Verdict, check, check_frozen
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.grants.retention import may_go
-from lazysnap.levels.leftovers import is_settled, leftovers
+from lazysnap.levels.leftovers import leftovers
 from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import FrozenEntry, SnapshotKey
@@ -137,8 +137,8 @@ class _Planner:
         is_over = may_go(self._level, found.step, newer, is_complete=found.is_complete)
         if found.is_complete:
             return None if is_over else "newest complete" if is_newest else "to be kept"
-        if is_over and self._is_settled(found):
-            return None
+        if is_over and all(place.is_settled() for place in _places(self._store, found)):
+            return None  # no copy of it is in progress
         return "incomplete: changed within a day, or nothing newer is known to be sound"
 
     def _sound(self, complete: list[Found]) -> list[SnapshotKey]:
@@ -167,10 +167,6 @@ class _Planner:
         gone = ["it was deleted meanwhile"] if verdict.state == GONE else []
         return [*verdict.problems, *frozen, *gone]
 
-    def _is_settled(self, found: Found) -> bool:
-        """True if no file of a snapshot changed for a day: then no copy of it is in progress."""
-        return all(is_settled(self._store.storage, path) for one in _places(self._store, found) for path in one.paths)
-
     def _unreferenced(self, kept: list[Found]) -> list[tuple[FrozenEntry, Manifest]]:
         """Return frozen tensors to which no kept snapshot refers, and that did not change for a day.
 
@@ -182,8 +178,7 @@ class _Planner:
         unused = []
         for one, manifest in self.seen.frozen:
             place = self._store.place(one)
-            is_old = one.digest not in wanted and all(is_settled(self._store.storage, path) for path in place.paths)
-            if is_old and not place.is_link():
+            if one.digest not in wanted and place.is_settled() and not place.is_link():
                 unused.append((one, manifest))
         return unused
 

@@ -9,6 +9,7 @@ from functools import partial
 
 from lazysnap import faults
 from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
+from lazysnap.levels.leftovers import is_settled
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
@@ -50,11 +51,6 @@ class FilePlace:
         return f"{self.directory}/{self.name.manifest}"
 
     @property
-    def paths(self) -> tuple[str, str]:
-        """The paths of manifest and file."""
-        return self.manifest_path, self.file_path
-
-    @property
     def where(self) -> str:
         """The file, for messages."""
         return f"{shown(self.storage.url)}/{self.file_path}"
@@ -79,6 +75,10 @@ class FilePlace:
     def is_link(self) -> bool:
         """True if a file is a symbolic link, or is behind one: then it is not deleted."""
         return self.storage.is_link(self.file_path) or self.storage.is_link(self.manifest_path)
+
+    def is_settled(self) -> bool:
+        """True if neither manifest nor file changed for a day."""
+        return is_settled(self.storage, self.manifest_path) and is_settled(self.storage, self.file_path)
 
     def delete(self) -> None:
         """Delete the manifest, then the file: a crash leaves garbage, not a snapshot."""
