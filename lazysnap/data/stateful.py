@@ -15,8 +15,8 @@ from inspect import signature
 from typing import Any
 
 from torch.utils.data import DataLoader, get_worker_info
-from torch.utils.data.dataloader import _DatasetKind
 
+from lazysnap.data.parts import held, is_iterable
 from lazysnap.data.share import is_first_rank, length_of, ranks
 from lazysnap.data.streams import RandomStreams
 
@@ -61,7 +61,7 @@ def is_driven(loader: Any) -> bool:
     """True if a ``StatefulDataLoader`` need not be asked: the indices of its samplers can be passed over."""
     samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
     are_plain = all(type(one).__module__.partition(".")[0] in _PLAIN or not is_stateful(one) for one in samplers)
-    return isinstance(loader, DataLoader) and loader._dataset_kind != _DatasetKind.Iterable and are_plain
+    return isinstance(loader, DataLoader) and not is_iterable(loader) and are_plain
 
 
 def _is_hugging_face(dataset: Any) -> bool:
@@ -129,10 +129,9 @@ class _Once(dict[str, Any]):
 
 def rest_of(loader: Any, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Return the iterator over what is left of the epoch that was loaded; where nothing is, no next epoch begins."""
-    held = getattr(loader, "__dict__", {})
-    if held.get("restore") is False:  # litdata: it was loaded at its end
+    if held(loader).get("restore") is False:  # litdata: it was loaded at its end
         return iter(())
-    if "restart_on_stop_iteration" not in held:
+    if "restart_on_stop_iteration" not in held(loader):
         return make()
     restarts, loader.restart_on_stop_iteration = loader.restart_on_stop_iteration, False  # nodes of torchdata
     try:
@@ -146,7 +145,7 @@ def drop_early_iterator(loader: Any) -> None:
 
     Accelerate asks it for its state when it is prepared, and so the first epoch alone would draw nothing.
     """
-    if "_initial_iter_for_state_dict" in getattr(loader, "__dict__", {}):
+    if "_initial_iter_for_state_dict" in held(loader):
         loader._iterator, loader._initial_iter_for_state_dict = None, False
 
 
@@ -154,9 +153,8 @@ def state_of_loader(loader: Any) -> dict[str, Any]:
     """The loader's state. Draws no random number."""
     streams = RandomStreams()
     streams.watch([loader])
-    held = vars(loader)
     # Asked for its state before it is iterated, the loader would make an iterator, which draws a seed.
-    is_new = held.get("_iterator", loader) is None and held.get("next_iter_state", loader) is None
+    is_new = all(held(loader).get(name, loader) is None for name in ("_iterator", "next_iter_state"))
     own = {} if is_new else loader.state_dict()
     return {**own, _GENERATORS: streams.collect_owned(), _RANKS: ranks(), _SIZES: _sizes_of(loader)}
 
@@ -172,7 +170,7 @@ def _say_sizes(loader: Any, own: dict[str, Any], then: dict[str, int | None]) ->
     """
     now, given = _sizes_of(loader), own.get("_num_yielded") or 0
     batch, before = now["batch"], then["batch"]
-    if batch and before and batch != before and given and loader._dataset_kind == _DatasetKind.Iterable:
+    if batch and before and batch != before and given and is_iterable(loader):
         fate = "skipped" if batch > before else "trained twice"
         logger.warning(
             "%s goes on behind %d batches, as before, but a batch has %d samples, in the snapshot %d: %d samples are "
