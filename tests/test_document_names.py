@@ -1,5 +1,6 @@
 """Names in the prose of the pages are names of something: files, tests, settings, methods, variables."""
 
+import ast
 import inspect
 import re
 from importlib.util import find_spec
@@ -54,3 +55,35 @@ def test_methods_of_the_engine_and_names_of_the_package_are_there(page):
 def test_variables_of_the_environment_that_a_page_names_are_read(page):
     for name in re.findall(r"\bLAZYSNAP_[A-Z_]+\b", page.read_text()):
         assert re.search(rf'"{name}"', SOURCES), name
+
+
+def templates():
+    """Return the texts in the package; ``\0`` stands for each value that is put in."""
+    for path in (ROOT / "lazysnap").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else "\0" for part in parts]
+            if all(isinstance(text, str) for text in texts) and isinstance(parts[0], ast.Constant | ast.FormattedValue):
+                yield re.sub(r"%(\(\w+\))?[.\d]*[a-z]", "\0", "".join(texts))
+
+
+def could_say(template, wanted):
+    """True if that text begins or ends as a piece of the template does, where the template goes on with a value."""
+    pieces = template.split("\0")
+    ends = [piece[start:] for piece in pieces[:-1] for start in range(max(1, len(piece) - 10))]
+    beginnings = [piece[:end] for piece in pieces[1:] for end in range(10, len(piece) + 1)]
+    return any(len(end) >= 10 and wanted.startswith(end) for end in ends) or any(map(wanted.endswith, beginnings))
+
+
+def test_messages_that_the_page_of_messages_explains_are_said_by_something():
+    of_lightning = {"Checkpoint file not found: latest", "Is a directory"}
+    of_pieces = {"training failed in step", "MLflow keeps the parameters of the first start", "s3://***@"}
+    rows = [row.split(" | ")[0] for row in (ROOT / "docs" / "troubleshooting.md").read_text().splitlines()]
+    messages = [text for row in rows if row.startswith("| `") for text in re.findall(r"`([^`]+)`", row)]
+    parts = {part.strip(" :;,.()'") for text in messages for part in re.split(r"…|\b[NM]\b|\b\d+\b|\bDIR\b", text)}
+    wanted = {part for part in parts if len(part) > 8} - of_lightning - of_pieces
+    assert len(wanted) > 80
+    said = {*templates()}
+    literal, composed = "\n".join(said), [text for text in said if "\0" in text]
+    unknown = {part for part in wanted if part not in literal}
+    assert {part for part in unknown if not any(could_say(template, part) for template in composed)} == set()
