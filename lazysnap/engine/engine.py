@@ -110,12 +110,13 @@ class SnapshotEngine:
     # ---------------------------------------------------------------- restart
 
     def fetch(self, which: int | str = "latest") -> Snapshot | None:
-        """Read the freshest snapshot that verifies (or that of one step, name or run), without touching the live
-        state. ``which``: see ``restore``.
+        """Read the freshest snapshot that verifies, or that of one step, name or run. The live state stays as it is.
 
+        ``which``: see ``restore``.
         Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot. A level that does not
-        answer within its ``timeout_s`` is passed over; where ``"latest"`` is in memory whole, within 3 s, and a warning
-        follows if it has a newer one. With several ranks collective: all get the same one, or none.
+        answer within its ``timeout_s`` is passed over. Where memory has the whole of ``"latest"``, a level has 3 s; if
+        it answers later and has a newer one, a warning says so. With several ranks collective: all get the same one,
+        or none.
         Raises: JobBusy, if this job runs already; StateMismatch, if the snapshot is of another model;
         SnapshotNotFound, if a step, name or run was asked for that is not there; ConfigError, for a bad name;
         WaitTimeout, if another rank is missing.
@@ -128,10 +129,11 @@ class SnapshotEngine:
 
         ``which``: ``"latest"``, a step, a name that ``keep`` gave, ``"run:1f3a"`` (the newest snapshot of the run whose
         id begins so) or ``"run:1f3a@200"`` (that step of it). If another snapshot than the newest is chosen, a new run
-        begins there: what was captured after it stays, and ``"latest"`` means the new run as soon as that has
-        a complete snapshot. Blocks; collective with several ranks.
-        Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises. With several ranks each
-        of them, what one of them met; errors that are not of this package as StateError.
+        begins there. What was captured after it stays. ``"latest"`` means the new run as soon as that has a complete
+        snapshot.
+        Blocks; collective with several ranks.
+        Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises. With several ranks, an
+        error on one of them is raised on all; one that is not of this package as StateError.
         """
         self.session.check_open("restore")
         self.session.together("checking the model", lambda: check_kinds(self.session.parts.source.expected().items()))
@@ -175,19 +177,19 @@ class SnapshotEngine:
         return self.session.boundaries.wait_ready(timeout_s)
 
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
-        """Optimizer step ``step`` and all that follows it is over: capture it. ``True`` if a capture began.
+        """Capture the state: optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
 
         Large tensors are copied after the call, until the next optimizer step. Whatever changes them before that must
-        call ``gate`` first. A write through ``.data`` or NumPy, such as averaged weights that are swapped in for an
-        evaluation, goes unseen: without ``gate`` it would be captured as if it were the state of this step.
+        call ``gate`` first. A write through ``.data`` or NumPy goes unseen, such as averaged weights that are swapped
+        in for an evaluation: without ``gate`` it would be captured as if it were the state of this step.
         ``step``: one more than ``engine.step`` if not given. ``force``: capture it also between the steps that
         ``every_n_steps`` names (the last one, or before an exit).
-        Blocks: the first capture, and the first after ``restore``, waits until there is memory for one snapshot, at
-        most ``io_timeout_s``, and no longer than until it is known that there is none. Later ones do not block on
-        copies, storage or the keeper: one rank skips a capture where storage holds all slots. With several ranks the
-        first is collective, the others not; where storage holds all slots, they wait for one, at most ``io_timeout_s``
-        altogether: then storage gets fewer snapshots.
-        On a device, a boundary waits until the capture before it is whole.
+        Blocks: the first capture, and the first after ``restore``, waits for memory for one snapshot, at most
+        ``io_timeout_s``; not, once it is known that there is none. Later ones do not block on copies, storage or the
+        keeper: where storage holds all slots, the capture is skipped. On a device, a boundary waits until the capture
+        before it is whole.
+        With several ranks the first is collective, the others not. Where storage holds all slots, they wait for one,
+        at most ``io_timeout_s`` altogether; then storage gets fewer snapshots.
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
         also what ``check_memory`` raises; SystemExit, when a notice ends the training here (docs/operations.md).
@@ -208,17 +210,19 @@ class SnapshotEngine:
         self.session.boundaries.gate()
 
     def rollback(self, *, steps: int = 1, reason: str = "") -> Rollback:
-        """Go back in place to the newest snapshot at least ``steps`` older than the step in progress, the one after
-        the last boundary. Called in place of ``boundary(20)`` it gives step 19, and so does ``steps=2`` after it.
+        """Go back in place to the newest snapshot at least ``steps`` older than the step in progress.
+
+        That step is the one after the last boundary: called in place of ``boundary(20)``, this gives step 19, and so
+        does ``steps=2`` after it.
 
         The state comes from memory (the keeper and this process go on), else from storage; gradients are cleared. Data
         loaders stay where they are: the batches since then are skipped. ``reason``: for the line that the user sees.
         Snapshots with NaN in trained weights or optimizer state are passed over.
 
         Captures that are newer than the snapshot are dropped, and are not offered to ``"latest"`` any more: a new run
-        begins. Until its first capture is whole in memory, at the end of this call, a crash may still resume a newer
-        snapshot that storage has already; until storage has it, the loss of trainer and keeper together may. Where
-        nothing newer was captured, as ``LossWatch`` calls it, there is no such window.
+        begins. Its first capture is whole in memory at the end of this call. Until then, a crash may resume a newer
+        snapshot that storage has already. Until storage has the first capture, the loss of trainer and keeper together
+        may do that. Where nothing newer was captured, as ``LossWatch`` calls it, there is no such window.
 
         Collective. Blocks: for reading and loading. Raises: SnapshotNotFound; ConfigError; what ``load_state_dict``
         raises; WaitTimeout.
@@ -229,11 +233,11 @@ class SnapshotEngine:
     # ---------------------------------------------------------------- names
 
     def keep(self, name: str) -> int:
-        """Name the newest snapshot, that of the last boundary: every level keeps it until ``release``. Its step.
+        """Name the newest snapshot, that of the last boundary; return its step. Every level keeps it until ``release``.
 
         Where the last boundary was not captured, or an optimizer stepped since (as in a validation of Lightning), the
-        next one is named, and captured, due or not; then the step returned is the least that it can have. A name is
-        never given to another snapshot than that one: if it is lost before it is stored (a torn copy, memory that
+        next one is named, and captured, due or not. Then the step returned is the least that it can have. A name is
+        never given to another snapshot than that one. If it is lost before it is stored (a torn copy, memory that
         died), a warning says so, and ``lost_names``.
         Blocks: where storage has not taken the snapshot named before, until it has, at most ``io_timeout_s``; not
         again, once that has failed. Raises: ConfigError, for a bad name, or without persistent levels.
@@ -269,12 +273,12 @@ class SnapshotEngine:
         until: Literal["captured", "protected", "durable"] = "durable",
         timeout_s: float,
     ) -> bool:
-        """Block until the capture of ``step`` (default: the last begun) is whole in memory, or it (or a later one)
-        survives the loss of a node, or is durable at the first level; ``False`` after the deadline, or if that capture
-        was dropped.
+        """Block until the capture of ``step`` is safe. ``False`` after the deadline, or if that capture was dropped.
 
-        With several ranks durable and protected on all of them, so all are to wait for it; whole in the memory of this
-        one.
+        ``step``: default: the last begun. ``until``: ``"captured"``: it is whole in the memory of this rank.
+        ``"protected"``: it, or a later one, survives the loss of a node. ``"durable"``: it, or a later one, is complete
+        at the first level. The latter two are for all ranks, so all are to wait for it.
+        Raises: ConfigError, if nothing could make it so.
         """
         self.session.check_open("wait")
         if until not in ("captured", "protected", "durable"):
@@ -293,10 +297,10 @@ class SnapshotEngine:
         return (shutdown.wait_durable if until == "durable" else shutdown.wait_protected)(step, timeout_s)
 
     def flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
-        """Block until the newest capture is durable at every level; ``False`` after the deadline, if it was dropped, or
-        if nothing at all was captured of what was due.
+        """Block until the newest capture is durable at every level.
 
-        With several ranks durable on all of them, so all are to call it at the same step.
+        ``False`` after the deadline, if it was dropped, or if nothing at all was captured of what was due. With several
+        ranks durable on all of them, so all are to call it at the same step.
         ``progress`` is called with bytes that levels have, and bytes that all of them together are to have.
         """
         self.session.check_open("flush")
