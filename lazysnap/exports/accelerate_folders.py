@@ -30,10 +30,12 @@ def next_iteration(names: Iterable[str], iteration: int) -> int:
 def problem(directory: str) -> str | None:
     """Return why a checkpoint is not complete; ``None`` if it is. Blocks.
 
-    One without ``lazysnap-export.json`` is stock's: it is taken as it is, as stock takes it.
+    One without ``lazysnap-export.json`` is stock's: it is taken as it is, as stock takes it, unless it is empty.
     """
     if is_unfinished(directory):
         return "it is not finished"
+    if not os.listdir(directory):
+        return "it is empty"
     listed = (mark_of(directory) or {}).get("files", ())
     missing = [name for name in listed if not os.path.lexists(os.path.join(directory, str(name)))]
     return f"there is no {missing[0]}" if missing else None

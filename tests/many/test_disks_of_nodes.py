@@ -123,7 +123,8 @@ AT = [
 
 @pytest.mark.parametrize(("victim", "fault"), AT)
 def test_a_rank_that_dies_between_commit_and_telling_leaves_what_all_have(job, disks, end_keepers, victim, fault):
-    codes = job.run("ddp", 2, by_rank=disks.by_rank, steps=60, faults={victim: fault})
+    # So slow that the level stores enough of them to delete one.
+    codes = job.run("ddp", 2, by_rank=disks.by_rank, steps=60, faults={victim: fault}, lag_s=0.02)
     assert -9 in codes, job.output()
     end_keepers(job)
     last = disks.complete()
