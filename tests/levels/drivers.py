@@ -146,6 +146,19 @@ class LooksFirst(MemoryFileSystem):
     pipe_file = AbstractFileSystem.pipe_file
 
 
-DRIVERS = (ObjectStore, NoCreate, IgnoresCreate, LosesBytes, NoTimes, Talkative, LooksFirst)
+class LosesSight(MemoryFileSystem):
+    """Its server does not answer when it is asked about a manifest. ``exists`` of fsspec says that there is none."""
+
+    protocol = "losessight"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+    def info(self, path, **options):
+        if path.endswith(".json"):
+            raise TimeoutError("no answer")
+        return super().info(path, **options)
+
+
+DRIVERS = (ObjectStore, NoCreate, IgnoresCreate, LosesBytes, NoTimes, Talkative, LooksFirst, LosesSight)
 for driver in DRIVERS:
     fsspec.register_implementation(driver.protocol, driver, clobber=True)

@@ -53,6 +53,19 @@ def hidden(storage) -> list[str]:
     return [name for name in storage.list(directory_of(1)) if not name.startswith(".")]
 
 
+def test_a_manifest_that_cannot_be_looked_at_is_not_taken_for_missing(place, a_day_later):
+    storage = FsspecStorage(f"losessight://{place}/run")
+    upload(storage, pattern(SIZE))
+    manifest = f"{SHARD}.json"
+    storage.put(manifest, b"{}")
+    assert not fsspec.filesystem("losessight").exists(f"/{place}/run/{manifest}")
+
+    with pytest.raises(LevelUnavailable, match="no answer"):
+        storage.delete_abandoned(SHARD, unless=manifest)
+
+    assert hidden(storage) == [NAME, f"{NAME}.json"]
+
+
 def test_what_was_written_is_read_back_bit_for_bit(storage):
     data = pattern(SIZE)
     upload(storage, data)
