@@ -146,8 +146,10 @@ class LevelGrants:
 
     def order(self, start: str, wishes: Collection[int], *, is_ready: bool) -> LevelOrder:
         """Return the order for every node. ``is_ready``: the level works on all nodes."""
-        keys = {StepKey(step, start) for step in self.complete} | self.earlier
-        told = set(heapq.nlargest(min(max(16, self.settings.keep_last), MAX_TOLD), keys))
+        most = min(max(16, self.settings.keep_last), MAX_TOLD)
+        # Of numbers first: a long training has a hundred thousand of them.
+        keys = {StepKey(step, start) for step in sorted(self.complete)[-most:]} | self.earlier
+        told = set(heapq.nlargest(most, keys))
         # An answered request may be older than the newest in the order.
         told |= {StepKey(step, start) for step in newest(self.complete.intersection(wishes))}
         lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))

@@ -64,11 +64,10 @@ def attach(
                 outcome = f" ({error})"
         received: Received = []
         is_proven = not was_there  # whom this process starts has it from here
-        if connection is not None and was_there:
-            is_known = identity.was_given_to(connection.peer_pid)
         if connection is not None:
             with _explained(connection):
                 if was_there:
+                    is_known = identity.was_given_to(connection.peer_pid)
                     wait = partial(_wait, connection, deadline, patience if is_known else None)
                     is_proven = prove(connection, identity.secret, wait)
                 if is_proven:
@@ -88,16 +87,20 @@ def attach(
         if connection is not None:
             connection.close()
         if isinstance(reply, Busy) and time.monotonic() > busy_until:
-            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(reply.since))
-            raise JobBusy(
-                f"job {identity.job_id!r} runs already on this node: process {reply.pid}, since {since}; "
-                "end it, or give this one a directory of its own (without levels: SnapshotConfig(job_id=...))"
-            )
+            raise JobBusy(_why_busy(identity, reply))
         if time.monotonic() > patience.extend(deadline):
             if connection is not None and was_there and reply is None:
                 raise KeeperUnavailable(_why_silent(identity, config, connection.peer_pid, is_known or is_proven))
             raise KeeperUnavailable(_why_none(identity, outcome))
         time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
+
+
+def _why_busy(identity: JobIdentity, other: Busy) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other.since))
+    return (
+        f"job {identity.job_id!r} runs already on this node: process {other.pid}, since {since}; "
+        "end it, or give this one a directory of its own (without levels: SnapshotConfig(job_id=...))"
+    )
 
 
 def _why_silent(identity: JobIdentity, config: SnapshotConfig, pid: int, is_keeper: bool) -> str:

@@ -19,6 +19,8 @@ from lazysnap.keeper.protocol import (
 )
 from lazysnap.memory.arena import Slot
 
+_REMEMBERED = 1024
+
 
 class MemoryEntry(Captured, frozen=True, kw_only=True):
     """A whole capture that the keeper holds, and its slot."""
@@ -97,24 +99,32 @@ class DurableSteps:
 
     def __init__(self) -> None:
         self._steps: dict[str, set[int]] = {}
+        """The newest of each level."""
+        self._forgotten: dict[str, int] = {}
+        """The newest step of each level that is not in ``_steps`` any more. By then an older one is stored, or lost:
+        memory does not hold it."""
         self._start = ""
 
     def begin(self, start: str) -> None:
         """Forget what was before: what an earlier attempt got to storage does not make this one's steps safe."""
-        self._start, self._steps = start, {}
+        self._start, self._steps, self._forgotten = start, {}, {}
 
     def add(self, event: Complete) -> list[int]:
         """Return the new steps, oldest first."""
         if event.start != self._start:
             return []
         known = self._steps.setdefault(event.level, set())
-        news = sorted(set(event.steps) - known)
+        news = sorted(step for step in {*event.steps} - known if step > self._forgotten.get(event.level, -1))
         known.update(news)
+        if len(known) > 2 * _REMEMBERED:
+            older = sorted(known)[:-_REMEMBERED]
+            known.difference_update(older)
+            self._forgotten[event.level] = older[-1]
         return news
 
     def has(self, url: str, step: int) -> bool:
-        """True if a level is known to have that step."""
-        return step in self._steps.get(url, ())
+        """True if a level is known to have that step, or has far newer ones."""
+        return step in self._steps.get(url, ()) or step <= self._forgotten.get(url, -1)
 
     def newest(self, url: str) -> int:
         """The greatest step at a level; -1 if there is none."""
