@@ -61,14 +61,13 @@ def path_text(path: Collection[Any]) -> str:
     return text
 
 
-def encode(value: Any, *, tensor: TensorSink, depth: int = 0) -> Any:
+def encode(value: Any, *, tensor: TensorSink) -> Any:
     """Return ``value`` as plain JSON values; ``tensor(tensor, path)`` receives each tensor and returns its name.
 
-    ``depth``: the number of containers around ``value``.
     Raises: UnsupportedState, with the path of the first value that has an unknown type or is nested more than
     ``MAX_STATE_DEPTH`` deep. RecursionError, if the stack is too small for that (``with_stack``).
     """
-    return _Encoder(tensor, depth).any(value)
+    return Encoder(tensor).any(value)
 
 
 def is_known(value: Any) -> bool:
@@ -85,10 +84,12 @@ def is_known(value: Any) -> bool:
     return True
 
 
-class _Encoder:
-    def __init__(self, tensor: TensorSink, depth: int) -> None:
+class Encoder:
+    """Encodes one value: see ``encode``. ``path`` is the place of the value that it is at."""
+
+    def __init__(self, tensor: TensorSink) -> None:
         self.tensor = tensor
-        self.depth = depth
+        self._depth = 0
         self.path: list[Any] = []
         self.table: dict[type, Callable[[Any], Any]] = {
             type(None): _same,
@@ -96,102 +97,103 @@ class _Encoder:
             str: _same,
             int: _encode_int,
             float: _encode_float,
-            dict: self.dict_,
-            list: self.list_,
-            tuple: lambda value: {TAG: "tuple", "v": self.list_(value)},
-            torch.Tensor: self.tensor_,
-            torch.nn.Parameter: self.tensor_,
-            OrderedDict: lambda value: {TAG: "OrderedDict", "v": self.pairs(value)},
-            Counter: lambda value: {TAG: "Counter", "v": self.pairs(value)},
-            defaultdict: self.defaultdict_,
-            deque: lambda value: {TAG: "deque", "v": self.list_(value), "maxlen": value.maxlen},
-            set: lambda value: {TAG: "set", "v": self.unordered(value)},
-            frozenset: lambda value: {TAG: "frozenset", "v": self.unordered(value)},
-            argparse.Namespace: lambda value: {TAG: "Namespace", "v": self.pairs(vars(value))},
-            types.SimpleNamespace: lambda value: {TAG: "SimpleNamespace", "v": self.pairs(vars(value))},
+            dict: self._dict,
+            list: self._list,
+            tuple: lambda value: {TAG: "tuple", "v": self._list(value)},
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._tensor,
+            OrderedDict: lambda value: {TAG: "OrderedDict", "v": self._pairs(value)},
+            Counter: lambda value: {TAG: "Counter", "v": self._pairs(value)},
+            defaultdict: self._defaultdict,
+            deque: lambda value: {TAG: "deque", "v": self._list(value), "maxlen": value.maxlen},
+            set: lambda value: {TAG: "set", "v": self._unordered(value)},
+            frozenset: lambda value: {TAG: "frozenset", "v": self._unordered(value)},
+            argparse.Namespace: lambda value: {TAG: "Namespace", "v": self._pairs(vars(value))},
+            types.SimpleNamespace: lambda value: {TAG: "SimpleNamespace", "v": self._pairs(vars(value))},
             **_LEAF_ENCODERS,
         }
 
     def any(self, value: Any) -> Any:
+        """Return an encoded value of any type."""
         function = self.table.get(type(value))
-        return function(value) if function else self.other(value)
+        return function(value) if function else self._other(value)
 
-    def enter(self) -> None:
+    def _enter(self) -> None:
         """Enter a container; the caller decrements ``depth`` at its end."""
-        self.depth += 1
-        if self.depth > MAX_STATE_DEPTH:
+        self._depth += 1
+        if self._depth > MAX_STATE_DEPTH:
             where = path_text(self.path[:_PATH_SHOWN])
             raise UnsupportedState(
                 f"{where}…: nested more than {MAX_STATE_DEPTH} deep, or it contains itself; "
                 "no snapshot can hold that. Store it flat, such as a list of parts, or keep it out of the state"
             )
 
-    def tensor_(self, value: torch.Tensor) -> dict[str, str]:
+    def _tensor(self, value: torch.Tensor) -> dict[str, str]:
         return {TAG: "tensor", "v": self.tensor(value, tuple(self.path))}
 
-    def dict_(self, value: dict[Any, Any]) -> Any:
+    def _dict(self, value: dict[Any, Any]) -> Any:
         result = {}
         path, table = self.path, self.table
         # Before any item is encoded: ``tensor`` must receive each tensor once.
         for key in value:
             if type(key) is not str or key == TAG:
-                return {TAG: "dict", "v": self.pairs(value)}
-        self.enter()
+                return {TAG: "dict", "v": self._pairs(value)}
+        self._enter()
         for key, item in value.items():
             path.append(key)
             function = table.get(type(item))
-            result[key] = function(item) if function else self.other(item)
+            result[key] = function(item) if function else self._other(item)
             path.pop()
-        self.depth -= 1
+        self._depth -= 1
         return result
 
-    def list_(self, value: Collection[Any]) -> list[Any]:
-        self.enter()
+    def _list(self, value: Collection[Any]) -> list[Any]:
+        self._enter()
         # A fast path for long lists of integers, such as the state of Python's generator.
         if set(map(type, value)) == {int} and min(value) > -_EXACT_INT and max(value) < _EXACT_INT:
-            self.depth -= 1
+            self._depth -= 1
             return list(value)
         result = []
         path, table = self.path, self.table
         for index, item in enumerate(value):
             path.append(index)
             function = table.get(type(item))
-            result.append(function(item) if function else self.other(item))
+            result.append(function(item) if function else self._other(item))
             path.pop()
-        self.depth -= 1
+        self._depth -= 1
         return result
 
-    def pairs(self, value: Mapping[Any, Any]) -> list[Any]:
+    def _pairs(self, value: Mapping[Any, Any]) -> list[Any]:
         result = []
-        self.enter()
+        self._enter()
         for key, item in value.items():
             self.path.append(key)
             result.append([self.any(key), self.any(item)])
             self.path.pop()
-        self.depth -= 1
+        self._depth -= 1
         return result
 
-    def unordered(self, value: Collection[Any]) -> list[Any]:
+    def _unordered(self, value: Collection[Any]) -> list[Any]:
         # The order of a set differs between processes; equal states must give equal bytes.
-        return sorted(self.list_(value), key=repr)
+        return sorted(self._list(value), key=repr)
 
-    def defaultdict_(self, value: "defaultdict[Any, Any]") -> Any:
+    def _defaultdict(self, value: "defaultdict[Any, Any]") -> Any:
         factory = value.default_factory
         if factory is not None and factory not in _FACTORY_NAMES:
-            return self.unknown(f"defaultdict with the factory {factory!r}")
+            return self._unknown(f"defaultdict with the factory {factory!r}")
         name = _FACTORY_NAMES[factory] if factory is not None else None
-        return {TAG: "defaultdict", "v": self.pairs(value), "factory": name}
+        return {TAG: "defaultdict", "v": self._pairs(value), "factory": name}
 
-    def other(self, value: Any) -> Any:
+    def _other(self, value: Any) -> Any:
         kind = type(value)
         if kind in _registered:
             name, function = _registered[kind]
-            self.enter()
+            self._enter()
             encoded = self.any(function(value))
-            self.depth -= 1
+            self._depth -= 1
             return {TAG: "registered", "n": name, "v": encoded}
         if isinstance(value, torch.Tensor):
-            return self.tensor_(value)
+            return self._tensor(value)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic, numpy.dtype)):
             encoded = _encode_numpy(value, numpy)
@@ -199,9 +201,9 @@ class _Encoder:
                 return encoded
         if isinstance(value, pathlib.PurePath):
             return {TAG: "Path", "v": str(value)}
-        return self.unknown(f"{kind.__module__}.{kind.__qualname__}")
+        return self._unknown(f"{kind.__module__}.{kind.__qualname__}")
 
-    def unknown(self, what: str) -> NoReturn:
+    def _unknown(self, what: str) -> NoReturn:
         raise UnsupportedState(
             f"{path_text(self.path)}: {what}: the safe encoding does not know this type, and a resume needs the value; "
             "add it with lazysnap.register_type(cls, name=..., encode=..., decode=...), or keep it out of the state"
@@ -316,7 +318,7 @@ class _Decoder:
         }
 
     def enter(self) -> None:
-        """Like ``_Encoder.enter``."""
+        """Like ``Encoder._enter``."""
         self.depth += 1
         if self.depth > MAX_STATE_DEPTH:
             raise ShardCorrupt(f"the small state is nested more than {MAX_STATE_DEPTH} deep")
