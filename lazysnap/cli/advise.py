@@ -5,7 +5,6 @@ From the times of a run, or from figures that are given. Formulas and sources: d
 
 import argparse
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from lazysnap import events
 from lazysnap.cli import sizes
 from lazysnap.cli.measured import LEAST_STEPS, Measured, measure
 from lazysnap.cli.output import Output, count_of, percent
+from lazysnap.cli.sizes import groups_for
 from lazysnap.config import Mirror, Redundancy, ReedSolomon, SnapshotConfig, Xor, redundancy_for
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
@@ -41,7 +41,6 @@ _STORAGE_WASTE, _LONGEST_S = 0.001, 3600.0
 """Storage is asked for so often that going back to it costs that share of time, and at least once in an hour."""
 _WORTH_TELLING = 0.0005
 """Share of the time that rarer captures must gain to be named."""
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": _DAY_S}
 
 
 @dataclass(frozen=True)
@@ -79,24 +78,17 @@ RATES = {
 }
 
 
-def parse_time(text: str) -> float:
-    """Return the seconds in ``"3h"``, ``"90s"``, ``"5min"`` or ``"2d"``. Raises: argparse.ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", text.strip().lower())
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a time such as 0.4s, 5min, 3h or 2d, got {text!r}")
-    return float(match[1]) * _UNITS[match[2]]
-
-
 def add_arguments(advise: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add = advise.add_argument_group("what is known; a run's own times need not be given").add_argument
-    add("--mtbf", type=parse_time, metavar="TIME", help="mean time between failures of the whole training: 3h")
+    time = sizes.quantity("a time such as 0.4s, 5min, 3h or 2d", {"s": 1.0, "min": 60.0, "h": 3600.0, "d": _DAY_S})
+    add("--mtbf", type=time, metavar="TIME", help="mean time between failures of the whole training: 3h")
     add("--like", choices=sorted(RATES), help="failures per node as published (llama3, if a run saw too few)")
     add("--node-share", type=float, metavar="X", help="share of failures that take the memory of a node along")
-    add("--step", type=parse_time, metavar="TIME", help="time of a step: 0.4s")
-    add("--stall", type=parse_time, metavar="TIME", help="time that training waits for a capture: 0.002s")
-    add("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s")
-    add("--restart", type=parse_time, metavar="TIME", help="time from a failure to the next step (300s)")
+    add("--step", type=time, metavar="TIME", help="time of a step: 0.4s")
+    add("--stall", type=time, metavar="TIME", help="time that training waits for a capture: 0.002s")
+    add("--persist", type=time, metavar="TIME", help="time until a snapshot is durable: 30s")
+    add("--restart", type=time, metavar="TIME", help="time from a failure to the next step (300s)")
     sizes.add_arguments(advise)
 
 
@@ -190,12 +182,10 @@ def _lacks(seen: Measured | None, facts: Facts) -> list[str]:
     """Return what a run is too young to say, and what is therefore assumed."""
     found = []
     if facts.step_s is None:
-        what = (
-            ""
-            if seen is None
-            else f"this run is too young: {count_of(seen.steps, 'step')} seen, {LEAST_STEPS} needed; "
-        )
-        found.append(f"{what}goodput and steps need the time of a step: --step 0.4s")
+        found.append("goodput and steps need the time of a step: --step 0.4s")
+        if seen is not None:
+            steps = f"{count_of(seen.steps, 'step')} seen, {LEAST_STEPS} needed"
+            found[0] = f"this run is too young: {steps}; {found[0]}"
     if seen is not None and not seen.levels:
         found.append(
             "this run is too young: nothing is stored yet, so losses that need storage do not count (--persist 30s)"
@@ -213,10 +203,8 @@ def advise(facts: Facts, every: int | None = None) -> dict[str, Any]:
     """Return the advice, as the JSON result has it. ``every``: the interval of captures in use. Pure."""
     step_s, mtbf_s = facts.step_s, 1 / facts.rate
     n = 1 if step_s is None else steps_within(BUDGET, step_s, facts.stall_s)
-    groups = [] if facts.redundancy is None else _groups(facts.redundancy, facts.nodes)
     lost_rate = facts.rate * facts.node_share
-    left = unprotected_share(groups, lost_rate, facts.window_s) if groups else 1.0
-    storage_rate = lost_rate * left
+    storage_rate = lost_rate * _share_left(facts, _groups(facts.redundancy, facts.nodes), lost_rate)
     levels = {url: _storage_interval_s(seconds, storage_rate) for url, seconds in facts.persist.items()}
     advice: dict[str, Any] = {
         "mtbf_s": mtbf_s,
@@ -279,8 +267,13 @@ def _storage_interval_s(persist_s: float, rate: float) -> float:
     return max(2 * persist_s, min(wanted_s, _LONGEST_S))
 
 
-def _groups(redundancy: Redundancy, nodes: int) -> list[tuple[int, int]]:
-    return [(len(one.members), one.parity) for one in sizes.groups_for(redundancy, nodes)]
+def _groups(redundancy: Redundancy | None, nodes: int) -> list[tuple[int, int]]:
+    return [] if redundancy is None else [(len(one.members), one.parity) for one in groups_for(redundancy, nodes)]
+
+
+def _share_left(facts: Facts, groups: list[tuple[int, int]], lost_rate: float) -> float:
+    """Return the share of node losses after which only storage is left."""
+    return unprotected_share(groups, lost_rate, facts.window_s) if groups else 1.0
 
 
 def _survivals(facts: Facts, lost_rate: float) -> dict[str, dict[str, Any]]:
@@ -288,9 +281,9 @@ def _survivals(facts: Facts, lost_rate: float) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     kinds = (Mirror(), Xor(), ReedSolomon())
     for kind in (None, *(kind for kind in kinds if facts.nodes > kind.parity)):
-        groups = [] if kind is None else _groups(kind, facts.nodes)
+        groups = _groups(kind, facts.nodes)
         losses = range(1, min(4, facts.nodes) + 1)
-        left = unprotected_share(groups, lost_rate, facts.window_s) if groups else 1.0
+        left = _share_left(facts, groups, lost_rate)
         per_node = 0.0 if kind is None else kind.parity / (min(size for size, _ in groups) - kind.parity)
         found["none" if kind is None else type(kind).__name__] = {
             "survives": {str(lost): survival(groups, lost) if groups else 0.0 for lost in losses},

@@ -12,14 +12,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Literal
 
 from lazysnap.cli.chaos_disk import Disk
 from lazysnap.cli.chaos_faults import FAULTS, NEED_DISK, NEED_KEEPER, Strike
 from lazysnap.cli.chaos_results import difference, digests, files_of
-from lazysnap.cli.chaos_training import DIRECTORY, Program, Training
-from lazysnap.cli.output import Output, count_of
+from lazysnap.cli.chaos_training import DIRECTORY, Training
+from lazysnap.cli.output import Output, command_words, count_of
 from lazysnap.errors import ConfigError, LazySnapError
 
 STEP_LINE = r"(?i)^(?!.*(?:lazysnap|resum|restor|start|load|sav)).*?\bstep\W{0,3}(\d+)"
@@ -81,48 +82,39 @@ class Outcome:
     log: str = ""
 
 
-@dataclass
 class _Chaos:
     """All trainings of this command."""
 
-    args: argparse.Namespace
-    program: Program
-    place: pathlib.Path
-    disk: Disk | None = None
-    left_out: dict[str, str] = field(default_factory=dict)
-    checked: bool = False
-    """True if a second undisturbed training gave the same result as the first."""
+    def __init__(self, args: argparse.Namespace, place: pathlib.Path, disk: Disk | None) -> None:
+        self._args = args
+        self._words, self._step_line = command_words(args, "python train.py --out {dir}"), _step_line(args.step_regex)
+        self.place = place
+        self._disk = disk
+        self.undisturbed = self._run_undisturbed("undisturbed")
 
-    @contextlib.contextmanager
-    def training(self, name: str) -> Iterator[Training]:
-        """Yield a new training. Its files go if it is interrupted."""
-        environment = self.disk.environment if self.disk is not None else {}
-        try:
-            with Training(self.program, self.place / name, environment) as training:
-                yield training
-        except BaseException:
-            shutil.rmtree(self.place / name / "files", ignore_errors=True)
-            raise
+    def _training(self, name: str) -> Training:
+        environment = {} if self._disk is None else self._disk.environment
+        return Training(self._words, self._step_line, self.place / name, environment)
 
-    def undisturbed(self, name: str) -> Undisturbed:
+    def _run_undisturbed(self, name: str) -> Undisturbed:
         """Run the command once. Blocks. Raises: ChaosFailed; ConfigError, if it leaves nothing in its directory."""
         has_keeper, began_s = False, time.monotonic()
-        until_s = began_s + (self.args.deadline or float("inf"))
-        with self.training(name) as training:
+        until_s = began_s + (self._args.deadline or float("inf"))
+        with self._training(name) as training:
             training.start()
             while not training.wait_ended(min(until_s, time.monotonic() + _LOOK_S)):
-                has_keeper = has_keeper or bool(training.processes()[1])
+                has_keeper = has_keeper or bool(training.keepers())
                 if time.monotonic() > until_s:
-                    raise ChaosFailed(f"without a fault the command takes more than --deadline {self.args.deadline} s")
+                    raise ChaosFailed(f"without a fault the command takes more than --deadline {self._args.deadline} s")
             seconds = time.monotonic() - began_s
             if training.code:
                 raise ChaosFailed(
                     f"without a fault the command ended with code {training.code}; its last lines, of {training.log}:\n"
                     + training.last_lines(15)
                 )
-        files = files_of(training.files, self.args.result)
+        files = files_of(training.files, self._args.result)
         if not files:
-            raise ConfigError(self._nothing(training))
+            raise ConfigError(_nothing_left(training, self._args.result))
         result, names = digests(files), [str(path.relative_to(training.files)) for path in files]
         shutil.rmtree(training.files)
         times_s, steps = training.starts[0].times_s, training.starts[0].steps
@@ -132,79 +124,59 @@ class _Chaos:
             steps = []  # they begin anew with each epoch; lines of two ranks change places by one at most
         return Undisturbed(seconds, steps, statistics.median(gaps or [0.0]), stride, result, names, has_keeper)
 
-    def _nothing(self, training: Training) -> str:
-        if self.args.result is not None and any(training.files.iterdir()):
-            return f"--result {self.args.result} matches no file that the command left in {training.files}"
-        return (
-            "the command left no file in the directory of its run. Each run must write its checkpoints and its result "
-            f"there, and nowhere else: put {{dir}} into the command, as in `lazysnap chaos -- python train.py --out "
-            f"{{dir}}`, or let the program read the environment variable {DIRECTORY}"
-        )
-
-    def faults(self, undisturbed: Undisturbed) -> list[str]:
-        """Return the faults that are possible here."""
-        names = self.args.faults
-        if any(name in NEED_DISK for name in names) and self.disk is None:
-            self.left_out |= dict.fromkeys([name for name in names if name in NEED_DISK], self.left_out.pop("disk"))
-        if not undisturbed.has_keeper:
-            missing = [name for name in names if name in NEED_KEEPER]
-            self.left_out |= dict.fromkeys(missing, "the command has no keeper of lazysnap")
-        return [name for name in names if name not in self.left_out]
-
-    def disturbed(self, number: int, fault: str, undisturbed: Undisturbed) -> Outcome:
+    def disturbed(self, number: int, fault: str) -> Outcome:
         """Run the command under a fault, start it again until it ends well, and judge. Blocks."""
-        outcome = Outcome(fault, self.args.seed + number)
+        outcome = Outcome(fault, self._args.seed + number)
         for tries in range(1, _TRIES + 1):
             name = f"{number + 1}-{fault}" + f"-again{tries}" * (tries > 1)
-            with self.training(name) as training:
+            with self._training(name) as training:
                 began_s = time.monotonic()
-                if self._strike(training, outcome, undisturbed, 1 / tries):
-                    self._go_on(training, outcome, undisturbed)
+                if self._strike(training, outcome, 1 / tries):
+                    self._go_on(training, outcome)
                     outcome.seconds, outcome.log = time.monotonic() - began_s, str(training.log)
                     break
             shutil.rmtree(self.place / name)
         else:
             raise ChaosFailed(f"the command ended {_TRIES} times before {fault} could strike: give it more steps")
         if outcome.verdict == "PASS":
-            self._compare(training, outcome, undisturbed)
+            self._compare(training, outcome)
         if outcome.verdict == "PASS":
             shutil.rmtree(training.files)
         return outcome
 
-    def _strike(self, training: Training, outcome: Outcome, undisturbed: Undisturbed, share: float) -> bool:
+    def _strike(self, training: Training, outcome: Outcome, share: float) -> bool:
         """Start the training, and strike at a moment in that share of it. False if it ended before."""
-        dice = random.Random(f"{outcome.fault} {outcome.seed}")
+        dice, base = random.Random(f"{outcome.fault} {outcome.seed}"), self.undisturbed
         where, late, length = dice.random() * share, dice.random(), dice.uniform(0.05, 0.15)
-        printed = undisturbed.steps[:-1]
         training.start()
         steps = training.starts[0].steps
-        if printed:
+        if printed := base.steps[:-1]:
             wanted = printed[int(where * len(printed))]
-            training.wait(lambda: bool(steps) and steps[-1] >= wanted, self._until(undisturbed))
-            training.wait_ended(time.monotonic() + late * undisturbed.spacing_s)
+            training.wait(lambda: bool(steps) and steps[-1] >= wanted, self._until_s())
+            training.wait_ended(time.monotonic() + late * base.spacing_s)
         else:
-            training.wait_ended(time.monotonic() + (0.1 + 0.85 * where) * undisturbed.seconds)
+            training.wait_ended(time.monotonic() + (0.1 + 0.85 * where) * base.seconds)
         if training.code is not None:
             return False
         outcome.at_step = steps[-1] if steps else None
-        window_s = min(_LONGEST_WINDOW_S, max(0.1, length * undisturbed.seconds))
-        patience_s = min(2 * _LONGEST_WINDOW_S, undisturbed.seconds)
-        strike = Strike(training, dice, window_s, patience_s, self.args.damage, self.disk)
-        outcome.what = FAULTS[outcome.fault](strike)
+        window_s = min(_LONGEST_WINDOW_S, max(0.1, length * base.seconds))
+        patience_s = min(2 * _LONGEST_WINDOW_S, base.seconds)
+        outcome.what = FAULTS[outcome.fault](
+            Strike(training, dice, window_s, patience_s, self._args.damage, self._disk)
+        )
         return True
 
-    def _until(self, undisturbed: Undisturbed) -> float:
-        return time.monotonic() + (self.args.deadline or 60.0 + 5 * undisturbed.seconds)
+    def _until_s(self) -> float:
+        return time.monotonic() + (self._args.deadline or 60.0 + 5 * self.undisturbed.seconds)
 
-    def _go_on(self, training: Training, outcome: Outcome, undisturbed: Undisturbed) -> None:
+    def _go_on(self, training: Training, outcome: Outcome) -> None:
         """Start the command again until it ends well; count the steps that it trains again."""
-        until_s, is_cut = self._until(undisturbed), outcome.fault == "term"
+        until_s, is_cut = self._until_s(), outcome.fault == "term"
         while training.wait_ended(until_s):
             # A program may end well on a notice, in the middle of its training.
-            is_over = not is_cut or not self._difference(training, undisturbed)
-            if training.code == 0 and is_over:
+            if training.code == 0 and not (is_cut and self._difference(training)):
                 break
-            if outcome.restarts == self.args.max_restarts:
+            if outcome.restarts == self._args.max_restarts:
                 outcome.verdict = "HARD_FAIL"
                 outcome.reason = f"code {training.code} also after {count_of(outcome.restarts, 'restart')}: "
                 outcome.reason += training.last_lines(1)
@@ -214,40 +186,49 @@ class _Chaos:
             training.start()
         if training.code is None:
             outcome.verdict, outcome.reason = "HARD_FAIL", "it did not come to its end in time (--deadline)"
-        if undisturbed.steps:
-            outcome.steps_again = _steps_again(training, outcome, undisturbed.stride)
+        if self.undisturbed.steps:
+            outcome.steps_again = _steps_again(training, outcome, self.undisturbed.stride)
             outcome.restart_s = next((one.times_s[0] - one.began_s for one in training.starts[1:] if one.steps), None)
 
-    def _compare(self, training: Training, outcome: Outcome, undisturbed: Undisturbed) -> None:
-        outcome.reason = self._difference(training, undisturbed)
+    def _compare(self, training: Training, outcome: Outcome) -> None:
+        outcome.reason = self._difference(training)
         if outcome.reason:
-            self._check_same(undisturbed)
+            if self._instability:
+                raise ChaosFailed(
+                    f"two undisturbed runs of the command differ ({self._instability}): nothing can be said of faults. "
+                    "Seed all its random generators, or choose with --result a file that is always the same"
+                )
             outcome.verdict = "SILENT_DIVERGENCE"
-        elif (outcome.steps_again or 0) > (limit := self.may_lose(outcome.fault, undisturbed)):
+        elif (outcome.steps_again or 0) > (limit := self._may_lose(outcome.fault)):
             outcome.verdict, outcome.reason = "LOST_WORK", f"at most {limit} may be trained again"
 
-    def may_lose(self, fault: str, undisturbed: Undisturbed) -> int:
+    def _may_lose(self, fault: str) -> int:
         """Return the number of steps that may be trained again."""
-        tenth = max(undisturbed.steps, default=0) // 10
-        allowed = int(self.args.may_lose if self.args.may_lose is not None else max(tenth, undisturbed.stride))
+        tenth = max(self.undisturbed.steps, default=0) // 10
+        given: int | None = self._args.may_lose
+        allowed = max(tenth, self.undisturbed.stride) if given is None else given
         return 2 * allowed if fault == "flip" else allowed  # the newest checkpoint is lost as well
 
-    def _difference(self, training: Training, undisturbed: Undisturbed) -> str:
-        same = [training.files / name for name in undisturbed.names]
+    def _difference(self, training: Training) -> str:
+        same = [training.files / name for name in self.undisturbed.names]
         exist = all(path.is_file() for path in same)
-        files = same if exist and self.args.result is None else files_of(training.files, self.args.result)
-        return difference(undisturbed.result, digests(files))
+        files = same if exist and self._args.result is None else files_of(training.files, self._args.result)
+        return difference(self.undisturbed.result, digests(files))
 
-    def _check_same(self, undisturbed: Undisturbed) -> None:
-        """Raises: ChaosFailed, if the result changes without a fault, too."""
-        if not self.checked:
-            other = self.undisturbed("undisturbed-again")
-            if found := difference(undisturbed.result, other.result):
-                raise ChaosFailed(
-                    f"two undisturbed runs of the command differ ({found}): nothing can be said of faults. Seed all "
-                    "its random generators, or choose with --result a file that is always the same"
-                )
-            self.checked = True
+    @cached_property
+    def _instability(self) -> str:
+        """The difference of a second undisturbed training from the first; empty if there is none."""
+        return difference(self.undisturbed.result, self._run_undisturbed("undisturbed-again").result)
+
+
+def _nothing_left(training: Training, pattern: str | None) -> str:
+    if pattern is not None and any(training.files.iterdir()):
+        return f"--result {pattern} matches no file that the command left in {training.files}"
+    return (
+        "the command left no file in the directory of its run. Each run must write its checkpoints and its result "
+        f"there, and nowhere else: put {{dir}} into the command, as in `lazysnap chaos -- python train.py --out "
+        f"{{dir}}`, or let the program read the environment variable {DIRECTORY}"
+    )
 
 
 def _steps_again(training: Training, outcome: Outcome, stride: int) -> int:
@@ -294,48 +275,48 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """
     if args.runs is not None and args.runs < 1:
         raise ConfigError(f"--runs must be 1 or more, got {args.runs}")
-    chaos = _Chaos(args, _program(args), _new_directory(args.dir))
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix=".disk-", dir=chaos.place) as place:
-        if any(name in NEED_DISK for name in args.faults):
+    place, disk, left_out = _new_directory(args.dir), None, dict[str, str]()
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix=".disk-", dir=place) as library:
+        if of_disk := [name for name in args.faults if name in NEED_DISK]:
             try:
-                chaos.disk = Disk(pathlib.Path(place))
+                disk = Disk(pathlib.Path(library))
             except OSError as error:
-                chaos.left_out["disk"] = str(error)
-        undisturbed = chaos.undisturbed("undisturbed")
-        steps = (
-            f"{max(undisturbed.steps)} steps"
-            if undisturbed.steps
-            else "no steps printed whose number only grows (--step-regex)"
-        )
-        output.say(f"undisturbed: {undisturbed.seconds:.1f} s, {steps}, result {', '.join(undisturbed.names)}", "bold")
-        faults = chaos.faults(undisturbed)
-        for name, reason in chaos.left_out.items():
+                left_out |= dict.fromkeys(of_disk, str(error))
+        chaos = _Chaos(args, place, disk)
+        base = chaos.undisturbed
+        if not base.has_keeper:
+            of_keeper = [name for name in args.faults if name in NEED_KEEPER]
+            left_out |= dict.fromkeys(of_keeper, "the command has no keeper of lazysnap")
+        none = "no steps printed whose number only grows (--step-regex)"
+        steps = f"{max(base.steps)} steps" if base.steps else none
+        output.say(f"undisturbed: {base.seconds:.1f} s, {steps}, result {', '.join(base.names)}", "bold")
+        for name, reason in left_out.items():
             output.say(f"{name} left out: {reason}", "yellow")
+        faults = [name for name in args.faults if name not in left_out]
         if not faults:
             raise ConfigError("none of these faults is possible here: --faults names others")
         outcomes = []
-        for number in range(len(faults) if args.runs is None else args.runs):
-            outcomes.append(chaos.disturbed(number, faults[number % len(faults)], undisturbed))
+        for number, fault in enumerate(itertools.islice(itertools.cycle(faults), args.runs or len(faults))):
+            outcomes.append(chaos.disturbed(number, fault))
             output.say(_line(outcomes[-1]), _STYLES.get(outcomes[-1].verdict, "bold red"))
-    _show(outcomes, chaos, undisturbed, output)
-    facts = {"seconds": undisturbed.seconds, "steps": max(undisturbed.steps, default=None), "result": undisturbed.names}
-    ok = all(outcome.verdict == "PASS" for outcome in outcomes)
+    _show(outcomes, output)
     return output.result(
-        ok=ok, undisturbed=facts, runs=list(map(asdict, outcomes)), left_out=chaos.left_out, directory=str(chaos.place)
+        ok=all(outcome.verdict == "PASS" for outcome in outcomes),
+        undisturbed={"seconds": base.seconds, "steps": max(base.steps, default=None), "result": base.names},
+        runs=list(map(asdict, outcomes)),
+        left_out=left_out,
+        directory=str(place),
     )
 
 
-def _program(args: argparse.Namespace) -> Program:
-    words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    if not words:
-        raise ConfigError("chaos: name a command, as in `lazysnap chaos -- python train.py --out {dir}`")
+def _step_line(regex: str) -> "re.Pattern[str]":
     try:
-        pattern = re.compile(args.step_regex)
+        pattern = re.compile(regex)
     except re.error as error:
-        raise ConfigError(f"--step-regex {args.step_regex}: {error}") from error
+        raise ConfigError(f"--step-regex {regex}: {error}") from error
     if not pattern.groups:
-        raise ConfigError(f"--step-regex {args.step_regex}: the step must be a group, as in 'step (\\d+)'")
-    return Program(words, pattern)
+        raise ConfigError(f"--step-regex {regex}: the step must be a group, as in 'step (\\d+)'")
+    return pattern
 
 
 def _new_directory(name: str | None) -> pathlib.Path:
@@ -370,24 +351,22 @@ def _line(outcome: Outcome) -> str:
     return f"{outcome.verdict:<5} {where}{outcome.what}; {ended}{reason}"
 
 
-def _show(outcomes: list[Outcome], chaos: _Chaos, undisturbed: Undisturbed, output: Output) -> None:
-    columns = ("fault", "seed>", "at step>", "verdict", "steps again>", "restarts>", "seconds>")
-    table = output.table("", *columns)
+def _show(outcomes: list[Outcome], output: Output) -> None:
+    table = output.table("", "fault", "seed>", "at step>", "verdict", "steps again>", "restarts>", "seconds>")
     for one in outcomes:
-        cells = [one.fault, one.seed, one.at_step, one.verdict, one.steps_again, one.restarts]
+        cells = [one.fault, one.seed, one.at_step, one.verdict, one.steps_again, one.restarts, f"{one.seconds:.1f}"]
         texts = [output.cell("-" if cell is None else cell) for cell in cells]
         texts[3].stylize(_STYLES.get(one.verdict, "bold red"))
-        table.add_row(*texts, f"{one.seconds:.1f}")
+        table.add_row(*texts)
     output.show(table)
-    bad = [one for one in outcomes if one.verdict != "PASS"]
-    for verdict in dict.fromkeys(one.verdict for one in bad):
+    bad = sorted((one for one in outcomes if one.verdict != "PASS"), key=lambda one: list(_NEXT).index(one.verdict))
+    for verdict, ones in itertools.groupby(bad, key=lambda one: one.verdict):
         output.line(f"{verdict}: {_NEXT[verdict]}", "bold")
-        for one in bad:
-            if one.verdict == verdict:
-                output.line(f"  {one.fault}: {one.reason}")
-                output.line(f"    log: {one.log}")
-                output.line(f"    again: --faults {one.fault} --seed {one.seed} --runs 1")
+        for one in ones:
+            output.line(f"  {one.fault}: {one.reason}")
+            output.line(f"    log: {one.log}")
+            output.line(f"    again: --faults {one.fault} --seed {one.seed} --runs 1")
     if not bad:
-        lost = max((one.steps_again or 0 for one in outcomes), default=0)
-        text = f"; at most {count_of(lost, 'step')} trained again" if undisturbed.steps else ""
+        again = [one.steps_again for one in outcomes if one.steps_again is not None]
+        text = f"; at most {count_of(max(again), 'step')} trained again" if again else ""
         output.line(f"PASS: {count_of(len(outcomes), 'fault')}, each ended with the same result{text}", "bold green")

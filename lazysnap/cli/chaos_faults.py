@@ -45,7 +45,7 @@ def _kill(strike: Strike) -> str:
 
 
 def _keeper(strike: Strike) -> str:
-    pids = strike.training.processes()[1]
+    pids = strike.training.keepers()
     strike.training.signal(signal.SIGKILL, pids)
     return "keeper killed" if pids else "no keeper ran at that moment"
 
@@ -122,7 +122,7 @@ FAULTS: dict[str, Callable[[Strike], str]] = {
     "keeper": _keeper,
     "both": _both,
     "stop": lambda strike: _stop(strike, "training", strike.training.trainers()),
-    "stop-keeper": lambda strike: _stop(strike, "keeper", strike.training.processes()[1]),
+    "stop-keeper": lambda strike: _stop(strike, "keeper", strike.training.keepers()),
     "term": _term,
     "flip": _flip,
     "full": lambda strike: _disk(strike, "disk full", DiskFault.FULL),

@@ -9,11 +9,12 @@ import os
 import pathlib
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.keeper.identity import ENVIRONMENT as SECRET
@@ -24,16 +25,6 @@ _MARKER = "LAZYSNAP_CHAOS_TRAINING"
 _TICK_S = 0.005
 _DEATH_S = 30.0
 _LONGEST_LINE = 1 << 16
-
-
-@dataclass(frozen=True)
-class Program:
-    """The user's command."""
-
-    words: list[str]
-    """``{dir}`` stands for the directory of a training."""
-    step_line: "re.Pattern[str]"
-    """Its first group is the number of a step."""
 
 
 @dataclass
@@ -49,31 +40,41 @@ class Start:
 class Training:
     """One training in an empty directory of its own. It has no keeper in common with others of this user."""
 
-    def __init__(self, program: Program, place: pathlib.Path, environment: Mapping[str, str]) -> None:
-        self._program = program
+    def __init__(
+        self,
+        words: Sequence[str],
+        step_line: "re.Pattern[str]",
+        place: pathlib.Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """``words``: the command, with ``{dir}`` for the directory. ``step_line``: its first group is a step."""
+        self._words = words
+        self._step_line = step_line
         self.files = place / "files"
         self.files.mkdir(parents=True)
         self.log = place / "log.txt"
         self._log = self.log.open("wb", buffering=0)
         self._mark = f"{_MARKER}={secrets.token_hex(16)}"
         own = {DIRECTORY: str(self.files), SECRET: secrets.token_hex(16), "PYTHONUNBUFFERED": "1"}
-        self._environment = {**os.environ, **own, **environment, _MARKER: self._mark.partition("=")[2]}
+        self._environment = {**os.environ, **own, **(environment or {}), _MARKER: self._mark.partition("=")[2]}
         self._readers: list[threading.Thread] = []
         self.starts: list[Start] = []
 
     def __enter__(self) -> "Training":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """End all processes that are left, keepers too."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End all processes that are left, keepers too. Its files go if it is interrupted."""
         self.end(self.all)
         for reader in self._readers:
             reader.join(_DEATH_S)
         self._log.close()
+        if kind is not None:
+            shutil.rmtree(self.files, ignore_errors=True)
 
     def start(self) -> None:
         """Start the command. Raises: OSError, if there is no such program."""
-        words = [word.replace("{dir}", str(self.files)) for word in self._program.words]
+        words = [word.replace("{dir}", str(self.files)) for word in self._words]
         began_s = time.monotonic()
         process = subprocess.Popen(
             words,
@@ -95,7 +96,7 @@ class Training:
                 self._log.write(data)
                 *lines, rest = re.split(rb"[\r\n]+", (rest + data)[-2 * _LONGEST_LINE :])
                 for line in lines:
-                    match = self._program.step_line.search(line.decode(errors="replace"))
+                    match = self._step_line.search(line.decode(errors="replace"))
                     if match and match[1] and match[1].isdecimal():
                         start.times_s.append(time.monotonic())
                         start.steps.append(int(match[1]))
@@ -118,10 +119,9 @@ class Training:
         self._readers[-1].join(1.0)  # another process may hold its output open
         return True
 
-    def processes(self) -> tuple[list[int], list[int]]:
-        """Return the living processes of the training, and its keepers of lazysnap."""
-        trainers: list[int] = []
-        keepers: list[int] = []
+    def all(self) -> dict[int, bool]:
+        """Return all living processes, and True for each that is a keeper of lazysnap."""
+        found: dict[int, bool] = {}
         group = self.starts[-1].process.pid if self.starts and self.code is None else None
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             try:
@@ -131,24 +131,24 @@ class Training:
             except OSError:  # it ended, or is of another user
                 continue
             if state not in "ZX" and (is_marked or int(its_group) == group):
-                (keepers if b"lazysnap.keeper" in words else trainers).append(int(path.name))
-        return trainers, keepers
+                found[int(path.name)] = b"lazysnap.keeper" in words
+        return found
 
     def trainers(self) -> list[int]:
         """Return the living processes but keepers."""
-        return self.processes()[0]
+        return [pid for pid, is_keeper in self.all().items() if not is_keeper]
 
-    def all(self) -> list[int]:
-        """Return all living processes."""
-        return [*self.processes()[0], *self.processes()[1]]
+    def keepers(self) -> list[int]:
+        """Return the living keepers of lazysnap."""
+        return [pid for pid, is_keeper in self.all().items() if is_keeper]
 
-    def signal(self, number: int, processes: list[int]) -> None:
+    def signal(self, number: int, processes: Iterable[int]) -> None:
         """Send a signal to those processes that still live."""
         for pid in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def end(self, which: Callable[[], list[int]]) -> None:
+    def end(self, which: Callable[[], Collection[int]]) -> None:
         """Kill ``which`` with SIGKILL until there are none."""
         until_s = time.monotonic() + _DEATH_S
         while (left := which()) and time.monotonic() < until_s:

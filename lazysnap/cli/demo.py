@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lazysnap.cli.chaos_training import Program, Training
+from lazysnap.cli.chaos_training import Training
 from lazysnap.cli.output import Output
 from lazysnap.errors import ConfigError, LazySnapError
 
@@ -27,9 +27,9 @@ class DemoFailed(LazySnapError):
     """The training of the demo did not run as it must."""
 
 
-def _program(max_steps: int, *options: str) -> Program:
+def _training(place: pathlib.Path, max_steps: int, *options: str) -> Training:
     command = [sys.executable, "-m", "lazysnap.cli.demo_training", "--max-steps", str(max_steps)]
-    return Program([*command, *options], _STEP)
+    return Training([*command, *options], _STEP, place)
 
 
 def _follow(training: Training, is_met: Callable[[], bool] = lambda: False) -> None:
@@ -57,7 +57,7 @@ def _train_and_kill(training: Training, at: int, late_s: float, *, with_keeper: 
     steps = training.starts[-1].steps
     _follow(training, lambda: at in steps)
     time.sleep(late_s)
-    if with_keeper and not training.processes()[1]:
+    if with_keeper and not training.keepers():
         raise DemoFailed(f"the training runs without a keeper; its last lines:\n{training.last_lines(20)}")
     training.end(training.all if with_keeper else training.trainers)
     killed_s = time.monotonic()
@@ -126,14 +126,14 @@ def run(args: argparse.Namespace, output: Output) -> int:
         output.say(
             f"1. a small transformer trains for {args.max_steps} steps, without snapshots and undisturbed", "bold"
         )
-        with Training(_program(args.max_steps), place / "undisturbed", {}) as training:
+        with _training(place / "undisturbed", args.max_steps) as training:
             undisturbed = _train_to_end(training)
         output.say(
             f"2. the same training with a snapshot of every step is killed with SIGKILL, {args.kills} times", "bold"
         )
         # Every part of the training, the first one too, stores a step before it can be killed.
         options = ("--directory", "{dir}", "--persist-every-n-steps", str(max(1, part // 8)))
-        with Training(_program(args.max_steps, *options), place / "killed", {}) as training:
+        with _training(place / "killed", args.max_steps, *options) as training:
             kills_s = []
             for number in range(args.kills):
                 at, late_s = part * number + dice.randint(part // 4 + 1, part), dice.uniform(0, 0.05)

@@ -4,6 +4,7 @@ Names in a snapshot are written by whoever wrote the snapshot. They are shown as
 characters of a terminal.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -27,6 +28,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from lazysnap.errors import ConfigError
 from lazysnap.levels.redaction import Redaction
 from lazysnap.snapshots.catalogue import Contents, Found
 
@@ -52,6 +54,14 @@ def count_of(number: int, noun: str) -> str:
 def percent(share: float, digits: int = 0) -> str:
     """Return a share as text such as ``78 %``."""
     return f"{100 * share:.{digits}f} %"
+
+
+def command_words(args: argparse.Namespace, example: str) -> list[str]:
+    """Return the command of the user behind ``--``. Raises: ConfigError, if there is none."""
+    words: list[str] = args.words[1:] if args.words[:1] == ["--"] else args.words
+    if not words:
+        raise ConfigError(f"{args.command}: name a command, as in `lazysnap {args.command} -- {example}`")
+    return words
 
 
 def fields_of(found: Found) -> dict[str, Any]:

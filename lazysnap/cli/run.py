@@ -2,15 +2,12 @@
 
 import argparse
 
-from lazysnap.cli.output import Output
-from lazysnap.errors import ConfigError
+from lazysnap.cli.output import Output, command_words
 from lazysnap.warm.client import end_as
 from lazysnap.warm.supervisor import Restarts, supervise
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Run the command until it ends well, and end as its last start does. Blocks."""
-    words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    if not words:
-        raise ConfigError("run: name a command, as in `lazysnap run -- python train.py`")
+    words = command_words(args, "python train.py")
     end_as(supervise(words, Restarts(args.max_restarts, args.same_exit_within)))

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.filesize import decimal
@@ -11,27 +11,25 @@ from lazysnap.config import PersistentLevel, Redundancy, SnapshotConfig, redunda
 from lazysnap.errors import ConfigError
 from lazysnap.parity.groups import Group, groups_of
 
-_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_BYTES_PER_S = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_MOST = 1e15
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "muon": 1, "adagrad": 1, "momentum": 1, "sgd": 0, "none": 0}
 """Tensors that an optimizer holds per parameter, each of the parameter's size."""
 
 
-def parse_params(text: str) -> float:
-    """Return the number in ``"7b"``, ``"350m"`` or ``"1.5e9"``. Raises: argparse.ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)([kmbt]?)", text.strip().lower())
-    count = float(match[1]) * _SCALES[match[2]] if match else 0.0
-    if not 1 <= count <= 1e15:
-        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 7b, 350m or 125000000, got {text!r}")
-    return count
+def quantity(expected: str, units: Mapping[str, float], least: float = 1e-9) -> Callable[[str], float]:
+    """Return a function that parses a number with one of ``units`` behind it, for an argument of a command."""
+    form = re.compile(rf"(\d+(?:\.\d+)?(?:e\d{{1,2}})?)\s*({'|'.join(units)})")
 
+    def parse(text: str) -> float:
+        match = form.fullmatch(text.strip().lower())
+        value = float(match[1]) * units[match[2]] if match else 0.0
+        if not least <= value <= _MOST:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
 
-def parse_rate(text: str) -> float:
-    """Return the bytes per second in ``"2GB/s"``. Raises: argparse.ArgumentTypeError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt])b(?:/s)?", text.strip().lower())
-    if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a rate such as 2GB/s or 500MB/s, got {text!r}")
-    return float(match[1]) * _SCALES[match[2]]
+    return parse
 
 
 def groups_for(redundancy: Redundancy, nodes: int) -> tuple[Group, ...]:
@@ -42,8 +40,12 @@ def groups_for(redundancy: Redundancy, nodes: int) -> tuple[Group, ...]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that describe a training."""
     add = parser.add_argument_group("a training that is not started yet").add_argument
-    add("--params", type=parse_params, metavar="N", help="parameters: 7b, 350m, 125000000")
-    add("--trainable", type=parse_params, metavar="N", help="how many are trained (LoRA); default: all")
+    many = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+    params = quantity("a number of parameters such as 7b, 350m or 125000000", many, least=1)
+    rates = {f"{unit}{end}": scale for unit, scale in _BYTES_PER_S.items() for end in ("", "/s")}
+    rate = quantity("a rate such as 2GB/s or 500MB/s", rates)
+    add("--params", type=params, metavar="N", help="parameters: 7b, 350m, 125000000")
+    add("--trainable", type=params, metavar="N", help="how many are trained (LoRA); default: all")
     add("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
     add("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (fp32)")
     add("--state-dtype", choices=sorted(DTYPES), help="of the optimizer's state (as the weights)")
@@ -53,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--every-n-steps", type=int, default=1, help="steps between captures in memory (1)")
     add("--cpu", action="store_true", help="ranks train on CPUs, not on GPUs")
     add("--no-redundancy", action="store_true", help="nodes do not protect each other")
-    add("--no-level", action="store_true", help="memory only")
-    add("--rate", type=parse_rate, metavar="RATE", help="bytes that storage takes from one node: 2GB/s")
+    add("--rate", type=rate, metavar="RATE", help="bytes that storage takes from one node: 2GB/s")
 
 
 def estimate(args: argparse.Namespace, nodes: int, ranks: int) -> dict[str, Any]:
@@ -66,9 +67,7 @@ def estimate(args: argparse.Namespace, nodes: int, ranks: int) -> dict[str, Any]
     from lazysnap.ranks.partition import STORERS
     from lazysnap.ranks.slots import kept_whole, slots_needed
 
-    config = SnapshotConfig(
-        every_n_steps=args.every_n_steps, levels=() if args.no_level else (PersistentLevel("plan"),), job_id="plan"
-    )
+    config = SnapshotConfig(every_n_steps=args.every_n_steps, levels=(PersistentLevel("plan"),), job_id="plan")
     redundancy = None if args.no_redundancy else redundancy_for(config, nodes)
     trainable = args.params if args.trainable is None else args.trainable
     if trainable > args.params:
@@ -97,7 +96,7 @@ def estimate(args: argparse.Namespace, nodes: int, ranks: int) -> dict[str, Any]
         "memory_per_rank_bytes": round(memory * nodes / ranks),
         "memory_per_node_bytes": round(memory),
         "stored_per_snapshot_bytes": round(captured),
-        "seconds_per_snapshot": captured / storers / args.rate if args.rate and not args.no_level else None,
+        "seconds_per_snapshot": captured / storers / args.rate if args.rate else None,
     }
 
 
@@ -111,19 +110,17 @@ def lines(found: dict[str, Any], args: argparse.Namespace, nodes: int, ranks: in
     if found["frozen_bytes"]:
         where = "by all nodes together" if is_sharded else "by each node"
         yield f"          {size['frozen_bytes']} not trained: captured once, held {where}"
-    reader = "" if args.no_level else ", 1 that storage reads"
     holds = ", 2 that other nodes protect" if is_redundant else ""
     kept = f"the {found['slots_kept_whole']} newest whole, 1 being written"
-    yield f"slots     {found['slots_per_rank']} per rank: {kept}{reader}{holds}"
+    yield f"slots     {found['slots_per_rank']} per rank: {kept}, 1 that storage reads{holds}"
     if is_redundant:
         lost = f"of each {found['nodes_per_group']} nodes any {found['parity_nodes']} may be lost"
         yield f"parity    {size['parity_per_node_bytes']} per node for others: {lost}"
     each = f"{ranks // nodes} rank{'s' * (ranks > nodes)}"
-    disk = "" if args.no_level else "; where it has less, slots are files on the disk of its first local level"
-    yield f"memory    {size['memory_per_node_bytes']} per node of {each}, beside what training takes{disk}"
-    if not args.no_level:
-        copies = ", where all nodes see the level; as much on each node's own disk"
-        yield f"storage   {captured} per snapshot{copies * (not is_sharded and nodes > 1)}"
+    disk = "where it has less, slots are files on the disk of its first local level"
+    yield f"memory    {size['memory_per_node_bytes']} per node of {each}, beside what training takes; {disk}"
+    copies = ", where all nodes see the level; as much on each node's own disk"
+    yield f"storage   {captured} per snapshot{copies * (not is_sharded and nodes > 1)}"
     if found["seconds_per_snapshot"] is not None:
         yield f"time      {found['seconds_per_snapshot']:.1f} s per snapshot at {decimal(int(args.rate))}/s per node"
     yield "          estimates from the numbers given; buffers, and what else the state holds, come on top"
