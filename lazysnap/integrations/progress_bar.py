@@ -1,89 +1,64 @@
 """A progress bar while the last snapshot becomes durable, if that takes longer than a second."""
 
+import contextlib
+import logging
 import time
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-DESCRIPTION = "saving the last snapshot"
+logger = logging.getLogger(__name__)
+
+Show = Callable[[int, int], None]
+"""A function that shows bytes done and bytes to do."""
+Bar = Callable[[], AbstractContextManager[Show]]
+"""A bar that is on the screen within the context that it returns."""
+
+_DESCRIPTION = "saving the last snapshot"
 _PATIENCE_S = 1.0
 
 
-class Bar(Protocol):
-    """A bar on the screen."""
-
-    def show(self, done_bytes: int, total_bytes: int) -> None:
-        """Show how far it is."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class RichBar:
-    """A bar of rich; ``column``: the bar's own look."""
-
-    def __init__(self, console: Console | None = None, column: BarColumn | None = None) -> None:
-        columns = (TextColumn("{task.description}"), column or BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._progress = Progress(*columns, console=console)
-        self._progress.start()
-        self._task = self._progress.add_task(DESCRIPTION, total=None)
-
-    def show(self, done_bytes: int, total_bytes: int) -> None:
-        """See ``Bar.show``."""
-        self._progress.update(self._task, completed=done_bytes, total=total_bytes)
-
-    def close(self) -> None:
-        """See ``Bar.close``."""
-        self._progress.stop()
+@contextlib.contextmanager
+def rich_bar(console: Console | None = None, column: BarColumn | None = None) -> Iterator[Show]:
+    """Show a bar of rich; ``column``: the bar's own look."""
+    columns = (TextColumn("{task.description}"), column or BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(_DESCRIPTION, total=None)
+        yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)
 
 
-class TqdmBar:
-    """``bar``, of tqdm, with bytes."""
+@contextlib.contextmanager
+def tqdm_bar(bar: Any) -> Iterator[Show]:
+    """Show ``bar``, of tqdm, with bytes."""
+    bar.unit, bar.unit_scale = "B", True
+    bar.set_description(_DESCRIPTION)
 
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-        self._bar.unit, self._bar.unit_scale = "B", True
-        self._bar.set_description(DESCRIPTION)
+    def show(done_bytes: int, total_bytes: int) -> None:
+        bar.total, bar.n = total_bytes, done_bytes
+        bar.refresh()
 
-    def show(self, done_bytes: int, total_bytes: int) -> None:
-        """See ``Bar.show``."""
-        self._bar.total, self._bar.n = total_bytes, done_bytes
-        self._bar.refresh()
-
-    def close(self) -> None:
-        """See ``Bar.close``."""
-        self._bar.close()
+    with contextlib.closing(bar):
+        yield show
 
 
-class DrainBar:
-    """Call it with bytes done and bytes to do; shows nothing in the first second, nor on other ranks than 0.
+@contextlib.contextmanager
+def shown_later(bar: Bar | None) -> Iterator[Show]:
+    """Yield a function that shows ``bar`` from the first call after a second on; ``None``: shows nothing."""
+    started_s, shows = time.monotonic(), list[Show]()
+    with contextlib.ExitStack() as stack:
 
-    ``make``: begins the bar that is shown.
-    """
+        def show(done_bytes: int, total_bytes: int) -> None:
+            if bar is None or time.monotonic() - started_s < _PATIENCE_S:
+                return
+            if not shows:
+                try:
+                    shows.append(stack.enter_context(bar()))
+                except Exception as error:  # noqa: BLE001  a bar of the program's own may be anything
+                    logger.info("the trainer's progress bar cannot show the end: %s", error)
+                    shows.append(stack.enter_context(rich_bar()))
+            shows[0](done_bytes, total_bytes)
 
-    def __init__(self, *, is_rank_zero: bool, make: Callable[[], Bar] = RichBar) -> None:
-        self._is_rank_zero = is_rank_zero
-        self._make = make
-        self._started = time.monotonic()
-        self._bar: Bar | None = None
-
-    def __enter__(self) -> "DrainBar":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        """Show how far it is."""
-        if not self._is_rank_zero or time.monotonic() - self._started < _PATIENCE_S:
-            return
-        if self._bar is None:
-            self._bar = self._make()
-        self._bar.show(done_bytes, total_bytes)
+        yield show

@@ -10,7 +10,7 @@ from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments, place_beside
 from lazysnap.integrations.figures import Figures
-from lazysnap.integrations.progress_bar import DrainBar
+from lazysnap.integrations.progress_bar import Bar, shown_later
 from lazysnap.runs import means_snapshot
 from lazysnap.state.source import StateSource
 
@@ -38,13 +38,12 @@ class Session:
         self.engine.session.together("preparing", work)
         self.engine.session.boundaries.check_memory()
 
-    def has_passed(self, step: int) -> bool:
-        """True if ``step`` is over and was not captured; else an accumulation of gradients is under way."""
-        return step > self.step
-
     def passes(self, step: int) -> bool:
-        """``has_passed``; the step then counts in ``figures``, and ``capture`` takes it."""
-        if not self.has_passed(step):
+        """True if ``step`` is over and was not captured; else an accumulation of gradients is under way.
+
+        The step then counts in ``figures``, and ``capture`` takes it.
+        """
+        if step <= self.step:
             return False
         self.step = step
         self._figures.note(step)
@@ -78,10 +77,10 @@ class Session:
         assert self._watch is not None
         self.step = self._watch.go_back().step
 
-    def close(self, bar: DrainBar) -> None:
-        """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows how far it is."""
-        with bar:
-            self.engine.close(drain=True, progress=bar)
+    def close(self, bar: Bar | None) -> None:
+        """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows how far it is, if it takes a second."""
+        with shown_later(bar) as show:
+            self.engine.close(drain=True, progress=show)
 
     def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:
         """Tell the user how training starts, if it resumes no snapshot; ``asked``: the checkpoint asked for."""

@@ -9,18 +9,12 @@ from torch.nn.parameter import is_lazy
 
 from lazysnap.errors import StateMismatch
 from lazysnap.shard.strides import order_of
-
-_COMPILED = "_orig_mod"
+from lazysnap.state.wrappers import without_compiled
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
     """True if its shape is not known before the first batch (``LazyLinear``)."""
     return bool(is_lazy(tensor))
-
-
-def without_compiled(name: str) -> str:
-    """Return a name in a model without the parts that ``torch.compile`` adds."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
 
 
 def held_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:

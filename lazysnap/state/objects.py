@@ -1,6 +1,6 @@
 """The training state of a plain loop: named objects with ``state_dict`` and ``load_state_dict``."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,53 +11,15 @@ from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loa
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.state.modules import fitted, recorded_orders, without_compiled
-from lazysnap.state.optimizers import check_optimizers, classes_of, parameters_of, put_back, stepping
+from lazysnap.state.modules import fitted, recorded_orders
+from lazysnap.state.optimizers import check_optimizers, classes_of, put_back
 from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scalars import load_scaler, state_of_scaler
-from lazysnap.state.source import KEY, OPTIMIZERS
+from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
+from lazysnap.state.wrappers import ddp_of, stepping, unwrapped
 
 _RNG = "rng"
-
-
-def _wrapped(value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules in wrappers (DDP, ``torch.compile``, Fabric) with their names there, the outermost first."""
-    while isinstance(value, torch.nn.Module):
-        name = "_original_module" if _is_of_fabric(value) else "_orig_mod"
-        if isinstance(value, torch.nn.parallel.DistributedDataParallel):
-            name = "module"
-        value = getattr(value, name, None)
-        if isinstance(value, torch.nn.Module):
-            yield name, value
-
-
-def unwrapped(value: Any) -> Any:
-    """Return the module inside the wrappers of DDP, ``torch.compile`` and Fabric. Snapshots use its names."""
-    return [value, *(inner for _, inner in _wrapped(value))][-1]
-
-
-def wrapper_prefix(module: torch.nn.Module) -> str:
-    """Return the prefix that these wrappers add to the names of weights."""
-    return "".join(f"{name}." for name, _ in _wrapped(module))
-
-
-def _is_of_fabric(module: torch.nn.Module) -> bool:
-    """True if Lightning Fabric wrapped it (``fabric.setup``); no package is imported to find out."""
-    return type(module).__name__ == "_FabricModule" and type(module).__module__.endswith("fabric.wrappers")
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add."""
-    return without_compiled(name.removeprefix("module."))
-
-
-def ddp_of(value: object) -> torch.nn.parallel.DistributedDataParallel | None:
-    """Return the ``DistributedDataParallel`` that ``value`` is, or that ``torch.compile`` or Fabric wrapped."""
-    inner: Any = getattr(value, "_orig_mod", value)
-    if isinstance(inner, torch.nn.Module) and _is_of_fabric(inner):
-        inner = getattr(inner._forward_module, "_orig_mod", inner._forward_module)
-    return inner if isinstance(inner, torch.nn.parallel.DistributedDataParallel) else None
 
 
 def _state_of(value: Any) -> Any:
@@ -75,48 +37,7 @@ def is_data_position(value: object) -> bool:
     return isinstance(value, torch.utils.data.DataLoader) or getattr(value, "is_data_position", False) is True
 
 
-class NamedObjects:
-    """The modules and optimizers of a ``StateSource``, by the path of their state in ``collect()``."""
-
-    def named(self) -> Mapping[str, Any]:
-        """Return all objects of the state by name: modules, optimizers and others."""
-        raise NotImplementedError
-
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """See ``StateSource.optimizers``."""
-        return [stepping(value) for value in self.named().values() if isinstance(value, torch.optim.Optimizer)]
-
-    def lazy_tensors(self) -> Iterable[torch.Tensor]:
-        """See ``StateSource.lazy_tensors``. None: tensors that no optimizer holds are copied at the boundary."""
-        return ()
-
-    def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
-        """See ``StateSource.frozen_tensors``. Those of all modules."""
-        for value in self.named().values():
-            if isinstance(value, torch.nn.Module):
-                yield from (parameter for parameter in value.parameters() if not parameter.requires_grad)
-
-    def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """See ``StateSource.replicated_parameters``. Those that ``DistributedDataParallel`` trains."""
-        for value in self.named().values():
-            if isinstance(value, torch.nn.Module) and ddp_of(value) is not None:
-                yield from (parameter for parameter in value.parameters() if parameter.requires_grad)
-
-    def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
-        """See ``StateSource.optimizer_parameters``."""
-        return {
-            name: parameters_of(stepping(value))
-            for name, value in self.named().items()
-            if isinstance(value, torch.optim.Optimizer)
-        }
-
-    def parameter_names(self) -> Mapping[int, str]:
-        """See ``StateSource.parameter_names``."""
-        modules = [unwrapped(value) for value in self.named().values() if isinstance(value, torch.nn.Module)]
-        return {id(tensor): plain_name(name) for module in modules for name, tensor in module.named_parameters()}
-
-
-class ObjectState(NamedObjects):
+class ObjectState(StateSource):
     """A ``StateSource`` over ``{"model": model, "optimizer": optimizer, "scheduler": …}``.
 
     Values have ``state_dict()`` and ``load_state_dict()`` (modules, optimizers, schedulers, samplers, GradScaler,
@@ -142,7 +63,7 @@ class ObjectState(NamedObjects):
         self._checked = False
 
     def named(self) -> Mapping[str, Any]:
-        """See ``NamedObjects.named``."""
+        """See ``StateSource.named``."""
         return self._objects
 
     def note_boundary(self) -> None:

@@ -1,6 +1,6 @@
 """Loading the state of an optimizer: check it first, then load it in the memory order of the parameters."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,34 +10,13 @@ from torch.utils._pytree import tree_leaves
 from lazysnap.errors import StateMismatch
 from lazysnap.shard.strides import Order, order_of
 from lazysnap.state.sharding import like, local_of
-from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
+from lazysnap.state.source import KEY, OPTIMIZERS, StateSource, parameters_of
+from lazysnap.state.wrappers import stepping
 
 _ELSE = (
     "Nothing of the optimizer was loaded. Use the optimizer of the snapshot; to go on with another one, load the model "
     'alone from engine.fetch("latest").state, or begin with the weights of an exported checkpoint'
 )
-
-_INNER = ("optimizer", "_optimizer")
-"""Attributes in which the wrappers of Accelerate and Fabric hold an optimizer."""
-
-
-def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose steps can be hooked: ``optimizer``, or the one that Accelerate or Fabric wrapped.
-
-    These wrappers are subclasses of ``Optimizer`` without hooks or state of their own; their ``state_dict`` is that of
-    the inner optimizer. Other wrappers have their own hooks and state, and are returned unchanged.
-    """
-    while "_optimizer_step_pre_hooks" not in vars(optimizer):
-        inner = next((vars(optimizer)[name] for name in _INNER if name in vars(optimizer)), None)
-        if not isinstance(inner, torch.optim.Optimizer):
-            break
-        optimizer = inner
-    return optimizer
-
-
-def named_optimizers(source: StateSource) -> Iterable[tuple[str, torch.optim.Optimizer]]:
-    """Yield every optimizer of a source with the path of its state in ``collect()``."""
-    return zip(source.optimizer_parameters(), source.optimizers(), strict=False)
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
@@ -56,7 +35,7 @@ def check_optimizers(
     order of parameters differ.
     """
     known = _recorded(state)
-    for path, optimizer in named_optimizers(source):
+    for path, optimizer in source.named_optimizers().items():
         saved = _at(state, path)
         if path in known:
             _check_class(path, str(known[path].get("class")), class_of(optimizer))
@@ -71,7 +50,7 @@ def check_optimizers(
 
 def classes_of(source: StateSource) -> dict[str, dict[str, str]]:
     """Return the class of every optimizer by its path: part of every snapshot, compared by ``check_optimizers``."""
-    return {path: {"class": class_of(optimizer)} for path, optimizer in named_optimizers(source)}
+    return {path: {"class": class_of(optimizer)} for path, optimizer in source.named_optimizers().items()}
 
 
 def _recorded(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -228,11 +207,6 @@ def _exact(loaded: Any, saved: Any) -> Any:
         else:
             return tuple(items)
     return loaded
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the parameters of an optimizer in the order in which its state numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _places(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[Any, Any, Any]] | None:

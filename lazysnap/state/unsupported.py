@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lazysnap.errors import UnsupportedState
-from lazysnap.state.optimizers import parameters_of
+from lazysnap.state.source import parameters_of
 
 _FSDP1 = "FSDP 1"
 _DEEPSPEED = "DeepSpeed"

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 
-from lazysnap.state.objects import wrapper_prefix
+from lazysnap.state.wrappers import wrapper_prefix
 
 BATCHES = 12
 

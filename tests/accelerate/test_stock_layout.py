@@ -14,7 +14,7 @@ from lazysnap.data.streams import collect_rng
 from lazysnap.errors import StateMismatch, UnsupportedState
 from lazysnap.exports.folder import mark_of
 from lazysnap.exports.target import MARK
-from lazysnap.state.objects import wrapper_prefix
+from lazysnap.state.wrappers import wrapper_prefix
 
 pytestmark = pytest.mark.sampled("stock checkpoints")
 

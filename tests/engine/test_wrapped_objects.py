@@ -7,8 +7,8 @@ from lightning.fabric import Fabric
 from support.waiting import until
 
 from lazysnap import SnapshotEngine
-from lazysnap.state.objects import ObjectState, unwrapped
-from lazysnap.state.optimizers import stepping
+from lazysnap.state.objects import ObjectState
+from lazysnap.state.wrappers import stepping, unwrapped
 
 
 class SetUp:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lazysnap.data.position import Position, make_resumable, tick
-from lazysnap.state.optimizers import stepping
+from lazysnap.state.wrappers import stepping
 
 
 class Boundaries:

@@ -20,10 +20,10 @@ from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
 from lazysnap.integrations.arguments import place_beside
-from lazysnap.integrations.progress_bar import DrainBar
+from lazysnap.integrations.progress_bar import rich_bar
 from lazysnap.integrations.session import Session, WithEngine
 from lazysnap.restore.snapshot import Snapshot
-from lazysnap.state.objects import unwrapped
+from lazysnap.state.wrappers import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ class Door(WithEngine):
             self._count(session)
             if session.step:
                 session.capture(is_last=True)
-        session.close(DrainBar(is_rank_zero=self._is_main_process))
+        session.close(rich_bar if self._is_main_process else None)
         self._directories.give_up_lost(session.engine)
         self._end_at(session, session.engine.config.drain_timeout_s)
 

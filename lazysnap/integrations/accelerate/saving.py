@@ -23,7 +23,7 @@ from lazysnap.exports.accelerate_folders import (
 from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
 from lazysnap.exports.folder import begin, filled, give_up, is_unfinished
 from lazysnap.integrations.accelerate.state import AcceleratorState
-from lazysnap.state.objects import wrapper_prefix
+from lazysnap.state.wrappers import wrapper_prefix
 
 logger = logging.getLogger(__name__)
 

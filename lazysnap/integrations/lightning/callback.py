@@ -12,7 +12,7 @@ from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.losses import NonFinite
 from lazysnap.engine.signals import ChainedHandler
 from lazysnap.integrations.arguments import Arguments
-from lazysnap.integrations.lightning.display import Loggers, drain_bar
+from lazysnap.integrations.lightning.display import Loggers, bar_of
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
 from lazysnap.integrations.lightning.logged import LoggedRuns
@@ -158,7 +158,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         """
         try:
             if self.session is not None and stage == "fit":
-                self.session.close(drain_bar(trainer))
+                self.session.close((lambda: bar_of(trainer)) if trainer.is_global_zero else None)
             elif self.engine is not None:
                 self.engine.abandon()  # only read from: what a keeper holds for a later fit stays
         finally:

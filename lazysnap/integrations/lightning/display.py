@@ -1,11 +1,12 @@
 """The display of snapshots during a fit: figures in the trainer's loggers, and a bar while the last one is stored."""
 
 import logging
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.progress import BarColumn
 
-from lazysnap.integrations.progress_bar import Bar, DrainBar, RichBar, TqdmBar
+from lazysnap.integrations.progress_bar import Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import Session
 
 logger = logging.getLogger(__name__)
@@ -37,21 +38,14 @@ class Loggers:
                     logger.warning("%s takes no figures of snapshots: %s: %s", name, kind, error)
 
 
-def drain_bar(trainer: Any) -> DrainBar:
-    """The bar for the end of a fit: one that looks as the trainer's own, if it shows one."""
+def bar_of(trainer: Any) -> AbstractContextManager[Show]:
+    """Return the bar for the end of a fit: one that looks as the trainer's own, if it shows one."""
     own = trainer.progress_bar_callback
-
-    def make() -> Bar:
-        try:
-            if own is not None and not own.is_disabled and hasattr(own, "init_train_tqdm"):
-                return TqdmBar(own.init_train_tqdm())
-            if own is not None and not own.is_disabled and hasattr(own, "theme"):
-                own.progress.stop()  # one that is still live, and a second one, hinder each other
-                theme = own.theme
-                column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
-                return RichBar(own._console, column)
-        except Exception as error:  # noqa: BLE001  a bar of the program's own may be anything
-            logger.info("the trainer's progress bar cannot show the end: %s", error)
-        return RichBar()
-
-    return DrainBar(is_rank_zero=trainer.is_global_zero, make=make)
+    if own is not None and not own.is_disabled and hasattr(own, "init_train_tqdm"):
+        return tqdm_bar(own.init_train_tqdm())
+    if own is not None and not own.is_disabled and hasattr(own, "theme"):
+        own.progress.stop()  # one that is still live, and a second one, hinder each other
+        theme = own.theme
+        column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
+        return rich_bar(own._console, column)
+    return rich_bar()

@@ -37,10 +37,9 @@ from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.state.codec import path_text
 from lazysnap.state.left_out import LeftOut, Path, with_values_of
 from lazysnap.state.modules import fitted, recorded_orders
-from lazysnap.state.objects import NamedObjects
 from lazysnap.state.optimizers import classes_of, put_back
 from lazysnap.state.scalars import pack, plain_numbers, unpack
-from lazysnap.state.source import KEY, OPTIMIZERS
+from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class _Ours(dict[str, Any]):
     """A checkpoint that is the part of a snapshot which Lightning's connector puts back."""
 
 
-class LightningState(NamedObjects):
+class LightningState(StateSource):
     """The ``StateSource`` of one fit (or of one evaluation, for ``expected`` only)."""
 
     def __init__(self, trainer: Any) -> None:
@@ -169,7 +168,7 @@ class LightningState(NamedObjects):
         return checkpoint
 
     def named(self) -> Mapping[str, Any]:
-        """See ``NamedObjects.named``: the model as its strategy wrapped it, not averages of it; its optimizers."""
+        """See ``StateSource.named``: the model as its strategy wrapped it, not averages of it; its optimizers."""
         strategy = self._trainer.strategy
         optimizers = {f"optimizer_states.{number}": one for number, one in enumerate(strategy.optimizers)}
         return {"state_dict": strategy.model, **optimizers}

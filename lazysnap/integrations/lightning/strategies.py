@@ -13,9 +13,9 @@ import torch
 from lazysnap.errors import ConfigError, UnsupportedState
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.patches import Patches
-from lazysnap.state.optimizers import stepping
 from lazysnap.state.scalars import state_of_scaler
 from lazysnap.state.unsupported import check_supported
+from lazysnap.state.wrappers import stepping
 
 _OTHERS = {
     "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2) shards as ZeRO 3 does",

@@ -8,6 +8,7 @@ step k+1 has begun but, at an epoch's start, ``on_epoch_begin``, which a restart
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer
 from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.integrations.patches import Patches
-from lazysnap.integrations.progress_bar import Bar, DrainBar, RichBar, TqdmBar
+from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
 from lazysnap.restore.snapshot import Snapshot
@@ -89,8 +90,8 @@ class Training:
                 self._hook()
             result = original(None if means_snapshot(which) else which, *args, **kwargs)
             if self._callback.session is not None:
-                make: Callable[[], Bar] = RichBar if self.trainer.args.disable_tqdm else _tqdm_bar
-                self._callback.session.close(DrainBar(is_rank_zero=self.trainer.is_world_process_zero(), make=make))
+                bar: Bar = rich_bar if self.trainer.args.disable_tqdm else _own_bar
+                self._callback.session.close(bar if self.trainer.is_world_process_zero() else None)
             return result
         finally:
             if self._callback.engine is not None:
@@ -228,9 +229,9 @@ class Training:
             session.engine.gate()  # schedule-free ones exchange the weights before the next step, after an evaluation
 
 
-def _tqdm_bar() -> Bar:
+def _own_bar() -> AbstractContextManager[Show]:
     """Like the trainer's own."""
-    return TqdmBar(tqdm(dynamic_ncols=True))
+    return tqdm_bar(tqdm(dynamic_ncols=True))
 
 
 def _check(trainer: Any) -> None:

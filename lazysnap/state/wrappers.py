@@ -1,0 +1,64 @@
+"""The module or the optimizer inside the wrappers of DDP, ``torch.compile``, Fabric and Accelerate."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+_COMPILED = "_orig_mod"
+_INNER = ("optimizer", "_optimizer")
+"""Attributes in which the wrappers of Accelerate and Fabric hold an optimizer."""
+
+
+def _wrapped(value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules in wrappers with their names there, the outermost first."""
+    while isinstance(value, torch.nn.Module):
+        name = "_original_module" if _is_of_fabric(value) else _COMPILED
+        if isinstance(value, DistributedDataParallel):
+            name = "module"
+        value = getattr(value, name, None)
+        if isinstance(value, torch.nn.Module):
+            yield name, value
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the module inside the wrappers of DDP, ``torch.compile`` and Fabric. Snapshots use its names."""
+    return [value, *(inner for _, inner in _wrapped(value))][-1]
+
+
+def wrapper_prefix(module: torch.nn.Module) -> str:
+    """Return the prefix that these wrappers add to the names of weights."""
+    return "".join(f"{name}." for name, _ in _wrapped(module))
+
+
+def _is_of_fabric(module: torch.nn.Module) -> bool:
+    """True if Lightning Fabric wrapped it (``fabric.setup``); no package is imported to find out."""
+    return type(module).__name__ == "_FabricModule" and type(module).__module__.endswith("fabric.wrappers")
+
+
+def without_compiled(name: str) -> str:
+    """Return a name in a model without the parts that ``torch.compile`` adds."""
+    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+
+
+def ddp_of(value: object) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` that ``value`` is, or that ``torch.compile`` or Fabric wrapped."""
+    inner: Any = getattr(value, _COMPILED, value)
+    if isinstance(inner, torch.nn.Module) and _is_of_fabric(inner):
+        inner = getattr(inner._forward_module, _COMPILED, inner._forward_module)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose steps can be hooked: ``optimizer``, or the one that Accelerate or Fabric wrapped.
+
+    These wrappers are subclasses of ``Optimizer`` without hooks or state of their own; their ``state_dict`` is that of
+    the inner optimizer. Other wrappers have their own hooks and state, and are returned unchanged.
+    """
+    while "_optimizer_step_pre_hooks" not in vars(optimizer):
+        inner = next((vars(optimizer)[name] for name in _INNER if name in vars(optimizer)), None)
+        if not isinstance(inner, torch.optim.Optimizer):
+            break
+        optimizer = inner
+    return optimizer
