@@ -9,8 +9,9 @@ their reasons stand in docs/architecture.md, *Grants*; ``tests/keeper/test_grant
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import islice
 
 from msgspec import structs
 
@@ -27,6 +28,7 @@ from lazysnap.grants.messages import (
     StepKey,
     newest,
 )
+from lazysnap.grants.steps import StepSet
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,13 @@ class LevelGrants:
     """True once every node answered and said which files it has there. Before that nothing is decided."""
     is_ahead: bool = True
     """True if the step lay ahead of all ranks when it was granted: then a miss says that the margin is too small."""
-    complete: set[int] = field(default_factory=set)
+    complete: StepSet = field(default_factory=StepSet)
     """The snapshots of this start."""
+    to_copy: set[int] = field(default_factory=set)
+    """Steps that are never deleted here or at a slower level, and were completed at a faster one before they were here.
+    """
     cancelled: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
+    lost: StepSet = field(default_factory=StepSet)
     margin: int = 0
     """Steps added to a grant, so that it reaches all ranks before they begin the step."""
     span: int = 0
@@ -98,7 +103,7 @@ class LevelGrants:
 
     def is_due(self, step: int) -> bool:
         """True if a multiple of ``every`` lies between the newest complete step and this one."""
-        return step // self.every > max(self.complete, default=-1) // self.every
+        return step // self.every > self.complete.newest // self.every
 
     def is_in_vain(self, begun: int, wishes: Collection[int]) -> bool:
         """True if the granted step lies ahead and will not be captured: captures are at another interval by now."""
@@ -144,17 +149,20 @@ class LevelGrants:
                 self.lost.add(self.grant)
         self.take(None, None, is_ahead=True)
 
-    def order(self, start: str, wishes: Collection[int], *, is_ready: bool) -> LevelOrder:
+    def order(self, start: str, wishes: Set[int], *, is_ready: bool) -> LevelOrder:
         """Return the order for every node. ``is_ready``: the level works on all nodes."""
         most = min(max(16, self.settings.keep_last), MAX_TOLD)
-        # Of numbers first: a long training has a hundred thousand of them.
-        keys = {StepKey(step, start) for step in sorted(self.complete)[-most:]} | self.earlier
+        keys = {StepKey(step, start) for step in islice(self.complete, most)} | self.earlier
         told = set(heapq.nlargest(most, keys))
         # An answered request may be older than the newest in the order.
-        told |= {StepKey(step, start) for step in newest(self.complete.intersection(wishes))}
-        lost = tuple(sorted({*newest(self.lost), *newest(self.lost.intersection(wishes))}))
+        told |= {StepKey(step, start) for step in newest(self.complete & wishes)}
+        lost = tuple(sorted({*islice(self.lost, MAX_TOLD), *newest(self.lost & wishes)}))
         complete, cancelled = tuple(sorted(told)), newest(self.cancelled)
         return LevelOrder(self.grant, self.source, complete, cancelled, lost, is_ready, self.turn, is_open=self.is_open)
+
+
+def _stored_by_all(said: Collection[LevelReport]) -> set[int]:
+    return set.intersection(*(set(one.stored) for one in said))
 
 
 @dataclass
@@ -249,11 +257,11 @@ class Coordinator:
             said = [report.levels[index] for report in self.reports.values()]
             is_listed = all(one.progress is not Progress.LISTING for one in said)
             if is_listed and not level.is_open:
-                self._open(level, said)
+                self._open(index, said)
             if is_listed and level.is_memory:
-                level.complete.intersection_update(*(one.stored for one in said))
+                level.complete = StepSet(_stored_by_all(said) & level.complete)
             if is_listed or not level.is_memory:
-                self._count(level, said, own)
+                self._count(index, said, own)
             asking = ((node, report.levels[index].frozen) for node, report in self.reports.items())
             level.name_writers({node: digest for node, digest in asking if digest is not None})
         for index in range(len(self.levels)):
@@ -263,7 +271,7 @@ class Coordinator:
         self._told = (
             [
                 (
-                    *(x.grant, x.source, max(x.complete, default=-1), len(x.complete)),
+                    *(x.grant, x.source, x.complete.newest, len(x.complete)),
                     *(len(x.complete & self._wishes(index)), len(x.cancelled), len(x.lost), x.writers, x.is_open),
                 )
                 for index, x in enumerate(self.levels)
@@ -272,11 +280,19 @@ class Coordinator:
         )
         return self._told != before
 
-    def _open(self, level: LevelGrants, said: list[LevelReport]) -> None:
+    def _publish(self, index: int, step: int) -> None:
+        """The step is complete at a level. What slower ones must have is remembered for them."""
+        self.levels[index].publish(step)
+        for slower in range(index + 1, len(self.levels)):
+            if any(step % every == 0 for every in self._kept_for_ever(slower)):
+                self.levels[slower].to_copy.add(step)
+
+    def _open(self, index: int, said: list[LevelReport]) -> None:
         """All nodes know what they have: take up what is under way, count what all of them have."""
+        level = self.levels[index]
         level.is_open = True
-        for stored in set.intersection(*(set(one.stored) for one in said)):
-            level.publish(stored)
+        for stored in _stored_by_all(said):
+            self._publish(index, stored)
         source: int | None = None
         going = [(one.grant, one.source) for one in said if one.progress in UNDER_WAY and one.grant is not None]
         step: int | None = None
@@ -298,19 +314,19 @@ class Coordinator:
         level.take(step, source, is_ahead=True)
         level.cancelled.update({granted for granted, _ in going} - {step} - level.complete)
 
-    @staticmethod
-    def _count(level: LevelGrants, said: list[LevelReport], own: Own) -> None:
+    def _count(self, index: int, said: list[LevelReport], own: Own) -> None:
         """Decide if the granted step is complete: all nodes have stored it. Or cancel it, if a node gave it up.
 
         Only reports on the present grant count: files that a node listed may be gone when the message is read.
         """
+        level = self.levels[index]
         if level.grant is None:
             return
         present = [one for one in said if (one.turn, one.grant) == (level.turn, level.grant)]
         if len(present) == len(said) and all(one.progress is Progress.STORED for one in said):
             if level.is_under_way and level.source is None:
                 level.span = max(0, own.begun - level.grant)
-            level.publish(level.grant)
+            self._publish(index, level.grant)
         # Never by a clock of this process: a node that is slow may have committed, and others may have counted it.
         how = {one.progress for one in present}
         if how & GIVEN_UP:
@@ -351,6 +367,7 @@ class Coordinator:
     def _grant(self, index: int, own: Own) -> None:
         """The level is idle on all nodes."""
         level, source, wishes = self.levels[index], self._source(index), self._wishes(index)
+        level.to_copy = {step for step in level.to_copy if not level.is_done_with(step)}
         left = [set(report.left) for report in self.reports.values() if report.left is not None]
         step: int | None = None
         is_ahead = False
@@ -398,12 +415,13 @@ class Coordinator:
 
     def _above(self, index: int, above: LevelGrants) -> int | None:
         """A step that is complete at the level above: what must be stored, oldest first; else the newest due."""
-        level, kept = self.levels[index], self._kept_for_ever(index)
-        there = {step for step in above.complete if not level.is_done_with(step)}
-        must = (there & self._wishes(index)) | {step for step in there if any(step % every == 0 for every in kept)}
+        level = self.levels[index]
+        must = {step for step in level.to_copy | self._wishes(index) if step in above.complete}
+        must = {step for step in must if not level.is_done_with(step)}
         if must:
             return min(must)
-        step = max(there, default=None)
+        # What is older than this one is not due if this one is not.
+        step = next((step for step in above.complete if step not in level.lost), None)
         return step if step is not None and level.is_due(step) else None
 
     def _ahead(self, index: int, own: Own) -> int:

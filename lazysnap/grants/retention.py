@@ -53,7 +53,9 @@ class Retention:
         if key.start == self.start and not is_complete and (key.step == level.grant or key.step in level.cancelled):
             return key.step != level.grant
         # An order lists the newest alone: milestones, and with a large ``keep_last`` others, may be complete as well.
-        is_complete = is_complete or self._is_untold(key, level) or is_milestone(self.settings, key.step)
+        if is_milestone(self.settings, key.step):
+            return False
+        is_complete = is_complete or self._is_untold(key, level)
         newer = sum(other > key for other in level.complete)
         return may_go(self.settings, key.step, newer, is_complete=is_complete, protected=protected)
 

@@ -1,6 +1,8 @@
 """What the coordinator and the nodes decide: in simulated jobs with faults, and in single decisions."""
 
 import itertools
+import pickle
+import sys
 from collections import Counter
 
 import pytest
@@ -301,6 +303,48 @@ def test_a_slower_level_copies_the_newest_step_that_is_complete_above():
     assert cluster.granted() == [40, 30]
     cluster.finish(1)
     assert cluster.granted() == [40, None]
+
+
+def calls_of(function):
+    """How many calls it makes, also those of generators and of C."""
+    calls = itertools.count()
+    sys.setprofile(lambda frame, event, arg: next(calls) if event.endswith("call") else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return next(calls)
+
+
+def test_a_long_training_takes_a_bit_of_memory_for_a_step_and_no_more_work_for_a_decision():
+    settings = two_levels(every_n_steps=50, keep_every_n_steps=1000)
+    cluster, work, memory = Cluster(*settings), [], []
+    for level in (level for node in cluster.nodes for level in node.levels):
+        level.remembered = 20
+
+    def train(first, last):
+        for step in range(first, last, 10):
+            cluster.train(step)
+            for index, level in enumerate(settings):
+                if (0, index) in cluster.writes:
+                    cluster.finish(index)
+                delete(index, Retention(level, START))
+
+    def delete(index, retention):
+        for node in cluster.nodes:
+            level, waiting = node.levels[index], still_to_copy(node.levels, settings, index, START)
+            for step in sorted(level.stored):
+                if retention.is_over(StepKey(step, START), level, waiting):
+                    assert node.give_up(index, step)
+
+    for first, last in ((0, 2000), (3000, 20_000)):
+        train(first, last)
+        memory.append(len(pickle.dumps((cluster.coordinator, cluster.nodes))))
+        work.append(calls_of(lambda last=last: train(last, last + 1000)))
+
+    assert [len(level.complete) for level in cluster.coordinator.levels] == [2099, 420]
+    assert work[1] < 1.1 * work[0]
+    assert memory[1] - memory[0] < 1.1 * len(settings) * 18_000 / 8
 
 
 def test_a_disk_of_each_node_copies_nothing_from_a_level_that_all_nodes_see():
