@@ -34,7 +34,7 @@ from lazysnap.restore.part import PartReader
 from lazysnap.restore.peer_memory import Connections, PeerMemory
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.restore.sources import Failure, Places, Sources
-from lazysnap.restore.survey import Survey, check_levels
+from lazysnap.restore.survey import Survey
 from lazysnap.runs import Choice, runs_in, short_ids
 from lazysnap.shard.names import SnapshotName, id_after, new_id
 from lazysnap.state.gc_pause import collector_paused
@@ -250,15 +250,14 @@ class _Search:
                 refusal = str(error)
             own = self._memory.own if self._world.place.local_rank == 0 else None
             parity = [] if own is None else msgspec.to_builtins(own.parity)
-            return [refusal, msgspec.to_builtins(mine), list(self._levels), parity]
+            return [refusal, msgspec.to_builtins(mine), parity]
 
         told = self._world.exchange_after("what is in memory", remember)
         busy = [text for text, *_ in told if text]
         if busy:
             raise JobBusy(busy[0])
-        check_levels([urls for _, _, urls, _ in told], self._world.places)
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
-        memories = [one for _, listed, _, _ in told for one in msgspec.convert(listed, list[Inventory])]
+        memories = [one for _, listed, _ in told for one in msgspec.convert(listed, list[Inventory])]
         memories.append(self._computed(memories, [parity for *_, parity in told]))
         stored = self.survey.look(self.problems, None if is_patient or not candidates(memories) else _PATIENCE_S)
         found = [*memories, *stored]

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from lazysnap import faults
-from lazysnap.errors import ConfigError
 from lazysnap.levels.listing import Directory, Listing, without_manifest
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
@@ -196,18 +195,6 @@ def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: 
             "on from there, stop this training and start it again when that level is faster"
         )
     return ""
-
-
-def check_levels(urls: Sequence[Sequence[str]], places: Sequence[Place]) -> None:
-    """Check that the ranks of a node have the same levels. ``urls``: by rank. Raises: ConfigError, if not."""
-    first: dict[str, int] = {}
-    for rank, mine in enumerate(urls):
-        other = first.setdefault(places[rank].node, rank)
-        if list(mine) != list(urls[other]):
-            raise ConfigError(
-                f"ranks {other} and {rank} are on one node and have other levels: {list(map(shown, urls[other]))} and "
-                f"{list(map(shown, mine))}; give all ranks the same URLs, their node writes one file for all of them"
-            )
 
 
 def is_path(url: str) -> bool:
