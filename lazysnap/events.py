@@ -1,7 +1,8 @@
-"""The events of a run and their times: the file of events that a keeper keeps at the first level (docs/format.md).
+"""The events of a run, as its keepers tell them: to trainers (``keeper.protocol.Status``), and in a file at the first
+level (docs/events.md).
 
-One JSON object per line. For people and their reports alone: nothing is decided by it, and a run whose file is missing
-or damaged is restored all the same.
+The file has one JSON object per line. It is for people and their reports alone: a run whose file is missing or damaged
+is restored all the same.
 """
 
 import functools
@@ -100,26 +101,43 @@ class Complete(Event, frozen=True, kw_only=True, tag="complete"):
 
     level: str
     steps: list[int]
+    start: str = ""
+    """The start that captured them."""
 
 
 class Protected(Event, frozen=True, kw_only=True, tag="protected"):
-    """A snapshot survives the loss of nodes; ``None``: no one does any more."""
+    """A snapshot survives the loss of nodes: all parity of it is there."""
 
     step: int | None
+    """``None``: none does any more, parity was lost with a keeper."""
+    start: str = ""
+    """The start that captured it."""
 
 
 class LevelFailed(Event, frozen=True, kw_only=True, tag="failed"):
-    """A level could not take a snapshot."""
+    """A level could not take a snapshot; it is tried again with the next one."""
 
     level: str
     step: int
     text: str
 
 
+class NameFailed(Event, frozen=True, kw_only=True, tag="name"):
+    """A level could not write, or take away, the name of a snapshot."""
+
+    level: str
+    name: str
+    text: str
+    is_lost: bool = False
+    """True if the snapshot itself will never be there."""
+
+
 class Alert(Event, frozen=True, kw_only=True, tag="alert"):
-    """Something keeps snapshots from being safe; without text it is over."""
+    """Something keeps snapshots from being safe. It comes again while that lasts; without text it is over."""
 
     about: str
+    """``links``: keepers of nodes do not reach each other, so nothing is stored. ``protection``: nothing was protected
+    for a while. ``keeper``: an error that nothing else shows; it comes once."""
     text: str
 
 

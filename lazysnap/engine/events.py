@@ -8,6 +8,7 @@ from lazysnap.config import SnapshotConfig, due_every, least_interval
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.errors import KeeperUnavailable
+from lazysnap.events import Alert, Complete, LevelFailed, NameFailed, Protected, Stored
 from lazysnap.keeper.events import (
     KeeperAnswers,
     KeeperEvent,
@@ -16,15 +17,7 @@ from lazysnap.keeper.events import (
     KeeperSilent,
     KeeperUnreachable,
 )
-from lazysnap.keeper.protocol import (
-    Alert,
-    Complete,
-    LevelFailed,
-    MemoryRefused,
-    NameFailed,
-    NodeFileStored,
-    Protected,
-)
+from lazysnap.keeper.protocol import MemoryRefused
 from lazysnap.levels.redaction import shown
 
 _ALERTS = {
@@ -67,9 +60,9 @@ class KeeperEvents:
         tell, refused = self._messages.tell, list[str]()
         for event in events:
             match event:
-                case NodeFileStored():
-                    rate = decimal(int(event.num_bytes / max(event.seconds, 1e-9)))
-                    size, where = decimal(event.num_bytes), shown(event.level)
+                case Stored():
+                    rate = decimal(int(event.bytes / max(event.seconds, 1e-9)))
+                    size, where = decimal(event.bytes), shown(event.level)
                     tell(Event.FIRST_STORED, level=where, size=size, seconds=event.seconds, rate=rate)
                 case Complete():
                     self._count(event.level, event.steps)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec
 
+from msgspec.structs import replace
+
 from lazysnap import events
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LazySnapError
@@ -114,11 +116,14 @@ class EventLog:
                     self._add(events.PhaseEnded(t=t, rank=number, start=start, phase=phase, waited_s=waited_s))
 
     @_guarded
-    def sent(self, message: protocol.Message) -> None:
-        """A message goes to the trainers. Thread-safe."""
-        convert = _CONVERTED.get(type(message))
-        if convert is not None:
-            self._add(convert(message, time.time(), self._redaction.clean))
+    def note(self, event: events.Event) -> None:
+        """Take an event of the storage or the protection. Thread-safe."""
+        changes: dict[str, str] = {}
+        if isinstance(event, (events.Stored, events.Complete, events.LevelFailed, events.NameFailed)):
+            changes["level"] = shown(event.level)
+        if isinstance(event, (events.LevelFailed, events.NameFailed, events.Alert)):
+            changes["text"] = self._redaction.clean(event.text)
+        self._add(replace(event, **changes))
 
     @_guarded
     def look(self, ranks: Mapping[int, LocalRank]) -> None:
@@ -196,26 +201,6 @@ class _Seen:
     began_ns: int
     looked_at: float = 0.0
     has_ended: bool = False
-
-
-_CONVERTED: dict[type[protocol.Message], Callable[..., events.Event]] = {
-    protocol.NodeFileStored: lambda message, t, clean: events.Stored(
-        t=t,
-        level=shown(message.level),
-        step=message.step,
-        bytes=message.num_bytes,
-        seconds=message.seconds,
-        checksum_s=message.checksum_s,
-        read_back_s=message.read_back_s,
-    ),
-    protocol.Complete: lambda message, t, clean: events.Complete(t=t, level=shown(message.level), steps=message.steps),
-    protocol.Protected: lambda message, t, clean: events.Protected(t=t, step=message.step),
-    protocol.LevelFailed: lambda message, t, clean: events.LevelFailed(
-        t=t, level=shown(message.level), step=message.step, text=clean(message.text)
-    ),
-    protocol.Alert: lambda message, t, clean: events.Alert(t=t, about=message.about, text=clean(message.text)),
-    protocol.Ending: lambda message, t, clean: events.Notice(t=t),
-}
 
 
 class EventFileWriter:

@@ -1,22 +1,13 @@
 """Events from a keeper to its trainer, and the trainer's record of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from msgspec.structs import asdict
 
+from lazysnap.events import Event
 from lazysnap.keeper.held import Captured, HeldParity, TrainerEnd
-from lazysnap.keeper.protocol import (
-    Alert,
-    Complete,
-    Inventory,
-    LevelFailed,
-    MemoryRefused,
-    NameFailed,
-    NodeFileStored,
-    Protected,
-    SlotName,
-)
+from lazysnap.keeper.protocol import Inventory, MemoryRefused, SlotName
 from lazysnap.memory.arena import Slot
 
 _REMEMBERED = 1024
@@ -88,14 +79,11 @@ class KeeperAnswers:
     pid: int
 
 
-News = NodeFileStored | Complete | Protected | LevelFailed | NameFailed | Alert | MemoryRefused
-"""Messages of the keeper that the trainer's training thread wants to know of."""
-
-KeeperEvent = News | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers
+KeeperEvent = Event | MemoryRefused | KeeperLost | KeeperUnreachable | KeeperReady | KeeperSilent | KeeperAnswers
 
 
 class DurableSteps:
-    """The durable steps of the current start that a trainer knows, by level. Not thread-safe."""
+    """The durable steps of one start that a trainer knows, by level. Not thread-safe."""
 
     def __init__(self) -> None:
         self._steps: dict[str, set[int]] = {}
@@ -103,23 +91,16 @@ class DurableSteps:
         self._forgotten: dict[str, int] = {}
         """The newest step of each level that is not in ``_steps`` any more. By then an older one is stored, or lost:
         memory does not hold it."""
-        self._start = ""
 
-    def begin(self, start: str) -> None:
-        """Forget what was before: what an earlier attempt got to storage does not make this one's steps safe."""
-        self._start, self._steps, self._forgotten = start, {}, {}
-
-    def add(self, event: Complete) -> list[int]:
-        """Return the new steps, oldest first."""
-        if event.start != self._start:
-            return []
-        known = self._steps.setdefault(event.level, set())
-        news = sorted(step for step in {*event.steps} - known if step > self._forgotten.get(event.level, -1))
+    def add(self, url: str, steps: Collection[int]) -> list[int]:
+        """Return the steps that are new, oldest first."""
+        known = self._steps.setdefault(url, set())
+        news = sorted(step for step in {*steps} - known if step > self._forgotten.get(url, -1))
         known.update(news)
         if len(known) > 2 * _REMEMBERED:
             older = sorted(known)[:-_REMEMBERED]
             known.difference_update(older)
-            self._forgotten[event.level] = older[-1]
+            self._forgotten[url] = older[-1]
         return news
 
     def has(self, url: str, step: int) -> bool:

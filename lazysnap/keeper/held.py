@@ -2,6 +2,7 @@
 
 import msgspec
 
+from lazysnap.events import LevelFailed, Stored
 from lazysnap.shard.checksum import Checksums
 
 
@@ -61,6 +62,23 @@ class TrainerEnd(msgspec.Struct, frozen=True):
     run_id: str
     step: int
     """The step of the last boundary that it passed."""
+
+
+MAX_COMPLETE = 256
+"""Complete steps of one level in a status: the newest."""
+
+
+class LevelStatus(msgspec.Struct, frozen=True):
+    """One level, for one start."""
+
+    complete: list[int] = []
+    """The newest complete steps, the oldest first, at most ``MAX_COMPLETE``."""
+    complete_at: float = 0.0
+    """Unix time in seconds when the newest of them became complete, as far as this keeper saw it."""
+    stored: Stored | None = None
+    """The last file that this node stored there."""
+    failed: LevelFailed | None = None
+    """The last failure of this node there."""
 
 
 class CaptureTimes(msgspec.Struct, frozen=True):

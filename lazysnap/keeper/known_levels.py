@@ -1,13 +1,12 @@
 """The state of a node's levels, as the coordinator's last order describes it."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lazysnap.config import PersistentLevel
-from lazysnap.grants.messages import StepKey
+from lazysnap.events import Complete
 from lazysnap.grants.node import NodeLevel
-from lazysnap.keeper.protocol import Complete
 
 
 class KnownLevels:
@@ -32,24 +31,18 @@ class KnownLevels:
 
     def news(self, levels: Sequence[NodeLevel]) -> list[Complete]:
         """Return what is complete by ``levels``, and was not before."""
-        return self._complete([new.complete - old.complete for new, old in zip(levels, self.levels, strict=True)])
+        found = []
+        for settings, new, old in zip(self._settings, levels, self.levels, strict=True):
+            keys = new.complete - old.complete
+            steps = sorted(key.step for key in keys if key.start == self._start)
+            if steps:
+                found.append(Complete(t=time.time(), level=settings.url, steps=steps, start=self._start))
+        return found
 
     def take(self, levels: Sequence[NodeLevel]) -> None:
         """Note what the last order says."""
         now, known = time.monotonic(), zip(levels, self.known, strict=True)
         self.known = tuple((level, None if level.works else since or now) for level, (_, since) in known)
-
-    def complete(self) -> list[Complete]:
-        """Return all that is known to be complete."""
-        return self._complete([level.complete for level in self.levels])
-
-    def _complete(self, keys: Sequence[Collection[StepKey]]) -> list[Complete]:
-        found = []
-        for settings, ones in zip(self._settings, keys, strict=True):
-            steps = sorted(key.step for key in ones if key.start == self._start)
-            if steps:
-                found.append(Complete(settings.url, steps, self._start))
-        return found
 
 
 def copied(level: NodeLevel) -> NodeLevel:

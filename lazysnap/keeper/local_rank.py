@@ -6,6 +6,7 @@ import select
 import selectors
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from lazysnap import faults
@@ -17,6 +18,7 @@ from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.node_storage import NodeStorage
 from lazysnap.keeper.rank_slots import RankSlots
+from lazysnap.keeper.status import StatusBoard
 from lazysnap.keeper.step_wait import Wait
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.topology import Team
@@ -32,6 +34,17 @@ than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
 """
 
 
+@dataclass
+class Node:
+    """What the ranks of a node share in its keeper."""
+
+    frozen: FrozenPool
+    board: StatusBoard
+    """What trainers are told."""
+    storage: NodeStorage | None = None
+    """What stores the captures of the newest start; ``None``: no trainer began one yet."""
+
+
 class LocalRank:
     """The captures and duties of a keeper for one rank of its node. Used on the keeper's main thread.
 
@@ -44,17 +57,15 @@ class LocalRank:
         selector: selectors.BaseSelector,
         close: Callable[[Connection], None],
         last_words: Callable[[Connection], None],
-        frozen: FrozenPool,
-        storage: Callable[[], NodeStorage | None],
+        node: Node,
     ) -> None:
-        """``close`` ends a connection, which leads to ``lost_connection``; ``last_words`` reads what is left there.
-
-        ``storage``: what stores the captures of the node now.
-        """
+        """``close`` ends a connection, which leads to ``lost_connection``; ``last_words`` reads what is left there."""
         self._selector = selector
         self._close = close
         self._last_words = last_words
-        self._storage = storage
+        self._node = node
+        self._told: protocol.Status | None = None
+        """The last status that the trainer took."""
         self.phase = Phase.WAITING
         self._phase_since = self._deadline = time.monotonic()
         self._linger_s = 0.0
@@ -62,9 +73,9 @@ class LocalRank:
         self._trainer_since = 0.0
         self._trainer_pid = 0
         self._pidfd = -1
-        self._memory = RankSlots(frozen, self.emit, lambda: self.phase is Phase.ATTACHED, self._is_reading)
+        self._memory = RankSlots(node.frozen, self.emit, lambda: self.phase is Phase.ATTACHED, self._is_reading)
         self._pool = self._memory.pool
-        self._frozen = frozen
+        self._frozen = node.frozen
         self.levels: tuple[PersistentLevel, ...] = ()
         self.team = Team()
         self.inventory = RankInventory(self._pool, self._frozen)
@@ -74,8 +85,6 @@ class LocalRank:
         self._last: Wait | None = None
         """The wait for the newest step that the node holds, while it drains."""
         self._progress = (0, 0)
-        self._has_missed = False
-        """True if the trainer did not take some message."""
         self._is_sealed = False
         """True if its trainer lives, and captures nothing more."""
         self.ended: tuple[Literal["goodbye", "left", "died"], float] | None = None
@@ -132,7 +141,6 @@ class LocalRank:
     def tick(self) -> None:
         """Do what is due; called about ten times a second."""
         self._memory.wake()
-        self._tell_again()
         if self._drain is not None:
             self._look_at_drain(*self._drain)
         if self.phase is Phase.ATTACHED and self.trainer is None:  # an error came in between when it died
@@ -160,13 +168,13 @@ class LocalRank:
         self._is_superseded = event is Event.SUPERSEDED
         if self.phase is Phase.DRAINING and not self._is_superseded:
             self.await_newest()
-        storage = self._storage()
+        storage = self._node.storage
         if storage is not None:
             storage.slots_changed()
 
     def await_newest(self) -> None:
         """Ask anew for the newest step that the node holds: a level that was away may be back."""
-        storage = self._storage()
+        storage = self._node.storage
         step = None if storage is None else storage.common_step()
         self._last = None if storage is None or step is None else storage.wait_for(step)
 
@@ -181,13 +189,14 @@ class LocalRank:
     # ---------------------------------------------------------------- what a person who stops the keeper wants to know
 
     def is_drained(self) -> bool:
-        """True if every level has the newest step that the node held, or was tried."""
-        storage = self._storage()
+        """True if every level has the newest step that the node held, with its names, or was tried."""
+        storage = self._node.storage
         if self._is_superseded or (storage is not None and storage.has_stored_alone):
             return True
         if self._last is None:
             self.await_newest()
-        return self._last is None or self._last.result() is not None
+        is_known = self._last is None or self._last.result() is not None
+        return is_known and (storage is None or not storage.is_naming)
 
     def is_durable(self) -> bool:
         """True if it is at every level; also if nobody wants it any more."""
@@ -242,7 +251,7 @@ class LocalRank:
         self._unwatch()
         self._watch(trainer)
         self.levels, self.team = hello.levels, hello.team
-        self.is_choosing, self._last, self._has_missed = True, None, False
+        self.is_choosing, self._last, self._told = True, None, None
         self._is_sealed, self.ended = False, None
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
@@ -303,7 +312,7 @@ class LocalRank:
 
         What adopts a slot takes its one descriptor over.
         """
-        storage = self._storage()
+        storage = self._node.storage
         match message:
             case protocol.SlotsChanged():
                 if storage is not None:
@@ -356,7 +365,7 @@ class LocalRank:
 
     def begin_run(self, run: protocol.Run) -> None:
         """Captures from now on are of this run and start."""
-        self.is_choosing = False
+        self.is_choosing, self._told = False, None  # a status that came before it knew its start was not for it
         if self.last is None or self.last[0].start != run.start:
             earlier = [known for known in self._runs if known[0].floor < run.floor]
             self._runs = [*earlier, (run, self.team)][-_RUNS_KEPT:]
@@ -389,7 +398,7 @@ class LocalRank:
             self._progress = progress
             self.emit(protocol.DrainProgress(*progress))
         result = wait.result()
-        if result is not None:
+        if result is not None and self.tell():  # first that it is durable
             self._answer(request, result)
 
     def _answer(self, request: protocol.Drain, ok: bool) -> None:
@@ -406,22 +415,21 @@ class LocalRank:
                 trainer.send(message, fds)
             except OSError as error:  # it is dying, which the main loop will notice, or takes nothing now
                 logger.info("could not tell the trainer: %s", error)
-                self._has_missed = True
 
-    def _tell_again(self) -> None:
-        """Send what is complete to a trainer that did not take a message, as soon as it takes one."""
-        storage, trainer = self._storage(), self.trainer
-        is_known = storage is not None and self.last is not None and self.last[0].start == storage.run.start
-        if not self._has_missed or not is_known or storage is None or trainer is None:
-            return
-        self._has_missed = False
+    def tell(self) -> bool:
+        """Send the newest status, unless the trainer has it; ``False`` if it does not take it now. Does not block."""
+        status, trainer = self._node.board.status, self.trainer
+        if trainer is None or self._told is status:
+            return True
         try:
-            is_told = all(trainer.post(message) for message in storage.again())
-        except OSError as error:
+            is_told = trainer.post(status)
+        except OSError as error:  # it is dying, which the main loop will notice
             logger.info("could not tell the trainer: %s", error)
-            is_told = False
-        self._has_missed = self._has_missed or not is_told
+            return False
+        if is_told:
+            self._told = status
+        return is_told
 
     def _is_reading(self, slot: Slot) -> bool:
-        storage = self._storage()
+        storage = self._node.storage
         return storage is not None and storage.is_reading(slot)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
+from lazysnap.events import Event
 from lazysnap.keeper.grant_loop import GrantLoop
-from lazysnap.keeper.protocol import Message, Run
+from lazysnap.keeper.protocol import Run
 from lazysnap.keeper.reminder import Reminder
 from lazysnap.links.links import Hello, Links
 from lazysnap.topology import Team
@@ -15,7 +16,7 @@ _UNREACHED_S = 10.0
 class NodeLinks:
     """The links of one node, for one start. They end with ``loop``, which gets their messages."""
 
-    def __init__(self, run: Run, team: Team, loop: GrantLoop, emit: Callable[[Message], None]) -> None:
+    def __init__(self, run: Run, team: Team, loop: GrantLoop, emit: Callable[[Event], None]) -> None:
         self._peers, self._start, self._team, self._loop = run.peers, run.start, team, loop
         self._reminder = Reminder("links", _UNREACHED_S, emit)
 

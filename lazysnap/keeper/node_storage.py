@@ -4,7 +4,6 @@ The decisions are those of ``grants.coordinator`` and ``grants.node``; here they
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from lazysnap.config import PersistentLevel
+from lazysnap.events import Event, NameFailed, Notice
 from lazysnap.grants.core import Action, Begin, GiveNotice, Learn, Pin, Settle
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, RankView, whole_before_newest
@@ -25,7 +25,7 @@ from lazysnap.keeper.node_names import NodeNames
 from lazysnap.keeper.node_slots import NodeSlots, Ranks
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext
-from lazysnap.keeper.protocol import Ending, Message, NameFailed, Run
+from lazysnap.keeper.protocol import Run
 from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.links.links import Links
 from lazysnap.memory.arena import KEEP, Slot, Word
@@ -51,7 +51,8 @@ class StorageContext:
 
     ranks: Ranks
     frozen: Callable[[str], Slot | None]
-    emit: Callable[[Message], None]
+    emit: Callable[[Event], None]
+    """Adds to the status that trainers of the node get."""
     admit: Callable[[Links], None]
     """Accepts links of other nodes, at node 0."""
     parity: ParityStore = field(default_factory=ParityStore)
@@ -91,8 +92,6 @@ class NodeStorage:
         core = make_core(self.levels, run, team, _ALONE_S)
         self._node, self._core = core.node, core
         self._known = KnownLevels(self.levels, self._node.levels[: len(levels)], run.start)
-        self._news: queue.SimpleQueue[Message | tuple[NodeLevel, ...] | None] = queue.SimpleQueue()
-        """Messages for trainers and orders for writers; ``None``: the end."""
         self._is_closed = False
         self._is_retired = False
         """True once memory belongs to the next start."""
@@ -103,22 +102,20 @@ class NodeStorage:
         self._indices = range(len(levels))
         """The levels, without the protection by other nodes."""
         self._loop = GrantLoop(core, self._views, self._act)
-        self._links = NodeLinks(run, team, self._loop, self._news.put)
+        self._links = NodeLinks(run, team, self._loop, context.emit)
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         for writer in self._writers:
             writer.start(self._writers)
         self._protection = self._protecting()
-        works = (self._begin, "lazysnap-begin"), (self._learn, "lazysnap-tell"), (self._rest, "lazysnap-checksums")
-        for work, name in works:
+        for work, name in ((self._begin, "lazysnap-begin"), (self._rest, "lazysnap-checksums")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def _protecting(self) -> NodeProtection | None:
         if self.run.parity is None or self.run.peers is None:
             return None
         grants = self._loop, self._node.levels[-1], len(self.levels)
-        context = ProtectionContext(
-            self._news.put, lambda: any(level.complete for level in self._known.levels), *grants
-        )
+        emit, known = self._context.emit, self._known
+        context = ProtectionContext(emit, lambda: any(level.complete for level in known.levels), *grants)
         return NodeProtection(self.run, self.team, self._slots, self._context.parity, context)
 
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
@@ -127,7 +124,7 @@ class NodeStorage:
         earlier = () if self._before is None else self._before._writers
         before = next((writer.place for writer in earlier if writer.place.level.url == level.url), None)
         reads = self._loop, self._slots.of_step, self._context.frozen
-        context = WriterContext(*reads, self._named_before, self._may_delete, self._news.put)
+        context = WriterContext(*reads, self._named_before, self._may_delete, self._context.emit)
         return LevelWriter(LevelPlace(level, before), index, files, context, knows_earlier=level.url in run.stored)
 
     def set_interval(self, every_n_steps: int) -> None:
@@ -208,7 +205,7 @@ class NodeStorage:
             case GiveNotice():
                 self.give_notice()
             case Learn():
-                self._news.put(tuple(map(copied, self._node.levels[: len(self.levels)])))
+                self._learn(tuple(map(copied, self._node.levels[: len(self.levels)])))
 
     def _is_answered(self, step: int) -> bool:
         """True if a step that must be stored is complete, or lost, at every level that reads the slots."""
@@ -218,18 +215,7 @@ class NodeStorage:
         """True if levels that read the slot move."""
         return not any(writer.idle_s > _MOVING_S for writer in self._writers if writer.is_reading(slot))
 
-    def _learn(self) -> None:
-        """Run the thread that sends messages: a trainer that does not listen may block it for seconds."""
-        while (known := self._news.get()) is not None:
-            try:
-                if isinstance(known, Message):
-                    self._context.emit(known)
-                else:
-                    self._take(known)
-            except Exception:  # the last handler of the thread: later messages are sent all the same
-                logger.exception("telling")
-
-    def _take(self, levels: tuple[NodeLevel, ...]) -> None:
+    def _learn(self, levels: tuple[NodeLevel, ...]) -> None:
         for news in self._known.news(levels):
             self._context.emit(news)
         with self._telling:
@@ -245,7 +231,11 @@ class NodeStorage:
             writer.learned(levels, names)
         for index, step, name in self._names.newly_lost(levels):
             text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
-            self._news.put(NameFailed(self.levels[index].url, name, text, is_lost=True))
+            self._name_lost(index, name, text)
+
+    def _name_lost(self, index: int, name: str, text: str) -> None:
+        url = self.levels[index].url
+        self._context.emit(NameFailed(t=time.time(), level=url, name=name, text=text, is_lost=True))
 
     # --------------------------------------------------------------- the writers' side (``level_writer.WriterContext``)
 
@@ -273,7 +263,7 @@ class NodeStorage:
         self._is_ending = True
         self.store_newest()
         self._loop.post(self._node.take_notice)
-        self._news.put(Ending())
+        self._context.emit(Notice(t=time.time()))
 
     def store_newest(self) -> None:
         """Store the newest capture that all ranks of the node hold whole, due or not."""
@@ -304,13 +294,6 @@ class NodeStorage:
             for writer in self._writers:
                 writer.release(name)
             self._tell(self._known.levels)
-
-    def again(self) -> list[Message]:
-        """Return the messages for a trainer that comes back."""
-        told: list[Message] = [] if self._protection is None else self._protection.again()
-        if self._is_ending:
-            told.append(Ending())
-        return [*told, *self._known.complete()]
 
     def wait_for(self, step: int) -> Wait:
         """Ask for a step at every level; the result shows if it arrives."""
@@ -366,11 +349,16 @@ class NodeStorage:
         """True if an operation of any level runs."""
         return any(writer.is_at_work for writer in self._writers)
 
+    @property
+    def is_naming(self) -> bool:
+        """True if complete snapshots are still to be named, as far as levels work."""
+        return any(writer.has_names for writer in self._writers)
+
     def has_names(self) -> bool:
         """True if snapshots are still to be named, as far as levels work and nodes answer."""
         works = self._known.works
         missing = any(works[index] for index, _, _ in self._names.missing(self._known.levels))
-        return (missing and not self.has_stored_alone) or any(writer.has_names for writer in self._writers)
+        return (missing and not self.has_stored_alone) or self.is_naming
 
     def is_idle(self) -> bool:
         """True if levels that work have nothing left to do: names, old snapshots."""
@@ -409,7 +397,7 @@ class NodeStorage:
             time.sleep(_REST_S)
         text = "training was started again before its snapshot was stored there"
         for index, _, name in [] if self._is_closed else self._names.missing(self._known.levels):
-            self._context.emit(NameFailed(self.levels[index].url, name, text, is_lost=True))
+            self._name_lost(index, name, text)
         self.close()
 
     def close(self) -> None:
@@ -420,7 +408,6 @@ class NodeStorage:
             before.close()
         self.end_protection()
         self._loop.close()
-        self._news.put(None)
         for writer in self._writers:
             writer.close()
 

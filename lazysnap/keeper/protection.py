@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from lazysnap import faults
 from lazysnap.config import due_every
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
+from lazysnap.events import Event, Protected
 from lazysnap.grants.core import Action, Begin, Hold, Learn, Settle
 from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.held import HeldParity
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
-from lazysnap.keeper.protocol import Message, Parity, Peers, Protected, Run
+from lazysnap.keeper.protocol import Parity, Peers, Run
 from lazysnap.keeper.reminder import Reminder
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
@@ -40,8 +41,8 @@ _LATE_S = 60.0
 class ProtectionContext:
     """The keeper's side of protection."""
 
-    emit: Callable[[Message], None]
-    """Tell the trainers of the node; does not block."""
+    emit: Callable[[Event], None]
+    """Add to the status that trainers of the node get; does not block."""
     has_stored: Callable[[], bool]
     """True if a snapshot is complete at some level, and with it the frozen tensors."""
     loop: GrantLoop
@@ -134,11 +135,6 @@ class NodeProtection:
         """Captures are so many steps apart from now on: only what is captured can be protected."""
         self._every = due_every(self._parity.every_n_steps, every_n_steps)
 
-    def again(self) -> list[Message]:
-        """Return the messages for a trainer that comes back."""
-        protected = self._held.protected
-        return [] if protected is None else [Protected(protected, self._run.start)]
-
     def close(self) -> None:
         """Protect no more; what is protected stays so. Blocks: for a moment."""
         if self._is_closed:
@@ -167,7 +163,8 @@ class NodeProtection:
             case Begin(write) if write.level == self._index:
                 self._work.put(write)
             case Learn() if not self._is_closed and self._held.learn():
-                self._context.emit(Protected(self._held.protected, self._run.start))
+                told = Protected(t=time.time(), step=self._held.protected, start=self._run.start)
+                self._context.emit(told)
 
     def _let_go(self) -> None:
         held = self._held

@@ -3,17 +3,18 @@
 import functools
 import json
 import operator
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.errors import KeeperUnavailable
-from lazysnap.keeper.held import HeldCapture, HeldParity, NodeState, TrainerEnd
+from lazysnap.events import Alert, NameFailed
+from lazysnap.keeper.held import HeldCapture, HeldParity, LevelStatus, NodeState, TrainerEnd
 from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
-PROTOCOL = 16
+PROTOCOL = 17
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -198,8 +199,7 @@ class ServePeers(Question, frozen=True, kw_only=True):
 
 
 class Ending(Message, frozen=True):
-    """The processes of this start are about to be killed: store the newest capture now, and inform all ranks. A keeper
-    sends the same to its trainers."""
+    """The processes of this start are about to be killed: store the newest capture now, and inform all ranks."""
 
     is_sealed: bool = False
     """True if this trainer captures nothing more: what it holds counts as that of a dead one, so that all ranks store
@@ -305,60 +305,21 @@ class Inventory(Answer, frozen=True, kw_only=True):
     """Only where it was asked for (``AskInventory.in_words``), and once a training began."""
 
 
-class NodeFileStored(Message, frozen=True):
-    """The file of this node is stored at a level, and read back where the level does that. The snapshot is durable only
-    when it is ``Complete``."""
+class Status(Message, frozen=True):
+    """The message of a keeper to its trainers: all that they must know of one start."""
 
-    level: str
-    step: int
-    num_bytes: int
-    seconds: float
-    checksum_s: float
-    """The part of ``seconds`` that checksums took, of all threads together."""
-    read_back_s: float
-
-
-class Complete(Message, frozen=True):
-    """Snapshots of a start are durable at a level: the parts of all nodes are there."""
-
-    level: str
-    steps: list[int]
-    start: str
-
-
-class Protected(Message, frozen=True):
-    """A snapshot of a start survives the loss of a node: all parity of it is there."""
-
-    step: int | None
-    """``None``: none does any more, parity was lost with a keeper."""
-    start: str
-
-
-class Alert(Message, frozen=True):
-    """Something keeps snapshots from being safe. It is sent again while that lasts; without text it is over."""
-
-    about: Literal["links", "protection", "keeper"]
-    """``links``: keepers of nodes do not reach each other, so nothing is stored. ``protection``: nothing was protected
-    for a while. ``keeper``: an error that no other message shows; sent once."""
-    text: str
-
-
-class LevelFailed(Message, frozen=True):
-    """A level could not take a snapshot; it is tried again with the next one."""
-
-    level: str
-    step: int
-    text: str
-
-
-class NameFailed(Message, frozen=True):
-    """A level could not write, or take away, the name of a snapshot."""
-
-    level: str
-    name: str
-    text: str
-    is_lost: bool = False
-    """True if the snapshot itself will never be there."""
+    start: str = ""
+    """Empty: no trainer began one yet."""
+    levels: dict[str, LevelStatus] = {}
+    """By URL."""
+    protected: int | None = None
+    """The newest step that survives the loss of a node."""
+    names: list[NameFailed] = []
+    """The names that could not be given, also those of the start before."""
+    alerts: list[Alert] = []
+    """The last one about links and about protection, and the last errors of the keeper."""
+    is_ending: bool = False
+    """True if the processes of the start are about to be killed."""
 
 
 def _leaves(kind: type[Message]) -> list[type[Message]]:

@@ -1,9 +1,10 @@
 """Alerts about trouble that lasts."""
 
+import time
 from collections.abc import Callable
 from typing import Literal
 
-from lazysnap.keeper.protocol import Alert
+from lazysnap.events import Alert
 
 _AGAIN_S = 600.0
 """Seconds after which an alert is repeated."""
@@ -26,8 +27,8 @@ class Reminder:
         """
         if lasts_s is None:
             if self._next_s != self._after_s:
-                self._emit(Alert(self._about, ""))
+                self._emit(Alert(t=time.time(), about=self._about, text=""))
             self._next_s = self._after_s
         elif lasts_s >= self._next_s:
             self._next_s = lasts_s + _AGAIN_S
-            self._emit(Alert(self._about, text()))
+            self._emit(Alert(t=time.time(), about=self._about, text=text()))

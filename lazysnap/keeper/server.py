@@ -15,16 +15,18 @@ import msgspec
 
 from lazysnap import faults
 from lazysnap.errors import KeeperUnavailable, LazySnapError
+from lazysnap.events import Alert
 from lazysnap.keeper import protocol
 from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
-from lazysnap.keeper.local_rank import LocalRank
+from lazysnap.keeper.local_rank import LocalRank, Node
 from lazysnap.keeper.messages import Connection, Greeting, OtherVersion
-from lazysnap.keeper.node_state import LastMessages, node_state
+from lazysnap.keeper.node_state import node_state
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
+from lazysnap.keeper.status import StatusBoard
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
@@ -74,12 +76,15 @@ class Server:
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._trouble = trouble
-        self._sent = LastMessages()
         self._events = EventLog()
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Wakes the main loop from any thread."""
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: os.eventfd_read(self._woken))
+        board = StatusBoard(self._events.note, lambda: os.eventfd_write(self._woken, 1))
+        self._node = Node(FrozenPool(self._frozen_dropped), board)
         self._untold: deque[str] = deque(maxlen=_TROUBLES)
         self._failing_since: float | None = None
         self._ranks: dict[int, LocalRank] = {}
-        self._frozen = FrozenPool(lambda digest: self._emit(protocol.FrozenDropped(digest)))
         self._first_until = time.monotonic() + START_GRACE_S
         """When it leaves, if no trainer came."""
         self._has_served = False
@@ -89,13 +94,12 @@ class Server:
         self._is_leaving = False
         """True if it was asked to leave, and no trainer came since."""
         self._asked_to_stop: Connection | None = None
-        self._storage: NodeStorage | None = None
         self._idle_until: float | None = None
         """When it ends whatever the levels still do."""
         self._num_ranks = 1
         """The number of ranks of the node."""
         self._parity = ParityStore()
-        self._reads = PeerReads(self._all_ranks, self._parity, self._frozen)
+        self._reads = PeerReads(self._all_ranks, self._parity, self._node.frozen)
 
     # ---------------------------------------------------------------- main loop
 
@@ -108,13 +112,14 @@ class Server:
                 self._tell_trouble()
         finally:
             self._tell_trouble()
+            self._tell()
         self._events.close()
-        if self._storage is not None:
-            self._storage.close()
+        if self._node.storage is not None:
+            self._node.storage.close()
         for rank in self._ranks.values():
             rank.close()
         self._reads.close()
-        self._frozen.close()
+        self._node.frozen.close()
         self._listener.close()
 
     def _do(self, works: Sequence[Callable[[], None]]) -> None:
@@ -141,7 +146,12 @@ class Server:
                 self._untold.append(self._trouble.texts.get())
         if any(rank.trainer is not None for rank in self._ranks.values()):
             while self._untold:
-                self._emit(protocol.Alert("keeper", self._untold.popleft()))
+                self._node.board.add(Alert(t=time.time(), about="keeper", text=self._untold.popleft()))
+
+    def _tell(self) -> None:
+        """Send each trainer the newest status, if it lacks it."""
+        for rank in list(self._ranks.values()):
+            rank.tell()
 
     def _is_over(self) -> bool:
         if self._has_served or self._is_leaving:
@@ -154,19 +164,20 @@ class Server:
     def _is_idle(self) -> bool:
         """True if names are given and old snapshots are gone, or that takes too long."""
         self._idle_until = self._idle_until or time.monotonic() + IDLE_LIMIT_S
-        return self._storage is None or self._storage.is_idle() or time.monotonic() > self._idle_until
+        return self._node.storage is None or self._node.storage.is_idle() or time.monotonic() > self._idle_until
 
     def terminate(self) -> None:
         """SIGTERM: persist the newest captures, then leave; while a trainer lives, not before its end."""
         self._is_terminated = True
 
     def _tick(self) -> None:
+        self._tell()
         if self._is_terminated:
             self._end()
         if self._ends and not any(rank.is_used for rank in self._ranks.values()):
             self._ends = False
             self._leave()
-        if self._storage is not None and self._storage.is_abandoned():
+        if self._node.storage is not None and self._node.storage.is_abandoned():
             self._go_back()
         self._refuse_late()
         self._release_former()
@@ -180,7 +191,7 @@ class Server:
             if rank.phase is Phase.GONE and not self._is_leaving:
                 del self._ranks[number]
                 rank.close()
-        self._frozen.sweep([slot for rank in self._ranks.values() for slot in rank.slots()])
+        self._node.frozen.sweep([slot for rank in self._ranks.values() for slot in rank.slots()])
         if self._asked_to_stop is not None and all(rank.is_drained() for rank in self._ranks.values()):
             self._answer_stop(self._asked_to_stop)
 
@@ -188,7 +199,7 @@ class Server:
         """Release memory of ranks that the present start does not have, once that has a snapshot of its own: complete
         at the first level; without levels, when memory of the first rank holds nothing older.
         """
-        first, storage = self._ranks.get(0), self._storage
+        first, storage = self._ranks.get(0), self._node.storage
         if first is None or first.last is None or storage is None:
             return
         run, team = first.last
@@ -203,11 +214,9 @@ class Server:
     def _begin_run(self, rank: LocalRank, run: protocol.Run) -> None:
         rank.begin_run(run)
         self._events.begin(rank, run)
-        storage = self._storage
+        storage = self._node.storage
         if storage is not None and storage.run.start == run.start:
             storage.set_interval(run.every_n_steps)
-            for message in storage.again():  # also messages of the time while it was away
-                rank.emit(message)
             storage.slots_changed()
         elif storage is None or run.is_new or run.start > storage.run.start:
             self._store(rank, run, rank.team)
@@ -217,14 +226,17 @@ class Server:
         self._num_ranks = len(team.node_ranks)
         if run.peers is not None and run.peers.own[1]:  # a keeper before this one may have served them
             self._reads.serve(run.peers.own, run.peers.secret)
-        context = StorageContext(self._ranks_here, self._frozen.get, self._emit, self._reads.admit, self._parity)
-        self._storage = NodeStorage(rank.levels, run, team, context, self._storage)
+        self._node.board.begin(run.start)
+        context = StorageContext(
+            self._ranks_here, self._node.frozen.get, self._node.board.add, self._reads.admit, self._parity
+        )
+        self._node.storage = NodeStorage(rank.levels, run, team, context, self._node.storage)
 
     def _go_back(self) -> None:
         """Nothing was captured since the last start, and its trainers are gone: what was before still counts."""
-        assert self._storage is not None
+        assert self._node.storage is not None
         for rank in self._ranks.values():
-            rank.forget_run(self._storage.run.start)
+            rank.forget_run(self._node.storage.run.start)
         left = [(rank, *rank.last) for rank in self._ranks.values() if rank.last is not None]
         if left:
             # With the team of then: the ranks may be on other nodes since.
@@ -239,17 +251,15 @@ class Server:
         ranks = dict(self._ranks)
         return [ranks.get(number) for number in range(max(ranks, default=-1) + 1)]
 
-    def _emit(self, message: protocol.Message) -> None:
-        self._sent.add(message)
-        self._events.sent(message)
+    def _frozen_dropped(self, digest: str) -> None:
         for rank in list(self._ranks.values()):
-            rank.emit(message)
+            rank.emit(protocol.FrozenDropped(digest))
 
     def _end(self) -> None:
         """SIGTERM came. Trainers may have got it, too (Slurm, systemd), and need this keeper to their end."""
         self._is_terminated, self._ends = False, True
-        if self._storage is not None:
-            self._storage.store_newest()
+        if self._node.storage is not None:
+            self._node.storage.store_newest()
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -378,9 +388,9 @@ class Server:
             rank = None
         if rank is None:
             last_words = functools.partial(self._read, wait=False)
-            rank = self._ranks[number] = LocalRank(
-                self._selector, self._close, last_words, self._frozen, lambda: self._storage
-            )
+            rank = self._ranks[number] = LocalRank(self._selector, self._close, last_words, self._node)
+        if not any(other.trainer is not None for other in self._ranks.values()):
+            self._node.board.forget_troubles()
         self._has_served = True
         faults.set_peer(connection.peer_pid)
         rank.attach(connection, hello)
@@ -394,8 +404,8 @@ class Server:
         rank, local_ranks = self._ranks.get(asked.local_rank), sorted(self._ranks)
         nothing = protocol.Inventory(id=asked.id, entries=[], frozen=[], end=None, local_ranks=local_ranks)
         if asked.in_words:
-            ranks, storage = [self._ranks[number] for number in local_ranks], self._storage
-            state = None if storage is None else node_state(ranks, storage, self._parity, self._sent)
+            ranks, storage = [self._ranks[number] for number in local_ranks], self._node.storage
+            state = None if storage is None else node_state(ranks, storage, self._parity, self._node.board.status)
             # A process that was stopped while it asked must not hold up the keeper.
             connection.post(msgspec.structs.replace(nothing, state=state))
             return

@@ -1,14 +1,17 @@
 """The state of a trainer that outlives its keeper: a keeper may die at any moment, and the next one must get it."""
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
+from lazysnap.events import Complete, Protected
 from lazysnap.keeper import protocol
 from lazysnap.keeper.client_slots import MappedSlots
-from lazysnap.keeper.events import DurableSteps, KeeperEvent, News
+from lazysnap.keeper.events import DurableSteps, KeeperEvent
+from lazysnap.keeper.held import LevelStatus
 from lazysnap.keeper.messages import Connection
 from lazysnap.links.listener import ReservedPort
 
@@ -42,6 +45,8 @@ class TrainerState:
         """The slots that captures need."""
         self._newest_held = 0
         """The greatest sequence number that a keeper held when this process came to it."""
+        self._status = protocol.Status()
+        """The last status that a keeper sent."""
         self._events: deque[KeeperEvent] = deque()
 
     # ---------------------------------------------------------------- what a keeper gets
@@ -76,9 +81,9 @@ class TrainerState:
         What earlier starts got to storage, or protected, does not count any more.
         """
         with self.lock:
-            self.durable.begin(run.start)
+            self.durable = DurableSteps()
             self.run = msgspec.structs.replace(run, floor=self.newest_sequence())
-            self._events = deque(event for event in self._events if not isinstance(event, protocol.Protected))
+            self._events = deque(event for event in self._events if not isinstance(event, Protected))
             return self.run
 
     def newest_sequence(self) -> int:
@@ -100,16 +105,33 @@ class TrainerState:
                     self.slots.drop(message.digest)
                 case protocol.DrainProgress():
                     self.progress = message.done, message.total
-                case protocol.Ending():
-                    self._on_notice()
-                case protocol.Complete():
-                    if steps := self.durable.add(message):
-                        self._events.append(msgspec.structs.replace(message, steps=steps))
-                case protocol.Protected():  # what an earlier start has is not this one's
-                    if self.run is not None and message.start == self.run.start:
-                        self._events.append(message)
-                case _ if isinstance(message, News) and not (isinstance(message, protocol.Answer) and message.id):
+                case protocol.Status():
+                    self._events.extend(self._news(message))
+                case protocol.MemoryRefused(id=0):
                     self._events.append(message)
+
+    def _news(self, status: protocol.Status) -> Iterator[KeeperEvent]:
+        """Yield what a status says that the last one did not. Of an earlier start only errors of the keeper count."""
+        before, self._status = self._status, status
+        yield from (alert for alert in status.alerts if alert.about == "keeper" and alert not in before.alerts)
+        if self.run is None or status.start != self.run.start:
+            return
+        if before.start != status.start:
+            before = protocol.Status(status.start)
+        for url, level in status.levels.items():
+            known = before.levels.get(url, LevelStatus())
+            if level.failed is not None and level.failed != known.failed:
+                yield level.failed
+            if level.stored is not None and level.stored != known.stored:
+                yield level.stored
+            if steps := self.durable.add(url, level.complete):
+                yield Complete(t=level.complete_at, level=url, steps=steps, start=status.start)
+        if status.protected != before.protected:
+            yield Protected(t=time.time(), step=status.protected, start=status.start)
+        yield from (failed for failed in status.names if failed not in before.names)
+        yield from (alert for alert in status.alerts if alert.about != "keeper" and alert not in before.alerts)
+        if status.is_ending and not before.is_ending:
+            self._on_notice()
 
     def say(self, event: KeeperEvent) -> None:
         """Add an event for the training thread."""

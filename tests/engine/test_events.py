@@ -5,8 +5,8 @@ from lazysnap.engine.events import KeeperEvents
 from lazysnap.engine.messages import Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
+from lazysnap.events import Alert, Complete, LevelFailed, NameFailed, Protected, Stored
 from lazysnap.keeper.events import KeeperLost
-from lazysnap.keeper.protocol import Alert, Complete, LevelFailed, NameFailed, NodeFileStored, Protected
 
 
 def said(caplog):
@@ -21,27 +21,36 @@ def events_of(every=1, *, speaks_for_node=True):
 
 
 def complete(*steps):
-    return Complete("/disk", list(steps), "s1")
+    return Complete(t=0.0, level="/disk", steps=list(steps), start="s1")
+
+
+def failed(step, text):
+    return LevelFailed(t=0.0, level="/disk", step=step, text=text)
+
+
+def alert(about, text):
+    return Alert(t=0.0, about=about, text=text)
 
 
 def test_a_level_that_fails_is_told_once_and_once_that_it_works_again(caplog):
     events, statistics = events_of()
 
-    events.take([LevelFailed("/disk", step, "read back damaged") for step in range(1, 6)])
+    events.take([failed(step, "read back damaged") for step in range(1, 6)])
     assert said(caplog) == ["step 1 is"]
 
-    events.take([NodeFileStored("/disk", 6, 100, 0.1, 0.0, 0.0), complete(6), complete(7)])
+    times = {"seconds": 0.1, "checksum_s": 0.0, "read_back_s": 0.0}
+    events.take([Stored(t=0.0, level="/disk", step=6, bytes=100, **times), complete(6), complete(7)])
     assert said(caplog) == ["step 1 is", "/disk works again:"]
     assert statistics.level_failures == {"/disk": 5}
 
 
 def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
     caplog.set_level("INFO")
-    alerts = [Alert("links", "no link"), Alert("protection", "alone")]
-    told = [LevelFailed("/disk", 1, "full"), *alerts, NameFailed("/disk", "x", "-")]
+    alerts = [alert("links", "no link"), alert("protection", "alone")]
+    told = [failed(1, "full"), *alerts, NameFailed(t=0.0, level="/disk", name="x", text="-")]
     ranks = [events_of(speaks_for_node=rank == 0) for rank in range(3)]
     for events, _ in ranks:
-        events.take([*told, Alert("links", ""), Alert("protection", ""), complete(2)])
+        events.take([*told, alert("links", ""), alert("protection", ""), complete(2)])
 
     assert len(said(caplog)) == 7
     assert len([record for record in caplog.records if record.levelname == "INFO"]) == 14
@@ -71,7 +80,7 @@ def test_after_going_back_only_what_comes_behind_that_step_counts():
 
 def test_a_step_is_not_protected_any_more_once_the_keeper_with_its_parity_is_gone():
     events, statistics = events_of()
-    events.take([Protected(6, "s1")])
+    events.take([Protected(t=0.0, step=6, start="s1")])
     assert statistics.last_protected_step == 6
 
     events.take([KeeperLost()])
@@ -82,6 +91,6 @@ def test_a_level_that_fails_after_training_does_not_say_that_training_goes_on(ca
     events, _ = events_of()
     events.is_training = False
 
-    events.take([LevelFailed("/disk", 3, "full")])
+    events.take([failed(3, "full")])
 
     assert [record.getMessage() for record in caplog.records] == ["step 3 is not persisted: full"]

@@ -8,8 +8,8 @@ from support.waiting import until
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
+from lazysnap.events import NameFailed
 from lazysnap.keeper import node_storage
-from lazysnap.keeper.protocol import NameFailed
 
 
 @pytest.fixture

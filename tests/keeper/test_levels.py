@@ -14,8 +14,8 @@ from support.waiting import until
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
+from lazysnap.events import LevelFailed, NameFailed, Stored
 from lazysnap.keeper import node_storage
-from lazysnap.keeper.protocol import LevelFailed, NameFailed, NodeFileStored
 from lazysnap.levels import open_store
 from lazysnap.levels.storage import Storage
 from lazysnap.memory.arena import SlotPhase
@@ -358,7 +358,7 @@ def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
     for _ in range(3):
         trainer.store()
 
-    durable = [event.seconds for event in trainer.told(NodeFileStored)]
+    durable = [event.seconds for event in trainer.told(Stored)]
     # A lower bound is safe to assert: the second and third wait for the bytes before them.
     assert sum(durable) >= 2 * SIZE / 1_000_000 * 0.9
 
@@ -561,27 +561,6 @@ def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed
     assert until(lambda: not temporary_files(level))
     for step in stored:
         check(level, step)
-
-
-def test_a_trainer_that_listens_to_nothing_holds_up_no_level(rig, tmp_path):
-    """What is told takes seconds then: nothing else waits for it."""
-    levels = [PersistentLevel(tmp_path / name, every_n_steps=1) for name in ("fast", "slow")]
-    trainer, may_listen = Rig(*levels), threading.Event()
-
-    class Deaf(list):
-        def append(self, event):
-            assert may_listen.wait(60)
-            super().append(event)
-
-    trainer.ears = Deaf
-    trainer.begin()
-    try:
-        trainer.train()
-        trainer.train()
-        assert until(lambda: all(4 in steps_at(level) for level in levels))
-    finally:
-        may_listen.set()
-        trainer.close()
 
 
 def test_an_error_in_what_a_level_does_costs_it_one_snapshot_and_does_not_end_it(rig, tmp_path, passing):

@@ -1,4 +1,4 @@
-"""One rank as its keeper serves it: what the trainer did not take, and what other threads still read."""
+"""One rank as its keeper serves it: what the trainer did not take."""
 
 import contextlib
 import os
@@ -6,22 +6,22 @@ import selectors
 import socket
 
 import pytest
-from support.node_rig import EVERY, RUN, STARTS
-from support.waiting import until
 
+from lazysnap import events
 from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.keeper.frozen import FrozenPool
-from lazysnap.keeper.local_rank import LocalRank
+from lazysnap.keeper.local_rank import LocalRank, Node
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import Complete, Done, Hello, Run
+from lazysnap.keeper.protocol import Done, Hello, Status
+from lazysnap.keeper.status import StatusBoard
 from lazysnap.topology import Team
 
 
 class Served:
-    """A rank, and the trainer's end of its connection. ``storages``: the keeper's, the newest last."""
+    """A rank, and the trainer's end of its connection."""
 
     def __init__(self, levels):
-        self.storages = []
+        self.board = StatusBoard(lambda event: None)
         with contextlib.ExitStack() as stack:
             ours, theirs = socket.socketpair()
             stack.callback(ours.close)
@@ -29,19 +29,12 @@ class Served:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             self.trainer, connection = Connection(theirs), Connection(ours)
-            pool, selector = FrozenPool(lambda digest: None), selectors.DefaultSelector()
+            node, selector = Node(FrozenPool(lambda digest: None), self.board), selectors.DefaultSelector()
             stack.callback(selector.close)
-            self.rank = LocalRank(
-                selector, Connection.close, lambda connection: None, pool, lambda: (self.storages or [None])[-1]
-            )
+            self.rank = LocalRank(selector, Connection.close, lambda connection: None, node)
             self.rank.attach(connection, Hello(levels, MemoryLevel(), Team()))
             stack.callback(self.rank.close)
             self.close = stack.pop_all().close
-
-    def begin_run(self, level):
-        facts = {"step": 0, "floor": 0, "every_n_steps": EVERY, "num_kept": 1, "stored": {level.url: []}}
-        run = Run(RUN, STARTS[0], **facts, shared=[], peers=None, is_new=True)
-        self.rank.begin_run(run)
 
     def received(self, kind):
         """All messages of a kind that are there."""
@@ -66,24 +59,18 @@ def served(level):
     served.close()
 
 
-def test_a_trainer_that_took_nothing_for_long_hears_later_what_is_complete(served, level, rig):
-    """It was stopped, or a step took a minute. Nobody repeats the message of a step."""
-    trainer = rig(level)
-    served.storages = trainer.storages
-    served.begin_run(level)
-    step = trainer.store()
+def test_a_trainer_that_took_nothing_for_long_gets_the_newest_status_once_it_takes_one(served, level):
+    """It was stopped, or a step took a minute."""
+    served.board.begin("s1")
     while served.rank.trainer.post(Done()):
         pass
-    served.rank.emit(Complete(level.url, [step], STARTS[0]))
-    assert served.received(Complete) == []
+    for step in range(3):
+        served.board.add(events.Complete(t=float(step), level=level.url, steps=[step], start="s1"))
+        assert not served.rank.tell()
 
-    found = []
+    assert served.received(Status) == []
+    assert served.rank.tell()
 
-    def is_told():
-        served.rank.tick()
-        found.extend(served.received(Complete))
-        return found
-
-    assert until(is_told)[0].steps == [step]
-    served.rank.tick()
-    assert served.received(Complete) == []
+    assert [status.levels[level.url].complete for status in served.received(Status)] == [[0, 1, 2]]
+    assert served.rank.tell()
+    assert served.received(Status) == []

@@ -14,6 +14,7 @@ from support.waiting import TIMEOUT_S, until
 from lazysnap import SnapshotConfig
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, PeerError, PeerRefused
+from lazysnap.events import Alert, Protected
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
 from lazysnap.grants.messages import LevelOrder, LevelReport, Order, Progress, Report, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
@@ -23,7 +24,7 @@ from lazysnap.keeper.events import KeeperEvent
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
-from lazysnap.keeper.protocol import Alert, Protected, Run
+from lazysnap.keeper.protocol import Run, Status
 from lazysnap.levels.source import RateLimiter
 from lazysnap.links import client as peer_client
 from lazysnap.links.client import PeerReader
@@ -354,11 +355,11 @@ def test_what_an_earlier_start_protected_is_not_counted_for_the_next():
         return [event for event in client.poll_events() if isinstance(event, Protected)]
 
     begin(STARTS[0])
-    client._state.take(Protected(8, STARTS[0]), ())
-    assert heard() == [Protected(8, STARTS[0])]
-    client._state.take(Protected(9, STARTS[0]), ())  # nobody looks
+    client._state.take(Status(STARTS[0], protected=8), ())
+    assert [event.step for event in heard()] == [8]
+    client._state.take(Status(STARTS[0], protected=9), ())  # nobody looks
     begin(STARTS[1])
-    client._state.take(Protected(10, STARTS[0]), ())
+    client._state.take(Status(STARTS[0], protected=10), ())
     assert heard() == []
 
 

@@ -10,7 +10,7 @@ from support.snapshots import Snapshot
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.protocol import Complete
+from lazysnap.events import Complete
 from lazysnap.levels import open_store
 from lazysnap.levels.storage import Storage
 

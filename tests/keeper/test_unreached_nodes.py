@@ -5,8 +5,8 @@ from support.node_rig import Rig
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
+from lazysnap.events import Alert
 from lazysnap.keeper import node_links, reminder
-from lazysnap.keeper.protocol import Alert
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from lazysnap.config import PersistentLevel
+from lazysnap.events import Complete, Event, LevelFailed, NameFailed, Stored
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
-from lazysnap.keeper.protocol import Complete, LevelFailed, Message, NameFailed, NodeFileStored, Peers, Run
+from lazysnap.keeper.protocol import Peers, Run
 from lazysnap.levels import open_store
 from lazysnap.levels.source import map_anonymous
 from lazysnap.links.listener import ReservedPort
@@ -138,8 +139,8 @@ class Rig:
         self._writers: list[threading.Thread] = []
         self.levels_of: Callable[[int], tuple[PersistentLevel, ...]] = lambda node: levels
         """As that node sees them: a path may be another disk there."""
-        self.ears: Callable[[], list[Message]] = list
-        self.told_to: list[list[Message]] = []
+        self.ears: Callable[[], list[Event]] = list
+        self.told_to: list[list[Event]] = []
         """What the trainers of each node hear."""
         self._peers: Peers | None = None
         self._ports: list[ReservedPort] = []
@@ -311,7 +312,7 @@ class Rig:
         until(lambda: all(step in self.complete(level, node) for node in nodes), lambda: f"step {step}: {self.told_to}")
 
     def told(
-        self, kind: type[NodeFileStored | LevelFailed | NameFailed], level: PersistentLevel | None = None, node: int = 0
+        self, kind: type[Stored | LevelFailed | NameFailed], level: PersistentLevel | None = None, node: int = 0
     ) -> list[Any]:
         """Events of a kind, of one level or of all."""
         url = None if level is None else self.levels_of(node)[self.levels.index(level)].url

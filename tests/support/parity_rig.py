@@ -5,8 +5,9 @@ from typing import Any
 import msgspec
 
 from lazysnap.config import PersistentLevel
+from lazysnap.events import Protected
 from lazysnap.keeper.parity import ParityStore
-from lazysnap.keeper.protocol import Parity, Protected, Run
+from lazysnap.keeper.protocol import Parity, Run
 from support.node_rig import Rank, Rig
 from support.waiting import until
 
