@@ -12,7 +12,7 @@ from lazysnap.errors import KeeperUnavailable
 from lazysnap.keeper.asking import answers
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.protocol import Busy, Message, NotDurable, Stop
+from lazysnap.keeper.protocol import Done, Message, Stop
 
 _ANSWER_S = 5.0
 
@@ -53,20 +53,13 @@ def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) ->
     pid, deadline = connection.peer_pid, max(deadline, time.monotonic() + _ANSWER_S)
     reply: Message | None = None
     with contextlib.closing(connection), contextlib.suppress(OSError, KeeperUnavailable):
-        reply, _ = next(answers(connection, identity, Stop(is_forced), deadline))
+        reply, _ = next(answers(connection, identity, Stop(force=is_forced), deadline))
     if reply is None:
         return pid, (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "
             f"`kill -9 {pid}`, which loses what is only in memory"
         )
-    if isinstance(reply, Busy):
-        return pid, f"its training runs, process {reply.pid}; end that first"
-    if isinstance(reply, NotDurable):
-        return pid, (
-            f"its newest capture, step {reply.step}, could not be stored at every level; mend the level and try "
-            "again (--force ends it all the same and loses that capture)"
-        )
-    return pid, ""
+    return pid, reply.text if isinstance(reply, Done) else ""
 
 
 def _wait_for_end(pid: int, deadline: float) -> bool:

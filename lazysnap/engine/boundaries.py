@@ -18,7 +18,6 @@ from lazysnap.engine.parts import Parts
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, LazySnapError, UnsupportedState
 from lazysnap.keeper.client_slots import CaptureState
-from lazysnap.keeper.protocol import Began
 from lazysnap.ranks.checks import together
 from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.modules import is_uninitialised
@@ -135,7 +134,7 @@ class Boundaries:
         phases.setdefault("first_step", time.time())
         if client.keeper_pid is not None and self._run.is_begun:
             self._has_told_phases = True
-            client.tell(Began(phases, waited_s))
+            client.update_run(phases=phases, waited_s=waited_s)
 
     def _pass(self, step: int, *, force: bool) -> bool:
         with self.lock:

@@ -37,7 +37,7 @@ class Parts:
     shared: list[str]
     """Levels that are one place for all nodes."""
     phases: dict[str, float]
-    """Unix time in seconds at which each part of this start ended (``protocol.Began``)."""
+    """Unix time in seconds at which each part of this start ended (``protocol.Run.phases``)."""
 
     @classmethod
     def of(

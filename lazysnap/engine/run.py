@@ -198,7 +198,7 @@ class Run:
         """Captures are at another interval from now on: storage and protection follow. Does not block."""
         every = self._parts.recorder.pace.every
         self._parts.recorder.events.follow(every)
-        self._parts.client.set_interval(every)
+        self._parts.client.update_run(every_n_steps=every)
 
     def begin_again(self, step: int) -> None:
         """A loop began again with a lower ``step``: these are other snapshots."""

@@ -6,6 +6,7 @@ with a deadline.
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -66,12 +67,12 @@ class KeeperClient(KeeperLink):
         if is_told:
             self._state.run_was_told()
 
-    def set_interval(self, every_n_steps: int) -> None:
-        """Say to this keeper and the next how many steps captures are apart from now on. Does not block."""
+    def update_run(self, **changes: Any) -> None:
+        """Change what was said of the run (``protocol.Run``), to this keeper and the next. Does not block."""
         with self._changed:
             if self._state.run is None:
                 return
-            run = self._state.run = msgspec.structs.replace(self._state.run, every_n_steps=every_n_steps)
+            run = self._state.run = msgspec.structs.replace(self._state.run, **changes)
         self.tell(run)
 
     def give_notice(self, *, is_sealed: bool) -> None:
@@ -100,7 +101,10 @@ class KeeperClient(KeeperLink):
         configured to; for the text of a refusal. ``growth_bytes``: what training itself is still going to take.
         ``spills``: slots may be files where memory does not suffice.
         """
-        wanted = self._state.wanted = protocol.Reserve(*capacities, count, least or count, growth_bytes, spills)
+        meta, image = capacities
+        wanted = self._state.wanted = protocol.Reserve(
+            meta=meta, image=image, count=count, least=least or count, growth=growth_bytes, spills=spills
+        )
         self._slots.want()
         self.tell(wanted)
 
@@ -159,7 +163,7 @@ class KeeperClient(KeeperLink):
 
         Blocks: while the keeper finds memory. Raises: MemoryBoundExceeded, if there is none.
         """
-        reply = self._questions.ask(protocol.AskFrozen(digest=digest, meta=meta_bytes, image=image_bytes), _FROZEN_S)
+        reply = self._questions.ask(protocol.Reserve(frozen=digest, meta=meta_bytes, image=image_bytes), _FROZEN_S)
         if isinstance(reply, protocol.MemoryRefused):
             raise MemoryBoundExceeded(reply.text)
         return (self.frozen_slot(digest), reply.fills) if isinstance(reply, protocol.SlotMade) else (None, False)

@@ -75,7 +75,7 @@ class EventLog:
 
     @_guarded
     def begin(self, rank: LocalRank, run: protocol.Run) -> None:
-        """A trainer reported its run. Does not block."""
+        """A trainer reported its run, or that something of it changed. Does not block."""
         if not self._is_on or not rank.levels:
             return
         team, level = rank.team, rank.levels[0]
@@ -102,18 +102,10 @@ class EventLog:
             )
             self._add(start)
         seen.every = run.every_n_steps  # it says so again when that changes
-
-    @_guarded
-    def began(self, rank: LocalRank, message: protocol.Began) -> None:
-        """A trainer is past its first step."""
-        seen = self._seen.get(rank.team.local_rank)
-        if seen is not None:
-            number, start = rank.team.rank, seen.start
-            for phase in events.PHASES:
-                if phase in message.phases:
-                    waited_s = message.waited_s if phase == "first_step" else 0.0
-                    t = message.phases[phase]
-                    self._add(events.PhaseEnded(t=t, rank=number, start=start, phase=phase, waited_s=waited_s))
+        for phase in () if seen.has_phases else filter(run.phases.__contains__, events.PHASES):
+            t, waited_s = run.phases[phase], run.waited_s if phase == "first_step" else 0.0
+            self._add(events.PhaseEnded(t=t, rank=team.rank, start=run.start, phase=phase, waited_s=waited_s))
+        seen.has_phases = bool(run.phases)
 
     @_guarded
     def note(self, event: events.Event) -> None:
@@ -200,6 +192,7 @@ class _Seen:
     every: int
     began_ns: int
     looked_at: float = 0.0
+    has_phases: bool = False
     has_ended: bool = False
 
 
@@ -216,8 +209,8 @@ class EventFileWriter:
         self._changed = threading.Condition()
         self._events: list[events.Event] = []
         self._new: list[events.Event] = []
-        self._starts: set[tuple[int, str]] = set()
-        """Rank and id of the starts that an earlier keeper wrote down."""
+        self._starts: set[tuple[int, str, str]] = set()
+        """What earlier keepers wrote down of starts, by ``_of_start``."""
         self._size = 0
         self._is_written = True
         self._is_urgent = self._is_closed = self._has_stored = False
@@ -271,13 +264,13 @@ class EventFileWriter:
         storage = open_store(self._level.url, options=self._level.storage_options).storage
         with contextlib.suppress(FileNotFoundError):
             earlier = events.decode(storage.get(self._name))
-            self._starts = {(event.rank, event.start) for event in earlier if isinstance(event, events.TrainerStarted)}
+            self._starts = {key for event in earlier if (key := _of_start(event)) is not None}
             self._events, self._has_stored = [*earlier, *filter(self._is_news, self._events)], True
         return storage
 
     def _is_news(self, event: events.Event) -> bool:
         """A trainer that outlives its keeper reports the same start to the next one."""
-        return not isinstance(event, events.TrainerStarted) or (event.rank, event.start) not in self._starts
+        return _of_start(event) not in self._starts
 
     def _write(self, storage: Storage) -> None:
         data = b"".join(map(events.encode, self._events))
@@ -290,6 +283,13 @@ class EventFileWriter:
         else:
             storage.put(self._name, data)
         self._is_written = True
+
+
+def _of_start(event: events.Event) -> tuple[int, str, str] | None:
+    """Return what is told of a start once: rank, start and phase; ``None`` for other events."""
+    if isinstance(event, events.TrainerStarted):
+        return event.rank, event.start, ""
+    return (event.rank, event.start, event.phase) if isinstance(event, events.PhaseEnded) else None
 
 
 def thinned(found: Sequence[events.Event]) -> list[events.Event]:

@@ -319,8 +319,11 @@ class LocalRank:
                     storage.slots_changed()
             case protocol.Ping():
                 self.emit(protocol.Done(id=message.id))
-            case protocol.Reserve():
+            case protocol.Reserve(frozen=None):
                 self._memory.reserve(message)
+            case protocol.Reserve():
+                assert self.trainer is not None
+                self._memory.ask_frozen(self.trainer, message)
             case protocol.Return(slot=int(number)):
                 self._memory.take_back(number)
             case protocol.Return(slot=str(digest)):
@@ -330,9 +333,6 @@ class LocalRank:
             case protocol.Adopt():
                 (fd,) = fds
                 self._adopt(Slot.attach(fd), message.digest)
-            case protocol.AskFrozen():
-                assert self.trainer is not None
-                self._memory.ask_frozen(self.trainer, message)
             case protocol.Release():
                 if storage is not None:
                     storage.release(message.name)

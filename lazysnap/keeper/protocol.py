@@ -110,29 +110,26 @@ class Run(Message, frozen=True):
     """The group, with several nodes that protect each other."""
     source: str | None = None
     """The place from which the step was restored. For the events of the run alone (``lazysnap.events``)."""
-
-
-class Began(Message, frozen=True):
-    """The first boundary of a start is over. For the events of the run alone (``lazysnap.events``)."""
-
-    phases: dict[str, float]
-    """Unix time at which each part of the start ended, in seconds."""
-    waited_s: float
+    phases: dict[str, float] = {}
+    """Unix time in seconds at which each part of the start ended; known after its first boundary. For events alone."""
+    waited_s: float = 0.0
     """The seconds that training waited in it for captures and memory."""
 
 
-class Reserve(Message, frozen=True):
-    """Ask for this many slots of these capacities, in bytes."""
+class Reserve(Question, frozen=True, kw_only=True):
+    """Ask for this many slots of these capacities, in bytes. ``SlotMade`` comes for each, or ``MemoryRefused``."""
 
     meta: int
     image: int
-    count: int
-    least: int
+    count: int = 1
+    least: int = 1
     """The smallest count that the training may be configured to."""
-    growth: int
+    growth: int = 0
     """Bytes of host memory that training itself is still going to take: slots leave them free."""
     spills: bool = True
     """True if slots may be files where memory does not suffice."""
+    frozen: str | None = None
+    """The digest of the frozen tensors for which the slot is; ``None``: for captures."""
 
 
 class Return(Message, frozen=True):
@@ -146,14 +143,6 @@ class Return(Message, frozen=True):
 
 class SlotsChanged(Message, frozen=True):
     """Something changed in the slots. A hint: their words are the truth."""
-
-
-class AskFrozen(Question, frozen=True, kw_only=True):
-    """A slot for frozen tensors is wanted. Answered by ``SlotMade`` or ``MemoryRefused``."""
-
-    digest: str
-    meta: int
-    image: int
 
 
 class Store(Message, frozen=True):
@@ -220,8 +209,8 @@ class Goodbye(Message, frozen=True):
 # ---------------------------------------------------------------- what others say to a keeper
 
 
-class Stop(Message, frozen=True):
-    """A person wants the keeper to leave. Answered by ``Leaving``, ``Busy`` or ``NotDurable``."""
+class Stop(Question, frozen=True, kw_only=True):
+    """A person wants the keeper to leave. Answered by ``Done``, whose text says why it stays."""
 
     force: bool = False
 
@@ -243,16 +232,6 @@ class Busy(Message, frozen=True):
     pid: int
     since: float
     """Unix time in seconds."""
-
-
-class Leaving(Message, frozen=True):
-    """This keeper serves nobody any more."""
-
-
-class NotDurable(Message, frozen=True):
-    """It stays: its newest capture is not at every level."""
-
-    step: int | None
 
 
 class SlotMade(Answer, frozen=True, kw_only=True):
@@ -280,6 +259,8 @@ class Done(Answer, frozen=True, kw_only=True):
 
     ok: bool = True
     """``False`` if what was to be done has failed."""
+    text: str = ""
+    """Why, for people."""
 
 
 class DrainProgress(Message, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import AskFrozen, Hello, MemoryRefused, Message, Reserve, SlotMade
+from lazysnap.keeper.protocol import Hello, MemoryRefused, Message, Reserve, SlotMade
 from lazysnap.memory.arena import Slot
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.slot_files import spill_dir
@@ -37,7 +37,7 @@ class RankSlots:
         self._reserve: Reserve | None = None
         self._settled: Reserve | None = None
         """The last request that was met or refused."""
-        self._frozen_asked: deque[tuple[Connection, AskFrozen]] = deque()
+        self._frozen_asked: deque[tuple[Connection, Reserve]] = deque()
         self._wake = threading.Event()
         self._is_closed = False
         threading.Thread(target=self._run, name="memory", daemon=True).start()
@@ -58,7 +58,7 @@ class RankSlots:
         self._settled = None  # it may be one of those that are wanted
         self.wake()
 
-    def ask_frozen(self, trainer: Connection, asked: AskFrozen) -> None:
+    def ask_frozen(self, trainer: Connection, asked: Reserve) -> None:
         """Answer with a slot for frozen tensors."""
         self._frozen_asked.append((trainer, asked))
         self.wake()
@@ -123,16 +123,16 @@ class RankSlots:
         most = None if self._hello is None else self._hello.memory.max_bytes
         return None if most is None else most - used_bytes
 
-    def _provide_frozen(self, trainer: Connection, asked: AskFrozen) -> None:
+    def _provide_frozen(self, trainer: Connection, asked: Reserve) -> None:
         """Another trainer than the one that asked needs no answer."""
         reply: Message
         fds: tuple[int, ...]
         try:
-            rank = self._local_rank
-            free = self._bound(self._frozen.size_bytes(rank, without=asked.digest) + self._capture_bytes())
+            rank, digest = self._local_rank, asked.frozen or ""
+            free = self._bound(self._frozen.size_bytes(rank, without=digest) + self._capture_bytes())
             sizes = asked.meta, asked.image
-            slot, fills = self._frozen.provide(rank, asked.digest, sizes, free, self._spill_dir())
-            reply, fds = SlotMade(id=asked.id, slot=asked.digest, fills=fills), (slot.fd,)
+            slot, fills = self._frozen.provide(rank, digest, sizes, free, self._spill_dir())
+            reply, fds = SlotMade(id=asked.id, slot=digest, fills=fills), (slot.fd,)
         except Exception as error:  # noqa: BLE001  the last handler of the thread; the trainer says what it means
             reply, fds = MemoryRefused(id=asked.id, text=str(error)), ()
         try:

@@ -318,7 +318,7 @@ class Server:
         except OtherVersion as error:
             logger.warning("%s", error)
             with contextlib.suppress(OSError):
-                connection.send(protocol.Leaving())  # what it says does not matter: it comes with our version
+                connection.send(protocol.Done())  # what it says does not matter: it comes with our version
             messages = None
         except (KeeperUnavailable, OSError) as error:
             logger.warning("closing a connection: %s", error)
@@ -367,8 +367,6 @@ class Server:
             logger.info("%s: it comes from no trainer", type(message).__name__)  # of one that was refused just now
         elif isinstance(message, protocol.Run):
             self._begin_run(rank, message)
-        elif isinstance(message, protocol.Began):
-            self._events.began(rank, message)
         elif isinstance(message, protocol.ServePeers):
             self._reads.serve((message.host, message.port), message.secret)
             connection.send(protocol.Done(id=message.id))
@@ -396,7 +394,7 @@ class Server:
         rank.attach(connection, hello)
         if self._asked_to_stop is not None:
             with contextlib.suppress(OSError):  # nobody waits for it any more
-                self._asked_to_stop.send(rank.busy())
+                self._asked_to_stop.send(_stays_for(rank))
             self._asked_to_stop = None
 
     def _show(self, connection: Connection, asked: protocol.AskInventory) -> None:
@@ -425,7 +423,7 @@ class Server:
         ranks = self._ranks.values()
         used = next((rank for rank in ranks if rank.is_used), None)
         if used is not None:
-            connection.send(used.busy())
+            connection.send(_stays_for(used))
         elif is_forced or not any(rank.phase is Phase.LINGERING and rank.levels for rank in ranks):
             self._agree_to_leave(connection)
         else:
@@ -438,12 +436,21 @@ class Server:
         lost = [rank.newest_step() for rank in self._ranks.values() if not rank.is_durable()]
         try:
             if lost:
-                connection.send(protocol.NotDurable(lost[0]))
+                text = (
+                    f"its newest capture, step {lost[0]}, could not be stored at every level; mend the level and try "
+                    "again (--force ends it all the same and loses that capture)"
+                )
+                connection.send(protocol.Done(ok=False, text=text))
             else:
                 self._agree_to_leave(connection)
         except OSError as error:  # nobody waits for it any more
             logger.info("asked to stop: %s", error)
 
     def _agree_to_leave(self, connection: Connection) -> None:
-        connection.send(protocol.Leaving())
+        connection.send(protocol.Done())
         self._leave()
+
+
+def _stays_for(rank: LocalRank) -> protocol.Done:
+    """Return the answer to a person who wants to stop the keeper of a training that runs."""
+    return protocol.Done(ok=False, text=f"its training runs, process {rank.busy().pid}; end that first")

@@ -66,7 +66,7 @@ class Restart:
     start: str = ""
     """The id of this start: no earlier one has a greater id."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Gets the Unix time at which the search ended, and the reading (``protocol.Began``)."""
+    """Gets the Unix time at which the search ended, and the reading (``protocol.Run.phases``)."""
     casts: bool = False
     """True for an evaluation, which may use another precision than the training: see ``targets.check_fits``."""
 

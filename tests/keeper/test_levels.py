@@ -9,7 +9,7 @@ import pytest
 from support.catalogue import inventory_of
 from support.damage import flip
 from support.listing import files_below
-from support.node_rig import STARTS, Rig, check, check_entry, entries_at, frozen_slot, names_at, steps_at
+from support.node_rig import STARTS, check, check_entry, entries_at, frozen_slot, names_at, steps_at
 from support.waiting import until
 
 from lazysnap import faults
