@@ -1,16 +1,47 @@
-"""``LazyTrainerCallback``: a snapshot of a ``Trainer`` at every optimizer step, and exact restarts."""
+"""``LazyTrainerCallback``: a snapshot of a ``Trainer`` at every optimizer step, and exact restarts.
 
+Methods of that one trainer are replaced while it trains, and put back. The boundary is just before the batches of the
+next optimizer step are fetched (``get_batch_samples``). By then everything of step k is over: schedule, callbacks,
+logs, evaluation, stock checkpoints, the end of an epoch; nothing of step k+1 has begun but, at an epoch's start,
+``on_epoch_begin``, which a restart in mid-epoch runs again, as stock does.
+"""
+
+import logging
 import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from typing import Any, Literal
 
-from transformers import TrainerCallback
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import ConfigError
+from lazysnap.data import with_position
+from lazysnap.errors import ConfigError, StateMismatch
 from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments
+from lazysnap.integrations.patches import Patches
+from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import WithEngine
-from lazysnap.integrations.transformers.training import Training
+from lazysnap.integrations.transformers.state import TrainingState
+from lazysnap.restore.snapshot import Snapshot
+from lazysnap.runs import means_snapshot
 
+logger = logging.getLogger(__name__)
+
+HOW = 'trainer.train(resume_from_checkpoint="latest")'
+_HOOKS = (
+    "get_train_dataloader",
+    "_init_training_state",
+    "_prepare_for_training",
+    "_run_epoch",
+    "get_batch_samples",
+    "_evaluate",
+    "_load_rng_state",
+    "_finalize_training",
+)
+"""Methods of a ``Trainer`` that are replaced while it trains."""
 _INSTEAD = "make the Trainer first, then call lazysnap.attach(trainer), or attach(trainer) of the callback"
 
 
@@ -37,22 +68,49 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazyTrainerCallback")
-        self._training: Training | None = None
+        self._trainer: Any = None
+        self._is_running = False
+        self._patches = Patches()
 
     def attach(self, trainer: Any) -> None:
         """Let ``trainer.train`` take snapshots and understand ``"latest"``. Replaces methods of this one object.
 
-        Raises: ConfigError, for a trainer that cannot be attached to or has such a callback already, or if this one
+        Raises: ConfigError, for a trainer whose loop is not known, or that has such a callback already, or if this one
         belongs to another trainer.
         """
-        if self._training is not None and self._training.trainer is not trainer:
+        if self._trainer not in (None, trainer):
             raise ConfigError("LazyTrainerCallback: it belongs to another Trainer already; make one for each")
         if any(isinstance(item, LazyTrainerCallback) and item is not self for item in _callbacks_of(trainer)):
             raise ConfigError("LazyTrainerCallback: the Trainer has one already")
-        if self._training is None:
-            self._training = Training(trainer, self)
+        if self._trainer is None:
+            self._replace_train(trainer)
         if self not in _callbacks_of(trainer):
             trainer.add_callback(self)
+
+    def _replace_train(self, trainer: Any) -> None:
+        loop = "_inner_training_loop"
+        if getattr(type(trainer), loop, None) is not getattr(Trainer, loop):
+            raise ConfigError(
+                f"{type(trainer).__qualname__} has a training loop of its own, which lazysnap does not know: take "
+                "snapshots in it with lazysnap.SnapshotEngine"
+            )
+        self._trainer, original = trainer, trainer.train
+        self._reset()
+
+        @wraps(original)
+        def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+            return self._train(original, resume_from_checkpoint, *args, **kwargs)
+
+        trainer.train = train
+
+    def _reset(self) -> None:
+        self._is_running = False
+        self._state = TrainingState(self._trainer)
+        self._asked: Any = None
+        """The ``resume_from_checkpoint`` of this call."""
+        self._snapshot: Snapshot | None = None
+        self._loader: Any = None
+        self._iterator: Any = None
 
     # ---------------------------------------------------------------- hooks
 
@@ -62,8 +120,161 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Raises: ConfigError, if it was added without ``attach``."""
-        if self._training is None or not self._training.is_running:
+        if not self._is_running:
             raise ConfigError(f"LazyTrainerCallback was added by add_callback: {_INSTEAD}")
+
+    # ---------------------------------------------------------------- one call of train
+
+    def _train(self, original: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:
+        trial = kwargs.get("trial", args[0] if args else None)
+        if trial is not None:
+            logger.warning("a search for hyperparameters runs: no snapshots are taken of its trials")
+        _check(self._trainer)
+        self._patches.undo()
+        self._reset()
+        self._asked, self._is_running = which, True
+        try:
+            if trial is None:
+                self._hook()
+            result = original(None if means_snapshot(which) else which, *args, **kwargs)
+            if self.session is not None:
+                bar: Bar = rich_bar if self._trainer.args.disable_tqdm else _own_bar
+                self.session.close(bar if self._trainer.is_world_process_zero() else None)
+            return result
+        finally:
+            if self.engine is not None:
+                self.engine.abandon(sys.exc_info()[1])  # nothing after close
+            self.leave()
+            self._patches.undo()
+            self._reset()
+
+    def _hook(self) -> None:
+        trainer = self._trainer
+        for name in _HOOKS:
+            self._patches.replace(trainer, name, getattr(self, f"_{name.removeprefix('_')}"))
+        for name in ("evaluate", "predict"):  # they may swap averages of the weights in
+            self._patches.replace(trainer, name, self._gated)
+        for item in trainer.callback_handler.callbacks:
+            if not isinstance(item, (PrinterCallback, ProgressCallback)):  # lines on the console stay as they were
+                self._patches.replace(item, "on_log", self._on_log)
+        for item, _ in self._state.logged.known():
+            self._patches.replace(item, "on_train_begin", partial(self._state.logged.on_train_begin, item))
+        self._patches.replace(sys.modules[Trainer.__module__], "skip_first_batches", self._skip_first_batches)
+
+    # ---------------------------------------------------------------- in place of the trainer's methods
+
+    def _get_train_dataloader(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._loader, self._state.position = with_position(original(*args, **kwargs))
+        return self._loader
+
+    def _init_training_state(
+        self, original: Callable[..., Any], max_steps: int, steps_in_epoch: int, num_epochs: int, *rest: Any
+    ) -> Any:
+        """Blocks: reads one snapshot. Raises: as ``SnapshotEngine.fetch``; StateMismatch."""
+        found = original(max_steps, steps_in_epoch, num_epochs, *rest)
+        self._state.begin()
+        engine = self.begin(self._state, self._trainer.args.output_dir).engine
+        self._snapshot = engine.fetch(self._asked) if means_snapshot(self._asked) else None
+        if self._snapshot is None:
+            return found
+        if self._snapshot.world_size != self._trainer.args.world_size:
+            raise StateMismatch(
+                f"the snapshot is of a training with {self._snapshot.world_size} processes, this one has "
+                f"{self._trainer.args.world_size}: resume it with as many, or begin with its weights "
+                "(lazysnap.load_weights)"
+            )
+        state = self._state
+        state.admit(self._snapshot.state)
+        epoch, batches = state.where(steps_in_epoch)
+        why = state.end_reason
+        if why and self._trainer.is_world_process_zero():
+            logger.warning("nothing is left to train: %s", why)
+        return (num_epochs, 0) if why else (epoch, batches)
+
+    def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
+        prepared = original(*args, **kwargs)
+        session, state, snapshot = self.session, self._state, self._snapshot
+        assert session is not None
+        state.prepare()
+        if snapshot is None:
+            session.tell_fresh(self._asked, HOW)
+        else:
+            session.engine.session.load(snapshot, position=state.position_text())
+            self._snapshot = None
+        session.start(self._trainer.state.global_step)
+        return prepared
+
+    def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        options, self._state.epoch = self._trainer.args, kwargs["epoch"]
+        ignores = options.ignore_data_skip
+        if self._state.landing is not None:
+            # It goes on behind the batches that were trained only where a checkpoint was resumed.
+            kwargs["resume_from_checkpoint"], options.ignore_data_skip = self._asked, False
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            options.ignore_data_skip = ignores
+        if not self._trainer.control.should_training_stop:
+            self._iterator = None
+        return result
+
+    def _skip_first_batches(self, original: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
+        """The next iteration goes on behind them by itself."""
+        is_landing = self._state.landing is not None and loader is self._loader
+        return loader if is_landing else original(loader, num_batches)
+
+    def _load_rng_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
+        if not means_snapshot(checkpoint):
+            original(checkpoint)
+
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # The evaluation of args.eval_on_start was before the first step of the run that goes on.
+        if self._state.landing is not None:
+            return {}
+        return original(*args, **kwargs)
+
+    def _gated(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.engine is not None:
+            self.engine.gate()
+        return original(*args, **kwargs)
+
+    def _get_batch_samples(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        self._iterator = iterator  # its position is asked for after the last epoch, too
+        if self._state.landing is not None:
+            self._state.land()
+        else:
+            self._capture()
+        return original(iterator, *args, **kwargs)
+
+    def _finalize_training(self, original: Callable[..., Any], trial: Any, num_samples: Any, start_time: float) -> Any:
+        if self._state.landing is not None:
+            self._state.land()
+        self._capture(is_last=True)  # before the best weights are loaded
+        self._iterator = None
+        return original(trial, num_samples, start_time - self._state.earlier_s)
+
+    def _on_log(
+        self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+    ) -> Any:
+        """A logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
+        values = self.figures() if logs else {}
+        if values:
+            logs.update(values)
+        result = original(args, state, control, logs=logs, **kwargs)
+        for name in values:
+            logs.pop(name, None)
+        return result
+
+    # ---------------------------------------------------------------- boundaries
+
+    def _capture(self, *, is_last: bool = False) -> None:
+        session = self.session
+        if session is None or not session.passes(self._trainer.state.global_step):
+            return
+        session.capture(is_last=is_last)
+        if any(callable(getattr(optimizer, "train", None)) for optimizer in self._state.optimizers()):
+            session.engine.gate()  # schedule-free ones exchange the weights before the next step, after an evaluation
 
 
 def attach_trainer(
@@ -89,3 +300,22 @@ def attach_trainer(
 def _callbacks_of(trainer: Any) -> list[Any]:
     found: list[Any] = trainer.callback_handler.callbacks
     return found
+
+
+def _own_bar() -> AbstractContextManager[Show]:
+    """Like the trainer's own."""
+    return tqdm_bar(tqdm(dynamic_ncols=True))
+
+
+def _check(trainer: Any) -> None:
+    """Raises: ConfigError, for what cannot be captured."""
+    refused = {
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "a model that from_pretrained has sharded": getattr(trainer, "is_distributed_loading_by_transformers", False),
+        "XLA": trainer.accelerator.distributed_type.name in ("XLA", "TPU"),
+        "auto_find_batch_size=True": trainer.args.auto_find_batch_size,
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise ConfigError(f"LazyTrainerCallback: {what} is not supported; leave it out, or the callback")
