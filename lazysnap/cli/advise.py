@@ -5,7 +5,7 @@ From the times of a run, or from figures that are given. Formulas and sources: d
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -323,41 +323,39 @@ def _screen(seen: Measured | None, facts: Facts, advice: dict[str, Any], output:
 
 
 def _levels(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
-    table = output.plain_table(
-        "", "snapshots in", "every", "costs training>", "lost per failure>", "by Young 1974>", "by Daly 2006>"
-    )
+    rows: list[Iterable[str]] = []
     lost = {name: duration(seconds) for name, seconds in advice.get("lost_per_failure_s", {}).items()}
     n, now = advice["every_n_steps"], advice["every_n_steps_now"]
     steps = ("step" if n == 1 else f"{n} steps") + ("" if now in (None, n) else f" (now {now})")
     costs = percent(advice["overhead"], 2) if "overhead" in advice else ""
     classics = map(duration, (advice["young_s"], advice["daly_s"])) if facts.stall_s else ("", "")
-    table.add_row("memory", steps, costs, lost.get("process", ""), *classics)
+    rows.append(("memory", steps, costs, lost.get("process", ""), *classics))
     if facts.redundancy is not None:
         often = duration(facts.protect_s) if facts.protect_s else "step that the links take"
-        table.add_row(f"other nodes ({type(facts.redundancy).__name__})", often, "0", lost.get("node", ""), "", "")
+        rows.append((f"other nodes ({type(facts.redundancy).__name__})", often, "0", lost.get("node", ""), "", ""))
     for url, every_s in advice["storage_every_s"].items():
         cost_s, mtbf_s = facts.persist[url], advice["mtbf_s"]
         count = advice.get("storage_every_n_steps", {}).get(url)
         often = f"{duration(every_s)}{'' if count is None else f': {count:,} steps'}"
         loss = duration(every_s / 2 + cost_s)
         classics = map(duration, (young_s(cost_s, mtbf_s), daly_s(cost_s, mtbf_s)))
-        table.add_row(output.cell(url), often, f"0 (takes {duration(cost_s)})", loss, *classics)
-    return table
+        rows.append((url, often, f"0 (takes {duration(cost_s)})", loss, *classics))
+    columns = ("snapshots in", "every", "costs training>", "lost per failure>", "by Young 1974>", "by Daly 2006>")
+    return output.table("", *columns, rows=rows, is_plain=True)
 
 
 def _redundancies(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
     known = advice["redundancy"]
     losses = list(known["none"]["survives"])
-    table = output.plain_table(
-        "", f"survives, of {facts.nodes} nodes", *(f"{lost} lost>" for lost in losses), "parity>", "storage needed>"
-    )
+    rows = []
     for name, kind in known.items():
         # Cut, not rounded: only what is certain is 100 %.
         survives = [f"{math.floor(1e4 * kind['survives'][lost]) / 100:g} %" for lost in losses]
         every_s = kind["storage_needed_every_s"]
         needed = "never" if every_s is None or every_s > 1000 * 365 * _DAY_S else f"every {_long(every_s)}"
-        table.add_row(name, *survives, f"{percent(kind['parity_of_state'])} of state, twice", needed)
-    return table
+        rows.append((name, *survives, f"{percent(kind['parity_of_state'])} of state, twice", needed))
+    columns = (f"survives, of {facts.nodes} nodes", *(f"{lost} lost>" for lost in losses), "parity>", "storage needed>")
+    return output.table("", *columns, rows=rows, is_plain=True)
 
 
 def _long(seconds: float) -> str:

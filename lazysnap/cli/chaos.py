@@ -352,16 +352,16 @@ def _line(outcome: Outcome) -> str:
 
 
 def _show(outcomes: list[Outcome], output: Output) -> None:
-    table = output.table("", "fault", "seed>", "at step>", "verdict", "steps again>", "restarts>", "seconds>")
+    rows: list[list[object]] = []
     for one in outcomes:
-        cells = [one.fault, one.seed, one.at_step, one.verdict, one.steps_again, one.restarts, f"{one.seconds:.1f}"]
-        texts = [output.cell("-" if cell is None else cell) for cell in cells]
-        texts[3].stylize(_STYLES.get(one.verdict, "bold red"))
-        table.add_row(*texts)
-    output.show(table)
+        verdict = output.cell(one.verdict, _STYLES.get(one.verdict, "bold red"))
+        cells = [one.fault, one.seed, one.at_step, verdict, one.steps_again, one.restarts, f"{one.seconds:.1f}"]
+        rows.append(["-" if cell is None else cell for cell in cells])
+    columns = ("fault", "seed>", "at step>", "verdict", "steps again>", "restarts>", "seconds>")
+    output.show(output.table("", *columns, rows=rows))
     bad = sorted((one for one in outcomes if one.verdict != "PASS"), key=lambda one: list(_NEXT).index(one.verdict))
-    for verdict, ones in itertools.groupby(bad, key=lambda one: one.verdict):
-        output.line(f"{verdict}: {_NEXT[verdict]}", "bold")
+    for kind, ones in itertools.groupby(bad, key=lambda one: one.verdict):
+        output.line(f"{kind}: {_NEXT[kind]}", "bold")
         for one in ones:
             output.line(f"  {one.fault}: {one.reason}")
             output.line(f"    log: {one.log}")

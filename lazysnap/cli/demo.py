@@ -96,13 +96,12 @@ def _costs(training: Training, kills_s: list[float], with_keeper: int) -> list[d
 
 def _show(costs: list[dict[str, Any]], output: Output) -> None:
     """Print the table of kills."""
-    columns = ("at step>", "resumed step>", "from", "steps lost>", "seconds lost>", "restart>")
-    table = output.table("each kill -9, and its cost", "killed", *columns)
-    for cost in costs:
-        seconds = (f"{cost['seconds_lost']:.2f}", f"{cost['restart_s']:.1f} s")
-        names = ("killed", "at_step", "resumed_step", "from", "steps_lost")
-        table.add_row(*(output.cell(cost[name]) for name in names), *seconds)
-    output.show(table)
+    names = ("killed", "at_step", "resumed_step", "from", "steps_lost")
+    rows = [
+        [*(cost[name] for name in names), f"{cost['seconds_lost']:.2f}", f"{cost['restart_s']:.1f} s"] for cost in costs
+    ]
+    columns = ("killed", "at step>", "resumed step>", "from", "steps lost>", "seconds lost>", "restart>")
+    output.show(output.table("each kill -9, and its cost", *columns, rows=rows))
     output.line("restart: from the start of the process to its first step; nearly all of it is `import torch`")
 
 

@@ -76,9 +76,7 @@ def _print(seen: Contents, near: list[str], output: Output) -> None:
         output.line(f"no snapshots in {seen.url}" + (f"; {where}: {', '.join(near)}" if near else ""))
     show_snapshots(output, seen, [(found, *_state_of(found)) for found in seen.snapshots], seen.uncommitted)
     if seen.frozen:
-        table = output.table("frozen tensors, stored once", "size>", "snapshots>", "directory")
-        for one, manifest in seen.frozen:
-            table.add_row(decimal(manifest.size_bytes), str(seen.references(one)), one.location)
-        output.show(table)
+        rows = [(decimal(manifest.size_bytes), seen.references(one), one.location) for one, manifest in seen.frozen]
+        output.show(output.table("frozen tensors, stored once", "size>", "snapshots>", "directory", rows=rows))
     for problem in seen.problems:
         output.line(problem, "yellow")

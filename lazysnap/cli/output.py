@@ -101,20 +101,20 @@ class Output:
 
     def cell(self, value: object, style: str = "") -> Text:
         """Return ``value`` as a cell of a table."""
-        return Text(safe(self.hide(value)), style)
+        return value if isinstance(value, Text) else Text(safe(self.hide(value)), style)
 
-    def table(self, title: str, *columns: str) -> Table:
-        """Return an empty table. Columns whose name ends in ``>`` are numbers."""
+    def table(self, title: str, *columns: str, rows: Iterable[Iterable[object]], is_plain: bool = False) -> Table:
+        """Return a table. Columns whose name ends in ``>`` are numbers. ``is_plain``: without lines between columns, so
+        that several of them fit one screen.
+        """
         table = Table(title=self.cell(title, "bold") if title else None, title_justify="left", title_style="")
+        if is_plain:
+            table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
         for column in columns:
             name = column.removesuffix(">")
             table.add_column(name, justify="right" if name != column else "left", overflow="fold")
-        return table
-
-    def plain_table(self, title: str, *columns: str) -> Table:
-        """Return an empty table without lines between its columns: several of them fit one screen."""
-        table = self.table(title, *columns)
-        table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
+        for row in rows:
+            table.add_row(*map(self.cell, row))
         return table
 
     def show(self, item: RenderableType) -> None:
@@ -192,16 +192,15 @@ def show_snapshots(
     ``states``: snapshots of ``seen``, each with its state in words, and a style for that. ``bare``: directories without
     a valid manifest, each with its step.
     """
-    rows = [(step, name, "no valid manifest", "yellow", "", "", "", "") for name, step in bare]
+    rows = [(step, name, ("no valid manifest", "yellow"), ("", "", "", "")) for name, step in bare]
     for found, state, style in states:
         run = seen.runs[found.run_id] + (" (newest)" if found.run_id == seen.newest_run else "")
         facts = (decimal(found.size_bytes), when(found.captured_ns), ", ".join(found.names), run)
-        rows.append((found.step, found.location, state, style, *facts))
-    table = output.table(seen.url, "step>", "state", "size>", "captured", "names", "run", "directory")
-    for step, location, state, style, *rest in sorted(rows):
-        table.add_row(str(step), output.cell(state, style), *map(output.cell, (*rest, location)))
+        rows.append((found.step, found.location, (state, style), facts))
     if rows:
-        output.show(table)
+        lines = [(step, output.cell(*state), *facts, location) for step, location, state, facts in sorted(rows)]
+        columns = ("step>", "state", "size>", "captured", "names", "run", "directory")
+        output.show(output.table(seen.url, *columns, rows=lines))
 
 
 class _Console(Console):

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 from rich.filesize import decimal
 
@@ -15,34 +14,9 @@ from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.grants.retention import may_go
 from lazysnap.levels.leftovers import leftovers
 from lazysnap.levels.node_file import FilePlace, delete_files
-from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import FrozenEntry, SnapshotKey
 from lazysnap.shard.manifest import Manifest
-from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
-
-
-@dataclass
-class Plan:
-    """The deletions to do."""
-
-    delete: list[Found] = field(default_factory=list)
-    keep: list[tuple[Found, str]] = field(default_factory=list)
-    """Snapshots to keep, each with the reason."""
-    frozen: list[tuple[FrozenEntry, Manifest]] = field(default_factory=list)
-    """Frozen tensors to delete, to which no snapshot will refer."""
-    unnamed: list[Found] = field(default_factory=list)
-    """Snapshots that lose the name."""
-    leftovers: list[str] = field(default_factory=list)
-    """Objects without a commit; they are deleted unless a living writer holds them."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of snapshots and frozen tensors to delete."""
-        return sum(found.size_bytes for found in self.delete) + sum(one.size_bytes for _, one in self.frozen)
-
-    def __bool__(self) -> bool:
-        """True if there is anything to do."""
-        return bool(self.delete or self.frozen or self.unnamed or self.leftovers)
+from lazysnap.snapshots.catalogue import Catalogue, Found
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -53,25 +27,24 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise ConfigError("--keep-every keeps more than --keep-last N does: give both")
     if args.keep_last is not None and args.keep_last < 1:
         raise ConfigError("--keep-last must be at least 1: the newest complete snapshot always stays")
-    store = open_existing(args.url, args.storage_option)
-    catalogue = Catalogue(store)
-    planner = _Planner(catalogue, args, output)
-    plan = planner.plan()
-    seen = planner.seen
+    plan = _Plan(Catalogue(open_existing(args.url, args.storage_option)), args, output)
     if args.name is not None and not plan.unnamed:
-        raise SnapshotNotFound(f"{seen.url}: no snapshot is called {args.name!r}")
-    _print(output, seen, plan, is_dry=args.dry_run)
+        raise SnapshotNotFound(f"{plan.seen.url}: no snapshot is called {args.name!r}")
+    plan.show()
     deleted: list[str] = []
-    if plan and not args.dry_run:
+    if plan and args.dry_run:
+        output.line(f"{decimal(plan.size_bytes)} would be deleted; this was a dry run")
+    elif plan:
         if not args.yes and not _agreed(output):
             output.say("nothing was deleted")
             return OK
-        deleted = _carry_out(store, plan, args.name, output)
+        deleted = plan.carry_out()
         output.line(f"{len(deleted)} deleted, {decimal(plan.size_bytes)} of snapshots freed", "green")
-    problems = [*seen.problems, *planner.problems]
+    else:
+        output.line("nothing to delete")
     return output.result(
-        ok=not problems,
-        url=seen.url,
+        ok=not plan.problems,
+        url=plan.seen.url,
         dry_run=args.dry_run,
         snapshots=[fields_of(found) for found in plan.delete],
         kept=[{**fields_of(found), "because": reason} for found, reason in plan.keep],
@@ -80,52 +53,65 @@ def run(args: argparse.Namespace, output: Output) -> int:
         leftovers=plan.leftovers,
         size_bytes=plan.size_bytes,
         deleted=deleted,
-        problems=problems,
+        problems=plan.problems,
     )
 
 
-class _Planner:
-    """Decides what to delete. Kept snapshots are read back first."""
+class _Plan:
+    """The deletions to do. Snapshots that stay in place of others are read back first."""
 
     def __init__(self, catalogue: Catalogue, args: argparse.Namespace, output: Output) -> None:
+        """Blocks. Raises: LevelError."""
         self.seen = catalogue.contents()
-        self.problems: list[str] = []
+        self.problems = list(self.seen.problems)
         self._store = catalogue.store
         self._output = output
-        self._run = None if args.run is None else catalogue.run_of(args.run)
         self._name = args.name
         self._count = args.keep_last or 0
         """Snapshots of a run that must be sound before others may go; 0: none may go."""
         self._level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
-        self._frozen: dict[str, Verdict] = {}
+        self._verdicts: dict[str, Verdict] = {}
         """The verdict on frozen tensors that were read back, by digest."""
-
-    def plan(self) -> Plan:
-        """Return the deletions to do. Blocks. Raises: LevelError."""
-        plan = Plan(leftovers=[one.path for one in leftovers(self._store.storage, None)])
+        self.leftovers = [one.path for one in leftovers(self._store.storage, None)]
+        """Objects without a commit; they are deleted unless a living writer holds them."""
+        self.delete: list[Found] = []
+        self.keep: list[tuple[Found, str]] = []
+        """Snapshots to keep, each with the reason."""
+        self.unnamed: list[Found] = []
+        """Snapshots that lose the name."""
         runs: dict[str, list[Found]] = defaultdict(list)
         for found in self.seen.snapshots:
             runs[found.run_id].append(found)
+        only = None if args.run is None else catalogue.run_of(args.run)
         for run_id, snapshots in runs.items():
-            if self._run not in (None, run_id):
-                plan.keep += [(found, "of another run") for found in snapshots]
-                continue
-            plan.unnamed += [found for found in snapshots if self._name in found.names]
-            self._plan_run(plan, snapshots)
-        plan.frozen = self._unreferenced([found for found, _ in plan.keep])
-        return plan
+            if only not in (None, run_id):
+                self.keep += [(found, "of another run") for found in snapshots]
+            else:
+                self.unnamed += [found for found in snapshots if self._name in found.names]
+                self._plan_run(snapshots)
+        self.frozen = self._unreferenced()
+        """Frozen tensors to delete, to which no snapshot will refer."""
 
-    def _plan_run(self, plan: Plan, snapshots: list[Found]) -> None:
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of snapshots and frozen tensors to delete."""
+        return sum(found.size_bytes for found in self.delete) + sum(one.size_bytes for _, one in self.frozen)
+
+    def __bool__(self) -> bool:
+        """True if there is anything to do."""
+        return bool(self.delete or self.frozen or self.unnamed or self.leftovers)
+
+    def _plan_run(self, snapshots: list[Found]) -> None:
         complete = [found for found in snapshots if found.is_complete]
         sound = self._sound(complete)
         for found in snapshots:
             reason = self._why_kept(found, sound, is_newest=found in complete[-1:])
-            if reason is None and any(one.is_link() for one in _places(self._store, found)):
+            if reason is None and any(one.is_link() for one in self._places(found)):
                 reason = "behind a symbolic link"
             if reason is None:
-                plan.delete.append(found)
+                self.delete.append(found)
             else:
-                plan.keep.append((found, reason))
+                self.keep.append((found, reason))
 
     def _why_kept(self, found: Found, sound: list[SnapshotKey], *, is_newest: bool) -> str | None:
         """Return why retention keeps a snapshot, ``None`` if it does not. ``sound``: the newest snapshots of its run
@@ -137,7 +123,7 @@ class _Planner:
         is_over = may_go(self._level, found.step, newer, is_complete=found.is_complete)
         if found.is_complete:
             return None if is_over else "newest complete" if is_newest else "to be kept"
-        if is_over and all(place.is_settled() for place in _places(self._store, found)):
+        if is_over and all(place.is_settled() for place in self._places(found)):
             return None  # no copy of it is in progress
         return "incomplete: changed within a day, or nothing newer is known to be sound"
 
@@ -157,24 +143,24 @@ class _Planner:
 
     def _read_back(self, found: Found) -> list[str]:
         """Return one line for each damage of a snapshot. Frozen tensors are read once."""
-        new = [pair for pair in self.seen.frozen if pair[0].digest in set(found.frozen) - self._frozen.keys()]
+        new = [pair for pair in self.seen.frozen if pair[0].digest in set(found.frozen) - self._verdicts.keys()]
         total = found.size_bytes + sum(manifest.size_bytes for _, manifest in new)
         with self._output.bar(f"reading back step {found.step}", total) as advance:
             for one, manifest in new:
-                self._frozen[one.digest] = check_frozen(self._store, one, manifest, advance)
-            verdict = check(self._store, found, self._frozen, advance)
-        frozen = [problem for digest in found.frozen for problem in self._frozen[digest].problems]
+                self._verdicts[one.digest] = check_frozen(self._store, one, manifest, advance)
+            verdict = check(self._store, found, self._verdicts, advance)
+        frozen = [problem for digest in found.frozen for problem in self._verdicts[digest].problems]
         gone = ["it was deleted meanwhile"] if verdict.state == GONE else []
         return [*verdict.problems, *frozen, *gone]
 
-    def _unreferenced(self, kept: list[Found]) -> list[tuple[FrozenEntry, Manifest]]:
+    def _unreferenced(self) -> list[tuple[FrozenEntry, Manifest]]:
         """Return frozen tensors to which no kept snapshot refers, and that did not change for a day.
 
         A snapshot that refers to younger ones may be stored at this moment.
         """
         if self.seen.problems:
             return []  # a manifest that cannot be read now may refer to them
-        wanted = {digest for found in kept for digest in found.frozen}
+        wanted = {digest for found, _ in self.keep for digest in found.frozen}
         unused = []
         for one, manifest in self.seen.frozen:
             place = self._store.place(one)
@@ -182,30 +168,48 @@ class _Planner:
                 unused.append((one, manifest))
         return unused
 
+    def _places(self, found: Found) -> list[FilePlace]:
+        return [self._store.place(entry) for entry, _ in found.files]
 
-def _places(store: SnapshotStore, found: Found) -> list[FilePlace]:
-    return [store.place(entry) for entry, _ in found.files]
+    def carry_out(self) -> list[str]:
+        """Delete, and return what was deleted. Blocks. Raises: LevelError.
 
+        Manifests go first: an interruption leaves garbage, no half snapshot.
+        """
+        store, output = self._store, self._output
+        deleted: list[str] = []
+        for found in self.unnamed:
+            store.release(found.run_id, self._name)
+        with output.bar("deleting", self.size_bytes) as advance:
+            for found in self.delete:
+                advance(found.size_bytes)
+                # Asked again, because the question to the user may have taken a while.
+                if delete_files(self._places(found)):
+                    deleted.append(found.location)
+                else:
+                    output.say(f"{found.location} stays: somebody gave it a name meanwhile")
+            wanted = {entry.frozen for entry in Catalogue(store).inventory().entries} if self.frozen else set()
+            for one, manifest in self.frozen:
+                advance(manifest.size_bytes)
+                if one.digest not in wanted and delete_files([store.place(one)]):
+                    deleted.append(one.location)
+        return [*deleted, *store.sweep()]
 
-def _carry_out(store: SnapshotStore, plan: Plan, name: str, output: Output) -> list[str]:
-    """Delete, and return what was deleted. Manifests go first: an interruption leaves garbage, no half snapshot."""
-    deleted: list[str] = []
-    for found in plan.unnamed:
-        store.release(found.run_id, name)
-    with output.bar("deleting", plan.size_bytes) as advance:
-        for found in plan.delete:
-            advance(found.size_bytes)
-            # Asked again, because the question to the user may have taken a while.
-            if delete_files(_places(store, found)):
-                deleted.append(found.location)
-            else:
-                output.say(f"{found.location} stays: somebody gave it a name meanwhile")
-        wanted = {entry.frozen for entry in Catalogue(store).inventory().entries} if plan.frozen else set()
-        for one, manifest in plan.frozen:
-            advance(manifest.size_bytes)
-            if one.digest not in wanted and delete_files([store.place(one)]):
-                deleted.append(one.location)
-    return [*deleted, *store.sweep()]
+    def show(self) -> None:
+        """Print what is to be done."""
+        output = self._output
+        rows = [(found, "to be deleted", "red") for found in self.delete]
+        rows += [(found, f"stays: {reason}", "") for found, reason in self.keep]
+        show_snapshots(output, self.seen, rows)
+        for found in self.unnamed:
+            output.line(f"step {found.step} loses its name")
+        for one, manifest in self.frozen:
+            size = decimal(manifest.size_bytes)
+            output.line(f"{one.location}, to be deleted: {size} of frozen tensors that nothing refers to", "red")
+        for path in self.leftovers:
+            output.line(f"{path}, to be deleted unless a living writer holds it", "red")
+        for problem in self.seen.problems:
+            output.line(problem, "yellow")
 
 
 def _agreed(output: Output) -> bool:
@@ -213,22 +217,3 @@ def _agreed(output: Output) -> bool:
         raise ConfigError("there is nobody to ask: add --yes to delete, or --dry-run to look")
     output.say("delete them? [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _print(output: Output, seen: Contents, plan: Plan, *, is_dry: bool) -> None:
-    rows = [(found, "to be deleted", "red") for found in plan.delete]
-    rows += [(found, f"stays: {reason}", "") for found, reason in plan.keep]
-    show_snapshots(output, seen, rows)
-    for found in plan.unnamed:
-        output.line(f"step {found.step} loses its name")
-    for one, manifest in plan.frozen:
-        size = decimal(manifest.size_bytes)
-        output.line(f"{one.location}, to be deleted: {size} of frozen tensors that nothing refers to", "red")
-    for path in plan.leftovers:
-        output.line(f"{path}, to be deleted unless a living writer holds it", "red")
-    for problem in seen.problems:
-        output.line(problem, "yellow")
-    if not plan:
-        output.line("nothing to delete")
-    elif is_dry:
-        output.line(f"{decimal(plan.size_bytes)} would be deleted; this was a dry run")

@@ -112,11 +112,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     for line in heading(report):
         output.line(line, "bold" if line.startswith("goodput") else "")
     for rows in tables(report):
-        table = output.plain_table(rows.title, *rows.columns)
-        for row in rows.rows:
-            table.add_row(*(output.cell(text) for text in row))
         output.line("")
-        output.show(table)
+        output.show(output.table(rows.title, *rows.columns, rows=rows.rows, is_plain=True))
     return output.result(**_fields(report))
 
 

@@ -107,8 +107,6 @@ def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, s
 
 
 def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
-    table = output.table("", "", "")
-    table.show_header = False
     rows = [
         ("step", str(facts["step"])),
         ("run", f"{run_name}, started {when(facts['run_started_ns'])}"),
@@ -121,25 +119,23 @@ def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
         ("checksum", ", ".join(facts["checksum"])),
         ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
     ]
-    for name, value in rows:
-        if value:
-            table.add_row(output.cell(name, "bold"), output.cell(value))
+    table = output.table("", "", "", rows=[(output.cell(name, "bold"), value) for name, value in rows if value])
+    table.show_header = False
     output.show(table)
 
 
 def _print_tensors(output: Output, tensors: list[dict[str, Any]], with_rank: bool) -> None:
     columns = ["name", "dtype", "shape", "bytes>", "in"] + ["rank>"] * with_rank
-    table = output.table(f"{len(tensors)} tensors", *columns)
+    rows = []
     for row in tensors:
         where = f"= {row['alias_of']}" if row["alias_of"] else row["image"]
-        cells = [row["name"], row["dtype"], str(row["shape"]), decimal(row["bytes"]) if row["bytes"] else "0", where]
-        table.add_row(*map(output.cell, cells), *([str(row["rank"])] * with_rank))
-    output.show(table)
+        size = decimal(row["bytes"]) if row["bytes"] else "0"
+        rows.append([row["name"], row["dtype"], row["shape"], size, where, row["rank"]][: len(columns)])
+    output.show(output.table(f"{len(tensors)} tensors", *columns, rows=rows))
 
 
 def _print_state(output: Output, title: str, state: Any, most: int | None) -> None:
-    table = output.table(title, "name", "value")
-    for pair in _values(state):
-        cells = (text if most is None or len(text) <= most else f"{text[: most - 1]}…" for text in pair)
-        table.add_row(*map(output.cell, cells))
-    output.show(table)
+    def short(text: str) -> str:
+        return text if most is None or len(text) <= most else f"{text[: most - 1]}…"
+
+    output.show(output.table(title, "name", "value", rows=[map(short, pair) for pair in _values(state)]))

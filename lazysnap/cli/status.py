@@ -284,24 +284,20 @@ def _tables(state: NodeState, output: Output) -> Iterator[Table]:
     reached = max((rank.reached for rank in state.ranks if rank.reached is not None), default=0)
     lives = any(rank.phase in ALIVE for rank in state.ranks)
     hidden = {"two_nodes": state.nodes < 3, "all_nodes": state.nodes < 2, "process_and_keeper": not lives}
-    table = output.plain_table("", "if this ends", "a restart resumes", "steps lost>")
+    rows: list[Iterable[object]] = []
     for name, outcome in survival(state).items():
         if not hidden.get(name, False):
             goes_on = name == "keeper" and lives and outcome.safe.source == "memory"
             text = "training goes on, and starts another keeper" if goes_on else _outcome(outcome)
             label = "the process (it ended)" if name == "process" and not lives else _ROWS[name]
             lost = "0" if goes_on else outcome.lost(reached)
-            table.add_row(label, output.cell(text, "" if outcome.is_safe else "yellow"), lost)
-    yield table
+            rows.append((label, output.cell(text, "" if outcome.is_safe else "yellow"), lost))
+    yield output.table("", "if this ends", "a restart resumes", "steps lost>", rows=rows, is_plain=True)
     if state.levels:
-        table = output.plain_table("", "level", "newest>", "stored>", "rate>", "stores now", "last failure")
-        for level in state.levels:
-            table.add_row(*(output.cell(text) for text in _level_row(level)))
-        yield table
-    table = output.plain_table("", "rank>", "step>", "captured>", "steps/s>", "copy>", "waited in all>", "memory")
-    for rank in state.ranks:
-        table.add_row(*_rank_row(rank))
-    yield table
+        columns = ["level", "newest>", "stored>", "rate>", "stores now", "last failure"]
+        yield output.table("", *columns, rows=map(_level_row, state.levels), is_plain=True)
+    columns = ["rank>", "step>", "captured>", "steps/s>", "copy>", "waited in all>", "memory"]
+    yield output.table("", *columns, rows=map(_rank_row, state.ranks), is_plain=True)
 
 
 def _outcome(outcome: Survival) -> str:
