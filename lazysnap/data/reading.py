@@ -12,6 +12,7 @@
 import functools
 import itertools
 import logging
+import pickle
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as _OfTor
 
 from lazysnap.data.parts import base_of, held, is_iterable
 from lazysnap.data.stateful import drop_early_iterator, is_stateful, load_dataset, saves_position
-from lazysnap.data.streams import RandomStreams, are_same, collect_rng, has_drawn
+from lazysnap.data.streams import RandomStreams, collect_rng, has_drawn
 
 if TYPE_CHECKING:
     from lazysnap.data.position import Position
@@ -347,7 +348,8 @@ class SendStates:
     def __init__(self, loader: Any, states: Sequence[Any]) -> None:
         self._collate, self._begin, self._states = loader.collate_fn, loader.worker_init_fn, list(states)
         self._streams = RandomStreams()
-        self._last: dict[str, Any] = {}
+        self._last = b""
+        """The state that was sent last, pickled."""
         self._is_new = True
         self._kept = Keeps(loader)
         self._size = loader.batch_size
@@ -368,7 +370,7 @@ class SendStates:
             if "collate" in state:
                 self._collate.load_state_dict(state["collate"])
             self._streams.restore(state["streams"])
-        self._last = {"streams": self._streams.collect()}
+        self._last = pickle.dumps({"streams": self._streams.collect()})
 
     def __call__(self, samples: Any) -> Sent:
         """Return the batch of ``samples``, with the state of this process."""
@@ -388,9 +390,9 @@ class SendStates:
             state["dataset"] = dataset.state_dict()
         if is_stateful(self._collate):
             state["collate"] = self._collate.state_dict()
-        is_same, self._last = are_same(state, self._last), state
+        before, self._last = self._last, pickle.dumps(state)
         can_begin = self._kept.is_known and not keeps and (not self._is_stream or self._saves)
-        return Sent(batch, info.id, None if is_same else state, can_begin, has_ended, keeps)
+        return Sent(batch, info.id, None if before == self._last else state, can_begin, has_ended, keeps)
 
 
 class Keeps:

@@ -15,14 +15,11 @@ _OF_HOST = {"python", "numpy", "torch"}
 
 
 def _accelerator() -> tuple[str, Any]:
-    """The type of device that this process computes on, and torch's module for it; empty and ``None`` without one that
-    is initialised.
+    """Return the type of device that this process computes on, and torch's module for it; empty and ``None`` without
+    one.
     """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None:
-        return "", None
-    module: Any = torch.get_device_module(found)
-    return (found.type, module) if module.is_initialized() else ("", None)
+    return ("", None) if found is None else (found.type, torch.get_device_module(found))
 
 
 def collect_rng() -> dict[str, Any]:
@@ -32,7 +29,7 @@ def collect_rng() -> dict[str, Any]:
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
     kind, module = _accelerator()
-    if module is not None:
+    if module is not None and module.is_initialized():
         state[kind] = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
     return state
 
@@ -45,11 +42,9 @@ def restore_rng(state: dict[str, Any]) -> None:
         import numpy  # the snapshot's program used it, this one will
 
         numpy.random.set_state(state["numpy"])
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is not None and found.type in state:
-        module = torch.get_device_module(found)
-        for index, device_state in enumerate(state[found.type][: torch.accelerator.device_count()]):
-            module.set_rng_state(device_state, index)
+    kind, module = _accelerator()
+    for index, device_state in enumerate(state.get(kind, ())[: torch.accelerator.device_count()]):
+        module.set_rng_state(device_state, index)
 
 
 def has_drawn(before: dict[str, Any]) -> bool:
@@ -58,19 +53,6 @@ def has_drawn(before: dict[str, Any]) -> bool:
     if before["python"] != now["python"] or not torch.equal(before["torch"], now["torch"]):
         return True
     return "numpy" in before and bool(before["numpy"][2:] != now["numpy"][2:])  # how far it is in its table
-
-
-def are_same(one: Any, other: Any) -> bool:
-    """True if two states of plain values, tensors and NumPy arrays are equal."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(are_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(are_same(value, other[key]) for key, value in one.items())
-    if hasattr(one, "tobytes") and hasattr(other, "tobytes"):
-        return bool(one.tobytes() == other.tobytes())
-    return bool(one == other)
 
 
 class RandomStreams:
