@@ -27,23 +27,13 @@ _PROGRAM = "import sys; del sys.path[0]; from lazysnap.exports.fill import main;
 _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """One checkpoint to make."""
-
-    directory: str
-    """Made by ``folder.begin``."""
-    name: str
-    """The name of the snapshot at the level (``SnapshotEngine.keep``)."""
-    then: Callable[[], object] | None = None
-    """Called on another thread when the checkpoint is complete."""
-
-
 @dataclass(frozen=True, eq=False)
 class _Filling:
     """A checkpoint whose process has not ended."""
 
-    checkpoint: Checkpoint
+    directory: str
+    name: str
+    then: Callable[[], object]
     process: "subprocess.Popen[str]"
     handle: int
     """A descriptor of the directory: it finds the place that a program moved the directory to."""
@@ -51,8 +41,8 @@ class _Filling:
     def place(self) -> str:
         """Return the current path of the directory; if it was deleted, the path that it had first."""
         found = os.readlink(f"/proc/self/fd/{self.handle}")
-        is_moved = os.path.isdir(found) and found != os.path.realpath(self.checkpoint.directory)
-        return found if is_moved else self.checkpoint.directory
+        is_moved = os.path.isdir(found) and found != os.path.realpath(self.directory)
+        return found if is_moved else self.directory
 
 
 class BackgroundCheckpoints:
@@ -78,16 +68,20 @@ class BackgroundCheckpoints:
         """Reasons why snapshots will never be stored, by their names."""
         self._failed: dict[str, str] = {}
         """Reasons why directories have no checkpoint."""
-        self._kept: Checkpoint | None = None
-        """The newest checkpoint that failed: its snapshot keeps its name."""
+        self._kept: tuple[str, str] | None = None
+        """Name and directory of the newest checkpoint that failed: its snapshot keeps its name."""
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Have a checkpoint made. Blocks: until its process is started, some milliseconds. Raises nothing."""
+    def save(self, directory: str, name: str, then: Callable[[], object] = lambda: None) -> None:
+        """Have a checkpoint made in a directory that ``folder.begin`` made. Raises nothing.
+
+        ``name``: of the snapshot at the level (``SnapshotEngine.keep``). ``then``: called on another thread when the
+        checkpoint is complete. Blocks: until its process is started, some milliseconds.
+        """
         try:
-            filling = self._start(checkpoint)
+            filling = _Filling(directory, name, then, *self._start(directory, name))
         except OSError as error:
-            give_up(checkpoint.directory)
-            self._fail(checkpoint, checkpoint.directory, f"its process cannot be started: {error}")
+            give_up(directory)
+            self._fail(name, directory, f"its process cannot be started: {error}")
             return
         with self._changed:
             self._pending.append(filling)
@@ -105,8 +99,8 @@ class BackgroundCheckpoints:
         """
         with self._changed:
             for filling in self._pending:
-                if filling.checkpoint.name in lost and filling.checkpoint.name not in self._lost:
-                    self._lost[filling.checkpoint.name] = lost[filling.checkpoint.name]
+                if filling.name in lost and filling.name not in self._lost:
+                    self._lost[filling.name] = lost[filling.name]
                     filling.process.kill()
 
     def wait(self, timeout_s: float, directory: str | None = None) -> bool:
@@ -135,15 +129,15 @@ class BackgroundCheckpoints:
             )
             done = self.wait(timeout_s - patience_s)
         with self._changed:
-            pending = [(filling.checkpoint, filling.place()) for filling in self._pending]
-        for checkpoint, place in pending:
+            pending = [(filling.name, filling.place()) for filling in self._pending]
+        for name, place in pending:
             logger.warning(
                 "save_state(%r): the checkpoint is not complete %g s after the end of training; a process goes on with "
                 "it (at most %g s until the snapshot is stored). If it is never complete: %s",
                 place,
                 timeout_s,
                 self._stored_within_s,
-                self._by_hand(checkpoint, place),
+                self._by_hand(name, place),
             )
         for directory, reason in self._failed.items():
             logger.warning("save_state(%r): there is no checkpoint of this training's state: %s", directory, reason)
@@ -152,21 +146,22 @@ class BackgroundCheckpoints:
 
     # ---------------------------------------------------------------- processes
 
-    def _start(self, checkpoint: Checkpoint) -> _Filling:
+    def _start(self, directory: str, name: str) -> "tuple[subprocess.Popen[str], int]":
+        """Return the process that fills a directory, and a descriptor of that. Raises: OSError."""
         arguments = {
             "url": self._level.url,
-            "name": checkpoint.name,
+            "name": name,
             "options": dict(self._level.storage_options or {}),
             "wait_s": self._stored_within_s,
         }
-        handle = os.open(checkpoint.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        handle = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                cwd=os.path.join(checkpoint.directory, UNFINISHED),
+                cwd=os.path.join(directory, UNFINISHED),
                 env=_environment(),
                 start_new_session=True,
                 text=True,
@@ -180,13 +175,13 @@ class BackgroundCheckpoints:
         # On standard input no other user sees the options.
         with contextlib.suppress(OSError), process.stdin:
             json.dump(arguments, process.stdin)
-        return _Filling(checkpoint, process, handle)
+        return process, handle
 
-    def _by_hand(self, checkpoint: Checkpoint, place: str) -> str:
+    def _by_hand(self, name: str, place: str) -> str:
         to = os.path.abspath(place)
         return (
-            f"`lazysnap export {self._level.url} {checkpoint.name} --to {to} --format accelerate --force` makes it. "
-            f"The level keeps the snapshot until `lazysnap prune {self._level.url} --name {checkpoint.name}`"
+            f"`lazysnap export {self._level.url} {name} --to {to} --format accelerate --force` makes it. "
+            f"The level keeps the snapshot until `lazysnap prune {self._level.url} --name {name}`"
         )
 
     def _follow(self, filling: _Filling) -> None:
@@ -197,11 +192,14 @@ class BackgroundCheckpoints:
             has_newer = any(one is not filling and one.place() == place for one in self._pending)
         try:
             if code in (0, GONE):
-                self._succeed(filling.checkpoint, place)
+                self._succeed(filling, place)
             else:
                 if not has_newer:
                     give_up(place)
-                self._fail(filling.checkpoint, place, said if code > 0 and said else _reason(code))
+                by_signal = f"its process was ended by signal {-code}"
+                self._fail(
+                    filling.name, place, by_signal if code < 0 else said or f"its process ended with status {code}"
+                )
         finally:
             filling.process.stdout.close()
             with self._changed:
@@ -209,36 +207,34 @@ class BackgroundCheckpoints:
                 os.close(filling.handle)
                 self._changed.notify_all()
 
-    def _succeed(self, checkpoint: Checkpoint, place: str) -> None:
+    def _succeed(self, filling: _Filling, place: str) -> None:
         """Release the snapshot: the checkpoint is complete, or its directory was deleted or saved anew."""
         self._failed.pop(place, None)
         try:
             with contextlib.suppress(ConfigError):  # the engine has ended; the process released the name at the level
-                self._release(checkpoint.name)
-            if checkpoint.then is not None:
-                checkpoint.then()
+                self._release(filling.name)
+            filling.then()
         except Exception as error:  # noqa: BLE001  the checkpoint is complete, whatever comes after it
-            logger.warning("save_state(%r): the checkpoint is complete, but %s", checkpoint.directory, error)
+            logger.warning("save_state(%r): the checkpoint is complete, but %s", filling.directory, error)
 
-    def _fail(self, checkpoint: Checkpoint, place: str, reason: str) -> None:
-        directory = checkpoint.directory
-        if checkpoint.name in self._lost:
-            self._failed[place] = self._lost[checkpoint.name]
-            logger.warning("save_state(%r): no checkpoint was made: %s", directory, self._lost[checkpoint.name])
+    def _fail(self, name: str, place: str, reason: str) -> None:
+        self._failed[place] = self._lost.get(name, reason)
+        if name in self._lost:
+            logger.warning("save_state(%r): no checkpoint was made: %s", place, self._lost[name])
             return
-        by_hand = self._by_hand(checkpoint, place)
-        logger.warning("save_state(%r): no checkpoint was made: %s. %s", directory, reason, by_hand)
-        self._failed[place] = reason
-        if self._kept is not None and self._kept.name != checkpoint.name:
+        by_hand = self._by_hand(name, place)
+        logger.warning("save_state(%r): no checkpoint was made: %s. %s", place, reason, by_hand)
+        if self._kept is not None and self._kept[0] != name:
             # Failures must not fill the level with snapshots that nothing deletes.
+            kept, directory = self._kept
             logger.warning(
                 "save_state(%r): the level does not keep its snapshot %r any longer: a newer checkpoint failed, too",
-                self._kept.directory,
-                self._kept.name,
+                directory,
+                kept,
             )
             with contextlib.suppress(Exception):
-                self._release(self._kept.name)
-        self._kept = checkpoint
+                self._release(kept)
+        self._kept = name, place
 
 
 def _environment() -> dict[str, str]:
@@ -252,7 +248,3 @@ def _environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths)),
     }
-
-
-def _reason(code: int) -> str:
-    return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with status {code}"

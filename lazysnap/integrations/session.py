@@ -18,11 +18,12 @@ from lazysnap.state.source import StateSource
 class Session:
     """The calls of ``engine`` in one training. A step is known by its number, and captured once."""
 
-    def __init__(self, engine: SnapshotEngine, step: int = 0) -> None:
+    def __init__(self, engine: SnapshotEngine, step: int = 0, policy: NonFinite | None = None) -> None:
         self.engine = engine
         self.step = step
         """The last one that is over and counts."""
-        self._watch: LossWatch | None = None
+        self.watch = None if policy is None else LossWatch(policy, engine)
+        """The judge of the losses, if there is a policy."""
         self._figures = Figures()
 
     def start(self, step: int, prepare: Callable[[], None] = lambda: None) -> None:
@@ -59,23 +60,15 @@ class Session:
         """Return figures for loggers: see ``Figures.values``."""
         return self._figures.values(self.engine.statistics(), self.engine.config.levels)
 
-    def judge(self, loss: Any, policy: NonFinite) -> None:
-        """A step, or a part of it, is over that had this ``loss``; see ``is_spoilt``. Collective. Blocks: until the
-        loss is computed. Raises: as ``LossWatch.is_bad``.
-        """
-        if self._watch is None:
-            self._watch = LossWatch(policy, self.engine)
-        self._watch.is_bad(loss)
-
     @property
     def is_spoilt(self) -> bool:
         """True if a loss was bad, and training did not go back yet."""
-        return self._watch is not None and self._watch.is_spoilt
+        return self.watch is not None and self.watch.is_spoilt
 
     def go_back(self) -> None:
         """Go back to the last good step. Collective. Blocks. Raises: as ``LossWatch.go_back``."""
-        assert self._watch is not None
-        self.step = self._watch.go_back().step
+        assert self.watch is not None
+        self.step = self.watch.go_back().step
 
     def close(self, bar: Bar | None) -> None:
         """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows how far it is, if it takes a second."""
@@ -136,7 +129,8 @@ class WithEngine:
     def begin(self, state: StateSource, directory: object) -> Session:
         """A training begins that has this ``state`` and writes to ``directory``. Collective."""
         url = place_beside(directory)
-        self.session = Session(self._make_engine(self._arguments.config_for(url), state, url))
+        engine = self._make_engine(self._arguments.config_for(url), state, url)
+        self.session = Session(engine, policy=self._arguments.rollback_on)
         return self.session
 
     def _make_engine(self, config: SnapshotConfig, state: StateSource, url: str) -> SnapshotEngine:

@@ -21,7 +21,7 @@ from support.waiting import until
 import lazysnap
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import LevelUnavailable
-from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
+from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import begin
 from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.saving import save_blocking
@@ -45,7 +45,7 @@ def save(settings: dict) -> dict:
     checkpoints = BackgroundCheckpoints(level, engine.release)
     if is_main:
         begin(settings["directory"])
-        checkpoints.save(Checkpoint(directory=settings["directory"], name=settings["name"]))
+        checkpoints.save(settings["directory"], settings["name"])
     prepared.train(2)
     if is_main:
         assert checkpoints.wait(TIMEOUT_S), settings

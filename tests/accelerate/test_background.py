@@ -22,7 +22,7 @@ from support.waiting import until
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.exports import background
 from lazysnap.exports.accelerate_folders import delete_superseded, newest_complete, problem
-from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
+from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import UNFINISHED, begin, filled, is_unfinished
 
 pytestmark = [pytest.mark.sampled("stock checkpoints"), pytest.mark.usefixtures("quick_exports")]
@@ -67,7 +67,7 @@ class Training:
 
     def save(self, directory: Path, name: str) -> None:
         begin(str(directory))
-        self.checkpoints.save(Checkpoint(directory=str(directory), name=name))
+        self.checkpoints.save(str(directory), name)
 
 
 @pytest.fixture(autouse=True)
@@ -444,12 +444,12 @@ def test_an_end_that_waits_for_checkpoints_says_so(trained, tmp_path, caplog):
 TRAINER = """
 import sys
 from lazysnap import PersistentLevel
-from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
+from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import begin
 checkpoints = BackgroundCheckpoints(PersistentLevel(sys.argv[1]), lambda name: None)
 for directory, name in zip(sys.argv[2::2], sys.argv[3::2]):
     begin(directory)
-    checkpoints.save(Checkpoint(directory=directory, name=name))
+    checkpoints.save(directory, name)
 print("asked", flush=True)
 sys.stdin.read()
 """

@@ -93,7 +93,7 @@ class _WithSnapshots:
         """Block until every directory that ``save_state`` was asked for is complete; ``False`` after the deadline, or
         if one cannot be made. The end of the program waits, too. Collective.
         """
-        return self._lazysnap_door.wait(timeout_s)
+        return self._lazysnap_door.directories.wait(timeout_s)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Snapshot | None:
         """``"latest"``, a step or ``"run:1f3a"``: restore the snapshot, from the freshest place that has it, and return

@@ -63,7 +63,8 @@ class Door(WithEngine):
         self.logged = LoggedRuns(self._accelerator)
         """The runs of the trackers."""
         self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions, self.logged)
-        self._directories = Directories(self._accelerator, self._state)
+        self.directories = Directories(self._accelerator, self._state)
+        """The checkpoints that the program names."""
         self._begins_from: str | None = None
         """The line about the start that the user sees when the session begins."""
         self._left_at = 0
@@ -124,7 +125,7 @@ class Door(WithEngine):
                 raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
             self._note_beside()
             engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
-            self.session = Session(engine, self._left_at)
+            self.session = Session(engine, self._left_at, self._policy)
             if self._begins_from is not None:
                 engine.session.run.tell_start(self._begins_from)
         return self.session
@@ -160,20 +161,19 @@ class Door(WithEngine):
         """A ``backward`` is over. Collective, and blocks until the loss is computed, where a policy is set."""
         if self._policy is None or self._why_stock is not None:
             return
-        self.opened().judge(loss, self._policy)
-        if self._goes_back:  # weights and gradients are of no use; it goes back before the next batch
+        watch = self.opened().watch
+        assert watch is not None
+        watch.is_bad(loss)
+        if watch.is_spoilt:  # weights and gradients are of no use; it goes back before the next batch
             self.boundaries.note()
-
-    @property
-    def _goes_back(self) -> bool:
-        return self.session is not None and self.session.is_spoilt
 
     def boundary(self) -> int | None:
         """``save_state()``: capture now, between two steps; the step, or ``None`` if no capture began.
 
         Within an accumulation of gradients it is put off until the next optimizer step is over, and that is said once.
         """
-        if not self._accelerator.sync_gradients and not self._goes_back:
+        goes_back = self.session is not None and self.session.is_spoilt
+        if not self._accelerator.sync_gradients and not goes_back:
             self._has_asked = True
             self._tell_once("save_state() within an accumulation of gradients: captured after the next optimizer step")
             return None
@@ -193,7 +193,7 @@ class Door(WithEngine):
             return False
         session = self.opened()
         self._count(session)
-        self._directories.give_up_lost(session.engine)
+        self.directories.give_up_lost(session.engine)
         if session.is_spoilt:
             session.go_back()
             return False
@@ -219,28 +219,24 @@ class Door(WithEngine):
 
     def save(self, wanted: Wanted) -> str:
         """``save_state(directory)``; the directory. Collective. See ``Directories``."""
-        directory, is_small = self._directories.choose(wanted)
+        directory, is_small = self.directories.choose(wanted)
         self._choose_place(os.path.dirname(os.path.abspath(directory)))
         if not is_small and not self._is_refused:
-            self._directories.save(directory, wanted, self.opened().engine, lambda: self._capture(force=True))
+            self.directories.save(directory, wanted, self.opened().engine, lambda: self._capture(force=True))
             return directory
         if self.boundaries.has_stepped and self._accelerator.sync_gradients:
             self._capture(force=True)
-        self._directories.save_at_once(directory, wanted)
+        self.directories.save_at_once(directory, wanted)
         return directory
-
-    def wait(self, timeout_s: float) -> bool:
-        """See ``LazyAccelerator.wait_for_checkpoints``."""
-        return self._directories.wait(timeout_s)
 
     def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> None:
         """``load_state(directory)``: by stock, from a complete checkpoint."""
-        found = self._directories.find(directory)
+        found = self.directories.find(directory)
         self._gate()
         stock(found)
         self.boundaries.passed()
         if found is not None:
-            self._directories.loaded(found)
+            self.directories.loaded(found)
             self._begins_from = report.from_checkpoint(found)
             if self.session is not None:
                 self.session.engine.session.run.tell_start(self._begins_from)
@@ -300,7 +296,7 @@ class Door(WithEngine):
             if session.step:
                 session.capture(is_last=True)
         session.close(rich_bar if self._is_main_process else None)
-        self._directories.give_up_lost(session.engine)
+        self.directories.give_up_lost(session.engine)
         self._end_at(session, session.engine.config.drain_timeout_s)
 
     def _is_place_removed(self) -> bool:
@@ -328,7 +324,7 @@ class Door(WithEngine):
             self._end_at(self.session, 0.0)
 
     def _end_at(self, session: Session, timeout_s: float) -> None:
-        self._directories.close(timeout_s)
+        self.directories.close(timeout_s)
         self._left_at = session.step
         self.leave()
 

@@ -20,7 +20,7 @@ from lazysnap.exports.accelerate_folders import (
     next_iteration,
     number_of,
 )
-from lazysnap.exports.background import BackgroundCheckpoints, Checkpoint
+from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import begin, filled, give_up, is_unfinished
 from lazysnap.integrations.accelerate.state import AcceleratorState
 from lazysnap.state.wrappers import wrapper_prefix
@@ -168,7 +168,7 @@ class Directories:
         if self._checkpoints is None:
             self._checkpoints = BackgroundCheckpoints(engine.config.levels[0], engine.release)
         trim = self._trimming()
-        self._checkpoints.save(Checkpoint(directory=directory, name=name, then=trim))
+        self._checkpoints.save(directory, name, trim)
         trim()
 
     def _trimming(self) -> Callable[[], object]:

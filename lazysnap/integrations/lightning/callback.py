@@ -133,10 +133,10 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Judge the loss, if ``rollback_on`` is set. Raises: RollbackFailed; as ``SnapshotEngine.rollback``."""
-        session, policy, epoch_loop = self.session, self._arguments.rollback_on, trainer.fit_loop.epoch_loop
-        if session is None or policy is None:
+        session, epoch_loop = self.session, trainer.fit_loop.epoch_loop
+        if session is None or session.watch is None:
             return
-        session.judge(outputs.get("loss") if isinstance(outputs, dict) else outputs, policy)
+        session.watch.is_bad(outputs.get("loss") if isinstance(outputs, dict) else outputs)
         # The whole accumulation is dropped: its other batches belong to the same step.
         if session.is_spoilt and not epoch_loop._should_accumulate():
             session.go_back()
