@@ -1,6 +1,5 @@
 """Interface of a place for snapshots. Levels move bytes; they never re-serialize them."""
 
-import contextlib
 import errno
 import os
 import re
@@ -118,11 +117,6 @@ class Storage(ABC):
         except FileNotFoundError:
             return False
         return True
-
-    def read_into(self, path: str, offset: int, out: memoryview) -> None:
-        """Fill ``out`` from ``offset``, for a single read. Raises: as ``Reader.read_into``."""
-        with contextlib.closing(self.reader(path)) as reader:
-            reader.read_into(offset, out)
 
     def stamp(self, path: str) -> object:
         """Return a value that changes when the object does and is cheap to get; ``None`` if the place has none."""

@@ -38,11 +38,11 @@ from lazysnap.levels.node_file import (
     write_node_file,
 )
 from lazysnap.levels.redaction import shown
-from lazysnap.levels.source import BlockSource, shard_of
+from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.levels.watchdog import Beat
 from lazysnap.resolver import Entry, FrozenEntry, Item
-from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
+from lazysnap.shard.manifest import Manifest, Shard
 from lazysnap.shard.names import (
     NodeName,
     SnapshotName,
@@ -88,10 +88,6 @@ class SnapshotStore:
         self.speed = speed
 
     # ---------------------------------------------------------------- writing
-
-    def write(self, meta: CaptureMeta, source: BlockSource, beat: Beat = lambda: None) -> Manifest:
-        """Write and commit the shard of a rank that is alone on its node, or stores alone; see ``write_file``."""
-        return self.write_file(NodeName(meta.rank, meta.world_size), [shard_of(meta, source)], source, beat)
 
     def write_file(
         self,

@@ -60,8 +60,6 @@ class World:
         self._shares: tuple[bool, bool] | None = None
         self._untrained: frozenset[str] | None = None
         self._lost: WaitTimeout | None = None
-        self.exchanges = 0
-        """Collectives so far; a test sees to it that snapshots need none."""
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         is_on_device = any(one.device.type not in ("cpu", "meta") for group in groups for one in group["params"])
         told = self.exchange("making the engine", [node_name(), is_on_device])
@@ -99,7 +97,6 @@ class World:
         """
         if self._group is None:
             return [value]
-        self.exchanges += 1
         text = json.dumps([what, value], separators=(",", ":")).encode()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._all_gather(what, sizes, torch.tensor([len(text)]))

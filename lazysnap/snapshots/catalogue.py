@@ -11,10 +11,11 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from lazysnap.config import checked_url
-from lazysnap.errors import FormatError, LevelError, SnapshotNotFound, without_passwords
+from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.listing import Directory, Listing, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
+from lazysnap.levels.redaction import shown
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watchdog import Beat
 from lazysnap.resolver import (
@@ -388,16 +389,16 @@ class Catalogue:
         for entry in entries:
             if entry.frozen is not None and entry.frozen not in held:
                 self.incomplete.append(
-                    f"{without_passwords(entry.level)}/{entry.location}: rank {entry.rank} needs the frozen "
+                    f"{shown(entry.level)}/{entry.location}: rank {entry.rank} needs the frozen "
                     f"tensors {entry.frozen}, which are not there"
                 )
         for key, held_entries in sorted(snapshots(entries).items()):
             missing = sorted(set(range(key.world_size)) - {entry.rank for entry in held_entries})
             if missing:
-                shown = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+                ranks = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
                 self.incomplete.append(
-                    f"{without_passwords(self.store.url)}: step {step} is not complete: no valid manifest there "
-                    f"has rank {shown}; {len(missing)} of {key.world_size} ranks are missing"
+                    f"{shown(self.store.url)}: step {step} is not complete: no valid manifest there "
+                    f"has rank {ranks}; {len(missing)} of {key.world_size} ranks are missing"
                 )
 
 
@@ -408,5 +409,5 @@ def _name_of(directory: Directory) -> SnapshotName:
 
 
 def _few(steps: list[int]) -> str:
-    shown = ", ".join(map(str, steps[-8:]))
-    return shown if len(steps) <= 8 else f"…, {shown}"
+    newest = ", ".join(map(str, steps[-8:]))
+    return newest if len(steps) <= 8 else f"…, {newest}"

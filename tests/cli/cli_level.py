@@ -6,6 +6,7 @@ from pathlib import Path
 
 import fsspec
 import torch
+from support.image import write_shard
 from support.names import START, directory_of
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
@@ -126,7 +127,7 @@ def put(
         frozen=reference,
         parameters=parameters,
     )
-    (entry,) = entries_of(store.write(meta, shard.source), store.url, store.speed, meta.name.directory)
+    (entry,) = entries_of(write_shard(store, meta, shard.source), store.url, store.speed, meta.name.directory)
     for name in names:
         store.keep(entry, name)
     return entry

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from support.catalogue import inventory_of
+from support.image import write_shard
 from support.place import BLOCK, PAGE, WAIT_S, at_once, everything, in_another_process
 from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, look, read_whole
 
@@ -71,7 +72,7 @@ class StoreContract(FrozenContract):
     def test_what_was_written_is_read_back(self, make_store: Callable[[], SnapshotStore], elements: int) -> None:
         """By another client, every byte, whatever the size."""
         store, other = make_store(), make_store()
-        manifest = store.write(Snapshot(1, elements=elements).meta, Snapshot(1, elements=elements).source())
+        manifest = write_shard(store, Snapshot(1, elements=elements).meta, Snapshot(1, elements=elements).source())
 
         (entry,) = inventory_of(other).entries
         assert (entry.step, entry.run_id) == (1, RUN)
@@ -96,7 +97,7 @@ class StoreContract(FrozenContract):
         before = everything(store.storage)
         snapshot = Snapshot(2, elements=BLOCK)
         with pytest.raises(CaptureAborted):
-            store.write(snapshot.meta, HookedSource(snapshot, at=at, action=abort))
+            write_shard(store, snapshot.meta, HookedSource(snapshot, at=at, action=abort))
 
         assert everything(store.storage) == before
         assert look(store).steps() == [1]
@@ -106,7 +107,7 @@ class StoreContract(FrozenContract):
         store, other, seen = make_store(), make_store(), []
         Snapshot(1).write(store)
         snapshot = Snapshot(2)
-        store.write(snapshot.meta, HookedSource(snapshot, at="finish", action=lambda: seen.append(look(other))))
+        write_shard(store, snapshot.meta, HookedSource(snapshot, at="finish", action=lambda: seen.append(look(other))))
 
         assert seen[0].steps() == [1]
         assert seen[0].problems == ()
@@ -281,7 +282,7 @@ class StoreContract(FrozenContract):
             swept.extend(make_store().sweep())
 
         for at in ("view", "finish"):
-            store.write(snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
+            write_shard(store, snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
             swept += make_store().sweep()
         assert swept == []
         assert set(look(store).steps()) == {1, 2}
@@ -304,13 +305,14 @@ class StoreContract(FrozenContract):
         """Nothing of it is offered; the next one writes the same step, and what it left is swept."""
         code = f"""
 from lazysnap.levels.store import SnapshotStore
+from support.image import write_shard
 from support.snapshots import Snapshot
 from contract.stores import HookedSource
 snapshot = Snapshot(2, elements={BLOCK})
 def stop():
     say("written")
     wait()
-SnapshotStore(storage).write(snapshot.meta, HookedSource(snapshot, at="finish", action=stop))
+write_shard(SnapshotStore(storage), snapshot.meta, HookedSource(snapshot, at="finish", action=stop))
 """
         store = make_store()
         Snapshot(1).write(store)

@@ -6,6 +6,7 @@ import os
 from support.catalogue import inventory_of
 from support.fault_plan import FaultPlan, Hang
 from support.faulty import FaultyStorage
+from support.image import write_shard
 from support.names import START
 from support.node_rig import RUN, image_of
 from support.waiting import until
@@ -32,7 +33,7 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
     room = map_anonymous(-(-len(image) // 4096) * 4096)
     room[: len(image)] = image
     store = open_store(level.url)
-    store.write(CaptureMeta(RUN, START, 3, 0, 1, 3), MemorySource(room, len(image)))
+    write_shard(store, CaptureMeta(RUN, START, 3, 0, 1, 3), MemorySource(room, len(image)))
     [entry] = inventory_of(store).entries
     plan = FaultPlan(Hang(1, operation="read_into"))
     slow = SnapshotStore(FaultyStorage(store.storage, plan))

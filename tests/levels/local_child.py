@@ -9,6 +9,7 @@ import sys
 
 from refused_calls import refuse
 from snapshots import Image, meta
+from support.image import write_shard
 
 from lazysnap.errors import LevelError
 from lazysnap.levels import open_store
@@ -70,7 +71,7 @@ def snapshots(storage: LocalStorage) -> None:
     while True:
         step += 1
         try:
-            store.write(meta(step), Image(step))
+            write_shard(store, meta(step), Image(step))
             say("committed", step)
         except LevelError as error:
             say(type(error).__name__, error)

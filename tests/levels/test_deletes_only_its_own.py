@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from snapshots import OTHER, RUN, Image, files, meta, whole
 from support.catalogue import inventory_of
+from support.image import write_shard
 from support.names import START, directory_of
 from support.node_rig import Rig
 from support.waiting import until
@@ -39,7 +40,7 @@ def level(tmp_path):
     root = tmp_path / "run"
     store = open_store(str(root))
     for step in (1, 2, 3):
-        store.write(meta(step), Image(step))
+        write_shard(store, meta(step), Image(step))
     return root
 
 
@@ -107,7 +108,7 @@ def test_a_storage_neither_deletes_nor_writes_through_a_link(level, linked):
     storage.delete_directory(directory_of(4))
     assert content(linked) == before
     with pytest.raises(LevelUnavailable, match="symbolic link"):
-        open_store(str(level)).write(meta(4), Image(4))
+        write_shard(open_store(str(level)), meta(4), Image(4))
     assert content(linked) == before
     assert whole(open_store(str(level))) == [1, 2, 3]
 
@@ -204,7 +205,7 @@ def test_a_name_that_no_run_gave_is_neither_taken_away_nor_written_over(level):
 def test_a_snapshot_that_is_copied_into_a_level_while_a_job_starts_arrives(level, tmp_path, order, run):
     """As ``cp -a`` and ``rsync -a`` do it: file by file, each with the time of its original."""
     other = open_store(str(tmp_path / "other"))
-    other.write(meta(9, run), Image(9))
+    write_shard(other, meta(9, run), Image(9))
     if "keep-best" in order:
         other.keep(inventory_of(other).entries[0], "best")
     source, target = tmp_path / "other" / directory_of(9, run), level / directory_of(9, run)
@@ -243,9 +244,10 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[2])
 import snapshots as t
+from support.image import write_shard
 from support.names import directory_of
 from lazysnap.levels import open_store
-open_store(sys.argv[1]).write(t.meta(9), t.Image(9))
+write_shard(open_store(sys.argv[1]), t.meta(9), t.Image(9))
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 from snapshots import mount
 from support.fault_plan import Act, Fail, FaultPlan, Flip, Truncate
 from support.faulty import FaultyStorage
-from support.place import everything, pattern, read_object, write_object
+from support.place import everything, pattern, read_object, read_range, write_object
 from support.snapshots import Snapshot, look
 
 from lazysnap.errors import LazySnapError, LevelFull, LevelUnavailable, ShardCorrupt
@@ -59,7 +59,7 @@ def test_what_is_truncated_lost_its_end(local, claims_success):
     works = {
         "put": (lambda: storage("put").put("step-00000001/put", data), LevelUnavailable),
         "get": (lambda: storage("get").get("step-00000001/whole"), ShardCorrupt),
-        "read_into": (lambda: storage("read_into").read_into("step-00000001/whole", 0, out), ShardCorrupt),
+        "read_into": (lambda: read_range(storage("read_into"), "step-00000001/whole", 0, out), ShardCorrupt),
         "write": (lambda: write_object(storage("write"), "step-00000001/written", data), LevelUnavailable),
     }
     for work, error in works.values():
@@ -85,7 +85,7 @@ def test_what_is_flipped_differs_in_one_bit_and_only_there(local):
     local.put("step-00000001/whole", data)
     got = FaultyStorage(local, FaultPlan(Flip(1))).get("step-00000001/whole")
     out = memoryview(bytearray(100))
-    FaultyStorage(local, FaultPlan(Flip(1))).read_into("step-00000001/whole", 0, out)
+    read_range(FaultyStorage(local, FaultPlan(Flip(1, operation="read_into"))), "step-00000001/whole", 0, out)
 
     for bad in (local.get("step-00000001/put"), local.get("step-00000001/written"), got, bytes(out)):
         assert len(bad) == 100

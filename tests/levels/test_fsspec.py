@@ -12,7 +12,9 @@ import pytest
 from drivers import DRIVERS, ObjectStore, Talkative
 from s3_work import SHARD, SIZE, abandoned_after, blocks, download, pattern, upload
 from support.catalogue import inventory_of
+from support.image import write_shard
 from support.names import directory_of
+from support.place import read_range
 from support.snapshots import Snapshot as Stored
 from support.snapshots import directory
 
@@ -216,7 +218,7 @@ def test_whatever_is_wrong_at_a_level_its_password_is_in_no_message(place, caplo
     password = url.split(":")[2].split("@")[0]
     store, said = open_store(url), []
     for step in range(1, 7):
-        store.write(Stored(step).meta, Stored(step).source())
+        write_shard(store, Stored(step).meta, Stored(step).source())
     root, stem = url.removeprefix("objects://"), "node-00000-of-00001"
 
     def shard(step):
@@ -243,7 +245,7 @@ def test_whatever_is_wrong_at_a_level_its_password_is_in_no_message(place, caplo
             load_weights(url, step)
         said.append(shown(caught.value))
     with pytest.raises(ShardCorrupt) as caught:
-        store.storage.read_into(f"{directory(6)}/{stem}.safetensors", 0, memoryview(bytearray(1 << 20)))
+        read_range(store.storage, f"{directory(6)}/{stem}.safetensors", 0, memoryview(bytearray(1 << 20)))
     said.append(shown(caught.value))
     with pytest.raises(FileNotFoundError) as caught:
         store.storage.get(f"{directory(6)}/none")

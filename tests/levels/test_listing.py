@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from snapshots import Image, meta
 from support.catalogue import inventory_of
+from support.image import write_shard
 from support.names import START, directory_of
 
 from lazysnap.levels import open_store
@@ -22,7 +23,7 @@ def store(tmp_path):
     store = open_store(str(tmp_path / "run"))
     for step in (1, 2):
         for rank in range(WORLD):
-            store.write(dataclasses.replace(meta(step), rank=rank, world_size=WORLD, start=START), Image(step))
+            write_shard(store, dataclasses.replace(meta(step), rank=rank, world_size=WORLD, start=START), Image(step))
     return store
 
 

@@ -14,6 +14,7 @@ import pytest
 from refused_calls import needs_seccomp
 from snapshots import Image, files, meta, mount, whole
 from support.catalogue import inventory_of
+from support.image import write_shard
 
 from lazysnap.errors import LevelUnavailable
 from lazysnap.levels import open_store
@@ -207,13 +208,13 @@ def tmpfs(tmp_path):
 
 def test_a_read_only_remount_costs_the_snapshots_until_it_is_undone(tmpfs):
     store = open_store(str(tmpfs / "run"))
-    store.write(meta(1), Image(1))
+    write_shard(store, meta(1), Image(1))
     subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
     with pytest.raises(LevelUnavailable, match=r"creating step-00000002-.*Read-only.*remount it"):
-        store.write(meta(2), Image(2))
+        write_shard(store, meta(2), Image(2))
     assert whole(store) == [1]
     subprocess.run(["mount", "-o", "remount,rw", tmpfs], check=True)
-    store.write(meta(3), Image(3))
+    write_shard(store, meta(3), Image(3))
 
     assert whole(store) == [1, 3]
 
@@ -238,7 +239,7 @@ def disk(tmp_path):
 def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk):
     path, attach = disk
     store = open_store(str(path / "run"))
-    store.write(meta(1), Image(1))
+    write_shard(store, meta(1), Image(1))
 
     class Dies(Image):
         def finish(self) -> None:
@@ -247,14 +248,14 @@ def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk
             os.close(handle)
 
     with pytest.raises(LevelUnavailable, match=r"the disk failed|read-only"):
-        store.write(meta(2), Dies(2, 200_000))
+        write_shard(store, meta(2), Dies(2, 200_000))
     subprocess.run(["umount", path], check=True)
     subprocess.run(attach, check=True)
 
     assert whole(store) == [1]
     assert inventory_of(store).problems == ()
     store.sweep()
-    store.write(meta(2), Image(2))
+    write_shard(store, meta(2), Image(2))
     assert whole(store) == [1, 2]
 
 
@@ -281,7 +282,7 @@ def test_rights_lost_in_the_middle_of_a_run_are_named_and_come_back(open_to_all,
 def test_a_file_where_a_directory_has_to_be_is_named_with_what_to_do(tmp_path, below):
     (tmp_path / "file").touch()
     store = open_store(str(tmp_path / "file" / below))
-    for work in (lambda: inventory_of(store), lambda: store.write(meta(1), Image(1))):
+    for work in (lambda: inventory_of(store), lambda: write_shard(store, meta(1), Image(1))):
         with pytest.raises(
             LevelUnavailable, match=r"Not a directory: .*; a file is where a directory has to be: move it"
         ):
@@ -290,7 +291,7 @@ def test_a_file_where_a_directory_has_to_be_is_named_with_what_to_do(tmp_path, b
 
 def test_a_mount_whose_server_is_gone_says_so_and_is_taken_up_again(tmp_path):
     store = open_store(str(tmp_path / "mount" / "run"))
-    store.write(meta(1), Image(1))
+    write_shard(store, meta(1), Image(1))
     try:
         server = os.open("/dev/fuse", os.O_RDWR)
     except OSError:
@@ -302,12 +303,12 @@ def test_a_mount_whose_server_is_gone_says_so_and_is_taken_up_again(tmp_path):
         pytest.skip("mounting FUSE is not allowed here")
     try:
         with pytest.raises(LevelUnavailable, match="what serves this mount is gone: unmount it"):
-            store.write(meta(2), Image(2))
+            write_shard(store, meta(2), Image(2))
         with pytest.raises(LevelUnavailable, match="what serves this mount is gone"):
             inventory_of(store)
     finally:
         subprocess.run(["umount", "-l", tmp_path / "mount"], check=True)
-    store.write(meta(3), Image(3))
+    write_shard(store, meta(3), Image(3))
 
     assert whole(store) == [1, 3]
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from support.catalogue import inventory_of
+from support.image import write_shard
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START, lone_manifest
 
@@ -89,7 +90,7 @@ def test_a_reader_finds_every_rank_and_its_tensors(shards, tmp_path):
     both = joined(shards, (1, 2))
     parts = [dataclasses.replace(part, meta=_of_three(part.meta)) for part in both.shards]
     store.write_file(NodeName(0, 2), parts, both)
-    store.write(_of_three(meta(5)), MemorySource(*shards[5]))
+    write_shard(store, _of_three(meta(5)), MemorySource(*shards[5]))
     catalogue = Catalogue(store)
 
     snapshot = open_snapshot(catalogue, catalogue.find("latest"), verify=True)

@@ -29,6 +29,7 @@ from s3_work import (
     uploads_at,
 )
 from support.names import directory_of
+from support.place import read_range
 
 from lazysnap.errors import LevelUnavailable, ShardCorrupt
 from lazysnap.levels import fsspec_storage, open_store, s3
@@ -182,7 +183,7 @@ def test_over_tls_a_server_must_be_who_it_says(s3_proxy, s3_server, s3_url, tmp_
     assert download(known) == data
     monkeypatch.setattr(s3, "PATIENCE_S", 0.1)
     with pytest.raises(LevelUnavailable, match="does not answer"):
-        S3Storage(s3_url, options).read_into(SHARD, 0, memoryview(bytearray(10)))
+        read_range(S3Storage(s3_url, options), SHARD, 0, memoryview(bytearray(10)))
 
 
 @pytest.mark.parametrize(

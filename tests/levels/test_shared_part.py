@@ -2,6 +2,7 @@
 
 import pytest
 from support.catalogue import inventory_of
+from support.image import write_shard
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START
 
@@ -94,7 +95,7 @@ def test_of_each_tensor_its_rows_are_stored_and_the_manifest_says_which(tmp_path
     store, (layout, room) = open_store(str(tmp_path)), image
     for rank in (0, 1):
         part = SharedPart(meta(rank), MemorySource(room, layout.size_bytes))
-        store.write(part.meta, part)
+        write_shard(store, part.meta, part)
 
     for rank in (0, 1):
         check(store, rank, image)
@@ -118,7 +119,7 @@ def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
 
 def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
     near, shared, (layout, room) = open_store(str(tmp_path / "near")), open_store(str(tmp_path / "shared")), image
-    manifest = near.write(meta(), MemorySource(room, layout.size_bytes))
+    manifest = write_shard(near, meta(), MemorySource(room, layout.size_bytes))
     place = near.place(inventory_of(near).entries[0])
     with open(f"{near.url}/{place.file_path}", "r+b") as file:
         file.seek(4 * BLOCK_BYTES)
@@ -127,7 +128,7 @@ def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
     part = SharedPart(meta(), VerifiedSource(blocks, lambda count: None))
 
     with pytest.raises(ShardCorrupt, match="block 4"):
-        shared.write(part.meta, part)
+        write_shard(shared, part.meta, part)
 
     blocks.close()
     assert inventory_of(shared).entries == ()

@@ -9,6 +9,7 @@ import pytest
 from deaths import run_forks
 from snapshots import Image, files, meta, whole
 from support.catalogue import inventory_of
+from support.image import write_shard
 from support.names import directory_of
 from support.snapshots import Snapshot
 
@@ -37,7 +38,7 @@ def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
 
     image.view = view
     store = open_store(str(tmp_path))
-    writer = threading.Thread(target=store.write, args=(meta(7), image))
+    writer = threading.Thread(target=write_shard, args=(store, meta(7), image))
     writer.start()
     assert first_block_asked.wait(60)
     (temporary,) = files(tmp_path)
@@ -51,17 +52,17 @@ def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named():
     with pytest.raises(LevelUnavailable, match="/proc/lazysnap"):
-        open_store("/proc/lazysnap").write(meta(1), Image(1))
+        write_shard(open_store("/proc/lazysnap"), meta(1), Image(1))
 
 
 def test_a_directory_that_is_removed_costs_one_snapshot_and_is_made_again(tmp_path):
     """Not at once: a program that removes it with all around it would find a part of it there again."""
     store = open_store(str(tmp_path / "run"))
-    store.write(meta(1), Image(1))
+    write_shard(store, meta(1), Image(1))
     subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
     with pytest.raises(LevelUnavailable, match="No such file"):
-        store.write(meta(2), Image(2))
-    store.write(meta(3), Image(3))
+        write_shard(store, meta(2), Image(2))
+    write_shard(store, meta(3), Image(3))
 
     assert whole(store) == [3]
 
@@ -74,15 +75,15 @@ def test_a_directory_that_is_removed_while_a_snapshot_is_written_is_made_again(t
     store = open_store(str(tmp_path / "run"))
     for step, image in ((1, Removes(1)), (2, Image(2))):
         with pytest.raises(LevelUnavailable):
-            store.write(meta(step), image)
-    store.write(meta(3), Image(3))
+            write_shard(store, meta(step), image)
+    write_shard(store, meta(3), Image(3))
 
     assert whole(store) == [3]
 
 
 def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
     store = open_store(str(tmp_path))
-    store.write(meta(1), Image(1))
+    write_shard(store, meta(1), Image(1))
     for name in (
         "checkpoint-5/model.safetensors",
         f"{directory_of(9)}/node-00000-of-00001.safetensors",
@@ -98,7 +99,7 @@ def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
 
 def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
     for step in (1, 2):
-        store.write(meta(step), Image(step))
+        write_shard(store, meta(step), Image(step))
         store.keep(inventory_of(store).entries[-1], f"at-{step}")
     directory = inventory_of(store).entries[0].location
     for name in store.storage.list(directory):
@@ -123,7 +124,7 @@ def test_a_small_file_of_a_try_goes_a_day_later(tmp_path, request):
 
 def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(store):
     for step in (1, 2, 3):
-        store.write(meta(step), Image(step))
+        write_shard(store, meta(step), Image(step))
         store.keep(inventory_of(store).entries[-1], "best")
     moved = []
 
@@ -143,7 +144,7 @@ def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_
 
 def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path, a_day_later):
     store = open_store(str(tmp_path))
-    store.write(meta(1), Image(1))
+    write_shard(store, meta(1), Image(1))
     kept = files(tmp_path)
     directory = tmp_path / directory_of(2)
     directory.mkdir()
@@ -167,12 +168,12 @@ def work(root):
     store = open_store(root)
     with open(f"{root}.committed", "w", buffering=1) as committed:
         for step in range(1, 5):
-            store.write(meta(step), Image(step))
+            write_shard(store, meta(step), Image(step))
             committed.write(f"{step}\n")
             for entry in inventory_of(store).entries:
                 if entry.step <= step - 2:
                     delete_files([store.place(entry)])
-        store.write(meta(4), Image(4))
+        write_shard(store, meta(4), Image(4))
 
 
 def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whole(tmp_path, sample):

@@ -167,15 +167,21 @@ def load_by_dcp(directory: str, model: torch.nn.Module, optimizer: torch.optim.O
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
+def count_exchanges() -> Callable[[], int]:
+    """Count from now on how often the ranks tell each other something: two gathers each time."""
+    gathers, gather = [], dist.all_gather
+    dist.all_gather = lambda *args, **options: gathers.append(args) or gather(*args, **options)
+    return lambda: len(gathers) // 2
+
+
 def beat(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
     """Rank 1 works until the ranks have told each other ten times that it does."""
-    world = World(timeout_s)
-    before = world.exchanges
+    world, exchanges = World(timeout_s), count_exchanges()
 
     def work() -> int:
-        while rank == 1 and world.exchanges < before + 10:
+        while rank == 1 and exchanges() < 10:
             time.sleep(0.01)
-        return rank and world.exchanges - before
+        return rank and exchanges()
 
     write("told", world.exchange_after("working", work))
 
@@ -251,6 +257,7 @@ def main() -> None:
     if "host" in settings:
         live_on(settings["host"])
     torch.set_num_threads(1)
+    exchanges = count_exchanges()
     journal = os.open(settings["journal"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(*words: object) -> None:
@@ -312,7 +319,6 @@ def main() -> None:
         loop["rank"] = rank
     start = snapshot.step if snapshot else 0
     write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer), *own(model, loop))
-    write("exchanges", engine.session.parts.world.exchanges)
     if settings.get("look"):
         engine.abandon()
         os._exit(0)
@@ -366,7 +372,7 @@ def main() -> None:
             inject(step)
             write("every", step, engine._recorder.pace.every)
         write("waits", step, engine.statistics().slot_waits.count)
-        write("collectives", engine.session.parts.world.exchanges)
+        write("collectives", exchanges())
         if settings.get("freeze_at") == step:
             os.kill(keeper_of(engine), signal.SIGSTOP)
         if settings.get("hear_at") == step:

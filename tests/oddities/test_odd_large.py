@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.catalogue import inventory_of
 from support.names import RUN, START, directory_of
+from support.place import read_range
 from support.snapshots import lone_manifest
 
 from lazysnap.capture.capture import Capture
@@ -193,8 +194,8 @@ def test_a_block_is_written_and_read_behind_4_gib_of_a_file(tmp_path):
 
     found = map_anonymous(4096 * 3 + 7)
     storage = LocalStorage(str(tmp_path))
-    storage.read_into("file", 4 * GIB, found[: 4096 * 3])
-    storage.read_into("file", 4 * GIB - 1, found[:7])
+    read_range(storage, "file", 4 * GIB, found[: 4096 * 3])
+    read_range(storage, "file", 4 * GIB - 1, found[:7])
 
     assert found[1:7] == room[:6]
     assert found[7 : 4096 * 3] == room[7:]

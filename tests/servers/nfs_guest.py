@@ -17,7 +17,7 @@ import traceback
 sys.path.extend(str(above) for above in pathlib.Path(__file__).parents[1:3])
 
 from support.catalogue import inventory_of
-from support.image import Image
+from support.image import Image, write_shard
 
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import read_node_file
@@ -103,11 +103,11 @@ def _meta(step: int) -> CaptureMeta:
 
 
 def write(talk: Conversation, url: str, step: int, size: int = 5000) -> None:
-    _store(url).write(_meta(step), Image(step, size))
+    write_shard(_store(url), _meta(step), Image(step, size))
 
 
 def write_slowly(talk: Conversation, url: str, step: int, size: int) -> None:
-    _store(url).write(_meta(step), StopsInTheMiddle(talk, step, size))
+    write_shard(_store(url), _meta(step), StopsInTheMiddle(talk, step, size))
 
 
 def write_with_deadline(talk: Conversation, url: str, step: int, size: int, deadline_s: float) -> str:
@@ -124,7 +124,7 @@ def write_with_deadline(talk: Conversation, url: str, step: int, size: int, dead
 
         source.view = view
         source.finish = beat
-        _store(url).write(_meta(step), source)
+        write_shard(_store(url), _meta(step), source)
 
     attempt = Watchdog(work, f"step {step}")
     try:
@@ -152,7 +152,8 @@ def restorable(talk: Conversation, url: str) -> list:
 def _read(store, entry) -> None:
     manifest, place, last = store.read_manifest(entry), store.place(entry), map_anonymous(1)
     read_node_file(place, manifest)
-    store.storage.read_into(place.file_path, manifest.size_bytes - 1, last)
+    with contextlib.closing(store.storage.reader(place.file_path)) as reader:
+        reader.read_into(manifest.size_bytes - 1, last)
     assert last[0] == entry.step % 256
 
 

@@ -197,13 +197,6 @@ class FaultyStorage:
             raise
         return FaultyReader(self, path, reader)
 
-    def read_into(self, path: str, offset: int, out: memoryview) -> None:
-
-        def read(offset: int, out: memoryview) -> None:
-            self.storage.read_into(path, offset, out)
-
-        self.read_faulty(path, offset, out, read)
-
     def read_faulty(self, path: str, offset: int, out: memoryview, read: Callable[[int, memoryview], None]) -> None:
         """One read of a range through ``read``."""
         operation = _Operation(self, "read_into", f"{path} at {offset}")

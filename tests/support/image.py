@@ -1,7 +1,10 @@
 """A small shard that tells its step by every byte; without torch."""
 
-from lazysnap.levels.source import MemorySource, map_anonymous
+from lazysnap.levels.source import BlockSource, MemorySource, map_anonymous, shard_of
+from lazysnap.levels.store import SnapshotStore
 from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import NodeName
 
 
 class Image(MemorySource):
@@ -13,3 +16,8 @@ class Image(MemorySource):
         room[: len(layout.header)] = layout.header
         room[len(layout.header) : layout.size_bytes] = bytes([step % 256]) * size
         super().__init__(room, layout.size_bytes)
+
+
+def write_shard(store: SnapshotStore, meta: CaptureMeta, source: BlockSource) -> Manifest:
+    """Write and commit the file of a node with one rank."""
+    return store.write_file(NodeName(meta.rank, meta.world_size), [shard_of(meta, source)], source)

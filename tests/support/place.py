@@ -97,6 +97,12 @@ def read_object(storage: Storage, path: str) -> bytes:
     return bytes(out)
 
 
+def read_range(storage: Storage, path: str, offset: int, out: memoryview) -> None:
+    """A part of an object, from ``offset``."""
+    with contextlib.closing(storage.reader(path)) as reader:
+        reader.read_into(offset, out)
+
+
 def everything(storage: Storage) -> list[str]:
     """All there is, two levels deep, as deep as snapshots go; an empty directory as ``name/``."""
     found = []

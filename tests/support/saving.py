@@ -15,6 +15,7 @@ from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
 from lazysnap.shard.names import SnapshotName
 from lazysnap.state.walk import walk
+from support.image import write_shard
 from support.names import START
 from support.snapshots import lone_manifest
 
@@ -80,7 +81,7 @@ def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None, froze
     meta = snapshot.meta(rank, tensors=facts, aliases=aliases or {}, state=state, frozen=reference)
     layout, room = image_of({name: tensor for name, (tensor, _) in boxes.items()}, aliases)
     if snapshot.block_bytes is None:
-        return store.write(meta, MemorySource(room, layout.size_bytes))
+        return write_shard(store, meta, MemorySource(room, layout.size_bytes))
     image = room[: layout.size_bytes]
     checksums = Checksums.of(image, snapshot.block_bytes)
     manifest = lone_manifest(meta, len(layout.header), checksums, time.time_ns())

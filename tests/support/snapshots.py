@@ -17,6 +17,7 @@ from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest, Shard
 from lazysnap.shard.names import NodeName, SnapshotName
 from support.catalogue import inventory_of
+from support.image import write_shard
 from support.place import PAGE, pattern
 
 RUN, OTHER = "0" * 16, "f" * 16
@@ -86,7 +87,7 @@ class Snapshot:
 
     def write(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Entry:
         """Write and commit it."""
-        manifest = store.write(self.meta, RateLimitedSource(self.source(), RateLimiter(None), beat))
+        manifest = write_shard(store, self.meta, RateLimitedSource(self.source(), RateLimiter(None), beat))
         return entries_of(manifest, store.url, store.speed, self.meta.name.directory)[0]
 
     def delete(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> bool:
