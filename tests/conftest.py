@@ -1,8 +1,8 @@
 """Two tiers of tests, and what tests on several workers must share.
 
 ``--tier quick`` leaves out what is marked ``slow`` and takes a seeded tenth of what is marked ``sampled``, of each
-family at least one; what starts trainings is sampled unless it is marked ``always``. ``--tier full``, also without the
-option, runs everything.
+family at least one; what starts trainings is sampled unless it is marked ``always``. Tests of properties try fewer
+examples. ``--tier full``, also without the option, runs everything.
 """
 
 import os
@@ -13,6 +13,7 @@ import signal
 import sys
 import uuid
 
+import hypothesis
 import pytest
 import seaweed
 from support import sampling
@@ -52,6 +53,9 @@ def pytest_configure(config):
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     # In the environment, workers and whatever tests start find it, too.
     os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
+    if config.getoption("tier") == "quick":
+        hypothesis.settings.register_profile("quick", max_examples=20)
+        hypothesis.settings.load_profile("quick")
     config.stash[sampling.SAMPLE] = sampling.Sample(os.environ[SEED], is_whole=config.getoption("tier") == "full")
 
 
@@ -95,6 +99,12 @@ def zygote():
     zygote = Zygote()
     yield zygote
     zygote.close()
+
+
+@pytest.fixture(scope="session")
+def forking_python(zygote, tmp_path_factory):
+    """A program that starts what Python would, in a tenth of a second."""
+    return str(zygote.python(tmp_path_factory.mktemp("zygote")))
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("facts", CASES.values(), ids=CASES)
 def test_goodput_is_what_a_simulation_of_every_step_gives(facts):
     """Ten seeded runs of six days: within three standard errors of their mean, and 0.1 % of the time."""

@@ -54,11 +54,6 @@ def ranks(zygote, tmp_path, forking_python):
     return Ranks(zygote, tmp_path, forking_python)
 
 
-@pytest.fixture(scope="session")
-def forking_python(zygote, tmp_path_factory):
-    return str(zygote.python(tmp_path_factory.mktemp("zygote")))
-
-
 @pytest.fixture
 def quick_exports(forking_python, monkeypatch):
     """Each process that makes a checkpoint in the background is forked from one that has imported torch."""

@@ -255,6 +255,7 @@ def _size(model, optimizer, *registered):
     return AcceleratorState(accelerator, list, LoggedRuns(accelerator)).size_bytes()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_a_directory_that_was_asked_for_can_be_read_at_once(tmp_path, monkeypatch, size):
     """A small one is complete when the call returns; a large one is there, counts, and a load waits for it."""

@@ -15,7 +15,7 @@ def arguments(directory, case, dies_after, seed):
     return [SCRIPT, str(directory), case, str(dies_after), str(seed)]
 
 
-@pytest.mark.sampled("accelerate")
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "first"), [("Plain", 1), *((case, 1 + number % 2) for number, case in enumerate(CASES, 1))]
 )

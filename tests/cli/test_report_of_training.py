@@ -79,6 +79,7 @@ def stopped(url):
     run("stop", url, "--force")
 
 
+@pytest.mark.slow
 def test_the_report_agrees_with_a_stopwatch(url, tmp_path, capsys, stopped):
     starts = [
         train(url, tmp_path / "1", KILLED_AT[0]),

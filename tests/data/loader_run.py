@@ -4,6 +4,7 @@ import copy
 import random
 
 import numpy
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -45,12 +46,15 @@ class Run:
         self.trace = []
         self.epoch = 0
 
-    def train(self, cut=None):
+    def train(self, cut=None, saved=()):
+        """To the batch ``cut``; ``saved``: a dictionary that gets the states behind the batches that are its keys."""
         while self.epoch < EPOCHS:
             self.set_epoch(self.loader, self.epoch)
             for batch in self.loader:
                 draws = [torch.rand(()).item(), random.random(), numpy.random.rand()]
                 self.trace.append([self.epoch, batch.tolist(), draws])
+                if len(self.trace) in saved:
+                    saved[len(self.trace)] = self.save()
                 if len(self.trace) == cut:
                     self.saved = self.save()
                     return self
@@ -75,12 +79,12 @@ class Run:
 
 def check_cuts(make, cuts, set_epoch=lambda loader, epoch: None):
     """A training that was cut after any of ``cuts`` batches goes on as the one that was not; returns that one."""
-    whole = Run(make, 1, set_epoch).train().trace
+    whole, saved = Run(make, 1, set_epoch).train().trace, dict.fromkeys(cuts)
+    again = Run(make, 1, set_epoch).train(saved=saved)
+    assert again.trace == whole, "it does not repeat itself"
     for cut in [cut for cut in cuts if cut <= len(whole)]:
-        before = Run(make, 1, set_epoch).train(cut)
-        assert before.trace == whole[:cut], "it does not repeat itself"
         after = Run(make, 2, set_epoch)
-        after.load(before.saved)
+        after.load(saved[cut])
         assert after.train().trace == whole[cut:], f"cut after {cut}"
     return whole
 
@@ -99,3 +103,8 @@ def check_chain(make, strides, set_epoch=lambda loader, epoch: None):
         else:
             run.train(stride)
     assert trace + run.trace == whole
+
+
+def sampled_with_workers(kinds):
+    """The names of loaders, as cases of a test: the quick tier tries a tenth of those that start processes."""
+    return [pytest.param(kind, marks=pytest.mark.sampled if "workers" in kind else ()) for kind in kinds]

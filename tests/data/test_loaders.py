@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from loader_run import Numbers, Run, check_chain, check_cuts
+from loader_run import Numbers, Run, check_chain, check_cuts, sampled_with_workers
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -115,7 +115,6 @@ LOADERS = {
     "replacement, workers": lambda: numbers(
         sampler=RandomSampler(range(LENGTH), replacement=True, generator=seeded()), num_workers=2
     ),
-    "persistent workers": lambda: numbers(shuffle=True, num_workers=2, persistent_workers=True),
     "stream": lambda: loader(Stream()),
     "stream, workers": lambda: loader(Stream(), num_workers=2),
     "stream, persistent workers": lambda: loader(Stream(), num_workers=2, persistent_workers=True),
@@ -129,7 +128,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", sampled_with_workers(LOADERS))
 def test_it_goes_on_exactly(kind):
     assert len(check_cuts(LOADERS[kind], FEW if "workers" in kind else CUTS)) > 12
     check_chain(LOADERS[kind], (2, 0, 1, 3, 0, 2, 1))
@@ -289,7 +288,7 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.parametrize("kind", HUGGING_FACE)
+@pytest.mark.parametrize("kind", sampled_with_workers(HUGGING_FACE))
 def test_datasets_of_hugging_face_go_on_exactly(kind):
     check_cuts(HUGGING_FACE[kind], FEW if "workers" in kind else CUTS)
 

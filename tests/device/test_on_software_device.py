@@ -16,6 +16,7 @@ from device import software_device
 ROOT = pathlib.Path(__file__).parents[2]
 SUITE = [*sorted((ROOT / "tests" / "gpu").glob("test_*.py")), *sorted(pathlib.Path(__file__).parent.glob("suite_*.py"))]
 DEADLINE_S = 280
+pytestmark = pytest.mark.xdist_group("software device")  # one run of the suite has the outcomes of all
 
 
 @pytest.fixture(scope="module")

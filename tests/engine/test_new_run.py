@@ -40,6 +40,7 @@ def start_with_a_named_step(job, path):
     return training
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ends", ["same process", "closed", "crashed"])
 def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_behind(job, tmp_path, caplog, ends):
     training = start_with_a_named_step(job, tmp_path)

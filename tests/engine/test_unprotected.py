@@ -128,6 +128,7 @@ def stored(directory):
     return sorted(entry.step for entry in inventory_of(open_store(str(directory))).entries)
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("kind", ["bound", "interpreter", "user", "version"])
 def test_a_training_without_memory_goes_on_and_is_told_that_nothing_is_captured(
     kind, job, tmp_path, monkeypatch, caplog

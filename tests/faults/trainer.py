@@ -33,7 +33,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps + 1)
     config = SnapshotConfig(
-        levels=(PersistentLevel(directory, every_n_steps=1, keep_last=2),), memory=MemoryLevel(linger_s=30.0)
+        levels=(PersistentLevel(directory, every_n_steps=1, keep_last=2),),
+        memory=MemoryLevel(linger_s=30.0),
+        io_timeout_s=20.0,  # so long it asks again and again for a keeper, where each one dies as it begins
     )
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "scheduler": scheduler})
     snapshot = engine.restore("latest")

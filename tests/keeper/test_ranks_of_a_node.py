@@ -92,7 +92,7 @@ def test_what_a_dead_rank_left_stays_while_another_one_trains_and_lingers_from_t
     while time.monotonic() < killed + 3.0:  # thrice as long as it would linger alone
         first.capture(step=(step := step + 1))
 
-    assert steps(job.trainer(rank=(1, RANKS), reserve=0)) == [1]
+    assert steps(job.trainer(rank=(1, RANKS), reserve=0, linger_s=1.0)) == [1]
     job.trainers[-1].kill()
     first.kill()
     assert until(job.is_gone)

@@ -55,6 +55,7 @@ def test_a_whole_failure_domain_is_lost_and_each_of_its_nodes_is_in_another_grou
     assert train.look("fsdp", 4, **racks) == (["parity", "memory", "parity", "memory"], digest)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "nodes"), [("ddp", NODES[:2]), ("hsdp", ("node-a", "node-a", "node-b", "node-b"))])
 def test_a_frozen_base_comes_from_the_memory_of_another_node(train, kind, nodes):
     world = len(nodes)
@@ -65,6 +66,7 @@ def test_a_frozen_base_comes_from_the_memory_of_another_node(train, kind, nodes)
     assert levels == ["memory"] * (world // 2) + ["parity"] * (world // 2)
 
 
+@pytest.mark.always
 def test_damaged_memory_of_a_node_is_computed_from_what_the_others_hold(train):
     digest = train.protect("fsdp", 2)
     train.damage("node-b")

@@ -34,6 +34,7 @@ def train(zygote, tmp_path):
     return start
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("then", "now", "stop", "twice"),
     [

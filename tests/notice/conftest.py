@@ -11,9 +11,7 @@ import sys
 import uuid
 
 import pytest
-from support import zygote
 from support.keepers import keeper_of
-from support.zygote import Zygote
 
 from lazysnap import SnapshotConfig, latest_path
 from lazysnap.keeper.identity import JobIdentity
@@ -130,14 +128,6 @@ class Trainings:
                     os.kill(pid, signal.SIGKILL)
             run.process.stdout.close()
             run.process.wait()
-
-
-@pytest.fixture(scope="session")
-def forking_python(tmp_path_factory):
-    """Starts a program of any door in a tenth of a second."""
-    made = Zygote((*zygote.IMPORTED, "transformers.trainer", "lazysnap.integrations.transformers"))
-    yield str(made.python(tmp_path_factory.mktemp("zygote")))
-    made.close()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 SEED = "LAZYSNAP_TEST_SEED"
 
 DOORS = {
-    "plain": ["before", "step", "evaluation", "save_state"],
+    "plain": ["step", "before", "evaluation", "save_state"],
     "lightning": ["before", "step", "evaluation", "save_state"],
     "accelerate": ["before", "step", "evaluation", "save_state"],
     "transformers": ["before", "step", "evaluation"],
@@ -39,8 +39,12 @@ def check(trainings, run, code):
     assert (trainings.durable() or None) == (durable or None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("door", "phase", "at", "parent"), list(moments(7)))
+def first_always(cases):
+    """The quick tier runs the first one alone."""
+    return [pytest.param(*case, marks=pytest.mark.slow if at else pytest.mark.always) for at, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("door", "phase", "at", "parent"), first_always(moments(7)))
 def test_a_notice_at_any_moment_leaves_the_newest_step_durable(door, phase, at, parent, trainings, namespaces):
     run = trainings.start(door, phase, at, parent=parent)
     run.await_line(f"{phase} {at.rstrip('+')}")
@@ -48,7 +52,7 @@ def test_a_notice_at_any_moment_leaves_the_newest_step_durable(door, phase, at, 
     check(trainings, run, run.end())
 
 
-@pytest.mark.parametrize("parent", ["none", "process 1"])
+@pytest.mark.parametrize("parent", [pytest.param("none", marks=pytest.mark.always), "process 1"])
 def test_a_step_that_does_not_end_is_cut_and_the_one_before_it_is_durable(parent, trainings, request):
     if parent == "process 1":
         request.getfixturevalue("namespaces")
@@ -78,10 +82,12 @@ def check_ranks(trainings, run):
     assert trainings.durable() == durable
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("told", ["the launcher", "rank 0", "rank 1"])
+MOMENTS_OF_RANKS = [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("step", "4+"), ("collective", "12+")]
+
+
 @pytest.mark.parametrize(
-    ("phase", "at"), [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("step", "4+"), ("collective", "12+")]
+    ("phase", "at", "told"),
+    first_always((*moment, told) for moment in MOMENTS_OF_RANKS for told in ("rank 1", "rank 0", "the launcher")),
 )
 def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, at, told, trainings):
     run = trainings.start_ranks(phase, at)
@@ -92,7 +98,7 @@ def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, a
 
 @pytest.mark.slow
 @pytest.mark.parametrize("told", ["rank 0", "rank 1"])
-@pytest.mark.parametrize(("phase", "at"), [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("step", "4+")])
+@pytest.mark.parametrize(("phase", "at"), MOMENTS_OF_RANKS[:4])
 def test_a_notice_on_one_node_is_one_on_all_and_all_store_the_same_step(phase, at, told, trainings):
     """Each rank has a keeper of its own: only the link between the two keepers can pass the notice on."""
     run = trainings.start_ranks(phase, at, LAZYSNAP_TEST_NODES="1")
@@ -101,13 +107,6 @@ def test_a_notice_on_one_node_is_one_on_all_and_all_store_the_same_step(phase, a
     assert None not in keepers
     assert len(keepers) == 2
     os.kill(run.worker(told), signal.SIGTERM)
-    check_ranks(trainings, run)
-
-
-def test_a_rank_that_was_told_nothing_ends_too(trainings):
-    run = trainings.start_ranks("collective", "6")
-    run.await_line("collective 6")
-    os.kill(run.worker("rank 1"), signal.SIGTERM)
     check_ranks(trainings, run)
 
 

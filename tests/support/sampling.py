@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 T = TypeVar("T")
-SAMPLED_FOLDERS = ("accelerate", "faults", "huggingface", "lightning", "many", "nodes", "oddities")
+SAMPLED_FOLDERS = ("accelerate", "faults", "huggingface", "lightning", "many", "nodes", "notice", "oddities", "warm")
 """Their tests start trainings: what has no mark of its own is one family for each folder."""
 SAMPLED_MODULES = (
     "test_backpressure",

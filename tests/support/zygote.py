@@ -1,4 +1,4 @@
-"""Starts programs by forking a process that has imported torch and a framework: a tenth of a second each, not five.
+"""Starts programs by forking a process that has imported torch and the frameworks: a tenth of a second each, not five.
 
 As a program it is that process; its arguments are the modules to import. It reads one JSON object per line (``id``,
 ``args``, ``env``, ``output``) and answers with one line when the child runs (``id``, ``pid``) and one when it has ended
@@ -38,9 +38,13 @@ IMPORTED = (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "lightning.pytorch",
+    "peft",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.trainer",
     "lazysnap.engine.engine",
     "lazysnap.integrations.accelerate",
     "lazysnap.integrations.lightning",
+    "lazysnap.integrations.transformers",
 )
 TIMEOUT_S = 120.0
 CLIENT = pathlib.Path(__file__).with_name("forked.py")
