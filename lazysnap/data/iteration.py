@@ -8,7 +8,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -57,16 +56,6 @@ def tick() -> int:
     return next(_clock)
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place in an iteration, and what a restart needs to reach it."""
-
-    recorded: dict[str, Any]
-    given: int
-    reached_by: dict[str, Any]
-    """The loader's own state (``own``), or a mark of its course (``mark``), if there is one."""
-
-
 class Iteration:
     """One iteration of the loader of ``position``; ``make`` makes the loader's own iterator."""
 
@@ -102,8 +91,11 @@ class Iteration:
         """The notes since it began."""
         return self._course.recorded
 
-    def place(self, *, is_at_end: bool) -> Place:
-        """Return where it stands; ``is_at_end``: it gave its last batch."""
+    def place(self, *, is_at_end: bool) -> dict[str, Any]:
+        """Return where it stands: the notes, and the loader's ``own`` state or a ``mark`` of its course, if it has one.
+
+        ``is_at_end``: it gave its last batch.
+        """
         found: dict[str, Any] = {}
         # Before the first batch a loader's own state may be that of the epoch before, at its end.
         if self._has_own and self.given and not self._looks_ahead:
@@ -115,7 +107,7 @@ class Iteration:
             found = next(({"own": own, "own_at": at} for at, own in reversed(self._owns) if at <= most), {})
         elif (mark := self._course.mark_at(self.given, is_at_end=is_at_end)) is not None:
             found = {"mark": mark}
-        return Place(dict(self.recorded), self.given, found)
+        return {**self.recorded, "given": self.given, **found}
 
     def __next__(self) -> Any:
         position = self._position

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lazysnap.data.iteration import Iteration, Place, tick
+from lazysnap.data.iteration import Iteration, tick
 from lazysnap.data.parts import base_of, counts_of, held, parts_of, set_counts
 from lazysnap.data.share import Share, changes_in, is_first_rank, length_of, passed_in, share_of
 from lazysnap.data.streams import RandomStreams
@@ -43,7 +43,7 @@ class Position:
         self.streams = RandomStreams()
         """The global random generators, and those that the loader owns."""
         self._running: weakref.ref[Iteration] | None = None
-        self._stepped: Place | None = None
+        self._stepped: dict[str, Any] | None = None
         """Place of the iteration at the last optimizer step, until it ends or another one begins."""
         self._pending: dict[str, Any] | None = None
         self.skipped = 0
@@ -105,19 +105,20 @@ class Position:
         if running is not None:
             return self.state_at(running.place(is_at_end=self._is_at_end(running.given)))
         stepped = self._stepped
-        if stepped is None or _raised(stepped.recorded["epochs"], self.epochs()):
+        if stepped is None or _raised(stepped["epochs"], self.epochs()):
             return self.state_at(None)
         return {**self.state_at(stepped), "was_left": True}  # by a break, and the program may go on in this epoch
 
-    def state_at(self, place: Place | None) -> dict[str, Any]:
-        """Return the position at ``place``, or between two iterations, with the present state of the generators."""
-        if place is None or place.given < 2:  # samplers make generators when they are iterated, none later
+    def state_at(self, place: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the position at a place of ``Iteration``, or between two iterations (``None``), with the present state
+        of the generators.
+        """
+        if place is None or place["given"] < 2:  # samplers make generators when they are iterated, none later
             self.streams.watch(self._loaders)
-        state: dict[str, Any] = {"given": None, "now": self.streams.collect(), **self.counts()}
+        state = {"given": None, "now": self.streams.collect(), **self.counts(), "share": self.share()}
         if place is None:
-            return {**state, "share": self.share(), "skip": self.skipped}
-        noted = {"given": place.given, "at_end": self._is_at_end(place.given)}
-        return {**state, "share": self.share(), **place.recorded, **noted, **place.reached_by}
+            return {**state, "skip": self.skipped}
+        return {**state, **place, "at_end": self._is_at_end(place["given"])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration begin at ``state``."""

@@ -94,10 +94,6 @@ class _Chunk:
     """An outline, or the part itself if the snapshot has no such tensor."""
 
     @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        return _key(self.item)
-
-    @property
     def shape(self) -> torch.Size:
         assert self.item.tensor_data is not None
         return self.item.tensor_data.chunk.sizes
@@ -143,7 +139,7 @@ class _Planner(DefaultSavePlanner):
             else:
                 items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         self._chunks.sort(key=lambda chunk: chunk.place)
-        self._numbers = {chunk.key: number for number, chunk in enumerate(self._chunks)}
+        self._numbers = {_key(chunk.item): number for number, chunk in enumerate(self._chunks)}
         self.plan = SavePlan([*items, *(chunk.item for chunk in self._chunks)], planner_data=self.mappings)
         return self.plan
 
@@ -177,7 +173,7 @@ class _Planner(DefaultSavePlanner):
                 break
             is_outline = chunk.tensor is not None
             made = torch.empty(chunk.shape, dtype=chunk.value.dtype) if is_outline else chunk.value.clone()
-            self._read[chunk.key] = made
+            self._read[_key(chunk.item)] = made
             if chunk.tensor is not None and chunk.tile is not None:
                 reads.add_tile(chunk.tile.alone(), chunk.tensor.item_bytes, into(made))
         reads.run(self._beat)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pathlib
 import re
 import shutil
 from collections.abc import Mapping
@@ -71,10 +72,10 @@ def write_folder(job: Job, path: str) -> list[str]:
         if len(shards) > 1:
             size = sum(one.size_bytes for name, one in tensors.items() if name not in tied)
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weights.items()))}
-            _write(os.path.join(path, f"{stem}.safetensors.index.json"), json.dumps(index, indent=2) + "\n")
+            pathlib.Path(path, f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         for name, text in facts["files"].items():
             if name not in files:
-                _write(os.path.join(path, name), text)
+                pathlib.Path(path, name).write_text(text, encoding="utf-8")
         for name, source in files.items():
             shutil.copyfile(source, os.path.join(path, name))
         job.fill(reads)
@@ -127,8 +128,3 @@ def _shards(tensors: Mapping[str, JoinedTensor], most_bytes: int) -> list[dict[s
         shards[-1][name] = tensor
         size += tensor.size_bytes
     return shards
-
-
-def _write(path: str, text: str) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)

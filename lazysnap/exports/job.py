@@ -8,11 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lazysnap.errors import ConfigError
+from lazysnap.levels.files import pwrite_all
 from lazysnap.snapshots.assembly import WholeSnapshot
-from lazysnap.snapshots.reads import Reads
+from lazysnap.snapshots.reads import Reads, Write
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """A display of progress: takes name and bytes of some work, and yields a function that takes further done bytes."""
+
+
+def behind(handle: int, start: int) -> Write:
+    """Return a ``Write`` into an open file whose offsets count from ``start``."""
+    return lambda offset, data: pwrite_all(handle, start + offset, data)
 
 
 @contextlib.contextmanager

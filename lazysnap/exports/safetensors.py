@@ -1,12 +1,13 @@
 """Weights as safetensors files: without torch, and with a few blocks of memory."""
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 
 from lazysnap.errors import FormatError, UnsupportedState
-from lazysnap.exports.job import Job
-from lazysnap.exports.new_file import NewFile
+from lazysnap.exports.job import Job, behind
 from lazysnap.exports.weights import chosen_tensors
+from lazysnap.levels.files import pwrite_all
 from lazysnap.shard.layout import Layout
 from lazysnap.snapshots.assembly import JoinedTensor
 from lazysnap.snapshots.reads import Reads, written
@@ -65,7 +66,9 @@ def add_file(
         layout = Layout.plan([one.spec(name) for name, one in tensors.items()], {**FORMAT, **metadata})
     except FormatError as error:
         raise UnsupportedState(f"{path}: safetensors cannot hold these tensors: {error}") from error
-    file = files.enter_context(contextlib.closing(NewFile(path, layout.size_bytes)))
-    file.write(0, layout.header)
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
+    files.callback(os.close, handle)
+    os.ftruncate(handle, layout.size_bytes)
+    pwrite_all(handle, 0, memoryview(layout.header))
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        reads.add(tensors[spec.name], written(tensors[spec.name], file.behind(offset)))
+        reads.add(tensors[spec.name], written(tensors[spec.name], behind(handle, offset)))

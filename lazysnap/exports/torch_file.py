@@ -7,15 +7,16 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lazysnap.errors import UnsupportedState
-from lazysnap.exports.new_file import NewFile
+from lazysnap.exports.job import behind
 from lazysnap.exports.states import Outline, bytes_of, identity_of
+from lazysnap.levels.files import pwrite_all
 from lazysnap.snapshots.reads import Reads, written
 
 _READ_BYTES = 16 << 20
@@ -38,15 +39,16 @@ class TorchFile:
             raise UnsupportedState(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
         except RuntimeError as error:  # so torch's writer reports a full disk
             raise OSError(f"{path}: torch.save failed: {error}") from error
-        self._file = files.enter_context(closing(NewFile(path)))
+        self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        files.callback(os.close, self._handle)
         records = {record.name: record for record in _records(path)}
         self._records = [records[f"data/{number}"] for number in range(len(storages.found))]
         for storage, record in zip(storages.found.values(), self._records, strict=True):
             source = outline.source_of(storage)
             if source is None:
-                self._file.write(record.start, bytes_of(storage))
+                pwrite_all(self._handle, record.start, bytes_of(storage))
             else:
-                reads.add(source, written(source, self._file.behind(record.start)))
+                reads.add(source, written(source, behind(self._handle, record.start)))
 
     def seal(self) -> None:
         """Write the checksums of the tensors, which torch ignores and other readers of zip files compare. Blocks."""
@@ -54,12 +56,12 @@ class TorchFile:
             crc = 0
             for at in range(0, record.size_bytes, _READ_BYTES):
                 count = min(_READ_BYTES, record.size_bytes - at)
-                crc = zlib.crc32(os.pread(self._file.handle, count, record.start + at), crc)
-            field = struct.pack("<I", crc)
-            self._file.write(record.entry + 16, field)
+                crc = zlib.crc32(os.pread(self._handle, count, record.start + at), crc)
+            field = memoryview(struct.pack("<I", crc))
+            pwrite_all(self._handle, record.entry + 16, field)
             descriptor = record.start + record.size_bytes
-            if os.pread(self._file.handle, 4, descriptor) == b"PK\x07\x08":
-                self._file.write(descriptor + 4, field)
+            if os.pread(self._handle, 4, descriptor) == b"PK\x07\x08":
+                pwrite_all(self._handle, descriptor + 4, field)
 
 
 class _Storages(pickle.Pickler):

@@ -87,20 +87,16 @@ class Door(WithEngine):
         """
         project = self._accelerator.project_configuration
         named = project.project_dir or project.logging_dir
-        if self._default_url is None and (named is not None or beside is not None):
-            self._default_url = place_beside(beside if named is None else named)
-            if named is None and self._config is None and self._why_stock is None:
-                self._say_place()
+        directory = beside if named is None else named
+        if self._default_url is None and directory is not None:
+            self._default_url = place_beside(directory)
         if self._config is None and self._why_stock is None and self._default_url is not None:
-            self._config = config_at(self._default_url)
-
-    def _say_place(self) -> None:
-        self._is_place_guessed = True
-        if self._is_main_process:
-            say(
-                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give project_dir=... or "
-                "snapshots=... to choose another place"
-            )
+            self._config, self._is_place_guessed = config_at(self._default_url), named is None
+            if self._is_place_guessed and self._is_main_process:
+                say(
+                    f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
+                    "project_dir=... or snapshots=... to choose another place"
+                )
 
     # ---------------------------------------------------------------- objects
 
@@ -286,7 +282,7 @@ class Door(WithEngine):
         if self._is_refused:
             self._end_at(session, 0.0)
             return
-        if self._is_place_removed():
+        if self._beside is not None and not os.path.isdir(self._beside):
             logger.info("nothing is stored: the program removed %s", self._default_url)
             session.engine.session.shutdown.discard()
             self._end_at(session, 0.0)
@@ -298,10 +294,6 @@ class Door(WithEngine):
         session.close(rich_bar if self._is_main_process else None)
         self.directories.give_up_lost(session.engine)
         self._end_at(session, session.engine.config.drain_timeout_s)
-
-    def _is_place_removed(self) -> bool:
-        """True if the program removed the directory beside whose content snapshots went."""
-        return self._beside is not None and not os.path.isdir(self._beside)
 
     def _note_beside(self) -> None:
         """Make the directory that holds the default place of snapshots, and remember it."""
