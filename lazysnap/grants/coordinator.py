@@ -32,7 +32,7 @@ from lazysnap.grants.steps import StepSet
 
 
 @dataclass(frozen=True)
-class Own:
+class LocalView:
     """The coordinator's view of the slots of its own node. Other nodes are at most one step ahead."""
 
     begun: int = -1
@@ -242,7 +242,7 @@ class Coordinator:
             )
             self.reports[node] = structs.replace(report, levels=levels)
 
-    def decide(self, own: Own) -> bool:
+    def decide(self, view: LocalView) -> bool:
         """Grant, count and cancel; ``True`` if ``order()`` is to be sent to every node.
 
         Call it after ``receive``. Reports that came together need one call for all.
@@ -250,7 +250,7 @@ class Coordinator:
         if len(self.reports) < self.num_nodes:
             return False
         for index, level in enumerate(self.levels if self._has_new_interval else ()):
-            if level.is_in_vain(own.begun, self._wishes(index)):
+            if level.is_in_vain(view.begun, self._wishes(index)):
                 level.cancel(())
         self._has_new_interval = False
         for index, level in enumerate(self.levels):
@@ -261,12 +261,12 @@ class Coordinator:
             if is_listed and level.is_memory:
                 level.complete = StepSet(_stored_by_all(said) & level.complete)
             if is_listed or not level.is_memory:
-                self._count(index, said, own)
+                self._count(index, said, view)
             asking = ((node, report.levels[index].frozen) for node, report in self.reports.items())
             level.name_writers({node: digest for node, digest in asking if digest is not None})
         for index in range(len(self.levels)):
             if self._is_idle(index):
-                self._grant(index, own)
+                self._grant(index, view)
         before = self._told
         self._told = (
             [
@@ -314,7 +314,7 @@ class Coordinator:
         level.take(step, source, is_ahead=True)
         level.cancelled.update({granted for granted, _ in going} - {step} - level.complete)
 
-    def _count(self, index: int, said: list[LevelReport], own: Own) -> None:
+    def _count(self, index: int, said: list[LevelReport], view: LocalView) -> None:
         """Decide if the granted step is complete: all nodes have stored it. Or cancel it, if a node gave it up.
 
         Only reports on the present grant count: files that a node listed may be gone when the message is read.
@@ -325,7 +325,7 @@ class Coordinator:
         present = [one for one in said if (one.turn, one.grant) == (level.turn, level.grant)]
         if len(present) == len(said) and all(one.progress is Progress.STORED for one in said):
             if level.is_under_way and level.source is None:
-                level.span = max(0, own.begun - level.grant)
+                level.span = max(0, view.begun - level.grant)
             self._publish(index, level.grant)
         # Never by a clock of this process: a node that is slow may have committed, and others may have counted it.
         how = {one.progress for one in present}
@@ -364,7 +364,7 @@ class Coordinator:
             None,
         )
 
-    def _grant(self, index: int, own: Own) -> None:
+    def _grant(self, index: int, view: LocalView) -> None:
         """The level is idle on all nodes."""
         level, source, wishes = self.levels[index], self._source(index), self._wishes(index)
         level.to_copy = {step for step in level.to_copy if not level.is_done_with(step)}
@@ -373,26 +373,26 @@ class Coordinator:
         is_ahead = False
         if len(left) == self.num_nodes:  # nobody trains: what all nodes hold stays as long as they linger
             common = set.intersection(*left)
-            own = Own(max(common | wishes, default=-1), frozenset(common))
-            self._give_up(index, source, own)
-            step = self._unless_others_pin(index, self._of_the_dead(index, common), own.begun)
+            view = LocalView(max(common | wishes, default=-1), frozenset(common))
+            self._give_up(index, source, view)
+            step = self._unless_others_pin(index, self._of_the_dead(index, common), view.begun)
             source = source if step is None else None
         elif source is None and not left:
-            self._give_up(index, source, own)
-            step = self._ahead(index, own)
-            is_ahead = step > own.begun + (self.num_nodes > 1) + level.margin
-            step = self._unless_others_pin(index, step, own.begun)
+            self._give_up(index, source, view)
+            step = self._ahead(index, view)
+            is_ahead = step > view.begun + (self.num_nodes > 1) + level.margin
+            step = self._unless_others_pin(index, step, view.begun)
         if source is not None:
-            self._give_up(index, source, own)
+            self._give_up(index, source, view)
             step = self._above(index, self.levels[source])
         if step is not None:
             level.take(step, source, is_ahead=is_ahead)
 
-    def _give_up(self, index: int, source: int | None, own: Own) -> None:
+    def _give_up(self, index: int, source: int | None, view: LocalView) -> None:
         """Wishes that came too late."""
         level = self.levels[index]
         for step in self._wishes(index) - level.complete:
-            is_gone = own.is_gone(step)
+            is_gone = view.is_gone(step)
             if source is not None:
                 above = self.levels[source]
                 # A coordinator before this one may have counted it there, and it may have been deleted since.
@@ -424,11 +424,11 @@ class Coordinator:
         step = next((step for step in above.complete if step not in level.lost), None)
         return step if step is not None and level.is_due(step) else None
 
-    def _ahead(self, index: int, own: Own) -> int:
+    def _ahead(self, index: int, view: LocalView) -> int:
         """A step that the ranks will capture, or one that must be stored and that the slots still hold."""
-        level, begun, kept = self.levels[index], max(own.begun, 0), self._kept_for_ever(index)
+        level, begun, kept = self.levels[index], max(view.begun, 0), self._kept_for_ever(index)
         must = {(begun // every + 1) * every for every in kept} | self._wishes(index)
-        must |= {begun // every * every for every in kept} & own.held
+        must |= {begun // every * every for every in kept} & view.held
         must = {step for step in must if not level.is_done_with(step)}
         every = level.every
         # Ranks of other nodes may be a step ahead.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lazysnap.grants.alone import StoringAlone
-from lazysnap.grants.coordinator import Coordinator, Own
+from lazysnap.grants.coordinator import Coordinator, LocalView
 from lazysnap.grants.messages import Order, Report
 from lazysnap.grants.node import NodeGrants, RankView, Write
 
@@ -70,10 +70,8 @@ Action = Pin | Hold | Settle | Begin | Send | Learn | GiveNotice
 class Core:
     """Not thread-safe. Times are by the monotonic clock."""
 
-    def __init__(
-        self, node: NodeGrants, coordinator: Coordinator | None, alone: StoringAlone | None = None, now: float = 0.0
-    ) -> None:
-        """``coordinator``: on node 0. ``alone``: decides what is stored when not all nodes answer; default: nothing."""
+    def __init__(self, node: NodeGrants, coordinator: Coordinator | None, alone: StoringAlone, now: float) -> None:
+        """``coordinator``: on node 0. ``alone``: decides what is stored when not all nodes answer."""
         self.node, self.coordinator, self.alone = node, coordinator, alone
         nodes = 1 if coordinator is None else coordinator.num_nodes
         self.unreached = frozenset(range(nodes)) - {node.node}
@@ -126,8 +124,7 @@ class Core:
 
     def _end(self, write: Write, event: Callable[[Write], None]) -> None:
         event(write)
-        if self.alone is not None:
-            self.alone.ended(write)
+        self.alone.ended(write)
 
     # Decisions
 
@@ -155,9 +152,8 @@ class Core:
             if not self._decide(views):
                 break
             yield from self._take_waiting()
-        if self.alone is not None:
-            is_parted = bool(self.unreached) or self.node.is_parted
-            yield from map(Begin, self.alone.decide(views, now, is_parted=is_parted))
+        is_parted = bool(self.unreached) or self.node.is_parted
+        yield from map(Begin, self.alone.decide(views, now, is_parted=is_parted))
 
     def _take_waiting(self) -> Iterator[Action]:
         while self._waiting:
@@ -169,7 +165,7 @@ class Core:
             return False
         held = set.intersection(*({slot.step for slot in rank.slots} for rank in views)) if views else set()
         begun = [rank.begun for rank in views] or [-1]
-        if not self.coordinator.decide(Own(max(begun), frozenset(held), min(begun))):
+        if not self.coordinator.decide(LocalView(max(begun), frozenset(held), min(begun))):
             return False
         self._order()
         return True

@@ -10,7 +10,7 @@ from support import grant_simulation as simulation
 
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone, to_store_alone
-from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.coordinator import Coordinator, LevelGrants, LocalView
 from lazysnap.grants.messages import Progress, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, Write
 from lazysnap.grants.retention import Retention, still_to_copy
@@ -99,7 +99,7 @@ class Cluster:
             self._look(node)
             self.coordinator.receive(node.report([rank]))
         rank = self.ranks[0]
-        if self.coordinator.decide(Own(rank.begun, frozenset(slot.step for slot in rank.slots))):
+        if self.coordinator.decide(LocalView(rank.begun, frozenset(slot.step for slot in rank.slots))):
             self.tell()
 
     def tell(self):
@@ -142,7 +142,7 @@ def test_what_a_node_stores_alone_is_not_counted_for_the_step_that_was_granted()
     node.committed(alone)
     node.verified(alone)
     cluster.coordinator.receive(node.report([cluster.ranks[1]]))
-    cluster.coordinator.decide(Own(10, frozenset()))
+    cluster.coordinator.decide(LocalView(10, frozenset()))
 
     assert cluster.coordinator.levels[0].complete == set()
     assert node.levels[0].stored == {5}
@@ -189,7 +189,7 @@ def test_a_late_report_on_a_cancelled_grant_does_not_count_when_its_step_is_gran
     first.verified(write)
     cluster.coordinator.receive(first.report([cluster.ranks[0]]))
     cluster.coordinator.receive(late)
-    cluster.coordinator.decide(Own(10, frozenset({10})))
+    cluster.coordinator.decide(LocalView(10, frozenset({10})))
     assert cluster.complete() == [] == sorted(cluster.coordinator.levels[0].complete)
 
     cluster.finish(nodes=[1])
@@ -433,11 +433,11 @@ def test_a_step_that_one_rank_waits_for_and_a_slower_one_did_not_begin_yet_is_no
     node.receive(coordinator.order())
     wish(node, 5)
     coordinator.receive(node.report([RankView(5, False, (SlotView(5, True),)), RankView(4, False, ())]))
-    coordinator.decide(Own(5, frozenset(), slowest=4))
+    coordinator.decide(LocalView(5, frozenset(), slowest=4))
     assert (coordinator.levels[0].grant, coordinator.levels[0].lost) == (5, set())
 
     coordinator.levels[0].grant, coordinator.levels[0].turn = None, 0
-    coordinator.decide(Own(5, frozenset(), slowest=5))
+    coordinator.decide(LocalView(5, frozenset(), slowest=5))
     assert coordinator.levels[0].lost == {5}
 
 
@@ -496,7 +496,7 @@ def test_what_a_node_is_granted_while_one_of_its_ranks_is_dead_is_missed_once_an
     for ranks in ([alive, dead], [alive, dead], [dead, dead]):
         node.decide(ranks)
         coordinator.receive(node.report(ranks))
-        while decisions < 10 and coordinator.decide(Own(5, frozenset({5}))):
+        while decisions < 10 and coordinator.decide(LocalView(5, frozenset({5}))):
             decisions += 1
             node.receive(coordinator.order())
             node.decide(ranks)
@@ -607,7 +607,7 @@ def test_a_new_coordinator_whose_node_lists_a_level_late_cancels_no_complete_ste
         cluster.nodes[number].verified(write)
     for number in range(2):  # complete now; the keeper dies before the other one hears that
         cluster.coordinator.receive(cluster.nodes[number].report([cluster.ranks[number]]))
-    cluster.coordinator.decide(Own(10, frozenset()))
+    cluster.coordinator.decide(LocalView(10, frozenset()))
     cluster.ranks[:] = [RankView(20, False, (SlotView(20, True),))] * 2  # and memory went on
 
     cluster.coordinator = Coordinator(9, START, 2, (LevelGrants(cluster.settings[0]),))

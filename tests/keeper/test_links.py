@@ -18,6 +18,7 @@ from raw_peer import WAIT_S, announced, authenticated, frame, is_closed, peak_ki
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import ConfigError
+from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.core import Core
 from lazysnap.grants.messages import LevelOrder, Order, Report
 from lazysnap.grants.node import NodeGrants
@@ -383,7 +384,8 @@ def test_a_keeper_that_is_not_ready_for_a_link_is_tried_again(ends, secret, capl
 
 
 def test_links_of_grants_that_are_closed_before_they_begin_are_closed(secret):
-    loop = GrantLoop(Core(NodeGrants(0, "s1", ()), None), list, lambda action: None)
+    node = NodeGrants(0, "s1", ())
+    loop = GrantLoop(Core(node, None, StoringAlone(node, 1, 0.5), 0.0), list, lambda action: None)
     links = Links(secret, hello(0), loop, QUICK)
     loop.close()
     loop.start(links)

@@ -15,7 +15,7 @@ from lazysnap import SnapshotConfig
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, PeerError, PeerRefused
 from lazysnap.events import Alert, Protected
-from lazysnap.grants.coordinator import Coordinator, LevelGrants, Own
+from lazysnap.grants.coordinator import Coordinator, LevelGrants, LocalView
 from lazysnap.grants.messages import LevelOrder, LevelReport, Order, Progress, Report, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.keeper import protection, reminder
@@ -127,18 +127,18 @@ def test_a_report_of_a_keeper_without_a_link_does_not_count():
 
     for node in range(2):
         report(node, Progress.IDLE, None)
-    assert coordinator.decide(Own(3, frozenset({3})))
+    assert coordinator.decide(LocalView(3, frozenset({3})))
     step = settings.grant
     report(1, Progress.STORED, step, (step,))
     coordinator.forget(1)
     report(0, Progress.STORED, step, (step,))
-    assert not coordinator.decide(Own(step, frozenset({step})))
+    assert not coordinator.decide(LocalView(step, frozenset({step})))
     assert not settings.complete
     report(1, Progress.STORED, step, (step,))
-    assert coordinator.decide(Own(step, frozenset({step})))
+    assert coordinator.decide(LocalView(step, frozenset({step})))
     assert settings.complete == {step}
     report(1, Progress.IDLE, None)
-    assert coordinator.decide(Own(step, frozenset({step})))
+    assert coordinator.decide(LocalView(step, frozenset({step})))
     assert not settings.complete
 
 

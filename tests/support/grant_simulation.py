@@ -299,7 +299,7 @@ class SimKeeper:
             r, hangs = self.world.random, bool(job.faults & {"keepers", "coordinator"})
             self.world.at(r.uniform(1, 200) * job.tick if hangs and r.random() < 0.3 else 0, self._list, number)
         coordinator = job.new_coordinator() if node == 0 else None
-        self.core = Core(self.grants, coordinator, StoringAlone(self.grants, job.num_kept, 20))
+        self.core = Core(self.grants, coordinator, StoringAlone(self.grants, job.num_kept, 20), 0.0)
         self.counted = [(set(), None) for _ in levels]
         self.retention = [Retention(settings, job.start) for settings in job.settings]
 

@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from functools import cache
 
 from lazysnap.config import PersistentLevel
+from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
 from lazysnap.grants.core import Core
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView, whole_before_newest
@@ -290,7 +291,8 @@ class ProtectingKeeper(SimKeeper):
         self.ranks, self.store = [rank for rank in job.ranks if rank.node == node], job.world.stores[node]
         level = NodeLevel(is_memory=True)
         self.grants, self.held = NodeGrants(node, job.start, (level,)), HeldSteps(job.start, level)
-        self.core, self.away = Core(self.grants, job.new_coordinator() if node == 0 else None), set()
+        alone, self.away = StoringAlone(self.grants, job.num_kept, 20), set()
+        self.core = Core(self.grants, job.new_coordinator() if node == 0 else None, alone, 0.0)
         self.counted = [(set(), None)]
 
     def received(self, node, message):
