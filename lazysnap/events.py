@@ -1,4 +1,4 @@
-"""The events of a run, as its keepers tell them: to trainers (``keeper.protocol.Status``), and in a file at the first
+"""The events of a run, which its keepers report: to trainers (``keeper.protocol.Status``), and in a file at the first
 level (docs/events.md).
 
 The file has one JSON object per line. It is for people and their reports alone: a run whose file is missing or damaged

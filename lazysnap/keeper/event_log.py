@@ -210,7 +210,7 @@ class EventFileWriter:
         self._events: list[events.Event] = []
         self._new: list[events.Event] = []
         self._starts: set[tuple[int, str, str]] = set()
-        """What earlier keepers wrote down of starts, by ``_of_start``."""
+        """Facts about starts that earlier keepers wrote down, by ``_of_start``."""
         self._size = 0
         self._is_written = True
         self._is_urgent = self._is_closed = self._has_stored = False
@@ -286,7 +286,7 @@ class EventFileWriter:
 
 
 def _of_start(event: events.Event) -> tuple[int, str, str] | None:
-    """Return what is told of a start once: rank, start and phase; ``None`` for other events."""
+    """Return rank, start and phase of an event that a start has once; ``None`` for other events."""
     if isinstance(event, events.TrainerStarted):
         return event.rank, event.start, ""
     return (event.rank, event.start, event.phase) if isinstance(event, events.PhaseEnded) else None

@@ -46,5 +46,5 @@ class KnownLevels:
 
 
 def copied(level: NodeLevel) -> NodeLevel:
-    """Return a copy whose stored and complete steps stay as they are."""
+    """Return a copy whose stored and complete steps do not change."""
     return replace(level, stored={*level.stored}, complete={*level.complete})

@@ -212,7 +212,7 @@ class KeeperLink:
         """Send a message that has no answer, now or as soon as the keeper takes it: one that is stopped for a moment
         keeps its trainer. Without a keeper it is dropped. Does not block.
         """
-        with self._changed:  # what waits goes with the connection: the next keeper is told anew
+        with self._changed:  # what waits goes with the connection: the next keeper gets the facts anew
             if self._connection is None:
                 return
             self._connection.waiting.append(message)

@@ -36,13 +36,13 @@ than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
 
 @dataclass
 class Node:
-    """What the ranks of a node share in its keeper."""
+    """The parts of a keeper that all ranks of its node share."""
 
     frozen: FrozenPool
     board: StatusBoard
-    """What trainers are told."""
+    """The status that trainers get."""
     storage: NodeStorage | None = None
-    """What stores the captures of the newest start; ``None``: no trainer began one yet."""
+    """The storage of the newest start; ``None``: no trainer began one yet."""
 
 
 class LocalRank:
@@ -64,7 +64,7 @@ class LocalRank:
         self._close = close
         self._last_words = last_words
         self._node = node
-        self._told: protocol.Status | None = None
+        self._sent: protocol.Status | None = None
         """The last status that the trainer took."""
         self.phase = Phase.WAITING
         self._phase_since = self._deadline = time.monotonic()
@@ -251,7 +251,7 @@ class LocalRank:
         self._unwatch()
         self._watch(trainer)
         self.levels, self.team = hello.levels, hello.team
-        self.is_choosing, self._last, self._told = True, None, None
+        self.is_choosing, self._last, self._sent = True, None, None
         self._is_sealed, self.ended = False, None
         self.go(Event.HELLO)
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
@@ -365,7 +365,7 @@ class LocalRank:
 
     def begin_run(self, run: protocol.Run) -> None:
         """Captures from now on are of this run and start."""
-        self.is_choosing, self._told = False, None  # a status that came before it knew its start was not for it
+        self.is_choosing, self._sent = False, None  # a status that came before the trainer knew its start was lost on it
         if self.last is None or self.last[0].start != run.start:
             earlier = [known for known in self._runs if known[0].floor < run.floor]
             self._runs = [*earlier, (run, self.team)][-_RUNS_KEPT:]
@@ -398,7 +398,7 @@ class LocalRank:
             self._progress = progress
             self.emit(protocol.DrainProgress(*progress))
         result = wait.result()
-        if result is not None and self.tell():  # first that it is durable
+        if result is not None and self.send_status():  # first that it is durable
             self._answer(request, result)
 
     def _answer(self, request: protocol.Drain, ok: bool) -> None:
@@ -416,19 +416,19 @@ class LocalRank:
             except OSError as error:  # it is dying, which the main loop will notice, or takes nothing now
                 logger.info("could not tell the trainer: %s", error)
 
-    def tell(self) -> bool:
+    def send_status(self) -> bool:
         """Send the newest status, unless the trainer has it; ``False`` if it does not take it now. Does not block."""
         status, trainer = self._node.board.status, self.trainer
-        if trainer is None or self._told is status:
+        if trainer is None or self._sent is status:
             return True
         try:
-            is_told = trainer.post(status)
+            is_taken = trainer.post(status)
         except OSError as error:  # it is dying, which the main loop will notice
             logger.info("could not tell the trainer: %s", error)
             return False
-        if is_told:
-            self._told = status
-        return is_told
+        if is_taken:
+            self._sent = status
+        return is_taken
 
     def _is_reading(self, slot: Slot) -> bool:
         storage = self._node.storage

@@ -124,7 +124,7 @@ class NodeProtection:
         self._why = ""
         """Why the last step that was tried is not protected."""
         self._told = -1
-        """The newest protected step when ``tell`` was called last."""
+        """The newest protected step at the last call of ``tell``."""
         self._since = time.monotonic()
         """The time at which something that was due was protected last, or nothing was due."""
         self._reminder = Reminder("protection", _LATE_S, context.emit)

@@ -292,7 +292,7 @@ class Status(Message, frozen=True):
     start: str = ""
     """Empty: no trainer began one yet."""
     levels: dict[str, LevelStatus] = {}
-    """By URL."""
+    """Every level, by its URL."""
     protected: int | None = None
     """The newest step that survives the loss of a node."""
     names: list[NameFailed] = []

@@ -112,7 +112,7 @@ class Server:
                 self._tell_trouble()
         finally:
             self._tell_trouble()
-            self._tell()
+            self._send_status()
         self._events.close()
         if self._node.storage is not None:
             self._node.storage.close()
@@ -148,10 +148,10 @@ class Server:
             while self._untold:
                 self._node.board.add(Alert(t=time.time(), about="keeper", text=self._untold.popleft()))
 
-    def _tell(self) -> None:
+    def _send_status(self) -> None:
         """Send each trainer the newest status, if it lacks it."""
         for rank in list(self._ranks.values()):
-            rank.tell()
+            rank.send_status()
 
     def _is_over(self) -> bool:
         if self._has_served or self._is_leaving:
@@ -171,7 +171,7 @@ class Server:
         self._is_terminated = True
 
     def _tick(self) -> None:
-        self._tell()
+        self._send_status()
         if self._is_terminated:
             self._end()
         if self._ends and not any(rank.is_used for rank in self._ranks.values()):

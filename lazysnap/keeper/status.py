@@ -1,4 +1,4 @@
-"""The status of a node, as its keeper tells it to trainers: whole each time, so losing a message does no harm.
+"""The status of a node, which its keeper sends to trainers: whole each time, so losing a message does no harm.
 
 What happens in the keeper is an event, which any thread adds to the board. The main loop sends the newest status to
 each trainer that does not have it. One that takes nothing for a while gets the newest later.
@@ -29,14 +29,14 @@ class StatusBoard:
         """Replaced as a whole."""
 
     def begin(self, start: str) -> None:
-        """Tell of this start from now on; of earlier ones only which names could not be given."""
+        """Report this start from now on; of earlier ones only which names could not be given."""
         with self._lock:
             troubles = [alert for alert in self.status.alerts if alert.about == "keeper"]
             self.status = Status(start, names=self.status.names, alerts=troubles)
         self._changed()
 
     def forget_troubles(self) -> None:
-        """Drop errors that trainers were told: the next one need not know them."""
+        """Drop errors that trainers know: the next one need not see them."""
         with self._lock:
             alerts = [alert for alert in self.status.alerts if alert.about != "keeper"]
             self.status = replace(self.status, alerts=alerts)

@@ -66,11 +66,11 @@ def test_a_trainer_that_took_nothing_for_long_gets_the_newest_status_once_it_tak
         pass
     for step in range(3):
         served.board.add(events.Complete(t=float(step), level=level.url, steps=[step], start="s1"))
-        assert not served.rank.tell()
+        assert not served.rank.send_status()
 
     assert served.received(Status) == []
-    assert served.rank.tell()
+    assert served.rank.send_status()
 
     assert [status.levels[level.url].complete for status in served.received(Status)] == [[0, 1, 2]]
-    assert served.rank.tell()
+    assert served.rank.send_status()
     assert served.received(Status) == []
