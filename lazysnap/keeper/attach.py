@@ -14,7 +14,7 @@ from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import Starting, start_keeper, try_connect
 from lazysnap.keeper.messages import Connection, OtherVersion, Received, prove
-from lazysnap.keeper.protocol import Busy, Hello, Welcome
+from lazysnap.keeper.protocol import Done, Hello, Welcome
 from lazysnap.keeper.trouble import log_path
 from lazysnap.topology import Team
 
@@ -86,7 +86,7 @@ def attach(
             return connection, received
         if connection is not None:
             connection.close()
-        if isinstance(reply, Busy) and time.monotonic() > busy_until:
+        if isinstance(reply, Done) and time.monotonic() > busy_until:
             raise JobBusy(_why_busy(identity, reply))
         if time.monotonic() > patience.extend(deadline):
             if connection is not None and was_there and reply is None:
@@ -95,11 +95,10 @@ def attach(
         time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
 
 
-def _why_busy(identity: JobIdentity, other: Busy) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(other.since))
+def _why_busy(identity: JobIdentity, reply: Done) -> str:
     return (
-        f"job {identity.job_id!r} runs already on this node: process {other.pid}, since {since}; "
-        "end it, or give this one a directory of its own (without levels: SnapshotConfig(job_id=...))"
+        f"job {identity.job_id!r} runs already on this node: {reply.text}; end it, or give this one a directory of its "
+        "own (without levels: SnapshotConfig(job_id=...))"
     )
 
 

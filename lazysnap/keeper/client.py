@@ -76,8 +76,8 @@ class KeeperClient(KeeperLink):
         self.tell(run)
 
     def give_notice(self, *, is_sealed: bool) -> None:
-        """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Ending``."""
-        ending = self._state.ending = protocol.Ending(is_sealed)
+        """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Leave``."""
+        ending = self._state.ending = protocol.Leave("sealed" if is_sealed else "soon")
         self.tell(ending)
 
     # ---------------------------------------------------------------- slots
@@ -166,7 +166,7 @@ class KeeperClient(KeeperLink):
         reply = self._questions.ask(protocol.Reserve(frozen=digest, meta=meta_bytes, image=image_bytes), _FROZEN_S)
         if isinstance(reply, protocol.MemoryRefused):
             raise MemoryBoundExceeded(reply.text)
-        return (self.frozen_slot(digest), reply.fills) if isinstance(reply, protocol.SlotMade) else (None, False)
+        return (self.frozen_slot(digest), reply.fills) if isinstance(reply, protocol.HandOver) else (None, False)
 
     # ---------------------------------------------------------------- other nodes
 
@@ -241,9 +241,9 @@ class KeeperClient(KeeperLink):
 
     def goodbye(self, timeout_s: float) -> None:
         """The job is over: the keeper makes durable what it holds and leaves. Blocks: until then, with a deadline."""
-        self._leave(protocol.Goodbye(), timeout_s)
+        self._leave(protocol.Leave("over"), timeout_s)
 
     def abandon(self) -> None:
         """Leave as a crash would: the keeper persists the newest capture and waits for a restart."""
         # A process that lives and only lost its connection would be expected back.
-        self._leave(protocol.Goodbye(is_over=False))
+        self._leave(protocol.Leave("left"))

@@ -90,7 +90,7 @@ class EventLog:
             self._add(keeper)
         seen = self._seen.get(team.local_rank)
         if seen is None or seen.start != run.start:
-            pid = rank.busy().pid
+            pid = rank.trainer_pid
             seen = _Seen(run.start, run.floor, pid, run.step, run.every_n_steps, time.time_ns())
             self._seen[team.local_rank] = seen
             facts = {"step": run.step, "world_size": team.world_size, "every_n_steps": run.every_n_steps}

@@ -9,7 +9,7 @@ from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.held import HeldCapture, HeldParity, TrainerEnd
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import Inventory, Message, SlotMade
+from lazysnap.keeper.protocol import HandOver, Inventory, Message
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.slot_pool import SlotPool
 from lazysnap.shard.manifest import CaptureMeta
@@ -76,9 +76,9 @@ class RankInventory:
     def send_slots(self, connection: Connection) -> None:
         """Give the memory itself to another process that wants to read. Raises: OSError, if it is gone again."""
         for number, slot in self._pool.items():
-            _lend(connection, SlotMade(slot=number), slot)
+            _lend(connection, HandOver(slot=number), slot)
         for digest, slot in self._frozen.items():
-            _lend(connection, SlotMade(slot=digest), slot)
+            _lend(connection, HandOver(slot=digest), slot)
 
 
 def _lend(connection: Connection, message: Message, slot: Slot) -> None:

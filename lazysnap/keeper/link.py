@@ -19,7 +19,7 @@ from lazysnap.keeper.events import KeeperAnswers, KeeperLost, KeeperReady, Keepe
 from lazysnap.keeper.heartbeat import Heartbeat, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, Received, Unclaimed
-from lazysnap.keeper.protocol import Answer, Goodbye, Message, Question
+from lazysnap.keeper.protocol import Answer, Leave, Message, Question
 from lazysnap.keeper.questions import Questions
 from lazysnap.keeper.trainer_state import TrainerState
 from lazysnap.topology import Team
@@ -48,7 +48,7 @@ class KeeperLink:
         self._state, self._changed = state, state.lock
         self._connection: Connection | None = None
         self._thread: threading.Thread | None = None
-        self._goodbye: Goodbye | None = None
+        self._goodbye: Leave | None = None
         """The message that this trainer leaves with; ``None`` while it stays."""
         self._fatal: Exception | None = None
         self._heartbeat = Heartbeat(config.io_timeout_s)
@@ -145,7 +145,7 @@ class KeeperLink:
         except Exception as error:  # noqa: BLE001  the last handler of the thread: training goes on without a memory level
             self._fail(KeeperUnavailable(f"the keeper's client failed: {type(error).__name__}: {error}"))
 
-    def _leave_late(self, connection: Connection, goodbye: Goodbye) -> None:
+    def _leave_late(self, connection: Connection, goodbye: Leave) -> None:
         """Leave a keeper that was reached too late: nobody uses its slots."""
         try:
             connection.send(goodbye)
@@ -249,7 +249,7 @@ class KeeperLink:
 
     # ---------------------------------------------------------------- ending
 
-    def _leave(self, goodbye: Goodbye, timeout_s: float = _LAST_WORD_S) -> None:
+    def _leave(self, goodbye: Leave, timeout_s: float = _LAST_WORD_S) -> None:
         """Say ``goodbye``, and end. Blocks: if the training is over, at most ``timeout_s`` until the keeper has left;
         and for a moment.
         """
@@ -262,11 +262,11 @@ class KeeperLink:
                 connection.send(goodbye, timeout_s=max(0.05, min(timeout_s, 5.0)))
             except OSError as error:
                 logger.debug("no goodbye: %s", error)
-        if goodbye.is_over:
+        if goodbye.how == "over":
             self._join(timeout_s)
         if connection is not None:
             cut(connection)
-        self._join(_LAST_WORD_S if goodbye.is_over else _JOIN_S)
+        self._join(_LAST_WORD_S if goodbye.how == "over" else _JOIN_S)
         self._state.release()
 
     def _join(self, timeout_s: float) -> None:
@@ -275,7 +275,7 @@ class KeeperLink:
 
     def forget_in_child(self) -> None:
         """Forget all in a forked child: the connection and the slots are the parent's."""
-        self._goodbye = Goodbye(is_over=False)
+        self._goodbye = Leave("left")
         if self._connection is not None:
             os.close(self._connection.sock.detach())
             self._connection = None

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.keeper import protocol
@@ -64,14 +66,14 @@ class LocalRank:
         self._close = close
         self._last_words = last_words
         self._node = node
-        self._sent: protocol.Status | None = None
-        """The last status that the trainer took."""
+        self._sent: tuple[protocol.Status, tuple[int, int]] | None = None
+        """The last status that the trainer took, and the progress with it."""
         self.phase = Phase.WAITING
         self._phase_since = self._deadline = time.monotonic()
         self._linger_s = 0.0
         self.trainer: Connection | None = None
-        self._trainer_since = 0.0
-        self._trainer_pid = 0
+        self.trainer_since = 0.0
+        self.trainer_pid = 0
         self._pidfd = -1
         self._memory = RankSlots(node.frozen, self.emit, lambda: self.phase is Phase.ATTACHED, self._is_reading)
         self._pool = self._memory.pool
@@ -230,7 +232,7 @@ class LocalRank:
         """True if another process than the one at the other end is this rank's trainer."""
         if self.trainer is not None:
             return True
-        if self.phase is not Phase.AWAY or connection.peer_pid == self._trainer_pid:
+        if self.phase is not Phase.AWAY or connection.peer_pid == self.trainer_pid:
             return False
         is_writing = any(slot.status().phase is SlotPhase.CAPTURING for slot in self._pool.all())
         if is_writing or time.monotonic() - self._phase_since < _AWAY_GRACE_S:
@@ -238,15 +240,17 @@ class LocalRank:
         self._trainer_died()
         return False
 
-    def busy(self) -> protocol.Busy:
-        """Return the refusal for a second trainer."""
-        return protocol.Busy(self._trainer_pid, self._trainer_since)
+    @property
+    def trainer_text(self) -> str:
+        """The trainer's process and the time when it came, for people."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.trainer_since))
+        return f"process {self.trainer_pid}, since {since}"
 
     def attach(self, trainer: Connection, hello: protocol.Hello) -> None:
         """Serve this trainer from now on."""
         self._linger_s = hello.memory.linger_s
         self._memory.serve(hello)
-        self.trainer, self._trainer_since, self._trainer_pid = trainer, time.time(), trainer.peer_pid
+        self.trainer, self.trainer_since, self.trainer_pid = trainer, time.time(), trainer.peer_pid
         self.inventory.trainer_came()
         self._unwatch()
         self._watch(trainer)
@@ -257,14 +261,14 @@ class LocalRank:
         newest = max((slot.word(Word.SEQUENCE) for slot in self._pool.all()), default=0)
         self.emit(protocol.Welcome(os.getpid(), newest))
         for number, slot in self._pool.items():
-            self.emit(protocol.SlotMade(slot=number), (slot.fd,))
+            self.emit(protocol.HandOver(slot=number), (slot.fd,))
         for digest in self._frozen.digests():
             self._hand_over(digest)
 
     def _hand_over(self, digest: str) -> None:
         slot = dict(self._frozen.items()).get(digest)
         if slot is not None:
-            self.emit(protocol.SlotMade(slot=digest), (slot.fd,))
+            self.emit(protocol.HandOver(slot=digest), (slot.fd,))
 
     def _watch(self, connection: Connection) -> None:
         """Notice the trainer's death even if a forked child of it still holds the socket."""
@@ -330,9 +334,9 @@ class LocalRank:
                 self._frozen.filled(self.team.local_rank, digest)
                 if storage is not None:
                     storage.slots_changed()
-            case protocol.Adopt():
+            case protocol.HandOver(slot=None | str() as digest):
                 (fd,) = fds
-                self._adopt(Slot.attach(fd), message.digest)
+                self._adopt(Slot.attach(fd), digest)
             case protocol.Release():
                 if storage is not None:
                     storage.release(message.name)
@@ -344,17 +348,17 @@ class LocalRank:
             case protocol.Protect():
                 if storage is not None:
                     storage.protect(message.step)
-            case protocol.Ending():
-                self._is_sealed = message.is_sealed
+            case protocol.Leave(how="soon" | "sealed" as how):
+                self._is_sealed = how == "sealed"
                 if storage is not None:
                     storage.give_notice()
                     storage.slots_changed()
             case protocol.Drain():
                 self._progress = (0, 0)
                 self._drain = message, storage.wait_for(message.step) if storage is not None and self.levels else None
-            case protocol.Goodbye():
+            case protocol.Leave():
                 self._drain = None
-                if message.is_over:
+                if message.how == "over":
                     self.ended = "goodbye", time.time()
                     self.go(Event.GOODBYE)
                 else:  # its process may live on
@@ -365,7 +369,7 @@ class LocalRank:
 
     def begin_run(self, run: protocol.Run) -> None:
         """Captures from now on are of this run and start."""
-        self.is_choosing, self._sent = False, None  # a status that came before the trainer knew its start was lost on it
+        self.is_choosing, self._sent = False, None  # a status before it knew its start was lost on it
         if self.last is None or self.last[0].start != run.start:
             earlier = [known for known in self._runs if known[0].floor < run.floor]
             self._runs = [*earlier, (run, self.team)][-_RUNS_KEPT:]
@@ -383,7 +387,7 @@ class LocalRank:
         """A trainer outlived the keeper before: its slot, and what is in it, are kept on."""
         if digest is None:
             number, kept = self._pool.adopt(slot)
-            self.emit(protocol.SlotMade(slot=number), (kept.fd,))
+            self.emit(protocol.HandOver(slot=number), (kept.fd,))
         else:
             self._frozen.adopt(self.team.local_rank, digest, slot)
             self._hand_over(digest)
@@ -393,10 +397,7 @@ class LocalRank:
             whole = [slot.status() for slot in self._pool.all()]
             self._answer(request, any(s.step == request.step and s.phase is SlotPhase.WHOLE for s in whole))
             return
-        progress = wait.progress()
-        if progress != self._progress:
-            self._progress = progress
-            self.emit(protocol.DrainProgress(*progress))
+        self._progress = wait.progress()
         result = wait.result()
         if result is not None and self.send_status():  # first that it is durable
             self._answer(request, result)
@@ -418,16 +419,16 @@ class LocalRank:
 
     def send_status(self) -> bool:
         """Send the newest status, unless the trainer has it; ``False`` if it does not take it now. Does not block."""
-        status, trainer = self._node.board.status, self.trainer
-        if trainer is None or self._sent is status:
+        news, trainer = (self._node.board.status, self._progress), self.trainer
+        if trainer is None or (self._sent is not None and news[0] is self._sent[0] and news[1] == self._sent[1]):
             return True
         try:
-            is_taken = trainer.post(status)
+            is_taken = trainer.post(msgspec.structs.replace(news[0], drained=news[1]))
         except OSError as error:  # it is dying, which the main loop will notice
             logger.info("could not tell the trainer: %s", error)
             return False
         if is_taken:
-            self._sent = status
+            self._sent = news
         return is_taken
 
     def _is_reading(self, slot: Slot) -> bool:

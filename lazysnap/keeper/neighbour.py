@@ -11,7 +11,7 @@ from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import AskInventory, Inventory, SlotMade
+from lazysnap.keeper.protocol import AskInventory, HandOver, Inventory
 
 
 class NeighbourMemory:
@@ -38,7 +38,7 @@ class NeighbourMemory:
     def _ask(self, connection: Connection, identity: JobIdentity, timeout_s: float) -> MemoryInventory:
         question, deadline = AskInventory(local_rank=self._local_rank), time.monotonic() + timeout_s
         for message, fds in answers(connection, identity, question, deadline):
-            if isinstance(message, SlotMade) and fds:
+            if isinstance(message, HandOver) and message.slot is not None and fds:
                 self._slots.map(message.slot, fds[0])
             elif isinstance(message, Inventory):
                 return MemoryInventory.of(message, self._slots.get)

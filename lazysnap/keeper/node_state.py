@@ -36,15 +36,15 @@ def node_state(ranks: Iterable[LocalRank], storage: NodeStorage, parity: ParityS
 
 
 def _rank_state(rank: LocalRank) -> RankState:
-    slots, trainer = rank.slots(), rank.busy()
+    slots = rank.slots()
     newest = max(slots, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
     reached = 0 if newest is None else max(newest.word(Word.REACHED), newest.word(Word.BEGIN))
     memory = sum(slot.memory_bytes for slot in slots)
     return RankState(
         rank=rank.team.rank,
         phase=rank.phase.value,
-        pid=trainer.pid,
-        since_s=trainer.since,
+        pid=rank.trainer_pid,
+        since_s=rank.trainer_since,
         lingers_s=rank.seconds_left if rank.phase is Phase.LINGERING else None,
         end=rank.inventory.end,
         reached=reached - 1 if reached else None,

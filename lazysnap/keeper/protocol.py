@@ -3,7 +3,7 @@
 import functools
 import json
 import operator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -43,18 +43,12 @@ class Answer(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first word: who it is, and how the keeper is to serve it."""
+    """The first word: who it is, and how the keeper is to serve it. Answered by ``Welcome``; by ``Done``, whose text
+    says why, if another trainer of that local rank is attached."""
 
     levels: tuple[PersistentLevel, ...]
     memory: MemoryLevel
     team: Team
-
-
-class Adopt(Message, frozen=True):
-    """Comes with a slot that an earlier keeper gave it."""
-
-    digest: str | None = None
-    """Digest of the frozen tensors in it; ``None``: the slot is for captures."""
 
 
 class Peers(msgspec.Struct, frozen=True):
@@ -117,7 +111,7 @@ class Run(Message, frozen=True):
 
 
 class Reserve(Question, frozen=True, kw_only=True):
-    """Ask for this many slots of these capacities, in bytes. ``SlotMade`` comes for each, or ``MemoryRefused``."""
+    """Ask for this many slots of these capacities, in bytes. ``HandOver`` comes for each, or ``MemoryRefused``."""
 
     meta: int
     image: int
@@ -133,9 +127,10 @@ class Reserve(Question, frozen=True, kw_only=True):
 
 
 class Return(Message, frozen=True):
-    """The trainer writes nothing into this slot from now on.
+    """The sender does not use this slot from now on.
 
-    A slot for captures is given back: nothing in it is needed. The words of frozen tensors show if they are whole.
+    A trainer gives a slot for captures back: nothing in it is needed. Into one of frozen tensors it writes nothing
+    more: their words show if they are whole. A keeper does not hold these frozen tensors any more.
     """
 
     slot: SlotName
@@ -174,7 +169,8 @@ class AskInventory(Question, frozen=True, kw_only=True):
 
 
 class Drain(Question, frozen=True, kw_only=True):
-    """Bring a step to all levels. Answered by ``Done``, when it is there, or every other level was tried."""
+    """Bring a step to all levels. Answered by ``Done``, when it is there, or every other level was tried; meanwhile
+    ``Status.drained`` shows how far it is."""
 
     step: int
 
@@ -187,23 +183,17 @@ class ServePeers(Question, frozen=True, kw_only=True):
     secret: Secret
 
 
-class Ending(Message, frozen=True):
-    """The processes of this start are about to be killed: store the newest capture now, and inform all ranks."""
-
-    is_sealed: bool = False
-    """True if this trainer captures nothing more: what it holds counts as that of a dead one, so that all ranks store
-    the same step."""
-
-
 class Ping(Question, frozen=True):
     """Answered by ``Done``, which is a sign of life."""
 
 
-class Goodbye(Message, frozen=True):
-    """The trainer leaves."""
+class Leave(Message, frozen=True):
+    """The trainer ends, or is about to."""
 
-    is_over: bool = True
-    """True if the training is over; else it leaves as if it died."""
+    how: Literal["soon", "sealed", "left", "over"]
+    """``soon``: the processes of this start are about to be killed, so the newest capture is stored now, and all ranks
+    get to know. ``sealed``: the same, and this trainer captures nothing more: what it holds counts as that of a dead
+    one, so that all ranks store the same step. ``left``: it leaves as if it died. ``over``: the training is over."""
 
 
 # ---------------------------------------------------------------- what others say to a keeper
@@ -226,26 +216,13 @@ class Welcome(Message, frozen=True):
     """The greatest sequence number of what is held: captures of earlier starts."""
 
 
-class Busy(Message, frozen=True):
-    """Another trainer of that local rank is attached."""
+class HandOver(Answer, frozen=True, kw_only=True):
+    """Comes with a slot. An answer, if one for frozen tensors was asked for."""
 
-    pid: int
-    since: float
-    """Unix time in seconds."""
-
-
-class SlotMade(Answer, frozen=True, kw_only=True):
-    """Comes with a slot, a new one or one that was handed over. An answer, if frozen tensors were asked for."""
-
-    slot: SlotName
+    slot: SlotName | None
+    """From a trainer, a slot that an earlier keeper gave it: the digest of the frozen tensors in it, or ``None``."""
     fills: bool = False
     """True if this trainer shall fill it with frozen tensors; else another one does, or it is whole."""
-
-
-class FrozenDropped(Message, frozen=True):
-    """Frozen tensors are gone from memory."""
-
-    digest: str
 
 
 class MemoryRefused(Answer, frozen=True, kw_only=True):
@@ -261,13 +238,6 @@ class Done(Answer, frozen=True, kw_only=True):
     """``False`` if what was to be done has failed."""
     text: str = ""
     """Why, for people."""
-
-
-class DrainProgress(Message, frozen=True):
-    """Bytes that levels have, and bytes that all of them together are to have."""
-
-    done: int
-    total: int
 
 
 class Inventory(Answer, frozen=True, kw_only=True):
@@ -301,6 +271,8 @@ class Status(Message, frozen=True):
     """The last one about links and about protection, and the last errors of the keeper."""
     is_ending: bool = False
     """True if the processes of the start are about to be killed."""
+    drained: tuple[int, int] = (0, 0)
+    """Of a step that this trainer waits for: bytes that levels have, and that all of them together are to have."""
 
 
 def _leaves(kind: type[Message]) -> list[type[Message]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.messages import Connection
-from lazysnap.keeper.protocol import Hello, MemoryRefused, Message, Reserve, SlotMade
+from lazysnap.keeper.protocol import HandOver, Hello, MemoryRefused, Message, Reserve
 from lazysnap.memory.arena import Slot
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.slot_files import spill_dir
@@ -30,7 +30,7 @@ class RankSlots:
         is_reading: Callable[[Slot], bool],
     ) -> None:
         """``emit`` sends to the trainer; ``is_attached``: there is one; ``is_reading``: a level reads that slot."""
-        self.pool = SlotPool(lambda number, slot: emit(SlotMade(slot=number), (slot.fd,)))
+        self.pool = SlotPool(lambda number, slot: emit(HandOver(slot=number), (slot.fd,)))
         self.pool.is_outdated = lambda wanted: wanted != self._wanted
         self._frozen, self._emit, self._is_attached, self._is_reading = frozen, emit, is_attached, is_reading
         self._hello: Hello | None = None
@@ -132,7 +132,7 @@ class RankSlots:
             free = self._bound(self._frozen.size_bytes(rank, without=digest) + self._capture_bytes())
             sizes = asked.meta, asked.image
             slot, fills = self._frozen.provide(rank, digest, sizes, free, self._spill_dir())
-            reply, fds = SlotMade(id=asked.id, slot=digest, fills=fills), (slot.fd,)
+            reply, fds = HandOver(id=asked.id, slot=digest, fills=fills), (slot.fd,)
         except Exception as error:  # noqa: BLE001  the last handler of the thread; the trainer says what it means
             reply, fds = MemoryRefused(id=asked.id, text=str(error)), ()
         try:

@@ -253,7 +253,7 @@ class Server:
 
     def _frozen_dropped(self, digest: str) -> None:
         for rank in list(self._ranks.values()):
-            rank.emit(protocol.FrozenDropped(digest))
+            rank.emit(protocol.Return(digest))
 
     def _end(self) -> None:
         """SIGTERM came. Trainers may have got it, too (Slurm, systemd), and need this keeper to their end."""
@@ -327,8 +327,8 @@ class Server:
             self._close(connection)
             return
         for message, fds in messages:
-            is_adopted = isinstance(message, protocol.Adopt) and len(fds) == 1
-            is_taken = is_adopted and self._rank_of(connection) is not None
+            is_slot = isinstance(message, protocol.HandOver) and not isinstance(message.slot, int) and len(fds) == 1
+            is_taken = is_slot and self._rank_of(connection) is not None
             try:
                 self._handle(connection, message, fds)
             except (KeyError, TypeError, ValueError, OSError, LazySnapError) as error:
@@ -377,7 +377,7 @@ class Server:
         number = hello.team.local_rank
         rank = self._ranks.get(number)
         if rank is not None and rank.refuses(connection):
-            connection.send(rank.busy())
+            connection.send(protocol.Done(ok=False, text=rank.trainer_text))
             return
         # What it still holds serves a trainer better than no memory for up to an hour.
         self._ends = self._is_leaving = False
@@ -453,4 +453,4 @@ class Server:
 
 def _stays_for(rank: LocalRank) -> protocol.Done:
     """Return the answer to a person who wants to stop the keeper of a training that runs."""
-    return protocol.Done(ok=False, text=f"its training runs, process {rank.busy().pid}; end that first")
+    return protocol.Done(ok=False, text=f"its training runs, process {rank.trainer_pid}; end that first")

@@ -39,7 +39,7 @@ class TrainerState:
         """The address at which a keeper serves other nodes."""
         self.run: protocol.Run | None = None
         """The run that is captured. ``is_new`` until a keeper got it."""
-        self.ending: protocol.Ending | None = None
+        self.ending: protocol.Leave | None = None
         """The notice that this process is about to be killed."""
         self.wanted: protocol.Reserve | None = None
         """The slots that captures need."""
@@ -56,7 +56,7 @@ class TrainerState:
         with self.lock:
             orphans, run = self.slots.orphans(), self.run
         for digest, slot in orphans:
-            connection.send(protocol.Adopt(digest), (slot.fd,))
+            connection.send(protocol.HandOver(slot=digest), (slot.fd,))
         if run is not None and not run.is_new:  # else it would not know the owner of its captures if this one dies
             connection.send(run)
 
@@ -99,12 +99,10 @@ class TrainerState:
             match message:
                 case protocol.Welcome():
                     self._newest_held = max(self._newest_held, message.newest)
-                case protocol.SlotMade():
-                    self.slots.map(message.slot, fds[0])
-                case protocol.FrozenDropped():
-                    self.slots.drop(message.digest)
-                case protocol.DrainProgress():
-                    self.progress = message.done, message.total
+                case protocol.HandOver(slot=str() | int() as name):
+                    self.slots.map(name, fds[0])
+                case protocol.Return(slot=str(digest)):
+                    self.slots.drop(digest)
                 case protocol.Status():
                     self._events.extend(self._news(message))
                 case protocol.MemoryRefused(id=0):
@@ -113,6 +111,7 @@ class TrainerState:
     def _news(self, status: protocol.Status) -> Iterator[KeeperEvent]:
         """Yield what a status says that the last one did not. Of an earlier start only errors of the keeper count."""
         before, self._status = self._status, status
+        self.progress = status.drained
         yield from (alert for alert in status.alerts if alert.about == "keeper" and alert not in before.alerts)
         if self.run is None or status.start != self.run.start:
             return

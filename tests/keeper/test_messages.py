@@ -10,7 +10,7 @@ from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, KeeperUnavailable
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, OtherVersion
-from lazysnap.keeper.protocol import PROTOCOL, Adopt, MemoryRefused, Ping, decode, encode
+from lazysnap.keeper.protocol import PROTOCOL, HandOver, MemoryRefused, Ping, decode, encode
 
 
 def framed(body, fds=0):
@@ -32,7 +32,7 @@ def read_on(connection):
 
 def send_on(connection):
     for _ in range(100_000):
-        connection.send(Adopt("x" * 1000), timeout_s=0.05)
+        connection.send(HandOver(slot="x" * 1000), timeout_s=0.05)
 
 
 def test_a_descriptor_arrives_with_its_message(pair):
@@ -40,14 +40,14 @@ def test_a_descriptor_arrives_with_its_message(pair):
     memory = os.memfd_create("x")
     os.write(memory, b"hello")
     one.send(Ping())
-    one.send(Adopt("b"), (memory,))
+    one.send(HandOver(slot="b"), (memory,))
     os.close(memory)
 
     received = two.receive()
     while len(received) < 2:
         received += two.receive()
 
-    assert [message for message, _ in received] == [Ping(), Adopt("b")]
+    assert [message for message, _ in received] == [Ping(), HandOver(slot="b")]
     assert received[0][1] == ()
     (fd,) = received[1][1]
     assert os.pread(fd, 5, 0) == b"hello"
@@ -57,11 +57,11 @@ def test_a_descriptor_arrives_with_its_message(pair):
 
 def test_messages_survive_any_fragmentation(pair):
     one, two = pair
-    for byte in framed(encode(Adopt("x"))):
+    for byte in framed(encode(HandOver(slot="x"))):
         one.sock.send(bytes([byte]))
         received = two.receive()
 
-    assert [message for message, _ in received] == [Adopt("x")]
+    assert [message for message, _ in received] == [HandOver(slot="x")]
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_messages_survive_any_fragmentation(pair):
         framed(b"[" * 10**5),
         framed(b'{"type":1}'),
         framed(b'{"type":"Nothing"}'),
-        framed(b'{"type":"SlotMade"}'),
-        framed(b'{"type":"SlotMade","slot":2.5}'),
+        framed(b'{"type":"HandOver"}'),
+        framed(b'{"type":"HandOver","slot":2.5}'),
         framed(encode(Ping()), fds=1),
         struct.pack("<IHH", 1 << 30, PROTOCOL, 0),
     ],

@@ -20,11 +20,10 @@ from lazysnap.keeper.messages import Connection, prove
 from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.keeper.protocol import (
     PROTOCOL,
-    Adopt,
+    HandOver,
     Hello,
     Inventory,
     Message,
-    SlotMade,
     SlotsChanged,
     Welcome,
     encode,
@@ -117,7 +116,7 @@ def test_a_slot_is_mapped_or_its_descriptor_closed(slot):
         assert copies(slot.fd, empty.fileno()) == before
 
 
-@pytest.mark.parametrize("told", [SlotMade(slot=7), SlotMade(slot="7" * 32)], ids=["slot", "frozen"])
+@pytest.mark.parametrize("told", [HandOver(slot=7), HandOver(slot="7" * 32)], ids=["slot", "frozen"])
 def test_what_cannot_be_mapped_costs_a_trainer_no_descriptor_and_nothing_else(tmp_path, told, slot):
     """Neither a slot for which there is no room, nor what follows a message that cannot be used."""
     config = SnapshotConfig(job_id=str(tmp_path), io_timeout_s=20.0)
@@ -151,7 +150,7 @@ def test_keepers_of_others_are_looked_at_without_what_cannot_be_mapped(tmp_path)
         large = too_large()
         stack.callback(os.close, large)
         nothing = Inventory(entries=[], frozen=[], end=None, local_ranks=[0])
-        told = [(SlotMade(slot=7), (large,)), (nothing, ())]
+        told = [(HandOver(slot=7), (large,)), (nothing, ())]
         stack.enter_context(keeper_at(identity, lambda _: told))
         before = copies(large)
 
@@ -162,7 +161,7 @@ def test_keepers_of_others_are_looked_at_without_what_cannot_be_mapped(tmp_path)
 
 def test_descriptors_before_bytes_that_are_no_message_are_closed():
     ours, theirs = socket.socketpair()
-    body = encode(Adopt())
+    body = encode(HandOver(slot=None))
     data = struct.pack("<IHH", len(body), PROTOCOL, 1) + body + struct.pack("<IHH", 1, PROTOCOL, 0) + b"{"
     with contextlib.closing(Connection(ours)) as connection, theirs, open(os.memfd_create("sent")) as sent:
         socket.send_fds(theirs, [data], [sent.fileno()])

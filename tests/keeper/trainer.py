@@ -18,7 +18,7 @@ from lazysnap.config import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.link import cut
-from lazysnap.keeper.protocol import Goodbye, Run, SlotsChanged, Store
+from lazysnap.keeper.protocol import Leave, Run, SlotsChanged, Store
 from lazysnap.levels.blocks import MemoryBlocks
 from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import SlotPhase, Word
@@ -221,7 +221,7 @@ class Trainer:
 
     def disconnect(self):
         """Lose the connection for good, without a word."""
-        self.client._goodbye = Goodbye(is_over=False)
+        self.client._goodbye = Leave("left")
         return self.cut()
 
     def fork(self):
