@@ -31,10 +31,14 @@ def checked_url(owner: str, url: object) -> str:
     return text
 
 
+def is_path(url: str) -> bool:
+    """True if the URL is a path, which may mean another place on another node."""
+    return urlsplit(url).scheme in ("", "file", "local")
+
+
 def resolve_url(url: str) -> str:
     """One text for one place: local paths are absolute with links resolved, other URLs unchanged."""
-    parts = urlsplit(url)
-    if parts.scheme in ("", "file", "local"):
+    if is_path(url):
         path = url.split("://", 1)[1] if "://" in url else url
         return os.path.realpath(os.path.expanduser(path))
     return url.rstrip("/")

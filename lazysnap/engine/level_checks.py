@@ -8,13 +8,12 @@ that it holds.
 import logging
 from collections.abc import Callable, Sequence
 
-from lazysnap.config import PersistentLevel
+from lazysnap.config import PersistentLevel, is_path
 from lazysnap.levels import open_store
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.storage import Storage, probe_name
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.ranks.world import World
-from lazysnap.restore.survey import is_path
 
 logger = logging.getLogger("lazysnap.engine")
 

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap import faults
-from lazysnap.config import check_s3_url, resolve_url
+from lazysnap.config import check_s3_url, is_path, resolve_url
 from lazysnap.errors import (
     ConfigError,
     FormatError,
@@ -62,7 +62,7 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
     """
     url = resolve_url(url)
     check_s3_url(url)
-    if urlsplit(url).scheme in ("", "file", "local"):
+    if is_path(url):
         return SnapshotStore(LocalStorage(url), speed=speed)
     # fsspec costs 0.1 s that local levels need not pay.
     if urlsplit(url).scheme in ("s3", "s3a"):

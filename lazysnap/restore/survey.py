@@ -13,11 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from lazysnap import faults
+from lazysnap.config import is_path
 from lazysnap.levels.listing import Directory, Listing, without_manifest
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
@@ -195,11 +195,6 @@ def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: 
             "on from there, stop this training and start it again when that level is faster"
         )
     return ""
-
-
-def is_path(url: str) -> bool:
-    """True if the URL may mean another place on another node."""
-    return urlsplit(url).scheme in ("", "file", "local")
 
 
 def sites_of(listed: list[Any], places: list[Place]) -> list[Site]:
