@@ -12,7 +12,8 @@ from typing import Any
 import simpy
 
 from benchmarks.report import Report
-from lazysnap.cli.advise import RATES, Facts, advise
+from lazysnap.cli.advise import RATES, advise
+from lazysnap.cli.measured import Facts
 from lazysnap.cli.sizes import groups_for
 from lazysnap.config import Mirror, Redundancy, ReedSolomon
 from lazysnap.intervals import daly_goodput, daly_s

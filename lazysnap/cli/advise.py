@@ -6,14 +6,14 @@ From the times of a run, or from figures that are given. Formulas and sources: d
 import argparse
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
 
 from lazysnap import events
 from lazysnap.cli import sizes
-from lazysnap.cli.measured import LEAST_STEPS, Measured, measure
+from lazysnap.cli.measured import LEAST_STEPS, Facts, measure
 from lazysnap.cli.output import Output, count_of, percent
 from lazysnap.cli.sizes import groups_for
 from lazysnap.config import Mirror, Redundancy, ReedSolomon, SnapshotConfig, Xor, redundancy_for
@@ -92,30 +92,6 @@ def add_arguments(advise: argparse.ArgumentParser) -> None:
     sizes.add_arguments(advise)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """All that advice follows from. Seconds."""
-
-    nodes: int
-    rate: float
-    """Failures per second, of the whole training."""
-    node_share: float
-    rate_text: str
-    step_s: float | None
-    stall_s: float
-    copy_s: float
-    protect_s: float
-    persist: dict[str, float]
-    restart_memory_s: float
-    restart_elsewhere_s: float
-    redundancy: Redundancy | None
-
-    @property
-    def window_s(self) -> float:
-        """Seconds from the loss of a node until the memory of the others is protected again."""
-        return self.restart_elsewhere_s + 2 * self.protect_s
-
-
 def run(args: argparse.Namespace, output: Output) -> int:
     """Advise. Blocks: reads the file of events. Raises: ConfigError; LevelError."""
     if args.url is None and args.params is None:
@@ -130,9 +106,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(f"--ranks {ranks} --nodes {nodes}: expected at least one rank, and as many on every node")
     found = None if args.params is None else sizes.estimate(args, nodes, ranks)
-    facts = facts_from(args, seen, found, nodes)
+    facts = _with_arguments(seen or Facts(), args, found, nodes)
     lacks = _lacks(seen, facts)
-    advice = {**(found or {}), **advise(facts, every=None if seen is None else seen.every), "too_young": lacks or None}
+    advice = {**(found or {}), **advise(facts), "too_young": lacks or None}
     for part in _screen(seen, facts, advice, output):
         output.show(part)
     for line in () if found is None else sizes.lines(found, args, nodes, ranks):
@@ -142,9 +118,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return output.result(**advice)
 
 
-def facts_from(args: argparse.Namespace, seen: Measured | None, found: dict[str, Any] | None, nodes: int) -> Facts:
+def _with_arguments(seen: Facts, args: argparse.Namespace, found: dict[str, Any] | None, nodes: int) -> Facts:
     """Return what is given, else what was measured, else what is assumed. Raises: ConfigError."""
-    seen = seen or Measured("")
     if args.node_share is not None and not 0 <= args.node_share <= 1:
         raise ConfigError(f"--node-share must be from 0 to 1, got {args.node_share}")
     published = RATES[args.like or "llama3"]
@@ -156,29 +131,25 @@ def facts_from(args: argparse.Namespace, seen: Measured | None, found: dict[str,
     else:
         rate, text = published.failures / published.node_days * nodes / _DAY_S, f"as {published.text}"
         share = published.node_share
-    persist = {url: level.seconds for url, level in seen.levels.items()}
     stored_s = args.persist or (found or {}).get("seconds_per_snapshot")
-    if stored_s is not None:
-        persist = dict.fromkeys(persist or ["storage"], stored_s)
-    redundancy = None if args.no_redundancy else redundancy_for(SnapshotConfig(), nodes)
+    persist = seen.persist if stored_s is None else dict.fromkeys(seen.persist or ["storage"], stored_s)
     restart_s = args.restart or seen.restart_memory_s or seen.restart_elsewhere_s or _RESTART_S
-    return Facts(
+    return replace(
+        seen,
         nodes=nodes,
         rate=rate,
         node_share=share if args.node_share is None else args.node_share,
         rate_text=text,
         step_s=args.step or seen.step_s,
-        stall_s=(args.stall if args.stall is not None else seen.stall_s) or 0.0,
-        copy_s=seen.copy_s or 0.0,
-        protect_s=seen.protect_s or 0.0,
+        stall_s=seen.stall_s if args.stall is None else args.stall,
         persist=persist,
         restart_memory_s=restart_s,
         restart_elsewhere_s=args.restart or seen.restart_elsewhere_s or restart_s,
-        redundancy=redundancy,
+        redundancy=None if args.no_redundancy else redundancy_for(SnapshotConfig(), nodes),
     )
 
 
-def _lacks(seen: Measured | None, facts: Facts) -> list[str]:
+def _lacks(seen: Facts | None, facts: Facts) -> list[str]:
     """Return what a run is too young to say, and what is therefore assumed."""
     found = []
     if facts.step_s is None:
@@ -186,7 +157,7 @@ def _lacks(seen: Measured | None, facts: Facts) -> list[str]:
         if seen is not None:
             steps = f"{count_of(seen.steps, 'step')} seen, {LEAST_STEPS} needed"
             found[0] = f"this run is too young: {steps}; {found[0]}"
-    if seen is not None and not seen.levels:
+    if seen is not None and not seen.persist:
         found.append(
             "this run is too young: nothing is stored yet, so losses that need storage do not count (--persist 30s)"
         )
@@ -199,8 +170,8 @@ def _lacks(seen: Measured | None, facts: Facts) -> list[str]:
 # ---------------------------------------------------------------- the advice
 
 
-def advise(facts: Facts, every: int | None = None) -> dict[str, Any]:
-    """Return the advice, as the JSON result has it. ``every``: the interval of captures in use. Pure."""
+def advise(facts: Facts) -> dict[str, Any]:
+    """Return the advice, as the JSON result has it. Pure."""
     step_s, mtbf_s = facts.step_s, 1 / facts.rate
     n = 1 if step_s is None else steps_within(BUDGET, step_s, facts.stall_s)
     lost_rate = facts.rate * facts.node_share
@@ -211,7 +182,7 @@ def advise(facts: Facts, every: int | None = None) -> dict[str, Any]:
         "rate": facts.rate_text,
         "node_share": facts.node_share,
         "every_n_steps": n,
-        "every_n_steps_now": every,
+        "every_n_steps_now": facts.every,
         "young_s": young_s(facts.stall_s, mtbf_s),
         "daly_s": daly_s(facts.stall_s, mtbf_s),
         "storage_every_s": levels,
@@ -296,7 +267,7 @@ def _survivals(facts: Facts, lost_rate: float) -> dict[str, dict[str, Any]]:
 # ---------------------------------------------------------------- the screen
 
 
-def _screen(seen: Measured | None, facts: Facts, advice: dict[str, Any], output: Output) -> Iterator[Any]:
+def _screen(seen: Facts | None, facts: Facts, advice: dict[str, Any], output: Output) -> Iterator[Any]:
     if seen is not None:
         ranks = count_of(seen.ranks, "rank")
         yield output.cell(f"run {seen.run_id[:8]}, {ranks}: {count_of(seen.steps, 'step')} seen", "bold")

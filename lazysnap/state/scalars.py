@@ -1,6 +1,6 @@
 """0-dim tensors: metrics, and the state of a ``GradScaler``. A capture must not wait for the device to read them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,28 +28,23 @@ def _pack(value: Any, levels: int) -> Any:
             if value.device.type == "cpu"
             else value.detach().clone()
         )
-    if type(value) is dict:
-        return {key: _pack(item, levels - 1) for key, item in value.items()}
-    if type(value) is list:
-        return [_pack(item, levels - 1) for item in value]
-    if type(value) is tuple:
-        return tuple(_pack(item, levels - 1) for item in value)
-    return value
+    return _with_items(value, lambda item: _pack(item, levels - 1))
 
 
 def unpack(value: Any, device: torch.device | None = None) -> Any:
     """Return the value that was packed; tensors are moved to ``device`` if it is given."""
     if isinstance(value, torch.Tensor):
         return value if device is None else value.to(device)
+    if type(value) is dict and _TAG in value:
+        return torch.tensor(value["v"], dtype=getattr(torch, value[_TAG]), device=device)
+    return _with_items(value, lambda item: unpack(item, device))
+
+
+def _with_items(value: Any, made: Callable[[Any], Any]) -> Any:
+    """Return a dict, list or tuple with what is made of its items; any other value unchanged."""
     if type(value) is dict:
-        if _TAG in value:
-            return torch.tensor(value["v"], dtype=getattr(torch, value[_TAG]), device=device)
-        return {key: unpack(item, device) for key, item in value.items()}
-    if type(value) is list:
-        return [unpack(item, device) for item in value]
-    if type(value) is tuple:
-        return tuple(unpack(item, device) for item in value)
-    return value
+        return {key: made(item) for key, item in value.items()}
+    return type(value)(map(made, value)) if type(value) in (list, tuple) else value
 
 
 def state_of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:

@@ -32,6 +32,8 @@ _OF_ONE_START = (
     f"OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMIX_RANK PWD OLDPWD SHLVL _ {DIRECTORY} {PYTHON}"
 )
 """Environment variables that may differ between the starts and ranks of one parent, beside ``TORCHELASTIC_*``."""
+_INHERITED = tuple(["Umask", "Uid", "Gid", "Groups", "SigIgn", "Cap", "NoNewPrivs", "Cpus_allowed", "Mems_allowed"])
+"""Lines of ``/proc/self/status`` that a program inherits."""
 _TRIES = 3
 _MOST_HANDLES = 250
 _TOGETHER_S = 0.2
@@ -149,18 +151,7 @@ def _surroundings(command: Command, environ: dict[str, str], leads: bool, mask: 
     facts += [sorted(mask), leads or os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
     facts += [os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))]
     with open("/proc/self/status") as file:
-        wanted = (
-            "Umask",
-            "Uid",
-            "Gid",
-            "Groups",
-            "SigIgn",
-            "Cap",
-            "NoNewPrivs",
-            "Cpus_allowed",
-            "Mems_allowed",
-        )
-        facts += [line for line in file if line.startswith(wanted)]
+        facts += [line for line in file if line.startswith(_INHERITED)]
     for name in ("limits", "cgroup", "oom_score_adj"):
         with contextlib.suppress(OSError), open(f"/proc/self/{name}") as file:
             facts.append(file.read())

@@ -9,17 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import LevelUnavailable, SnapshotNotFound
-from lazysnap.exports.accelerate_folders import (
-    delete_superseded,
-    newest_complete,
-    next_iteration,
-    number_of,
-)
+from lazysnap.exports.accelerate_folders import delete_superseded, newest_complete, next_iteration, number_of
 from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import begin, filled, give_up, is_unfinished
 from lazysnap.integrations.accelerate.state import AcceleratorState
@@ -27,7 +21,6 @@ from lazysnap.state.wrappers import wrapper_prefix
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINTS = "checkpoints"
 _LOAD_AFTER_S = 3600.0
 """The longest time that a load waits for a checkpoint that is in progress."""
 SMALL_BYTES = 64 << 20
@@ -82,8 +75,22 @@ class Directories:
         return directory, is_small
 
     def save_at_once(self, directory: str, wanted: Wanted) -> None:
-        """Let Accelerate write a checkpoint: complete or not there. Collective. Blocks. Raises: what that raises."""
-        save_blocking(self._accelerator, directory, wanted.stock)
+        """Let Accelerate write a checkpoint, which is complete or not there: an earlier one stays as it was.
+
+        All ranks see the same file system. Collective. Blocks. Raises: OSError and what Accelerate raises on this rank;
+        LevelUnavailable, if another rank failed.
+        """
+        project = self._accelerator.project_configuration
+        with contextlib.ExitStack() as main:
+            place = filled(directory, {"layout": "accelerate"})
+            inner = self._by_main(directory, lambda: os.readlink(main.enter_context(place)))
+            naming, iteration = project.automatic_checkpoint_naming, project.iteration
+            project.automatic_checkpoint_naming = False  # else stock would choose another place
+            try:
+                _together(directory, lambda: wanted.stock(inner))
+            finally:
+                project.automatic_checkpoint_naming, project.iteration = naming, iteration
+            self._by_main(directory, main.close)
         self._trimming()()
 
     def save(self, directory: str, wanted: Wanted, engine: SnapshotEngine, capture: Callable[[], bool]) -> None:
@@ -94,7 +101,7 @@ class Directories:
         """
         reason = self._why_blocking(wanted, engine)
         if reason is None:
-            inner = by_main(self._accelerator, directory, lambda: begin(directory))
+            inner = self._by_main(directory, lambda: begin(directory))
             self._run_hooks(inner, safe_serialization=wanted.safe_serialization)
             try:
                 is_captured = all(gather_object([capture()]))
@@ -104,7 +111,7 @@ class Directories:
             if name is not None:
                 self._fill(directory, name, engine)
                 return
-            by_main(self._accelerator, directory, lambda: give_up(directory))
+            self._by_main(directory, lambda: give_up(directory))
             reason = "this step was captured before, or memory or storage cannot take it now"
         if not self._has_told:
             self._has_told = True
@@ -112,14 +119,18 @@ class Directories:
         self.save_at_once(directory, wanted)
 
     def _next(self) -> tuple[str, int]:
-        accelerator = self._accelerator
-        root, number = os.path.join(accelerator.project_dir, _CHECKPOINTS), accelerator.project_configuration.iteration
+        root, number = self._root, self._accelerator.project_configuration.iteration
 
         def choose() -> int:
             return next_iteration(os.listdir(root) if os.path.isdir(root) else [], number)
 
-        chosen = by_main(accelerator, root, choose)
+        chosen = self._by_main(root, choose)
         return os.path.join(root, f"checkpoint_{chosen}"), chosen
+
+    @property
+    def _root(self) -> str:
+        """The directory of the checkpoints that Accelerate names."""
+        return os.path.join(self._accelerator.project_dir, "checkpoints")
 
     def _why_blocking(self, wanted: Wanted, engine: SnapshotEngine) -> str | None:
         if wanted.has_more:
@@ -176,8 +187,7 @@ class Directories:
         project = self._accelerator.project_configuration
         if not project.automatic_checkpoint_naming or not self._accelerator.is_main_process:
             return lambda: None
-        root = os.path.join(self._accelerator.project_dir, _CHECKPOINTS)
-        return functools.partial(delete_superseded, root, project.total_limit)
+        return functools.partial(delete_superseded, self._root, project.total_limit)
 
     def give_up_lost(self, engine: SnapshotEngine) -> None:
         """Make no checkpoint of snapshots that were lost before they were stored."""
@@ -196,7 +206,7 @@ class Directories:
         # Only the main process waits. The engine exchanges heartbeats meanwhile: the deadline of the program's process
         # group may be shorter than the wait.
         self._engine.session.together("waiting for checkpoints", lambda: made and made.wait(timeout_s, directory))
-        return bool(by_main(self._accelerator, where, lambda: made is None or made.wait(0, directory)))
+        return bool(self._by_main(where, lambda: made is None or made.wait(0, directory)))
 
     def find(self, directory: str | None) -> str | None:
         """Return the directory to load: ``directory``, or the newest complete one by automatic naming. Without both
@@ -205,19 +215,18 @@ class Directories:
         Collective. Blocks: until checkpoints that are in progress are complete. Raises: SnapshotNotFound, if
         ``directory`` is unfinished, or automatic naming finds no complete one.
         """
-        accelerator, project = self._accelerator, self._accelerator.project_configuration
         self.wait(_LOAD_AFTER_S, directory)
         if directory is not None:
-            if by_main(accelerator, directory, lambda: is_unfinished(directory)):
+            if self._by_main(directory, lambda: is_unfinished(directory)):
                 raise SnapshotNotFound(
                     f"load_state({directory!r}): this checkpoint is not finished. If the process that fills it still "
                     'runs, it will be; else load another directory, or "latest" for the newest snapshot'
                 )
             return directory
-        if not project.automatic_checkpoint_naming:
+        if not self._accelerator.project_configuration.automatic_checkpoint_naming:
             return directory
-        root = os.path.join(accelerator.project_dir, _CHECKPOINTS)
-        found: str | None = by_main(accelerator, root, lambda: newest_complete(root))
+        root = self._root
+        found: str | None = self._by_main(root, lambda: newest_complete(root))
         if found is None:
             raise SnapshotNotFound(
                 f'load_state(): no complete checkpoint in {root}: give a directory, or "latest" for the newest snapshot'
@@ -242,40 +251,12 @@ class Directories:
         if made is not None:
             made.close(timeout_s)
 
-
-# ---------------------------------------------------------------- what Accelerate writes while training waits
-
-
-def save_blocking(accelerator: Accelerator, directory: str, save: Callable[[str], Any]) -> None:
-    """Call ``save`` with a subdirectory of ``directory``, then complete the checkpoint (``folder.filled``).
-
-    ``save``: stock ``save_state``, called with one path on every rank. All ranks see the same file system.
-    Collective. Blocks. Raises: OSError and what ``save`` raises on this rank; LevelUnavailable, if another rank failed.
-    A failed save leaves an earlier checkpoint in ``directory`` as it was.
-    """
-    with contextlib.ExitStack() as main:
-        place = filled(directory, {"layout": "accelerate"})
-        inner = by_main(accelerator, directory, lambda: os.readlink(main.enter_context(place)))
-        project = accelerator.project_configuration
-
-        def write() -> None:
-            naming, iteration = project.automatic_checkpoint_naming, project.iteration
-            project.automatic_checkpoint_naming = False  # else stock would choose another place
-            try:
-                save(inner)
-            finally:
-                project.automatic_checkpoint_naming, project.iteration = naming, iteration
-
-        together(directory, write)
-        by_main(accelerator, directory, main.close)
+    def _by_main(self, directory: str, work: Callable[[], Any]) -> Any:
+        """Return the result of ``work`` on the main process, on all ranks. Collective. Raises: as ``_together``."""
+        return _together(directory, lambda: work() if self._accelerator.is_main_process else None)[0]
 
 
-def by_main(accelerator: Accelerator, directory: str, work: Callable[[], Any]) -> Any:
-    """Return the result of ``work`` on the main process, on all ranks. Collective. Raises: as ``together``."""
-    return together(directory, lambda: work() if accelerator.is_main_process else None)[0]
-
-
-def together(directory: str, work: Callable[[], Any]) -> list[Any]:
+def _together(directory: str, work: Callable[[], Any]) -> list[Any]:
     """Do ``work`` on every rank, and return the results of all ranks. Collective.
 
     An error on any rank is raised on all. Raises: what ``work`` raises; LevelUnavailable, if another rank failed.
