@@ -62,8 +62,6 @@ class LazySnapshotCallback(WithEngine, Callback):
     def _reset(self) -> None:
         self.session = None
         self._state: LightningState | None = None
-        self._latest: Latest | None = None
-        self._logged: LoggedRuns | None = None
         self._patches = Patches()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,26 +93,29 @@ class LazySnapshotCallback(WithEngine, Callback):
         held, self._held = self._held, None
         if not trainer.fast_dev_run:
             check_strategy(trainer)
-        self._state = LightningState(trainer)
-        latest = Latest(trainer, self._state, lambda: self._begun(trainer).engine)
+        self._state = state = LightningState(trainer)
+        latest = Latest(trainer, state, lambda: self._begun(trainer).engine)
         # Tuners take our callback out while they run a fit of their own.
         self._patches = Patches(lambda: self in trainer.callbacks)
         wrap = self._patches.replace
         wrap(trainer._checkpoint_connector, "resume_start", latest.resume_start)
         wrap(trainer._checkpoint_connector, "resume_end", latest.resume_end)
-        wrap(trainer.strategy, "load_model_state_dict", self._state.load_model)
+        wrap(trainer.strategy, "load_model_state_dict", state.load_model)
         if stage == "fit" and not trainer.fast_dev_run:
             wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
             wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
-            self._latest, self._loggers = latest, Loggers(trainer)
-            self._logged = self._state.logged = held or LoggedRuns(trainer)
-            self._logged.delay_checkpoints()
-            wrap(trainer._checkpoint_connector, "resume_start", self._begin_runs)
-            self._hook_loops(trainer)
+            self._loggers, state.logged = Loggers(trainer), held or LoggedRuns(trainer)
+            state.logged.delay_checkpoints()
+            wrap(trainer._checkpoint_connector, "resume_start", state.begin_runs)
+            self._hook_loops(trainer, state)
+
+    @property
+    def _is_fit(self) -> bool:
+        return self._state is not None and self._state.logged is not None
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Heed a notice of the end."""
-        if self._latest is not None:
+        if self._is_fit:
             _listen(trainer, self._begun(trainer).engine)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -164,11 +165,6 @@ class LazySnapshotCallback(WithEngine, Callback):
         finally:
             self.leave()
 
-    def _begin_runs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        if self._logged is not None and self._state is not None:
-            self._logged.begin(self._state.saved_runs())
-
     # ---------------------------------------------------------------- engine
 
     def _begun(self, trainer: Any) -> Session:
@@ -177,13 +173,11 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def leave(self) -> None:
         """See ``WithEngine.leave``; the trainer is as it was."""
-        if self._latest is not None:  # not of an evaluation
+        if self._is_fit:  # not of an evaluation
             super().leave()
         self._patches.undo()
         if self._state is not None:
-            self._state.loaders.forget()
-        if self._logged is not None:
-            self._logged.leave()
+            self._state.leave()
         self._reset()
 
     def _gate(self) -> None:
@@ -192,10 +186,8 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     # ---------------------------------------------------------------- point X
 
-    def _hook_loops(self, trainer: Any) -> None:
-        fit_loop, state, wrap = trainer.fit_loop, self._state, self._patches.replace
-        epoch_loop = fit_loop.epoch_loop
-        assert state is not None
+    def _hook_loops(self, trainer: Any, state: LightningState) -> None:
+        fit_loop, epoch_loop, wrap = trainer.fit_loop, trainer.fit_loop.epoch_loop, self._patches.replace
 
         def before_loaders(original: Callable[[], Any]) -> None:
             # Positions come from the snapshot itself; Lightning drops them where loaders are set up early.

@@ -43,15 +43,7 @@ from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
 
 logger = logging.getLogger(__name__)
 
-_OWN = (
-    "epoch",
-    "global_step",
-    "pytorch-lightning_version",
-    "state_dict",
-    "loops",
-    "optimizer_states",
-    "lr_schedulers",
-)
+_OWN = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers"}
 """Keys that Lightning itself writes into a checkpoint; all else is from the program, or from its callbacks."""
 _MOST_NAMED = 8
 """Paths in one warning."""
@@ -265,9 +257,11 @@ class LightningState(StateSource):
             self._trainer.should_stop = True  # Lightning asks before the first epoch
             logger.warning("nothing is left to train: %s", why)
 
-    def saved_runs(self) -> dict[str, Any] | None:
-        """Return the runs of the loggers in a restored state that still waits for its point X, if it has them."""
-        return None if self._landing is None else self._landing.get(_LOGGED)
+    def begin_runs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Replace the connector's ``resume_start``: then the runs of the loggers begin, or those restored go on."""
+        original(*args, **kwargs)
+        if self.logged is not None:
+            self.logged.begin(None if self._landing is None else self._landing.get(_LOGGED))
 
     @property
     def is_landing(self) -> bool:
@@ -341,6 +335,12 @@ class LightningState(StateSource):
         """The averaged models of the WeightAveraging callbacks."""
         found = {key_of(item): getattr(item, "_average_model", None) for item in self._trainer.callbacks}
         return {key: average for key, average in found.items() if isinstance(average, torch.nn.Module)}
+
+    def leave(self) -> None:
+        """The fit is over: loaders and loggers are as they were."""
+        self.loaders.forget()
+        if self.logged is not None:
+            self.logged.leave()
 
     def start(self) -> None:
         """The fit begins: buffers count as changed from here on."""
