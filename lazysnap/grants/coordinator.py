@@ -58,7 +58,7 @@ class LevelGrants:
     """Complete snapshots of earlier starts of this run, found in the files."""
     grant: int | None = None
     source: int | None = None
-    turn: int = 0
+    grant_version: int = 0
     """See ``LevelOrder``."""
     is_open: bool = False
     """True once every node answered and said which files it has there. Before that nothing is decided."""
@@ -114,7 +114,7 @@ class LevelGrants:
 
     def take(self, step: int | None, source: int | None, *, is_ahead: bool) -> None:
         """Grant a step, or nothing."""
-        self.turn += (step, source) != (self.grant, self.source)
+        self.grant_version += (step, source) != (self.grant, self.source)
         self.grant, self.source, self.is_ahead = step, source, is_ahead
         self.cancelled.discard(-1 if step is None else step)
 
@@ -158,7 +158,9 @@ class LevelGrants:
         told |= {StepKey(step, start) for step in newest(self.complete & wishes)}
         lost = tuple(sorted({*islice(self.lost, MAX_TOLD), *newest(self.lost & wishes)}))
         complete, cancelled = tuple(sorted(told)), newest(self.cancelled)
-        return LevelOrder(self.grant, self.source, complete, cancelled, lost, is_ready, self.turn, is_open=self.is_open)
+        return LevelOrder(
+            self.grant, self.source, complete, cancelled, lost, is_ready, self.grant_version, is_open=self.is_open
+        )
 
 
 def _stored_by_all(said: Collection[LevelReport]) -> set[int]:
@@ -322,7 +324,7 @@ class Coordinator:
         level = self.levels[index]
         if level.grant is None:
             return
-        present = [one for one in said if (one.turn, one.grant) == (level.turn, level.grant)]
+        present = [one for one in said if (one.grant_version, one.grant) == (level.grant_version, level.grant)]
         if len(present) == len(said) and all(one.progress is Progress.STORED for one in said):
             if level.is_under_way and level.source is None:
                 level.span = max(0, view.begun - level.grant)
@@ -335,12 +337,15 @@ class Coordinator:
     def _is_idle(self, index: int) -> bool:
         level = self.levels[index]
         said = [report.levels[index] for report in self.reports.values()]
-        present = (level.turn, level.grant)
+        present = (level.grant_version, level.grant)
         listing = Progress.LISTING
         return (
             level.is_open
             and not level.is_under_way
-            and all((one.turn, one.grant) == present and one.is_ready and one.progress is not listing for one in said)
+            and all(
+                (one.grant_version, one.grant) == present and one.is_ready and one.progress is not listing
+                for one in said
+            )
         )
 
     def _works(self, index: int) -> bool:

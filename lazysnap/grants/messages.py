@@ -20,7 +20,7 @@ MAX_TOLD = 256
 Step = Annotated[int, Meta(ge=0, le=1 << 62)]
 Owner = Annotated[int, Meta(ge=0, le=1 << 62)]
 """A random number of one coordinator."""
-Turn = Annotated[int, Meta(ge=0, le=1 << 62)]
+Version = Annotated[int, Meta(ge=0, le=1 << 62)]
 Steps = Annotated[tuple[Step, ...], Meta(max_length=2 * MAX_TOLD)]
 StartId = Annotated[str, Meta(min_length=1, max_length=64)]
 
@@ -79,7 +79,7 @@ class LevelReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     """False from a failed write until a small write to the level works."""
     stored: Steps
     """The newest steps of this start of which the node has a verified file, and all that are wished."""
-    turn: Turn = 0
+    grant_version: Version = 0
     """The version of the order that was obeyed."""
     frozen: Digest | None = None
     """The frozen tensors that the node asks to write there, or writes."""
@@ -114,7 +114,7 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     """Steps that had to be stored, and that no node can store any more."""
     is_ready: bool = True
     """True if the level works on all nodes."""
-    turn: Turn = 0
+    grant_version: Version = 0
     """Grows with each change of the grant: a step may be granted again while reports on its first grant are on the way.
     """
     frozen: Digest | None = None

@@ -97,7 +97,7 @@ class NodeLevel:
     grant: int | None = None
     source: int | None = None
     progress: Progress = Progress.IDLE
-    turn: int = 0
+    grant_version: int = 0
     """See ``LevelOrder``."""
     is_open: bool = False
     """See ``LevelOrder``."""
@@ -134,7 +134,7 @@ class NodeLevel:
     def obey(self, order: LevelOrder) -> None:
         """Take the order."""
         self.cancelled, self.lost, self.works = frozenset(order.cancelled), frozenset(order.lost), order.is_ready
-        self.named, self.turn = order.frozen, order.turn
+        self.named, self.grant_version = order.frozen, order.grant_version
         if self.is_memory:
             self.complete = set(order.complete)
         if order.grant == self.grant:
@@ -161,7 +161,7 @@ class NodeLevel:
         stored = tuple(sorted({*newest(self.stored), *newest(self.stored & self.wishes)}))
         # The coordinator waits for the end alone: what lies before it is no news.
         progress = Progress.WAITING if self.progress in (Progress.WRITING, Progress.VERIFYING) else self.progress
-        state = (self.grant, self.source, progress, self.is_ready, stored, self.turn, self.asked)
+        state = (self.grant, self.source, progress, self.is_ready, stored, self.grant_version, self.asked)
         return LevelReport(*state, wishes=newest(self.wishes))
 
     def leave(self) -> None:
@@ -224,7 +224,7 @@ class NodeGrants:
             if said.is_open:
                 level.obey(said)
             else:
-                level.turn = said.turn
+                level.grant_version = said.grant_version
             level.wishes = {step for step in level.wishes if not self._is_answered(level, step)}
         self.urgent &= self.wishes
 

@@ -436,7 +436,7 @@ def test_a_step_that_one_rank_waits_for_and_a_slower_one_did_not_begin_yet_is_no
     coordinator.decide(LocalView(5, frozenset(), slowest=4))
     assert (coordinator.levels[0].grant, coordinator.levels[0].lost) == (5, set())
 
-    coordinator.levels[0].grant, coordinator.levels[0].turn = None, 0
+    coordinator.levels[0].grant, coordinator.levels[0].grant_version = None, 0
     coordinator.decide(LocalView(5, frozenset(), slowest=5))
     assert coordinator.levels[0].lost == {5}
 

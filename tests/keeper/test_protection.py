@@ -122,7 +122,7 @@ def test_a_report_of_a_keeper_without_a_link_does_not_count():
     coordinator = Coordinator(1, STARTS[0], 2, (settings,))
 
     def report(node, progress, grant, stored=()):
-        said = LevelReport(grant, None, progress, True, stored, settings.turn)
+        said = LevelReport(grant, None, progress, True, stored, settings.grant_version)
         coordinator.receive(Report(node, coordinator.owner, (said,)))
 
     for node in range(2):
@@ -370,7 +370,7 @@ def test_a_successor_holds_both_steps_until_an_order_says_which_one_is_protected
     assert [held.stays(step, is_own=True) for step in (10, 20)] == [True, True]
 
     keys = StepKey(10, "s1"), StepKey(20, "s1")
-    node.receive(Order(7, (LevelOrder(30, None, keys, (), (), turn=3),)))
+    node.receive(Order(7, (LevelOrder(30, None, keys, (), (), grant_version=3),)))
     held.learn()
 
     assert [held.stays(step, is_own=True) for step in (10, 20, 30)] == [False, True, True]
