@@ -162,7 +162,7 @@ def write_node_file(
     source: BlockSource,
     *,
     expected: str | None = None,
-    beat: Beat = lambda: None,
+    beat: Beat,
 ) -> Manifest:
     """Write and commit a node's file. On return file and manifest are durable.
 

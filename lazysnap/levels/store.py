@@ -162,7 +162,7 @@ class SnapshotStore:
                 place.withdraw()
             raise ShardCorrupt(f"{self.url}: the frozen tensors {digest} were read back damaged: {error}") from error
 
-    def check_frozen(self, entry: Entry, beat: Beat = lambda: None) -> None:
+    def check_frozen(self, entry: Entry, beat: Beat) -> None:
         """Raises: ShardCorrupt, if frozen tensors of a snapshot are missing. Blocks: as ``has_frozen``."""
         if entry.frozen is not None and not self.has_frozen(entry.frozen, beat):
             raise ShardCorrupt(f"{self.url}: the frozen tensors {entry.frozen} are lost or damaged")

@@ -24,7 +24,7 @@ def slots_needed(
     return config.memory.slots or needed
 
 
-def kept_whole(config: SnapshotConfig, world_size: int = 1, *, runs_ahead: bool = False) -> int:
+def kept_whole(config: SnapshotConfig, world_size: int, *, runs_ahead: bool) -> int:
     """Return how many of the newest whole captures are never written over: one of them is whole on every rank.
 
     ``runs_ahead``: some rank trains on a device, whose copies the host does not wait for at the gate.
@@ -41,7 +41,7 @@ def newest_whole(statuses: Sequence[SlotStatus], count: int) -> list[int]:
     return sorted(whole, key=lambda index: statuses[index].sequence)[-count:] if count else []
 
 
-def choose_slot(statuses: Sequence[SlotStatus], idle: Sequence[bool], kept: int = 1) -> int | None:
+def choose_slot(statuses: Sequence[SlotStatus], idle: Sequence[bool], kept: int) -> int | None:
     """Return the index of the slot to write next, ``None`` if all are in use.
 
     It is not pinned (storage reads it) or written by a device (not ``idle``). It is not one of the ``kept`` newest

@@ -37,7 +37,7 @@ Made = dict[object, torch.Tensor]
 class PartReader:
     """Reads what this rank wants of snapshots."""
 
-    def __init__(self, source: StateSource, world: World, sources: Sources, *, casts: bool = False) -> None:
+    def __init__(self, source: StateSource, world: World, sources: Sources, *, casts: bool) -> None:
         """``casts``: see ``check_fits``."""
         self._source = source
         self._casts = casts

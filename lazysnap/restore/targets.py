@@ -68,7 +68,7 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: I
 
 
 def check_fits(
-    held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str, *, casts: bool = False
+    held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str, *, casts: bool
 ) -> None:
     """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ.
 
