@@ -15,8 +15,6 @@ class Piece:
     """A box of one tensor, as one shard holds it: ``offsets[d]`` to ``offsets[d] + shape[d]`` in dimension ``d``."""
 
     rank: int
-    stored: str
-    """Its name in that shard."""
     offsets: Extent
     shape: Extent
 
@@ -51,17 +49,17 @@ def _are_sizes(value: Any, length: int) -> bool:
     return isinstance(value, list) and len(value) == length and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
 
 
-def overlaps(pieces: Sequence[Piece], offsets: Extent, shape: Extent) -> Iterator[Overlap]:
-    """The parts of ``pieces`` that lie in the box at ``offsets`` of ``shape``."""
-    for piece in pieces:
-        starts = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
-        stops = [min(a + m, b + n) for a, m, b, n in zip(piece.offsets, piece.shape, offsets, shape, strict=True)]
-        if all(start < stop for start, stop in zip(starts, stops, strict=True)):
-            yield Overlap(
-                piece,
-                tuple(slice(a - at, b - at) for a, b, at in zip(starts, stops, piece.offsets, strict=True)),
-                tuple(slice(a - at, b - at) for a, b, at in zip(starts, stops, offsets, strict=True)),
-            )
+def overlap(piece: Piece, offsets: Extent, shape: Extent) -> Overlap | None:
+    """Return the part of a piece that lies in the box at ``offsets`` of ``shape``; ``None``, if nothing does."""
+    starts = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
+    stops = [min(a + m, b + n) for a, m, b, n in zip(piece.offsets, piece.shape, offsets, shape, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return None
+    return Overlap(
+        piece,
+        tuple(slice(a - at, b - at) for a, b, at in zip(starts, stops, piece.offsets, strict=True)),
+        tuple(slice(a - at, b - at) for a, b, at in zip(starts, stops, offsets, strict=True)),
+    )
 
 
 class Cover:
@@ -77,11 +75,6 @@ class Cover:
         """Boxes that do not overlap. Together they are what is filled."""
 
     @property
-    def is_whole(self) -> bool:
-        """True if nothing is missing."""
-        return not self._holes
-
-    @property
     def missing(self) -> int:
         """Elements that no piece fills."""
         return sum(math.prod(shape) for _, shape in self._holes)
@@ -90,7 +83,7 @@ class Cover:
         """Add a piece. It fills what was missing until now."""
         left: list[tuple[Extent, Extent]] = []
         for hole in self._holes:
-            part = next(overlaps([piece], *hole), None)
+            part = overlap(piece, *hole)
             if part is None:
                 left.append(hole)
                 continue

@@ -73,12 +73,12 @@ class JoinedTensor:
                 f"{stored.shard.where}: tensor {stored.name} is {_text(*found)}, elsewhere {_text(*expected)}"
             )
         self._parts[rank] = stored
-        self._cover.add(Piece(rank, stored.name, offsets, stored.shape))
+        self._cover.add(Piece(rank, offsets, stored.shape))
 
     @property
     def is_whole(self) -> bool:
         """True if every element that is wanted is in some part."""
-        return self._cover.is_whole
+        return not self._cover.missing
 
     @property
     def key(self) -> tuple[object, ...]:
