@@ -10,7 +10,7 @@ class StepSet(Set[int]):
 
     def __init__(self, steps: Iterable[int] = ()) -> None:
         self._blocks: dict[int, int] = {}
-        """The bits of ``_BITS`` neighbours each, sorted by step."""
+        """The bits of ``_BITS`` consecutive steps each, sorted by step."""
         self._count = 0
         for step in steps:
             self.add(step)
