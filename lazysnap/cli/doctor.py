@@ -270,7 +270,7 @@ def _local(directory: str) -> Iterator[Line]:
     facts = os.statvfs(directory)
     yield Line("space", "good", f"{decimal(facts.f_bavail * facts.f_frsize)} free: keep_last + 1 snapshots must fit")
     try:
-        check_room(directory, BLOCK_BYTES, "slots")
+        check_room(directory, BLOCK_BYTES)
     except MemoryBoundExceeded as error:
         yield Line("spill", "better", str(error))
     else:

@@ -142,7 +142,7 @@ class Slot:
         meta_capacity, image_capacity = _round_up(meta_capacity), _round_up(image_capacity)
         size = PAGE + meta_capacity + image_capacity
         if directory is not None:
-            fd = make_file(directory, size, "slots")
+            fd = make_file(directory, size)
         else:
             fd = os.memfd_create("lazysnap-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

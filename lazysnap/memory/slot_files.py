@@ -34,33 +34,33 @@ def spill_dir(memory: MemoryLevel, levels: Sequence[PersistentLevel]) -> str | N
     return next((level.url for level in levels if not urlsplit(level.url).scheme), None)
 
 
-def check_room(directory: str, size_bytes: int, what: str) -> None:
-    """Raise MemoryBoundExceeded if files of that size in total cannot be made in ``directory``."""
+def check_room(directory: str, size_bytes: int) -> None:
+    """Raise MemoryBoundExceeded if slots of that size in total cannot be files in ``directory``."""
     folder = _existing(directory)
     try:
         kind = _kind(folder)
         facts = os.statvfs(folder)
     except OSError as error:
-        raise MemoryBoundExceeded(f"{directory} cannot hold {what} as files: {error.strerror}") from error
+        raise MemoryBoundExceeded(f"{directory} cannot hold slots as files: {error.strerror}") from error
     if kind not in _LOCAL_DISKS:
         raise MemoryBoundExceeded(
-            f"{directory} cannot hold {what} as files: it is on no local disk with one of the file systems "
+            f"{directory} cannot hold slots as files: it is on no local disk with one of the file systems "
             f"{', '.join(_LOCAL_DISKS.values())}; name such a directory with MemoryLevel(spill_dir=...)"
         )
     free = max(0, facts.f_bavail * facts.f_frsize - _RESERVE_BYTES)
     if size_bytes > free:
         raise MemoryBoundExceeded(
-            f"{directory} cannot hold {what} as files: they need {size_bytes} bytes ({decimal(size_bytes)}), its disk "
+            f"{directory} cannot hold slots as files: they need {size_bytes} bytes ({decimal(size_bytes)}), its disk "
             f"has {free} ({decimal(free)}) to spare; free space, or name another disk with MemoryLevel(spill_dir=...)"
         )
 
 
-def make_file(directory: str, size_bytes: int, what: str) -> int:
+def make_file(directory: str, size_bytes: int) -> int:
     """Return a descriptor of a new file without a name, with all its blocks allocated. Blocks: asks the disk.
 
     Raises: MemoryBoundExceeded, if there is no room, or no file can be made there.
     """
-    check_room(directory, size_bytes, what)
+    check_room(directory, size_bytes)
     try:
         fd = _nameless(_existing(directory))
         try:
@@ -70,7 +70,7 @@ def make_file(directory: str, size_bytes: int, what: str) -> int:
             os.close(fd)
             raise
     except OSError as error:
-        raise MemoryBoundExceeded(f"{directory} cannot hold {what} as files: {error.strerror}") from error
+        raise MemoryBoundExceeded(f"{directory} cannot hold slots as files: {error.strerror}") from error
     return fd
 
 

@@ -62,7 +62,7 @@ def _check_files(directory: str | None, size_bytes: int, refused: str) -> None:
     if directory is None:
         raise MemoryBoundExceeded(refused)
     try:
-        check_room(directory, size_bytes, "slots")
+        check_room(directory, size_bytes)
     except MemoryBoundExceeded as error:
         raise MemoryBoundExceeded(f"{refused}; {error}") from error
 
