@@ -24,7 +24,7 @@ from lazysnap.errors import LevelUnavailable
 from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import begin
 from lazysnap.integrations.accelerate import saving
-from lazysnap.integrations.accelerate.saving import save_blocking
+from lazysnap.integrations.accelerate.saving import Directories, Wanted
 
 TIMEOUT_S = 200
 DEADLINE_S = 3
@@ -123,7 +123,7 @@ def block(settings: dict) -> dict:
     prepared = Prepared(seed=1)
     accelerator = prepared.accelerator
     prepared.train(1)
-    save_blocking(accelerator, settings["directory"], accelerator.save_state)
+    Directories(accelerator, None).save_at_once(settings["directory"], Wanted(None, accelerator.save_state))
     bits = prepared.bits()
     prepared.train(1)
 
@@ -133,7 +133,7 @@ def block(settings: dict) -> dict:
             raise OSError(28, "No space left on device")
 
     try:
-        save_blocking(accelerator, settings["directory"], fail)
+        Directories(accelerator, None).save_at_once(settings["directory"], Wanted(None, fail))
     except (OSError, LevelUnavailable) as error:
         bits["error"] = str(error)
     return bits
