@@ -6,8 +6,8 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import Output
 from lazysnap.cli.stores import open_existing
-from lazysnap.exports.exporting import Exported, Target, write
-from lazysnap.exports.job import ExportOptions
+from lazysnap.exports.exporting import Exported, write
+from lazysnap.exports.job import ExportOptions, Job
 from lazysnap.exports.target import format_of
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import look_again
@@ -16,12 +16,12 @@ from lazysnap.snapshots.reader import look_again
 def run(args: argparse.Namespace, output: Output) -> int:
     """Export. Blocks. Raises: SnapshotNotFound, ShardCorrupt, UnsupportedState, ConfigError, LevelError, OSError."""
     options = ExportOptions(only=args.only, config=args.config, keep_types=args.keep_types, force=args.force)
-    target = Target(path=args.to, format=format_of(args.to, args.format), options=options, bar=output.bar)
-    options.check(target.format)
+    job = Job(args.to, format_of(args.to, args.format), options, output.bar)
+    options.check(job.format)
 
     def written(catalogue: Catalogue) -> tuple[str, Exported]:
         plan = catalogue.find(args.wanted, args.run)
-        return catalogue.runs[plan.run_id], write(catalogue, plan, target)
+        return catalogue.runs[plan.run_id], write(catalogue, plan, job)
 
     run_id, done = look_again(open_existing(args.url, args.storage_option), written)
     for note in done.notes:

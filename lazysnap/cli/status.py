@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import reduce
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -93,7 +92,7 @@ def look(job: str | None) -> tuple[list[FoundKeeper], list[int]]:
 
 def survival(state: NodeState) -> dict[str, Survival]:
     """Return the outcome of the loss of the training process, of its keeper, of both, and of nodes. Pure."""
-    memory, stored = Outcome(memory_step(state), "memory"), _newest(state.levels)
+    memory, stored = Outcome(memory_step(state), "memory"), _newest(map(_stored_at, state.levels))
     in_memory = stored if memory.step is None else memory
     lives = any(rank.phase in ALIVE for rank in state.ranks)
     lost = {"node": 1, "two_nodes": 2, "all_nodes": state.nodes}
@@ -113,20 +112,20 @@ def memory_step(state: NodeState) -> int | None:
 
 
 def _without_nodes(state: NodeState, stored: Outcome, lost: int) -> Survival:
-    safe = _newest(level for level in state.levels if _is_elsewhere(level, state.nodes))
+    places = [_stored_at(level) for level in state.levels if _is_elsewhere(level, state.nodes)]
     if lost <= state.may_lose and lost < state.nodes:
-        safe = _newer(safe, Outcome(state.protected, "memory of other nodes"))
-    return Survival(safe, stored if _newer(safe, stored) is not safe else Outcome())
+        places.append(Outcome(state.protected, "memory of other nodes"))
+    safe = _newest(places)
+    return Survival(safe, stored if _newest((safe, stored)) is stored else Outcome())
 
 
-def _newest(levels: Iterable[LevelState]) -> Outcome:
-    return reduce(_newer, (Outcome(level.newest, level.url) for level in levels), Outcome())
+def _stored_at(level: LevelState) -> Outcome:
+    return Outcome(level.newest, level.url)
 
 
-def _newer(one: Outcome, other: Outcome) -> Outcome:
-    """Return the newer of both; of the same step, the first."""
-    is_newer = other.step is not None and (one.step is None or other.step > one.step)
-    return other if is_newer else one
+def _newest(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the one with the greatest step; of the same step, the first."""
+    return max((Outcome(), *outcomes), key=lambda one: -1 if one.step is None else one.step)
 
 
 def _is_elsewhere(level: LevelState, nodes: int) -> bool:

@@ -47,13 +47,13 @@ def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
     return first[:1] + rest
 
 
-def write_stock(job: Job, path: str) -> list[str]:
+def write_stock(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write the files of ``save_state`` into the directory ``path``; return notes for the user: none.
 
     Blocks. Raises: StateMismatch, if this is no state of an Accelerator; UnsupportedState, for a value that cannot be
     pickled, or weights that safetensors refuses; ShardCorrupt; LevelError; OSError.
     """
-    whole, outline, reads = job.whole, Outline(job.whole), Reads()
+    outline, reads = Outline(whole), Reads()
     state = outline.state(parts_of(None))
     others = [WholeSnapshot(whole.snapshot, rank) for rank in range(1, whole.snapshot.plan.world_size)]
     ranks = [outline.read({part: state.get(part) for part in OF_EVERY_RANK})]

@@ -17,6 +17,7 @@ from lazysnap.exports.job import Job
 from lazysnap.exports.states import Outline, parts_of
 from lazysnap.exports.torch_file import TorchFile
 from lazysnap.exports.weights import EXTRAS, is_lightning
+from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.reads import Reads
 from lazysnap.state.codec import registered_names
 from lazysnap.state.scalars import plain_numbers, unpack
@@ -37,14 +38,14 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
 """Types, the names of the types that their values become, and the conversions."""
 
 
-def stock_state(job: Job, outline: Outline) -> tuple[dict[str, Any], list[str]]:
+def stock_state(whole: WholeSnapshot, outline: Outline) -> tuple[dict[str, Any], list[str]]:
     """Return the state as other programs read it, and notes for the user. Blocks. Raises: ShardCorrupt; LevelError.
 
     Of Lightning: the dictionary that ``Trainer.save_checkpoint`` would have written at that moment. It has no place for
     what the callback adds (position in the data, random streams, flags).
     """
     state = outline.state(parts_of(None))
-    names = sorted(registered_names(job.whole.meta.state))
+    names = sorted(registered_names(whole.meta.state))
     notes = [f"values of the registered type {name!r} became what its encoder made" for name in names]
     if not is_lightning(state):
         return state, notes
@@ -56,13 +57,13 @@ def stock_state(job: Job, outline: Outline) -> tuple[dict[str, Any], list[str]]:
     return checkpoint, notes
 
 
-def write_checkpoint(job: Job, path: str) -> list[str]:
+def write_checkpoint(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write a new file; return one line for each kind of value that was converted.
 
     Blocks. Raises: OSError; UnsupportedState, for a value that cannot be pickled; ShardCorrupt; LevelError.
     """
-    outline = Outline(job.whole)
-    content, notes = stock_state(job, outline)
+    outline = Outline(whole)
+    content, notes = stock_state(whole, outline)
     converter = _WeightsOnly()
     if not job.options.keep_types:
         content = converter.convert(content)

@@ -19,7 +19,7 @@ from lazysnap.exports.checkpoint import stock_state
 from lazysnap.exports.job import Job
 from lazysnap.exports.states import Outline
 from lazysnap.shard.pieces import Extent
-from lazysnap.snapshots.assembly import JoinedTensor, Tile
+from lazysnap.snapshots.assembly import JoinedTensor, Tile, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import into
 
@@ -27,16 +27,16 @@ _BATCH_BYTES = 128 << 20
 """Tensors that are in memory at a time; larger boxes are cut."""
 
 
-def write_distributed(job: Job, path: str) -> list[str]:
+def write_distributed(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write a new directory; return notes for the user. No process group is needed.
 
     Optimizers are in the form of ``get_state_dict`` where the snapshot has the names of their parameters.
     Blocks. Raises: OSError; UnsupportedState, if two values get one name (DCP joins keys with points); ShardCorrupt;
     LevelError.
     """
-    outline = Outline(job.whole)
-    state, notes = stock_state(job, outline)
-    for place, names in (job.whole.meta.parameters or {}).items():
+    outline = Outline(whole)
+    state, notes = stock_state(whole, outline)
+    for place, names in (whole.meta.parameters or {}).items():
         state = _named(state, place, names)
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     try:

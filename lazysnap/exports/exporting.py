@@ -10,7 +10,7 @@ from typing import Any
 from lazysnap.config import checked_url
 from lazysnap.errors import ConfigError
 from lazysnap.exports.folder import filled
-from lazysnap.exports.job import Bar, ExportOptions, Job, no_bar
+from lazysnap.exports.job import ExportOptions, Job
 from lazysnap.exports.target import format_of, replaced_when_whole
 from lazysnap.levels import open_store
 from lazysnap.resolver import RestartPlan
@@ -46,16 +46,6 @@ class Exported:
     """One line for each kind of value that is not as in the snapshot, or that is missing."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """The place and the format of an export."""
-
-    path: str
-    format: str
-    options: ExportOptions
-    bar: Bar = no_bar
-
-
 def export(
     url: "str | os.PathLike[str]",
     which: "str | int" = LATEST,
@@ -76,29 +66,28 @@ def export(
     StateError; ConfigError; LevelError; OSError.
     """
     options = options or ExportOptions()
-    place = os.fspath(to)
-    target = Target(path=place, format=format_of(place, format), options=options)
-    options.check(target.format)
+    job = Job(os.fspath(to), format_of(os.fspath(to), format), options)
+    options.check(job.format)
     store = open_store(checked_url("export", url), options=options.storage_options)
-    return look_again(store, lambda catalogue: write(catalogue, catalogue.find(str(which)), target))
+    return look_again(store, lambda catalogue: write(catalogue, catalogue.find(str(which)), job))
 
 
-def write(catalogue: Catalogue, plan: RestartPlan, target: Target) -> Exported:
+def write(catalogue: Catalogue, plan: RestartPlan, job: Job) -> Exported:
     """Write one snapshot of a catalogue. Blocks. Raises: as ``export``; FileNotFoundError, if a file vanished."""
-    module, name = _WRITERS[target.format].split(":")
-    writer: Callable[[Job, str], list[str]] = getattr(import_module(f"lazysnap.exports.{module}"), name)
-    path = os.path.abspath(target.path)
-    if target.format == ACCELERATE:
+    module, name = _WRITERS[job.format].split(":")
+    writer: Callable[[WholeSnapshot, Job, str], list[str]] = getattr(import_module(f"lazysnap.exports.{module}"), name)
+    path = os.path.abspath(job.path)
+    if job.format == ACCELERATE:
         is_free = not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
-        if not (is_free or target.options.force):
+        if not (is_free or job.options.force):
             raise ConfigError(f"{path} is there already: add --force to replace its checkpoint, or choose another name")
         place = filled(path, stock_facts(plan))
     else:
-        place = replaced_when_whole(target.path, force=target.options.force)
+        place = replaced_when_whole(job.path, force=job.options.force)
     with place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
-        notes = writer(Job(WholeSnapshot(snapshot), target.options, target.bar), temp)
+        notes = writer(WholeSnapshot(snapshot), job, temp)
     size = sum(map(os.path.getsize, _files(path)))
-    return Exported(catalogue.store.url, plan.step, plan.run_id, path, target.format, size, tuple(notes))
+    return Exported(catalogue.store.url, plan.step, plan.run_id, path, job.format, size, tuple(notes))
 
 
 def stock_facts(plan: RestartPlan) -> dict[str, Any]:

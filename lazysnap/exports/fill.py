@@ -15,9 +15,9 @@ from contextlib import closing
 from typing import Any
 
 from lazysnap.errors import LazySnapError, LevelError, SnapshotNotFound
-from lazysnap.exports.exporting import stock_facts
+from lazysnap.exports.exporting import ACCELERATE, stock_facts
 from lazysnap.exports.folder import finish
-from lazysnap.exports.job import ExportOptions, Job
+from lazysnap.exports.job import Job
 from lazysnap.levels import open_store
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.store import SnapshotStore
@@ -64,7 +64,7 @@ def _fill(catalogue: Catalogue, name: str, of_hooks: set[str]) -> str:
     for left in set(os.listdir()) - of_hooks:  # by an attempt whose snapshot vanished while it was read
         os.unlink(left)
     with closing(open_snapshot(catalogue, plan)) as snapshot:
-        write_stock(Job(WholeSnapshot(snapshot), ExportOptions()), os.curdir)
+        write_stock(WholeSnapshot(snapshot), Job(os.curdir, ACCELERATE), os.curdir)
     finish(os.curdir, stock_facts(plan))
     return plan.run_id
 

@@ -14,7 +14,7 @@ from lazysnap.exports.job import Job
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.weights import EXTRAS, chosen_tensors, place_of_weights
 from lazysnap.shard.limits import load_json
-from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
 
 COPIED = re.compile(
@@ -32,7 +32,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _PRETRAINED = "pretrained"
 
 
-def write_folder(job: Job, path: str) -> list[str]:
+def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write a new directory; return notes for the user.
 
     The weights are those of one model, in files of at most ``shard_bytes`` with an index; of a PEFT model the adapter
@@ -40,7 +40,7 @@ def write_folder(job: Job, path: str) -> list[str]:
     else from the snapshot.
     Blocks. Raises: ConfigError, without a config; ShardCorrupt; UnsupportedState; LevelError; OSError.
     """
-    state, only = job.whole.meta.state, job.options.only
+    state, only = whole.meta.state, job.options.only
     facts = _facts(state, only)
     chosen = chosen_tensors(state, only)
     adapter = facts.get("weights")
@@ -48,7 +48,7 @@ def write_folder(job: Job, path: str) -> list[str]:
         chosen = {name: chosen[held] for name, held in adapter.items() if held in chosen}
         if len(chosen) < len(adapter):
             missing = next(held for held in adapter.values() if held not in chosen.values())
-            raise ShardCorrupt(f"{job.whole.snapshot.plan.level}: the adapter's tensor {missing!r} is not in the state")
+            raise ShardCorrupt(f"{whole.snapshot.plan.level}: the adapter's tensor {missing!r} is not in the state")
     files = _copied(job.options.config)
     needed = "config.json" if adapter is None else "adapter_config.json"
     if needed not in files and needed not in facts["files"]:
@@ -56,7 +56,7 @@ def write_folder(job: Job, path: str) -> list[str]:
             f"no {needed}, without which from_pretrained loads nothing: this snapshot has none (it has one of models "
             "of Transformers and PEFT, but not from Lightning); add --config DIR, a directory that has one"
         )
-    tensors = {_plain(name): job.whole.tensor(stored) for name, stored in chosen.items()}
+    tensors = {_plain(name): whole.tensor(stored) for name, stored in chosen.items()}
     tied = tied_names(tensors, list(tensors))
     os.mkdir(path)
     with contextlib.ExitStack() as stack:

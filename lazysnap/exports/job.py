@@ -1,4 +1,4 @@
-"""One export: a snapshot, the choices of the user, and a display of the progress."""
+"""One export: its place and format, the choices of the user, and a display of the progress."""
 
 import contextlib
 import os
@@ -9,7 +9,6 @@ from typing import Any
 
 from lazysnap.errors import ConfigError
 from lazysnap.levels.files import pwrite_all
-from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.reads import Reads, Write
 
 Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -62,8 +61,10 @@ class ExportOptions:
 class Job:
     """One export."""
 
-    whole: WholeSnapshot
-    options: ExportOptions
+    path: str
+    """The place of the result."""
+    format: str
+    options: ExportOptions = field(default_factory=ExportOptions)
     bar: Bar = no_bar
 
     def fill(self, reads: Reads) -> None:

@@ -9,14 +9,14 @@ from lazysnap.exports.job import Job, behind
 from lazysnap.exports.weights import chosen_tensors
 from lazysnap.levels.files import pwrite_all
 from lazysnap.shard.layout import Layout
-from lazysnap.snapshots.assembly import JoinedTensor
+from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads, written
 
 FORMAT = {"format": "pt"}
 """The metadata of every file: its tensors are those of torch."""
 
 
-def write_safetensors(job: Job, path: str) -> list[str]:
+def write_safetensors(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write the chosen weights to a new file; return notes for the user.
 
     Tied tensors are stored once, under the alphabetically first name; the header's ``__metadata__`` holds the other
@@ -24,8 +24,8 @@ def write_safetensors(job: Job, path: str) -> list[str]:
     Blocks. Raises: ConfigError; ShardCorrupt; UnsupportedState, for a dtype that safetensors does not have; LevelError;
     OSError.
     """
-    chosen = chosen_tensors(job.whole.meta.state, job.options.only)
-    tensors = {name: job.whole.tensor(stored) for name, stored in chosen.items()}
+    chosen = chosen_tensors(whole.meta.state, job.options.only)
+    tensors = {name: whole.tensor(stored) for name, stored in chosen.items()}
     tied = tied_names(tensors, sorted(tensors))
     reads = Reads()
     with contextlib.ExitStack() as files:

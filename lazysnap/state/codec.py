@@ -14,7 +14,7 @@ import pathlib
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -128,50 +128,38 @@ class Encoder:
                 "no snapshot can hold that. Store it flat, such as a list of parts, or keep it out of the state"
             )
 
+    def _items(self, pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
+        """Return the items of a container encoded; ``pairs``: each with its key, or its number."""
+        self._enter()
+        found = []
+        path, table = self.path, self.table
+        for key, item in pairs:
+            path.append(key)
+            function = table.get(type(item))
+            found.append(function(item) if function else self._other(item))
+            path.pop()
+        self._depth -= 1
+        return found
+
     def _tensor(self, value: torch.Tensor) -> dict[str, str]:
         return {TAG: "tensor", "v": self.tensor(value, tuple(self.path))}
 
     def _dict(self, value: dict[Any, Any]) -> Any:
-        result = {}
-        path, table = self.path, self.table
-        # Before any item is encoded: ``tensor`` must receive each tensor once.
-        for key in value:
-            if type(key) is not str or key == TAG:
-                return {TAG: "dict", "v": self._pairs(value)}
-        self._enter()
-        for key, item in value.items():
-            path.append(key)
-            function = table.get(type(item))
-            result[key] = function(item) if function else self._other(item)
-            path.pop()
-        self._depth -= 1
-        return result
+        if not set(map(type, value)) <= {str} or TAG in value:
+            return {TAG: "dict", "v": self._pairs(value)}
+        return dict(zip(value, self._items(value.items()), strict=True))
 
     def _list(self, value: Collection[Any]) -> list[Any]:
-        self._enter()
         # A fast path for long lists of integers, such as the state of Python's generator.
         if set(map(type, value)) == {int} and min(value) > -_EXACT_INT and max(value) < _EXACT_INT:
+            self._enter()
             self._depth -= 1
             return list(value)
-        result = []
-        path, table = self.path, self.table
-        for index, item in enumerate(value):
-            path.append(index)
-            function = table.get(type(item))
-            result.append(function(item) if function else self._other(item))
-            path.pop()
-        self._depth -= 1
-        return result
+        return self._items(enumerate(value))
 
     def _pairs(self, value: Mapping[Any, Any]) -> list[Any]:
-        result = []
-        self._enter()
-        for key, item in value.items():
-            self.path.append(key)
-            result.append([self.any(key), self.any(item)])
-            self.path.pop()
-        self._depth -= 1
-        return result
+        keys = self._items((key, key) for key in value)
+        return [list(pair) for pair in zip(keys, self._items(value.items()), strict=True)]
 
     def _unordered(self, value: Collection[Any]) -> list[Any]:
         # The order of a set differs between processes; equal states must give equal bytes.

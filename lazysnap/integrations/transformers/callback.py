@@ -200,7 +200,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if snapshot is None:
             session.tell_fresh(self._asked, HOW)
         else:
-            session.engine.session.load(snapshot, position=state.position_text())
+            session.engine.session.load(snapshot, position=state.position_text)
             self._snapshot = None
         session.start(self._trainer.state.global_step)
         return prepared

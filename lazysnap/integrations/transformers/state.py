@@ -53,6 +53,8 @@ class TrainingState(ObjectState):
         self.epoch = 0
         self.landing: dict[str, Any] | None = None
         """A restored state that still waits for the point where it was collected."""
+        self.position_text = ""
+        """The position of the restored state in the data, in words."""
         self.end_reason = ""
         """Why nothing is left to train of the restored state; empty, if something is."""
         self.logged = LoggedRuns(trainer)
@@ -151,23 +153,15 @@ class TrainingState(ObjectState):
     def where(self, steps_in_epoch: int) -> tuple[int, int]:
         """The epoch in which the restored state goes on, and the batches of it that were trained."""
         assert self.landing is not None
-        epoch, given = self.landing["trainer"]["epoch"], self._given()
+        epoch, given = self.landing["trainer"]["epoch"], self.landing["trainer"]["given"]
+        if given is not None and self.position is not None:
+            given = self.position.given_in(self.landing["data"])  # batches as this program makes them
         # The last step of an epoch may have fewer batches.
         steps = steps_in_epoch if given is None else -(-given // self._trainer.args.gradient_accumulation_steps)
         self._is_at_epoch_end = steps >= steps_in_epoch
-        return (epoch + 1, 0) if self._is_at_epoch_end else (epoch, given or 0)
-
-    def _given(self) -> int | None:
-        """Return the batches of its epoch, as this program makes them, behind which the restored state stands."""
-        assert self.landing is not None
-        given = self.landing["trainer"]["given"]
-        return given if given is None or self.position is None else self.position.given_in(self.landing["data"])
-
-    def position_text(self) -> str:
-        """The same in words."""
-        assert self.landing is not None
-        epoch, given = self.landing["trainer"]["epoch"], self._given()
-        return f"epoch {epoch + 1}, batch 0" if self._is_at_epoch_end else f"epoch {epoch}, batch {given or 0}"
+        epoch, batches = (epoch + 1, 0) if self._is_at_epoch_end else (epoch, given or 0)
+        self.position_text = f"epoch {epoch}, batch {batches}"
+        return epoch, batches
 
     def _reason(self) -> str:
         assert self.landing is not None
