@@ -32,7 +32,10 @@ _SEAL_S = 1.0
 
 
 class Boundaries:
-    """Used on the training thread; hooks on optimizers call ``gate``."""
+    """Used on the training thread; hooks on optimizers call ``gate``.
+
+    It is large because boundary, gate, the last boundary and sealing hold one lock and count the same steps.
+    """
 
     def __init__(self, parts: Parts, run: Run, notice: Notice) -> None:
         self._parts = parts

@@ -37,6 +37,8 @@ class SnapshotEngine:
 
     After its end it takes no calls but ``statistics``, ``gate``, ``close`` and ``abandon``: others raise ConfigError.
 
+    Its methods are the calls of users, each explained here and done elsewhere.
+
     One engine per process, used on the training thread. With ``torch.distributed`` initialised, every rank makes one
     at the same point; making it, ``fetch``, ``restore``, the first ``boundary`` and ``close`` are collective then.
     ``keep``, ``wait`` and ``flush`` do not wait for other ranks, but all ranks have to call them. Whatever fails in a

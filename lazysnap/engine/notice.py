@@ -72,7 +72,11 @@ class _Way(enum.Enum):
 
 
 class Notice:
-    """Waits for the notice of one training, and does what follows it."""
+    """Waits for the notice of one training, and does what follows it.
+
+    It is large because three threads take part in the one procedure that the module draws: the training thread, the
+    listener's and the one that watches the budget.
+    """
 
     def __init__(
         self, config: SnapshotConfig, held: Callable[[], RankCaptures], seal: Callable[[], RankCaptures]

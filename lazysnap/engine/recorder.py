@@ -35,7 +35,11 @@ _PASSING = ("no slots yet", "all slots are in use", "frozen tensors are being ca
 
 
 class Recorder:
-    """Begins captures; all on the training thread, and under the engine's lock."""
+    """Begins captures; all on the training thread, and under the engine's lock.
+
+    It is large because a capture needs all its parts in one order: plan, memory, frozen tensors, slot, metadata. What
+    each part decides stands in that part; here is the order, and why a boundary was left out.
+    """
 
     def __init__(
         self,

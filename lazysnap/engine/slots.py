@@ -22,7 +22,10 @@ META_BYTES = 1 << 20
 
 
 class Slots:
-    """Used on the training thread. The rules are those of ``ranks.slots``."""
+    """Used on the training thread. The rules are those of ``ranks.slots``.
+
+    It has many attributes: what was asked for and what training itself still takes decide together on the next request.
+    """
 
     def __init__(
         self, config: SnapshotConfig, source: StateSource, client: KeeperClient, statistics: Statistics, world: World

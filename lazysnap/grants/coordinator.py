@@ -172,7 +172,8 @@ class Coordinator:
     """Grants and counts for one start of a job. Not thread-safe.
 
     Send ``order()``, addressed by ``order_to``, to every node once this is made and when ``decide`` says so, and to a
-    node whose link is back. Each node answers a new coordinator with a report.
+    node whose link is back. Each node answers a new coordinator with a report. It is large because all rules of what
+    is granted next stand here, and nowhere else.
     """
 
     owner: int

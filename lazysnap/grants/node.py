@@ -173,7 +173,8 @@ class NodeLevel:
 class NodeGrants:
     """The state of one node for one start of a job. Not thread-safe.
 
-    Send ``report()`` to the coordinator when it differs from the last one, and when a link is back.
+    Send ``report()`` to the coordinator when it differs from the last one, and when a link is back. It has many
+    methods: one for each event, and for each question of a writer.
     """
 
     node: int

@@ -29,7 +29,10 @@ _FROZEN_S = 600.0
 
 
 class KeeperClient(KeeperLink):
-    """A trainer's connection to its keeper, with all that it asks of it. Thread-safe."""
+    """A trainer's connection to its keeper, with all that it asks of it. Thread-safe.
+
+    It has many small methods: one for each request.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class KeeperClient(KeeperLink):
         From now on ``is_durable`` counts only captures of that start: what an earlier attempt got to storage, even at
         a greater step, does not make this one's steps safe.
         """
-        with self._changed:
+        with self._state.lock:
             run, is_told = self._state.adopt_run(run), self._connection is not None
         self.tell(run)
         if is_told:
@@ -69,7 +72,7 @@ class KeeperClient(KeeperLink):
 
     def update_run(self, **changes: Any) -> None:
         """Change what was said of the run (``protocol.Run``), to this keeper and the next. Does not block."""
-        with self._changed:
+        with self._state.lock:
             if self._state.run is None:
                 return
             run = self._state.run = msgspec.structs.replace(self._state.run, **changes)
@@ -111,12 +114,12 @@ class KeeperClient(KeeperLink):
     def slots(self) -> tuple[Slot, ...]:
         """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""
         self._send_waiting()
-        with self._changed:
+        with self._state.lock:
             return self._slots.ready() if self._connection is not None else ()
 
     def mapped(self) -> tuple[Slot, ...]:
         """Every slot of a live keeper, of any size, populated or not."""
-        with self._changed:
+        with self._state.lock:
             return self._slots.all()
 
     def return_slot(self, slot: Slot) -> None:
@@ -124,7 +127,7 @@ class KeeperClient(KeeperLink):
 
         Does not block.
         """
-        with self._changed:  # numbers are those of one connection: it must not end in between
+        with self._state.lock:  # numbers are those of one connection: it must not end in between
             number = self._slots.remove(slot)
             if number is not None:
                 self.tell(protocol.Return(number))
@@ -135,7 +138,7 @@ class KeeperClient(KeeperLink):
 
     def state_of(self, sequence: int) -> CaptureState:
         """Return the state of the capture with that sequence number."""
-        with self._changed:
+        with self._state.lock:
             return self._slots.state_of(sequence)
 
     def inventory(self, timeout_s: float) -> MemoryInventory:
@@ -148,13 +151,13 @@ class KeeperClient(KeeperLink):
         )
         if not isinstance(reply, protocol.Inventory):
             raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
-        with self._changed:
+        with self._state.lock:
             return MemoryInventory.of(reply, self._slots.get)
 
     def frozen_slot(self, digest: str) -> Slot | None:
         """Return the slot of frozen tensors of that digest, filled or to be filled; ``None`` if no live keeper holds
         them."""
-        with self._changed:
+        with self._state.lock:
             return self._slots.get(digest)
 
     def ask_frozen(self, digest: str, meta_bytes: int, image_bytes: int) -> tuple[Slot | None, bool]:
@@ -192,7 +195,7 @@ class KeeperClient(KeeperLink):
 
     def newest_durable(self) -> int:
         """The newest step of this start that is known to be complete at the first level; -1: none."""
-        with self._changed:
+        with self._state.lock:
             return self._state.durable.newest(self._config.levels[0].url) if self._config.levels else -1
 
     def is_durable(self, step: int) -> bool:
@@ -201,12 +204,12 @@ class KeeperClient(KeeperLink):
 
     def is_stored(self, step: int) -> bool:
         """True if that very step of this start is known to be complete at the first level."""
-        with self._changed:
+        with self._state.lock:
             return bool(self._config.levels) and self._state.durable.has(self._config.levels[0].url, step)
 
     def lacking(self, step: int) -> list[str]:
         """URLs of the levels that are not known to have that step of this start, or a later one. Thread-safe."""
-        with self._changed:
+        with self._state.lock:
             return [level.url for level in self._config.levels if self._state.durable.newest(level.url) < step]
 
     def drain(
@@ -224,11 +227,12 @@ class KeeperClient(KeeperLink):
         """
         if step is None:
             return True
-        self._state.progress = (0, 0)
+        before = self._state.status
 
         def show() -> bool:
-            if progress is not None and self._state.progress[1]:
-                progress(*self._state.progress)
+            status = self._state.status
+            if progress is not None and status is not before and status.drained[1]:
+                progress(*status.drained)
             return enough()
 
         reply = self._ask_any_keeper(protocol.Drain(step=step), time.monotonic() + timeout_s, show)

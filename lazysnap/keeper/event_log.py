@@ -199,7 +199,8 @@ class _Seen:
 class EventFileWriter:
     """Writes the events of one run and node to a file at a level, with what is there already. ``add`` is thread-safe.
 
-    Nothing is written before the level has a snapshot: a run that stores nothing leaves nothing.
+    Nothing is written before the level has a snapshot: a run that stores nothing leaves nothing. It has many attributes
+    because one lock guards what two threads share.
     """
 
     def __init__(self, level: PersistentLevel, run_id: str, node: int) -> None:

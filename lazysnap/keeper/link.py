@@ -45,7 +45,7 @@ class KeeperLink:
 
     def __init__(self, identity: JobIdentity, config: SnapshotConfig, team: Team, state: TrainerState) -> None:
         self._identity, self._config, self._team = identity, config, team
-        self._state, self._changed = state, state.lock
+        self._state = state
         self._connection: Connection | None = None
         self._thread: threading.Thread | None = None
         self._goodbye: Leave | None = None
@@ -55,7 +55,7 @@ class KeeperLink:
         """The heartbeat of the connection."""
         self._patience = Patience(config.io_timeout_s)
         """The patience with the keeper that is being reached."""
-        self._questions = Questions(self._changed, lambda: self._connection)
+        self._questions = Questions(state.lock, lambda: self._connection)
         self.was_attached = False
         """True once a keeper was reached."""
         _live_links.add(self)
@@ -81,7 +81,7 @@ class KeeperLink:
 
     def _begin(self) -> None:
         """Connect in the background, starting a keeper if there is none. Never raises; does not block."""
-        with self._changed:
+        with self._state.lock:
             if self._is_leaving() or self._is_running():
                 return
             self._fatal = None
@@ -95,12 +95,13 @@ class KeeperLink:
         """
         self._begin()
         deadline = time.monotonic() + timeout_s
-        with self._changed:
+        with self._state.lock:
             while self._connection is None:
                 if self._is_leaving() or self._fatal is not None:
                     raise self._fatal or KeeperUnavailable("this connection was closed: make another client")
                 remaining = self._patience.extend(deadline) - time.monotonic()
-                if not self._changed.wait(max(0.0, remaining)) and time.monotonic() >= self._patience.extend(deadline):
+                is_woken = self._state.lock.wait(max(0.0, remaining))
+                if not is_woken and time.monotonic() >= self._patience.extend(deadline):
                     raise KeeperUnavailable(
                         f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s"
                     )
@@ -116,8 +117,8 @@ class KeeperLink:
         try:
             while not self._is_leaving():
                 if died_early > 1:  # the first successor comes at once, for memory's sake
-                    with self._changed:
-                        self._changed.wait_for(self._is_leaving, min(_REPLACE_S * 2**died_early, _REPLACE_AT_MOST_S))
+                    with self._state.lock:
+                        self._state.lock.wait_for(self._is_leaving, min(_REPLACE_S * 2**died_early, _REPLACE_AT_MOST_S))
                 self._patience = Patience(self._config.io_timeout_s)
                 hand_over = self._state.hand_over
                 connection, received = attach(self._identity, self._config, self._team, hand_over, self._patience)
@@ -126,7 +127,7 @@ class KeeperLink:
                 except BaseException:
                     connection.close()
                     raise
-                with self._changed:
+                with self._state.lock:
                     goodbye = self._goodbye  # said while the keeper was starting
                     if goodbye is None:
                         connection.waiting.extend(self._state.for_new_keeper())
@@ -154,11 +155,11 @@ class KeeperLink:
             self._state.release()
 
     def _fail(self, error: Exception) -> None:
-        with self._changed:
+        with self._state.lock:
             self._fatal = error
             if not self._is_leaving():
                 self._state.say(KeeperUnreachable(str(error), is_refusal=self.refusal() is not None))
-            self._changed.notify_all()
+            self._state.lock.notify_all()
 
     # ---------------------------------------------------------------- receiving
 
@@ -179,14 +180,14 @@ class KeeperLink:
                     self._state.say(KeeperAnswers(connection.peer_pid))
                 self._take_all(received)
         finally:
-            with self._changed:
+            with self._state.lock:
                 self._connection = None
                 self._heartbeat = Heartbeat(self._config.io_timeout_s)
                 self._state.slots.orphan_all()
                 connection.close()
                 if not self._is_leaving():
                     self._state.say(KeeperLost())
-                self._changed.notify_all()
+                self._state.lock.notify_all()
 
     def _say_silent(self, connection: Connection) -> None:
         keeper = f"the keeper of this node (process {connection.peer_pid} on {self._identity.node})"
@@ -201,10 +202,10 @@ class KeeperLink:
     def _take_all(self, received: Received) -> None:
         with Unclaimed(received) as messages:
             for message, fds in messages:
-                with self._changed:
+                with self._state.lock:
                     self._state.take(message, fds)
                     self._questions.receive(message)
-                    self._changed.notify_all()
+                    self._state.lock.notify_all()
 
     # ---------------------------------------------------------------- sending
 
@@ -212,7 +213,7 @@ class KeeperLink:
         """Send a message that has no answer, now or as soon as the keeper takes it: one that is stopped for a moment
         keeps its trainer. Without a keeper it is dropped. Does not block.
         """
-        with self._changed:  # what waits goes with the connection: the next keeper gets the facts anew
+        with self._state.lock:  # what waits goes with the connection: the next keeper gets the facts anew
             if self._connection is None:
                 return
             self._connection.waiting.append(message)
@@ -240,11 +241,11 @@ class KeeperLink:
                 return reply
             if connection is not None:
                 asked.add(connection.peer_pid)
-            with self._changed:
+            with self._state.lock:
                 if self._is_leaving() or not self._is_running():
                     return None
                 # Until the thread has noticed the end of this connection, and until there is another one.
-                self._changed.wait(min(_RECONNECT_S, max(0.0, deadline - time.monotonic())))
+                self._state.lock.wait(min(_RECONNECT_S, max(0.0, deadline - time.monotonic())))
         return None
 
     # ---------------------------------------------------------------- ending
@@ -253,9 +254,9 @@ class KeeperLink:
         """Say ``goodbye``, and end. Blocks: if the training is over, at most ``timeout_s`` until the keeper has left;
         and for a moment.
         """
-        with self._changed:
+        with self._state.lock:
             self._goodbye = goodbye
-            self._changed.notify_all()
+            self._state.lock.notify_all()
             connection = self._connection
         if connection is not None:
             try:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import select
 import selectors
 import time
 from collections.abc import Callable
@@ -19,7 +18,9 @@ from lazysnap.keeper.inventory import RankInventory
 from lazysnap.keeper.lifecycle import Event, Phase, next_phase
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.node_storage import NodeStorage
+from lazysnap.keeper.process_watch import ProcessWatch
 from lazysnap.keeper.rank_slots import RankSlots
+from lazysnap.keeper.starts import Starts
 from lazysnap.keeper.status import StatusBoard
 from lazysnap.keeper.step_wait import Wait
 from lazysnap.memory.arena import Slot, SlotPhase, Word
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S = 3600.0
 """Seconds after which captures of a rank without a trainer are freed, even if a level still hangs."""
-_RUNS_KEPT = 4
 _AWAY_GRACE_S = 1.5
 """A trainer that lives and lost its connection comes back sooner; until then no other process takes its place. Less
 than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
@@ -62,7 +62,7 @@ class LocalRank:
         node: Node,
     ) -> None:
         """``close`` ends a connection, which leads to ``lost_connection``; ``last_words`` reads what is left there."""
-        self._selector = selector
+        self._watch = ProcessWatch(selector)
         self._close = close
         self._last_words = last_words
         self._node = node
@@ -74,7 +74,6 @@ class LocalRank:
         self.trainer: Connection | None = None
         self.trainer_since = 0.0
         self.trainer_pid = 0
-        self._pidfd = -1
         self._memory = RankSlots(node.frozen, self.emit, lambda: self.phase is Phase.ATTACHED, self._is_reading)
         self._pool = self._memory.pool
         self._frozen = node.frozen
@@ -93,8 +92,7 @@ class LocalRank:
         """The end of its last trainer: how, and the Unix time; ``None`` while there is one. For people."""
         self.is_choosing = False
         """True if its trainer did not name its run yet: until then nothing may be deleted."""
-        self._runs: list[tuple[protocol.Run, Team]] = []
-        """The starts that its trainers captured, and the ranks they had then, the newest last."""
+        self.starts = Starts()
 
     @property
     def is_used(self) -> bool:
@@ -106,34 +104,14 @@ class LocalRank:
         """True if its trainer is dead, sealed, or said goodbye: captures in its slots do not change any more."""
         return self._is_sealed or self.phase not in (Phase.WAITING, Phase.ATTACHED, Phase.AWAY)
 
-    def has_left(self, start: str) -> bool:
-        """See ``node_storage.RankMemory``."""
-        return self.is_gone or (self.last is not None and self.last[0].start != start)
-
     def slots(self) -> list[Slot]:
         """All of them."""
         return self._pool.all()
 
-    def holds(self, slot: Slot, start: str) -> bool:
-        """True if what the slot shows is a capture of that start. Only its words are read: this is asked often."""
-        sequence, found = slot.word(Word.SEQUENCE), None
-        for run, _ in self._runs:
-            if sequence > run.floor:
-                found = run.start
-        return found == start
-
     def holds_only(self, start: str) -> bool:
         """True if there are whole captures, and all are of that start."""
         whole = [slot for slot in self._pool.all() if slot.status().phase is SlotPhase.WHOLE]
-        return bool(whole) and all(self.holds(slot, start) for slot in whole)
-
-    def has_begun(self, start: str) -> bool:
-        """True if its trainer captures, or captured, for that start."""
-        return any(run.start == start for run, _ in self._runs)
-
-    def num_ranks_of(self, start: str) -> int:
-        """The number of ranks that the node had in that start; 0, if its trainer does not know it."""
-        return next((len(team.node_ranks) for run, team in self._runs if run.start == start), 0)
+        return bool(whole) and all(self.starts.holds(slot, start) for slot in whole)
 
     @property
     def seconds_left(self) -> float:
@@ -184,7 +162,7 @@ class LocalRank:
         """Let everything go. Threads that hang at a level end when it answers, or with the process."""
         if self.trainer is not None:
             self._close(self.trainer)
-        self._unwatch()
+        self._watch.end()
         self.phase = Phase.GONE
         self._memory.close()
 
@@ -215,18 +193,10 @@ class LocalRank:
     def lost_connection(self) -> None:
         """The connection to the trainer ended."""
         self.trainer, self._drain, self.is_choosing = None, None, False
-        if self._is_trainer_alive():
+        if self._watch.is_alive:
             self.go(Event.CONNECTION_LOST)
         else:
             self._trainer_died()
-
-    def _is_trainer_alive(self) -> bool:
-        """``False`` also where it cannot be known: on a kernel before 5.3, and of processes of another container."""
-        if self._pidfd < 0:
-            return False
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return not poll.poll(0)
 
     def refuses(self, connection: Connection) -> bool:
         """True if another process than the one at the other end is this rank's trainer."""
@@ -252,8 +222,7 @@ class LocalRank:
         self._memory.serve(hello)
         self.trainer, self.trainer_since, self.trainer_pid = trainer, time.time(), trainer.peer_pid
         self.inventory.trainer_came()
-        self._unwatch()
-        self._watch(trainer)
+        self._watch.begin(trainer.peer_pid, self._on_trainer_exit)
         self.levels, self.team = hello.levels, hello.team
         self.is_choosing, self._last, self._sent = True, None, None
         self._is_sealed, self.ended = False, None
@@ -270,33 +239,18 @@ class LocalRank:
         if slot is not None:
             self.emit(protocol.HandOver(slot=digest), (slot.fd,))
 
-    def _watch(self, connection: Connection) -> None:
-        """Notice the trainer's death even if a forked child of it still holds the socket."""
-        try:
-            self._pidfd = os.pidfd_open(connection.peer_pid)
-        except OSError:  # it is dead already, or the kernel is too old: the end of the connection shows it
-            self._pidfd = -1
-            return
-        self._selector.register(self._pidfd, selectors.EVENT_READ, self._on_trainer_exit)
-
-    def _unwatch(self) -> None:
-        if self._pidfd >= 0:
-            self._selector.unregister(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
-
     def _on_trainer_exit(self) -> None:
         if self.trainer is not None:
             self._last_words(self.trainer)  # a goodbye may be among what it said before
         if self.trainer is not None:
             self._close(self.trainer)
-        if self._pidfd >= 0:  # its connection had ended before
+        if self._watch.is_on:  # its connection had ended before
             self._trainer_died()
 
     def _trainer_died(self, how: Literal["left", "died"] = "died") -> None:
         """Nothing is written into the slots any more. What is not whole is void."""
         self.ended = how, time.time()
-        self._unwatch()
+        self._watch.end()
         self._memory.trainer_ended()
         self.inventory.trainer_ended()
         self.is_choosing = False
@@ -370,18 +324,7 @@ class LocalRank:
     def begin_run(self, run: protocol.Run) -> None:
         """Captures from now on are of this run and start."""
         self.is_choosing, self._sent = False, None  # a status before it knew its start was lost on it
-        if self.last is None or self.last[0].start != run.start:
-            earlier = [known for known in self._runs if known[0].floor < run.floor]
-            self._runs = [*earlier, (run, self.team)][-_RUNS_KEPT:]
-
-    @property
-    def last(self) -> tuple[protocol.Run, Team] | None:
-        """The starts that its trainers captured last, as far as anything of it may be held, and who they were then."""
-        return self._runs[-1] if self._runs else None
-
-    def forget_run(self, start: str) -> None:
-        """Nothing of that start is held."""
-        self._runs = [known for known in self._runs if known[0].start != start]
+        self.starts.begin(run, self.team)
 
     def _adopt(self, slot: Slot, digest: str | None) -> None:
         """A trainer outlived the keeper before: its slot, and what is in it, are kept on."""

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from lazysnap import faults
 from lazysnap.grants.node import RankView, SlotView, common_whole
+from lazysnap.keeper.starts import Starts
 from lazysnap.memory.arena import KEEP, Slot, SlotPhase, SlotStatus, Word
 from lazysnap.shard.checksum import Checksums
 
@@ -21,18 +22,13 @@ class RankMemory(Protocol):
     def is_gone(self) -> bool:
         """True if its trainer is dead, or said goodbye."""
 
-    def has_left(self, start: str) -> bool:
-        """True if nothing more is captured for that start: its trainer is gone, or began another one."""
-
     @property
     def is_choosing(self) -> bool:
         """True if its trainer did not name its run yet."""
 
-    def holds(self, slot: Slot, start: str) -> bool:
-        """True if what the slot shows is a capture of that start."""
-
-    def has_begun(self, start: str) -> bool:
-        """True if its trainer captures, or captured, for that start."""
+    @property
+    def starts(self) -> Starts:
+        """The starts that its slots may show."""
 
 
 Ranks = Callable[[], Sequence[RankMemory | None]]
@@ -60,10 +56,10 @@ class NodeSlots:
 
     def _view(self, rank: RankMemory | None) -> RankView:
         start = self._start
-        if rank is None or not rank.has_begun(start):
+        if rank is None or start not in rank.starts:
             return RankView(-1, False, ())
-        is_gone, slots = rank.has_left(start), rank.slots()
-        begun = max((slot.word(Word.BEGIN) - 1 for slot in slots if rank.holds(slot, start)), default=self._step)
+        is_gone, slots = rank.is_gone or rank.starts.is_over(start), rank.slots()
+        begun = max((slot.word(Word.BEGIN) - 1 for slot in slots if rank.starts.holds(slot, start)), default=self._step)
         views = []
         for slot, status in self._held(rank, slots):
             assert status.step is not None
@@ -75,7 +71,7 @@ class NodeSlots:
     def _held(self, rank: RankMemory, slots: Sequence[Slot]) -> list[tuple[Slot, SlotStatus]]:
         """The slots that hold a capture of this start, whole or being copied."""
         found = [(slot, slot.status()) for slot in slots]
-        return [one for one in found if one[1].phase in _HELD and rank.holds(one[0], self._start)]
+        return [one for one in found if one[1].phase in _HELD and rank.starts.holds(one[0], self._start)]
 
     def of_step(self, step: int) -> list[Slot | None]:
         """Return the slot of each rank that holds a capture of that step."""
@@ -101,14 +97,14 @@ class NodeSlots:
             first = min(kept, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
             for slot in pinned:
                 # A later start may capture the same step while names of this one are waited for.
-                is_granted = rank.holds(slot, self._start) and slot.word(Word.PIN) & ~KEEP == granted
+                is_granted = rank.starts.holds(slot, self._start) and slot.word(Word.PIN) & ~KEEP == granted
                 if slot is not first and not (is_granted and is_read(slot)):
                     slot.unpin()
 
     def _is_kept(self, rank: RankMemory, slot: Slot, is_answered: Callable[[int], bool]) -> bool:
         """True if a trainer pinned it for a step that is neither complete nor lost yet."""
         step = slot.kept_step
-        return step is not None and rank.holds(slot, self._start) and not is_answered(step)
+        return step is not None and rank.starts.holds(slot, self._start) and not is_answered(step)
 
     def newest_common(self) -> int | None:
         """The newest step that all ranks of the node hold whole."""

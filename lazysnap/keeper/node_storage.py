@@ -175,7 +175,7 @@ class NodeStorage:
         for rank in self._slots.ranks():
             for slot in rank.slots():
                 step = slot.kept_step
-                if step is not None and rank.holds(slot, self.run.start):
+                if step is not None and rank.starts.holds(slot, self.run.start):
                     self.wish(step, is_urgent=True)
 
     # ---------------------------------------------------------------- the grants' side (``grant_loop``)

@@ -89,7 +89,7 @@ class PeerReads:
     def _ranks_of(self, start: str) -> list[LocalRank | None]:
         """The ranks that the node had in that start."""
         ranks = self._ranks()
-        count = max((rank.num_ranks_of(start) for rank in ranks if rank is not None), default=0)
+        count = max((rank.starts.num_ranks_of(start) for rank in ranks if rank is not None), default=0)
         return [*ranks[:count], *[None] * (count - len(ranks))]
 
     def _frozen_of(self, what: FrozenOf) -> BlockSource:

@@ -22,7 +22,7 @@ from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.held import HeldParity
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
-from lazysnap.keeper.protocol import Parity, Peers, Run
+from lazysnap.keeper.protocol import Parity, Run
 from lazysnap.keeper.reminder import Reminder
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
@@ -101,21 +101,44 @@ class HeldSteps:
             self.level.grant = None
 
 
+class _Lateness:
+    """For how long nothing was protected that was due, and the alerts about it."""
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self._newest = -1
+        """The newest protected step at the last look."""
+        self._since = time.monotonic()
+        """The time at which something that was due was protected last, or nothing was due."""
+        self._reminder = Reminder("protection", _LATE_S, emit)
+
+    def look(self, protected: int, *, is_due: bool, why: Callable[[], str]) -> None:
+        """Send an alert if one is due. ``protected``: the newest such step; ``is_due``: a newer one should be."""
+        now = time.monotonic()
+        is_late = is_due and protected <= self._newest
+        if not is_late:
+            self._newest, self._since = protected, now
+        lasts_s = now - self._since
+        text = f"nothing was protected for {lasts_s:.0f} s: "
+        self._reminder.look(lasts_s if is_late else None, lambda: text + why())
+
+
 class NodeProtection:
     """Protection of one node, for one start. Methods may be called from any thread, and do not block but for
-    ``close``."""
+    ``close``.
+
+    It has many attributes because it joins memory, grants, other nodes and trainers; ``HeldSteps`` decides.
+    """
 
     def __init__(self, run: Run, team: Team, slots: NodeSlots, store: ParityStore, context: ProtectionContext) -> None:
         """``run.peers`` and ``run.parity`` are there."""
         assert run.peers is not None
         assert run.parity is not None
         self._run, self._slots, self._store, self._context = run, slots, store, context
-        self._peers: Peers = run.peers
         self._parity: Parity = run.parity
         self.set_interval(run.every_n_steps)
         pace = RateLimiter(run.parity.max_bytes_per_s)
         self._encoding = Encoding(run.parity, run, team, run.peers.secret, pace)
-        self._loop, self._index = context.loop, context.index
+        self._loop = context.loop
         self._held = HeldSteps(run.start, context.level)
         if not run.is_new:
             self._held.inherit(slots.views())
@@ -123,11 +146,7 @@ class NodeProtection:
         self._is_failing = False
         self._why = ""
         """Why the last step that was tried is not protected."""
-        self._told = -1
-        """The newest protected step at the last call of ``tell``."""
-        self._since = time.monotonic()
-        """The time at which something that was due was protected last, or nothing was due."""
-        self._reminder = Reminder("protection", _LATE_S, context.emit)
+        self._lateness = _Lateness(context.emit)
         self._work: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         threading.Thread(target=self._encode_all, name="lazysnap-parity", daemon=True).start()
 
@@ -160,7 +179,7 @@ class NodeProtection:
                         slot.set_word(Word.HOLD, step + 1)
             case Settle() if not self._is_closed:
                 self._let_go()
-            case Begin(write) if write.level == self._index:
+            case Begin(write) if write.level == self._context.index:
                 self._work.put(write)
             case Learn() if not self._is_closed and self._held.learn():
                 told = Protected(t=time.time(), step=self._held.protected, start=self._run.start)
@@ -173,7 +192,7 @@ class NodeProtection:
         start = self._run.start
         for rank in self._slots.ranks():
             for slot in rank.slots():
-                status, is_own = slot.status(), rank.holds(slot, start)
+                status, is_own = slot.status(), rank.starts.holds(slot, start)
                 is_there = status.step is not None and status.phase is not SlotPhase.VOID
                 if status.held and not (is_there and held.stays(status.step, is_own=is_own)):
                     slot.set_word(Word.HOLD, 0)
@@ -261,24 +280,19 @@ class NodeProtection:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
-                self._loop.post(self._loop.node.probed, self._index)
+                self._loop.post(self._loop.node.probed, self._context.index)
                 return
 
     # ---------------------------------------------------------------- telling
 
     def tell(self) -> None:
         """A run that is not protected says so, and says it again. Called now and then."""
-        now, every = time.monotonic(), self._every
         begun = max((view.begun for view in self._slots.views()), default=-1)
         protected = -1 if self._held.protected is None else self._held.protected
-        is_late = protected <= self._told and begun // every > protected // every
-        if not is_late:
-            self._told, self._since = protected, now
 
-        def text() -> str:
+        def why() -> str:
             nodes, _ = self._loop.unreached
             unreached = f"no link to the keeper of node {min(nodes)}" if nodes else ""
-            reason = unreached or self._why or "a node of its group, or of another one, has no parity yet"
-            return f"nothing was protected for {now - self._since:.0f} s: {reason}"
+            return unreached or self._why or "a node of its group, or of another one, has no parity yet"
 
-        self._reminder.look(now - self._since if is_late else None, text)
+        self._lateness.look(protected, is_due=begun // self._every > protected // self._every, why=why)

@@ -200,9 +200,9 @@ class Server:
         at the first level; without levels, when memory of the first rank holds nothing older.
         """
         first, storage = self._ranks.get(0), self._node.storage
-        if first is None or first.last is None or storage is None:
+        if first is None or first.starts.newest is None or storage is None:
             return
-        run, team = first.last
+        run, team = first.starts.newest
         former = [rank for number, rank in self._ranks.items() if number >= len(team.node_ranks)]
         if former and storage.run.start == run.start:
             is_replaced = storage.has_complete() if storage.levels else first.holds_only(run.start)
@@ -236,8 +236,9 @@ class Server:
         """Nothing was captured since the last start, and its trainers are gone: what was before still counts."""
         assert self._node.storage is not None
         for rank in self._ranks.values():
-            rank.forget_run(self._node.storage.run.start)
-        left = [(rank, *rank.last) for rank in self._ranks.values() if rank.last is not None]
+            rank.starts.forget(self._node.storage.run.start)
+        starts = [(rank, rank.starts.newest) for rank in self._ranks.values()]
+        left = [(rank, *newest) for rank, newest in starts if newest is not None]
         if left:
             # With the team of then: the ranks may be on other nodes since.
             rank, run, team = max(left, key=lambda found: found[1].start)

@@ -31,8 +31,6 @@ class TrainerState:
         """Used under ``lock``."""
         self.durable = DurableSteps()
         """Used under ``lock``."""
-        self.progress = (0, 0)
-        """The progress of a drain: bytes that levels have, and bytes that all shall have."""
         self.port: ReservedPort | None = None
         """The port for the keepers of this node."""
         self.serving: protocol.ServePeers | None = None
@@ -45,7 +43,7 @@ class TrainerState:
         """The slots that captures need."""
         self._newest_held = 0
         """The greatest sequence number that a keeper held when this process came to it."""
-        self._status = protocol.Status()
+        self.status = protocol.Status()
         """The last status that a keeper sent."""
         self._events: deque[KeeperEvent] = deque()
 
@@ -110,8 +108,7 @@ class TrainerState:
 
     def _news(self, status: protocol.Status) -> Iterator[KeeperEvent]:
         """Yield what a status says that the last one did not. Of an earlier start only errors of the keeper count."""
-        before, self._status = self._status, status
-        self.progress = status.drained
+        before, self.status = self.status, status
         yield from (alert for alert in status.alerts if alert.about == "keeper" and alert not in before.alerts)
         if self.run is None or status.start != self.run.start:
             return

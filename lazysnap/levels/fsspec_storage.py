@@ -60,7 +60,7 @@ def discard(file: Any) -> None:
 
 
 class FsspecStorage(Storage):
-    """See ``levels.storage.Storage``."""
+    """See ``levels.storage.Storage``, whose methods these are; each stands beside what drivers do otherwise."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         """Raises: LevelUnavailable, if there is no such driver, or it refuses an option."""

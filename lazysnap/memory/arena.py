@@ -117,7 +117,10 @@ def _is_memory(fd: int) -> bool:
 
 
 class Slot:
-    """One mapped slot. Not thread-safe: one writer; readers see each word as a whole."""
+    """One mapped slot. Not thread-safe: one writer; readers see each word as a whole.
+
+    It has many small methods: one for each act on its words, so that their order stands in one place.
+    """
 
     def __init__(self, fd: int, buffer: mmap.mmap) -> None:
         self.fd = fd

@@ -146,7 +146,10 @@ def _stored(inventories: list[Inventory], level: PersistentLevel, snapshot: Snap
 
 
 class _Search:
-    """One restart on one rank: lists what all sources have, and reads the best snapshot that is whole everywhere."""
+    """One restart on one rank: lists what all sources have, and reads the best snapshot that is whole everywhere.
+
+    It has many attributes because each step of the search needs what the ones before it found.
+    """
 
     def __init__(self, restart: Restart, stack: contextlib.ExitStack) -> None:
         self._started = time.perf_counter()

@@ -12,6 +12,7 @@ from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import Peers, Run
+from lazysnap.keeper.starts import Starts
 from lazysnap.levels import open_store
 from lazysnap.levels.source import map_anonymous
 from lazysnap.links.listener import ReservedPort
@@ -59,10 +60,9 @@ class Rank:
 
     def __init__(self, rank: int, world_size: int, num_slots: int = NUM_SLOTS) -> None:
         self.rank, self.world_size, self.sequence = rank, world_size, 0
-        self._num_ranks: dict[str, int] = {}
         self.is_gone = self.is_choosing = False
         self._slots = [Slot.create(1 << 16, len(image_of(0))) for _ in range(num_slots)]
-        self._starts: list[tuple[int, str]] = []
+        self.start, self.starts = "", Starts()
         for slot in self._slots:
             slot.populate()
             slot.set_word(Word.READY, 1)
@@ -73,25 +73,10 @@ class Rank:
 
     def begin_run(self, start: str, node_ranks: int = 1) -> None:
         """Captures from now on are of this start, in which its node has so many ranks."""
-        self._starts.append((self.sequence, start))
-        self._num_ranks[start] = node_ranks
-
-    def holds(self, slot: Slot, start: str) -> bool:
-        """Whether a slot shows a capture of that start."""
-        found = [of for floor, of in self._starts if slot.word(Word.SEQUENCE) > floor]
-        return bool(found) and found[-1] == start
-
-    def has_left(self, start: str) -> bool:
-        """Whether its trainer is gone, or began another start."""
-        return self.is_gone or (bool(self._starts) and self._starts[-1][1] != start)
-
-    def has_begun(self, start: str) -> bool:
-        """Whether its trainer told of that start."""
-        return any(of == start for _, of in self._starts)
-
-    def num_ranks_of(self, start: str) -> int:
-        """How many ranks its node had in that start."""
-        return self._num_ranks.get(start, 0)
+        facts = {"step": 0, "every_n_steps": EVERY, "num_kept": 1, "stored": {}, "shared": [], "peers": None}
+        run, team = Run(RUN, start, floor=self.sequence, is_new=True, **facts), Team(node_ranks=(0,) * node_ranks)
+        self.starts.begin(run, team)
+        self.start = start
 
     def begin(self, step: int, run_id: str, *, must: bool = False, frozen: FrozenReference | None = None) -> Slot:
         """Begin a capture as the trainer does: pinned, if its step is granted. Blocks: until a slot is free."""
@@ -106,7 +91,7 @@ class Rank:
 
         slot = until(taken)
         self.sequence += 1
-        meta = CaptureMeta(run_id, self._starts[-1][1], step, self.rank, self.world_size, 0, frozen=frozen)
+        meta = CaptureMeta(run_id, self.start, step, self.rank, self.world_size, 0, frozen=frozen)
         size, pin = len(image_of(step)), slot.is_granted(step)
         slot.begin(step, sequence=self.sequence, image_bytes=size, meta=meta.to_bytes(), pin=pin)
         if slot.status().pinned and not slot.is_granted(step):

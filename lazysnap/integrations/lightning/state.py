@@ -59,7 +59,10 @@ class _Ours(dict[str, Any]):
 
 
 class LightningState(StateSource):
-    """The ``StateSource`` of one fit (or of one evaluation, for ``expected`` only)."""
+    """The ``StateSource`` of one fit (or of one evaluation, for ``expected`` only).
+
+    It has many methods: those of the interface, and the moments of a fit at which parts of the state are restored.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
