@@ -295,7 +295,7 @@ class Boundaries:
             is_due = self._captures.finish(self._parts.config.io_timeout_s) is not None
             if is_due:
                 faults.point("engine.gated")
-            self._recorder.settle()
+            self._recorder.count_ended()
             seconds = time.perf_counter() - started
             self._parts.statistics.waited_s += seconds
             if is_due:
@@ -342,7 +342,7 @@ class Boundaries:
         if self.lock.acquire(timeout=_SEAL_S):
             try:
                 self.finish_copies()
-                self._recorder.settle()
+                self._recorder.count_ended()
             finally:
                 self.lock.release()
 

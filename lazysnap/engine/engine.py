@@ -285,7 +285,7 @@ class SnapshotEngine:
         self.session.check_open("wait")
         if until not in ("captured", "protected", "durable"):
             raise ConfigError(f'wait: until must be "captured", "protected" or "durable", got {until!r}')
-        if until == "protected" and self.session.parts.meeting.parity is None:
+        if until == "protected" and self.session.parts.discovery.parity is None:
             raise ConfigError("wait: nodes do not protect each other: there is only one, or redundancy is None")
         if until == "durable" and not self.config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")

@@ -62,7 +62,7 @@ class FrozenTensors:
             facts = {} if is_alone else {name: facts_of_shard(named[name], name) for name in chosen}
             self._replace(FrozenSet.of(chosen, [(name, local_of(named[name])) for name in chosen], facts=facts))
 
-    def settle(
+    def set_for_plan(
         self,
         parameters: Parameters,
         captured: Iterable[tuple[str, torch.Tensor]],

@@ -14,7 +14,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.ranks.checks import check_places
-from lazysnap.ranks.meeting import Meeting, meet_keepers
+from lazysnap.ranks.discovery import Discovery, discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.source import StateSource
@@ -32,7 +32,7 @@ class Parts:
     client: KeeperClient
     messages: Messages
     recorder: Recorder
-    meeting: Meeting
+    discovery: Discovery
     """The addresses of other nodes."""
     shared: list[str]
     """Levels that are one place for all nodes."""
@@ -54,11 +54,11 @@ class Parts:
         messages = Messages(Statistics(), is_first=world.rank == 0, speaks_for_node=world.place.local_rank == 0)
         recorder = Recorder(config, source, client, messages, world)
         check_places(world, config, identity.job_id)
-        meeting = meet_keepers(world, client, config, identity.job_id)
-        recorder.slots.group = meeting.group
+        discovery = discover_keepers(world, client, config, identity.job_id)
+        recorder.slots.group = discovery.group
         shared = shared_levels(world, config.levels)
         phases["rendezvous"] = time.time()
-        return cls(config, source, identity, world, client, messages, recorder, meeting, shared, phases)
+        return cls(config, source, identity, world, client, messages, recorder, discovery, shared, phases)
 
     @property
     def statistics(self) -> Statistics:

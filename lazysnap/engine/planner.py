@@ -63,7 +63,7 @@ class Planner:
             check_walk(everything)
             replicated = replicated_keys(self.replicated(), self._source.optimizers())
             untrained = self._frozen.untrained(zip(everything.names, everything.tensors, strict=True))
-            self._partition = self._world.settle(everything, replicated, untrained)
+            self._partition = self._world.agree_partition(everything, replicated, untrained)
             self._lazy = self._partition.lazy_keys(everything, lazy_keys(self._source))
         return self._partition.apply(everything)
 
@@ -89,7 +89,7 @@ class Planner:
         chosen = self._frozen.choose(zip(everything.names, everything.tensors, strict=True))
         captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition
         aliases, facts = ({}, {}) if parts is None else (parts.aliases, parts.facts)
-        self.plan = self._make(walked, self._frozen.settle(chosen, captured, aliases, facts))
+        self.plan = self._make(walked, self._frozen.set_for_plan(chosen, captured, aliases, facts))
         return self.plan
 
     def _make(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:

@@ -178,7 +178,7 @@ class Recorder:
     def _begin(self, step: int) -> bool:
         if not self.captures.wait_released(self._config.io_timeout_s):
             return self.skip("an earlier copy hangs")
-        self.settle()
+        self.count_ended()
         if self.is_unprotected():
             # The first boundary raises what no snapshot can hold; and with several ranks a walk may end in a
             # collective, which all of them take at the same steps.
@@ -313,7 +313,7 @@ class Recorder:
             else:
                 self.protection.lost(MemoryBoundExceeded(text))
 
-    def settle(self) -> None:
+    def count_ended(self) -> None:
         """Count captures that ended, and how long devices waited at gates."""
         for capture in self.captures.take_ended():
             self._count(capture)

@@ -53,7 +53,7 @@ class Run:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self.meta = meta = parts.recorder.meta
-        who = parts.identity, parts.world, parts.meeting
+        who = parts.identity, parts.world, parts.discovery
         self.restart = Restart(parts.config, parts.source, parts.client, *who, start=meta.start, phases=parts.phases)
         self.lineage = Lineage()
         self._from_step = 0
@@ -182,8 +182,8 @@ class Run:
             num_kept=kept_whole(parts.config, parts.world.size, runs_ahead=parts.world.runs_ahead),
             stored=self._stored,
             shared=parts.shared,
-            peers=parts.meeting.peers,
-            parity=parts.meeting.parity,
+            peers=parts.discovery.peers,
+            parity=parts.discovery.parity,
             is_new=True,
             source=self._source,
         )

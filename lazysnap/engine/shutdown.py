@@ -44,7 +44,7 @@ class Shutdown:
         self._recorder.drain_events()
         if not self.is_closed:
             with self._boundaries.lock:
-                self._recorder.settle()
+                self._recorder.count_ended()
             self._parts.statistics.last_whole_step = self._history.last_held_step()
         return self._parts.statistics
 

@@ -105,10 +105,10 @@ class LevelGrants:
         """True if a multiple of ``every`` lies between the newest complete step and this one."""
         return step // self.every > self.complete.newest // self.every
 
-    def is_in_vain(self, begun: int, wishes: Collection[int]) -> bool:
+    def is_in_vain(self, begun: int, required: Collection[int]) -> bool:
         """True if the granted step lies ahead and will not be captured: captures are at another interval by now."""
         step = self.grant
-        if step is None or not self.is_under_way or self.source is not None or step in wishes:
+        if step is None or not self.is_under_way or self.source is not None or step in required:
             return False
         return step > begun and step % self.captures_every != 0
 
@@ -149,14 +149,14 @@ class LevelGrants:
                 self.lost.add(self.grant)
         self.take(None, None, is_ahead=True)
 
-    def order(self, start: str, wishes: Set[int], *, is_ready: bool) -> LevelOrder:
+    def order(self, start: str, required: Set[int], *, is_ready: bool) -> LevelOrder:
         """Return the order for every node. ``is_ready``: the level works on all nodes."""
         most = min(max(16, self.settings.keep_last), MAX_TOLD)
         keys = {StepKey(step, start) for step in islice(self.complete, most)} | self.earlier
         told = set(heapq.nlargest(most, keys))
         # An answered request may be older than the newest in the order.
-        told |= {StepKey(step, start) for step in newest(self.complete & wishes)}
-        lost = tuple(sorted({*islice(self.lost, MAX_TOLD), *newest(self.lost & wishes)}))
+        told |= {StepKey(step, start) for step in newest(self.complete & required)}
+        lost = tuple(sorted({*islice(self.lost, MAX_TOLD), *newest(self.lost & required)}))
         complete, cancelled = tuple(sorted(told)), newest(self.cancelled)
         return LevelOrder(
             self.grant, self.source, complete, cancelled, lost, is_ready, self.grant_version, is_open=self.is_open
@@ -199,14 +199,14 @@ class Coordinator:
             level.captures_every = every_n_steps
         self._has_new_interval = True
 
-    def _wishes(self, index: int) -> set[int]:
+    def _required(self, index: int) -> set[int]:
         """Steps that some node asks to be stored at a level."""
-        return {step for report in self.reports.values() for step in report.levels[index].wishes}
+        return {step for report in self.reports.values() for step in report.levels[index].required}
 
     def order(self) -> Order:
         """The present state, for every node."""
         levels = enumerate(self.levels)
-        told = tuple(x.order(self.start, self._wishes(index), is_ready=self._is_ready(index)) for index, x in levels)
+        told = tuple(x.order(self.start, self._required(index), is_ready=self._is_ready(index)) for index, x in levels)
         return Order(self.owner, told, self.is_parted, self.is_ending)
 
     def order_to(self, node: int, order: Order) -> Order:
@@ -253,7 +253,7 @@ class Coordinator:
         if len(self.reports) < self.num_nodes:
             return False
         for index, level in enumerate(self.levels if self._has_new_interval else ()):
-            if level.is_in_vain(view.begun, self._wishes(index)):
+            if level.is_in_vain(view.begun, self._required(index)):
                 level.cancel(())
         self._has_new_interval = False
         for index, level in enumerate(self.levels):
@@ -275,7 +275,7 @@ class Coordinator:
             [
                 (
                     *(x.grant, x.source, x.complete.newest, len(x.complete)),
-                    *(len(x.complete & self._wishes(index)), len(x.cancelled), len(x.lost), x.writers, x.is_open),
+                    *(len(x.complete & self._required(index)), len(x.cancelled), len(x.lost), x.writers, x.is_open),
                 )
                 for index, x in enumerate(self.levels)
             ],
@@ -372,14 +372,14 @@ class Coordinator:
 
     def _grant(self, index: int, view: LocalView) -> None:
         """The level is idle on all nodes."""
-        level, source, wishes = self.levels[index], self._source(index), self._wishes(index)
+        level, source, required = self.levels[index], self._source(index), self._required(index)
         level.to_copy = {step for step in level.to_copy if not level.is_done_with(step)}
         left = [set(report.left) for report in self.reports.values() if report.left is not None]
         step: int | None = None
         is_ahead = False
         if len(left) == self.num_nodes:  # nobody trains: what all nodes hold stays as long as they linger
             common = set.intersection(*left)
-            view = LocalView(max(common | wishes, default=-1), frozenset(common))
+            view = LocalView(max(common | required, default=-1), frozenset(common))
             self._give_up(index, source, view)
             step = self._unless_others_pin(index, self._of_the_dead(index, common), view.begun)
             source = source if step is None else None
@@ -395,23 +395,23 @@ class Coordinator:
             level.take(step, source, is_ahead=is_ahead)
 
     def _give_up(self, index: int, source: int | None, view: LocalView) -> None:
-        """Wishes that came too late."""
+        """Give up steps that were required too late."""
         level = self.levels[index]
-        for step in self._wishes(index) - level.complete:
+        for step in self._required(index) - level.complete:
             is_gone = view.is_gone(step)
             if source is not None:
                 above = self.levels[source]
                 # A coordinator before this one may have counted it there, and it may have been deleted since.
-                is_awaited = step in above.complete or step == above.grant or step in self._wishes(source)
+                is_awaited = step in above.complete or step == above.grant or step in self._required(source)
                 is_gone = step in above.lost or (is_gone and not is_awaited)
             if is_gone:
                 level.lost.add(step)
 
     def _of_the_dead(self, index: int, common: set[int]) -> int | None:
-        """The newest step that all nodes hold, then what is wished."""
+        """The newest step that all nodes hold, then what is required."""
         level = self.levels[index]
         newest_held = max(common - level.lost, default=-1)
-        wanted = ({newest_held} | self._wishes(index)) & common
+        wanted = ({newest_held} | self._required(index)) & common
         return max((step for step in wanted if not level.is_done_with(step)), default=None)
 
     def _kept_for_ever(self, index: int) -> list[int]:
@@ -422,7 +422,7 @@ class Coordinator:
     def _above(self, index: int, above: LevelGrants) -> int | None:
         """A step that is complete at the level above: what must be stored, oldest first; else the newest due."""
         level = self.levels[index]
-        must = {step for step in level.to_copy | self._wishes(index) if step in above.complete}
+        must = {step for step in level.to_copy | self._required(index) if step in above.complete}
         must = {step for step in must if not level.is_done_with(step)}
         if must:
             return min(must)
@@ -433,7 +433,7 @@ class Coordinator:
     def _ahead(self, index: int, view: LocalView) -> int:
         """A step that the ranks will capture, or one that must be stored and that the slots still hold."""
         level, begun, kept = self.levels[index], max(view.begun, 0), self._kept_for_ever(index)
-        must = {(begun // every + 1) * every for every in kept} | self._wishes(index)
+        must = {(begun // every + 1) * every for every in kept} | self._required(index)
         must |= {begun // every * every for every in kept} & view.held
         must = {step for step in must if not level.is_done_with(step)}
         every = level.every
@@ -451,5 +451,5 @@ class Coordinator:
         if step is not None and step <= begun:
             return None  # it has to be stored, perhaps while training waits: never the other one instead
         # Once it was begun, some nodes may have stored it and let its slot go.
-        is_wanted = pinned > begun and (pinned in self._wishes(index) or level.is_due(pinned))
+        is_wanted = pinned > begun and (pinned in self._required(index) or level.is_due(pinned))
         return pinned if is_wanted and not level.is_done_with(pinned) else None

@@ -33,7 +33,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Settle:
+class ReleaseStalePins:
     """Store the control word that the trainers read, *then* remove every pin of another step."""
 
     word: int | None
@@ -64,7 +64,7 @@ class GiveNotice:
     """Some node reports that all processes are about to be killed. May come again."""
 
 
-Action = Pin | Hold | Settle | Begin | Send | Learn | GiveNotice
+Action = Pin | Hold | ReleaseStalePins | Begin | Send | Learn | GiveNotice
 
 
 class Core:
@@ -141,7 +141,7 @@ class Core:
                 yield Pin(decision.pin, self.node.word)
             if decision.hold and self.node.held is not None:
                 yield Hold(decision.hold, self.node.held)
-            yield Settle(self.node.word)
+            yield ReleaseStalePins(self.node.word)
             yield from map(Begin, decision.writes)
             report = self.node.report(views)
             self._hear(report)

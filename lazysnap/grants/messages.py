@@ -78,12 +78,12 @@ class LevelReport(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     is_ready: bool
     """False from a failed write until a small write to the level works."""
     stored: Steps
-    """The newest steps of this start of which the node has a verified file, and all that are wished."""
+    """The newest steps of this start of which the node has a verified file, and all that are required."""
     grant_version: Version = 0
     """The version of the order that was obeyed."""
     frozen: Digest | None = None
     """The frozen tensors that the node asks to write there, or writes."""
-    wishes: Steps = ()
+    required: Steps = ()
     """Steps that must be stored there: a name, a flush, the last step of a training."""
 
 
@@ -107,7 +107,7 @@ class LevelOrder(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     source: Annotated[int, Meta(ge=0, lt=MAX_LEVELS)] | None
     """The faster level whose file is copied; ``None``: the slots are read."""
     complete: Annotated[tuple[StepKey, ...], Meta(max_length=2 * MAX_TOLD)]
-    """The newest complete snapshots, and all that are wished."""
+    """The newest complete snapshots, and all that are required."""
     cancelled: Steps
     """Steps whose grant was cancelled: files of them are incomplete, unless the step is granted again."""
     lost: Steps

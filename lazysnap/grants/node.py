@@ -113,7 +113,7 @@ class NodeLevel:
     """True if the level works on all nodes."""
     is_memory: bool = False
     """See ``LevelGrants``: what an order does not list as complete is not complete any more."""
-    wishes: set[int] = field(default_factory=set)
+    required: set[int] = field(default_factory=set)
     """Steps that must be stored here."""
     asked: str | None = None
     """The frozen tensors that this node asks to write, or writes."""
@@ -158,11 +158,11 @@ class NodeLevel:
 
     def report(self) -> LevelReport:
         """Return the report for the coordinator."""
-        stored = tuple(sorted({*newest(self.stored), *newest(self.stored & self.wishes)}))
+        stored = tuple(sorted({*newest(self.stored), *newest(self.stored & self.required)}))
         # The coordinator waits for the end alone: what lies before it is no news.
         progress = Progress.WAITING if self.progress in (Progress.WRITING, Progress.VERIFYING) else self.progress
         state = (self.grant, self.source, progress, self.is_ready, stored, self.grant_version, self.asked)
-        return LevelReport(*state, wishes=newest(self.wishes))
+        return LevelReport(*state, required=newest(self.required))
 
     def leave(self) -> None:
         """Obey no more: what is there is of no start from now on."""
@@ -184,7 +184,7 @@ class NodeGrants:
     owner: int = 0
     """The coordinator that is obeyed: the newest one. Links bring nothing of one before behind it."""
     urgent: set[int] = field(default_factory=set)
-    """Wishes for steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
+    """Required steps that trainers keep in their slots meanwhile: what is being written gives way to them."""
     is_parted: bool = False
     """True if the coordinator has no link to some node."""
     is_ending: bool = False
@@ -205,9 +205,9 @@ class NodeGrants:
         return next((level.grant for level in chosen if level.reads_slots), None)
 
     @property
-    def wishes(self) -> set[int]:
+    def required(self) -> set[int]:
         """Steps that must be stored at some level."""
-        return set().union(*(level.wishes for level in self.levels))
+        return set().union(*(level.required for level in self.levels))
 
     def report(self, ranks: Sequence[RankView]) -> Report:
         """The whole state, for the coordinator."""
@@ -226,14 +226,14 @@ class NodeGrants:
                 level.obey(said)
             else:
                 level.grant_version = said.grant_version
-            level.wishes = {step for step in level.wishes if not self._is_answered(level, step)}
-        self.urgent &= self.wishes
+            level.required = {step for step in level.required if not self._is_answered(level, step)}
+        self.urgent &= self.required
 
-    def wish(self, step: int, levels: Collection[int], *, is_urgent: bool = False) -> None:
+    def require(self, step: int, levels: Collection[int], *, is_urgent: bool = False) -> None:
         """Ask for a step to be stored at these levels. It may be begun, or still lie ahead."""
         asked = [level for level in map(self.levels.__getitem__, levels) if not self._is_answered(level, step)]
         for level in asked:
-            level.wishes.add(step)
+            level.required.add(step)
         if asked and is_urgent:
             self.urgent.add(step)
 
@@ -300,14 +300,14 @@ class NodeGrants:
         )
 
     def _is_pressed(self, level: NodeLevel) -> bool:
-        if level.is_memory or level.grant in level.wishes:
+        if level.is_memory or level.grant in level.required:
             return False
         return any(not self._is_answered(level, step) for step in self.urgent)
 
     def _has_to_yield(self, level: NodeLevel, step: int, ranks: Sequence[RankView]) -> bool:
         """Trainers that flush wait for a step that they began: the granted one, which lies ahead, would never come."""
         begun = max((rank.begun for rank in ranks), default=-1)
-        return begun < step and any(wish <= begun for wish in level.wishes)
+        return begun < step and any(step <= begun for step in level.required)
 
     def is_wanted(self, write: Write) -> bool:
         """Ask before the commit, and obey: other nodes may already know that this write is void."""

@@ -106,7 +106,7 @@ class LevelWriter:
         self._changed = threading.Condition()
         self._work: deque[Callable[[], None]] = deque()
         self._known: tuple[Sequence[NodeLevel], Mapping[int, set[str]]] = (), {}
-        """See ``learned``. Replaced as a whole."""
+        """See ``on_order``. Replaced as a whole."""
         self._is_untidy = self._is_closed = self._is_swept = self._is_busy = False
         self._knows_earlier = knows_earlier
         self._lists = False
@@ -141,7 +141,7 @@ class LevelWriter:
         self._lists = True
         self._put(self._list)
 
-    def learned(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> None:
+    def on_order(self, levels: Sequence[NodeLevel], names: Mapping[int, set[str]]) -> None:
         """Take the complete steps of all levels, and the names by step: names may be given, old snapshots may go."""
         # On every node: what it stores may be where no other one sees it.
         complete = levels[self._index].complete

@@ -296,7 +296,7 @@ class LocalRank:
                     storage.release(message.name)
             case protocol.Store(step, name):
                 if storage is not None and name is None:
-                    storage.wish(step, is_urgent=True)
+                    storage.require(step, is_urgent=True)
                 elif storage is not None and name is not None:
                     storage.keep(name, step)
             case protocol.Protect():

@@ -81,7 +81,9 @@ class NodeSlots:
             found.append(max((slot for slot, _ in slots), key=lambda slot: slot.word(Word.SEQUENCE), default=None))
         return found
 
-    def settle(self, granted: int, is_answered: Callable[[int], bool], is_read: Callable[[Slot], bool]) -> None:
+    def release_stale_pins(
+        self, granted: int, is_answered: Callable[[int], bool], is_read: Callable[[Slot], bool]
+    ) -> None:
         """Store ``granted`` in the control word that trainers read, then remove every pin that nobody needs.
 
         ``is_answered``: a step that a trainer must have stored is complete or lost. ``is_read``: levels that read a

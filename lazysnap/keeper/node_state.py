@@ -84,7 +84,7 @@ def _level_state(
         storing=storing,
         moved_bytes=min(writer.moved_bytes, total) if total else writer.moved_bytes,  # reads end at a page
         total_bytes=total,
-        waiting=len(known.wishes - {key.step for key in known.complete} - {storing}),
+        waiting=len(known.required - {key.step for key in known.complete} - {storing}),
         is_failing=writer.health.fails_since is not None or not known.works,
         failure=Redaction(level.url, level.storage_options or {}).clean(failed.text) if failed is not None else "",
         failed_ns=None if failed is None else int(1e9 * failed.t),

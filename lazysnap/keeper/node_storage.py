@@ -13,7 +13,7 @@ import msgspec
 
 from lazysnap.config import PersistentLevel
 from lazysnap.events import Event, NameFailed, Notice
-from lazysnap.grants.core import Action, Begin, GiveNotice, Learn, Pin, Settle
+from lazysnap.grants.core import Action, Begin, GiveNotice, Learn, Pin, ReleaseStalePins
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, RankView, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop, make_core
@@ -156,7 +156,7 @@ class NodeStorage:
                 for index in self._indices:
                     self._loop.post(self._node.listed, index, set())
             else:
-                self._wish_kept()
+                self._require_kept()
                 for writer in self._writers:
                     writer.list_own()
             if self._before is not None:
@@ -170,13 +170,13 @@ class NodeStorage:
         if self._protection is not None:
             self._protection.close()
 
-    def _wish_kept(self) -> None:
+    def _require_kept(self) -> None:
         """Take over what trainers asked an earlier keeper to store."""
         for rank in self._slots.ranks():
             for slot in rank.slots():
                 step = slot.kept_step
                 if step is not None and rank.starts.holds(slot, self.run.start):
-                    self.wish(step, is_urgent=True)
+                    self.require(step, is_urgent=True)
 
     # ---------------------------------------------------------------- the grants' side (``grant_loop``)
 
@@ -194,8 +194,8 @@ class NodeStorage:
                 for slot in (slots[number] for number in ranks):
                     if slot is not None and slot.word(Word.PIN) & ~KEEP != step + 1:
                         slot.pin(step)
-            case Settle(word) if self._has_memory and not self._is_retired:
-                self._slots.settle(0 if word is None else word + 1, self._is_answered, self._is_read)
+            case ReleaseStalePins(word) if self._has_memory and not self._is_retired:
+                self._slots.release_stale_pins(0 if word is None else word + 1, self._is_answered, self._is_read)
             case Begin(write) if write.level < len(self._writers):
                 if write.is_alone:
                     logger.warning(
@@ -228,7 +228,7 @@ class NodeStorage:
         """Names may be written, old snapshots may go."""
         names = self._names.by_step()
         for writer in self._writers:
-            writer.learned(levels, names)
+            writer.on_order(levels, names)
         for index, step, name in self._names.newly_lost(levels):
             text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
             self._name_lost(index, name, text)
@@ -252,9 +252,9 @@ class NodeStorage:
         """Something changed in the slots, or a trainer came or went."""
         self._loop.slots_changed()
 
-    def wish(self, step: int, *, is_urgent: bool = False) -> None:
+    def require(self, step: int, *, is_urgent: bool = False) -> None:
         """The step must be stored at every level."""
-        self._loop.post(self._node.wish, step, self._indices, is_urgent=is_urgent)
+        self._loop.post(self._node.require, step, self._indices, is_urgent=is_urgent)
 
     def give_notice(self) -> None:
         """Store the newest capture now, and pass the notice on to all trainers: this start is about to be killed."""
@@ -269,18 +269,18 @@ class NodeStorage:
         """Store the newest capture that all ranks of the node hold whole, due or not."""
         step = self.common_step()
         if step is not None:
-            self.wish(step, is_urgent=True)
+            self.require(step, is_urgent=True)
 
     def protect(self, step: int) -> None:
         """The step is to be protected by other nodes."""
         if self._protection is not None:
-            self._loop.post(self._node.wish, step, [len(self.levels)])
+            self._loop.post(self._node.require, step, [len(self.levels)])
 
     def keep(self, name: str, step: int) -> None:
         """Name a snapshot, at every level."""
         self._names.give(step, name)
         # A new keeper gets old names, too: what is being written does not give way to those.
-        self.wish(step, is_urgent=any(slot is not None for slot in self._slots.of_step(step)))
+        self.require(step, is_urgent=any(slot is not None for slot in self._slots.of_step(step)))
         with self._telling:
             self._tell(self._known.levels)
 
@@ -297,7 +297,7 @@ class NodeStorage:
 
     def wait_for(self, step: int) -> Wait:
         """Ask for a step at every level; the result shows if it arrives."""
-        self.wish(step)
+        self.require(step)
         return Wait(lambda: self._at_levels(step), lambda: self.size_of(step))
 
     def _at_levels(self, step: int) -> list[AtLevel]:
@@ -316,7 +316,7 @@ class NodeStorage:
     def level_facts(self) -> list[tuple[PersistentLevel, NodeLevel, LevelWriter]]:
         """Settings, state and writer of each level."""
         known = zip(self._known.levels, self._node.levels, strict=False)  # the last may be protection
-        levels = [replace(level, wishes=now.wishes) for level, now in known]
+        levels = [replace(level, required=now.required) for level, now in known]
         return list(zip(self.levels, levels, self._writers, strict=True))
 
     def has_complete(self) -> bool:

@@ -16,7 +16,7 @@ from lazysnap import faults
 from lazysnap.config import due_every
 from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
 from lazysnap.events import Event, Protected
-from lazysnap.grants.core import Action, Begin, Hold, Learn, Settle
+from lazysnap.grants.core import Action, Begin, Hold, Learn, ReleaseStalePins
 from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.held import HeldParity
@@ -90,7 +90,7 @@ class HeldSteps:
         self.kept = self.kept if self.protected is None else self.protected
         return self.protected != before
 
-    def do_without(self, ranks: Sequence[RankView], num_kept: int) -> None:
+    def release_earlier(self, ranks: Sequence[RankView], num_kept: int) -> None:
         """There are too few slots to protect anything: held ones must not hold up captures, once there are enough."""
         self.is_earlier_over = len(whole_before_newest(ranks)) >= num_kept
 
@@ -177,7 +177,7 @@ class NodeProtection:
                 for slot in (slots[number] for number in ranks):
                     if slot is not None:
                         slot.set_word(Word.HOLD, step + 1)
-            case Settle() if not self._is_closed:
+            case ReleaseStalePins() if not self._is_closed:
                 self._let_go()
             case Begin(write) if write.level == self._context.index:
                 self._work.put(write)
@@ -188,7 +188,7 @@ class NodeProtection:
     def _let_go(self) -> None:
         held = self._held
         if held.kept is None and self._num_slots() < self._parity.slots:
-            held.do_without(self._slots.views(), self._run.num_kept)
+            held.release_earlier(self._slots.views(), self._run.num_kept)
         start = self._run.start
         for rank in self._slots.ranks():
             for slot in rank.slots():

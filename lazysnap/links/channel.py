@@ -21,7 +21,7 @@ from lazysnap.links.secret import Secret, handshake
 
 _HEAD = struct.Struct("!IQ")
 M = TypeVar("M", bound=Struct)
-PROTOCOL = b"lazysnap", 6
+PROTOCOL = b"lazysnap", 7
 """Letters, and the version of all messages between keepers: raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 1 << 20
 _PROGRESS_BYTES = 1 << 18

@@ -156,7 +156,7 @@ class World:
             raise outcome[0]
         return list(outcome[0])
 
-    def settle(self, walked: Walk, replicated: Collection[Key], untrained: Collection[str]) -> Partition:
+    def agree_partition(self, walked: Walk, replicated: Collection[Key], untrained: Collection[str]) -> Partition:
         """Return the part of the state that this rank captures. Collective at its first call, later ones are not.
 
         If ranks of a node differ in tensors that they should share, each captures its own whole. If ranks of several

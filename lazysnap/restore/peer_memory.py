@@ -13,7 +13,7 @@ from lazysnap.levels.source import header_of
 from lazysnap.levels.watchdog import Beat
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import FrozenOf, SlotOf, What
-from lazysnap.ranks.meeting import Meeting
+from lazysnap.ranks.discovery import Discovery
 from lazysnap.resolver import FrozenEntry, Item
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
@@ -28,8 +28,8 @@ class Connections:
     """Connections to the keepers of other nodes, for one restart. An idle one is used again, whatever is read there
     next."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting = meeting
+    def __init__(self, discovery: Discovery) -> None:
+        self.discovery = discovery
         """The addresses of the other nodes."""
         self._lock = threading.Lock()
         self._idle: dict[str, list[tuple[float, PeerReader]]] = defaultdict(list)
@@ -38,7 +38,7 @@ class Connections:
     @contextlib.contextmanager
     def reader(self, node: str, what: What) -> Iterator[PeerReader]:
         """A connection by which this is read, for one thread. Blocks. Raises: PeerUnreachable; PeerRefused."""
-        reader = self._taken(node, what) or PeerReader(self.meeting.secret, self.meeting.reads[node])
+        reader = self._taken(node, what) or PeerReader(self.discovery.secret, self.discovery.reads[node])
         try:
             reader.read_from(what)
             yield reader
@@ -61,7 +61,7 @@ class Connections:
 
     def reaches(self, node: str | None) -> bool:
         """True if the keeper of that node lets this process read."""
-        return node in self.meeting.reads
+        return node in self.discovery.reads
 
     def file(self, node: str, what: What) -> "PeerFile":
         """Return what that node has. Raises: PeerUnreachable."""

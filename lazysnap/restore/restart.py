@@ -23,7 +23,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.held import HeldParity, TrainerEnd
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.redaction import shown
-from lazysnap.ranks.meeting import NOBODY, Meeting, meet_keepers
+from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, candidates, newest_start
 from lazysnap.restore.level import Level
@@ -59,7 +59,7 @@ class Restart:
     client: KeeperClient | None
     identity: JobIdentity
     world: World
-    meeting: Meeting = NOBODY
+    discovery: Discovery = NOBODY
     """The addresses of other nodes."""
     has_storage: bool = True
     """True if levels are looked at; otherwise memory alone."""
@@ -169,7 +169,7 @@ class _Search:
         for level in levels.values():
             level.begin_open()
         self.survey = Survey(world, levels)
-        self._connections = Connections(restart.meeting)
+        self._connections = Connections(restart.discovery)
         self._parity = Parity(self._connections)
         timeout_s = restart.config.io_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
@@ -273,9 +273,9 @@ class _Search:
         Collective, if one node is left.
         """
         client = self._restart.client
-        if any(reports) and client is not None and self._restart.meeting.peers is None:
+        if any(reports) and client is not None and self._restart.discovery.peers is None:
             config, job_id = self._restart.config, self._restart.identity.job_id
-            self._connections.meeting = meet_keepers(self._world, client, config, job_id, alone=True)
+            self._connections.discovery = discover_keepers(self._world, client, config, job_id, alone=True)
         held = [
             (place.node, msgspec.convert(item, HeldParity))
             for place, items in zip(self._world.places, reports, strict=True)

@@ -10,7 +10,7 @@ from support.waiting import TIMEOUT_S, until
 from lazysnap import faults
 from lazysnap.errors import LazySnapError
 from lazysnap.levels.blocks import Wanted
-from lazysnap.ranks.meeting import Meeting
+from lazysnap.ranks.discovery import Discovery
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import lost_parts
 from lazysnap.restore.parity import Parity
@@ -77,7 +77,7 @@ def peers_of(rig, step, lost=(LOST,)):
     start = held[0][1].start
     entries = [Entry("memory", 0, RUN, start, step, node, len(NODES), f"0/{step}", node=f"n{node}") for node in left]
     parts, found, *_ = lost_parts(entries, held)
-    connections = Connections(Meeting(rig._peers, None, {f"n{node}": rig.addresses[node] for node in left}))
+    connections = Connections(Discovery(rig._peers, None, {f"n{node}": rig.addresses[node] for node in left}))
     source = Parity(connections)
     source.lost = parts
     return connections, source, {entry.rank: entry for entry in found}

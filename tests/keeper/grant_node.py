@@ -2,10 +2,10 @@
 
 grant_node.py <node> <nodes> <port of node 0> <directory>   (then a line with the secret)
 capture 10      all ranks begin a step, and hold it whole
-wish 10         it must be stored
+require 10      it must be stored
 die             the trainers are dead, memory stays
 part            no link to other nodes any more
-break settle    the next action of this name raises an error
+break pin       the next action of this name raises an error
 """
 
 import os
@@ -20,7 +20,7 @@ from support.listing import files_below
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.core import Begin, Core, Learn, Pin, Settle
+from lazysnap.grants.core import Begin, Core, Learn, Pin, ReleaseStalePins
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention
@@ -88,7 +88,7 @@ class Node:
     def act(self, action):
         self.break_once(type(action).__name__.lower())
         match action:
-            case Settle(word):
+            case ReleaseStalePins(word):
                 with self.lock:
                     self.word = word
                     for slot in self.slots:
@@ -149,8 +149,8 @@ def main():
         if command == "capture":
             node.capture(int(rest[0]))
             say("captured", rest[0])
-        elif command == "wish":
-            node.loop.post(grants.wish, int(rest[0]), [0])
+        elif command == "require":
+            node.loop.post(grants.require, int(rest[0]), [0])
         elif command == "break":
             node.breaks = rest[0]
         elif command == "die":

@@ -128,7 +128,7 @@ def test_after_the_death_of_a_keeper_snapshots_become_complete_again(job, number
     job.check()
 
 
-@pytest.mark.parametrize("action", ["settle", "pin", "begin"])
+@pytest.mark.parametrize("action", ["releasestalepins", "pin", "begin"])
 def test_an_action_that_fails_once_costs_at_most_a_step(job, action):
     """What the core has decided is carried out, or the write has failed and another one follows."""
     node = job.nodes[1]
@@ -145,7 +145,7 @@ def test_a_flush_stores_the_newest_step_while_training_waits(job):
     """A step that is not due; the next granted one would never be begun."""
     job.train_until(lambda: job.newest() >= 10 and job.step % 10 == 5)
     for node in job.nodes:
-        node.tell("wish", job.step)
+        node.tell("require", job.step)
 
     until(lambda: all(job.step in node.complete for node in job.nodes))
     job.check()

@@ -70,9 +70,9 @@ def test_without_a_small_write_that_works_a_hanging_level_is_granted_in_vain():
 START = "s1"
 
 
-def wish(node, step):
+def require(node, step):
     """It must be stored at every level."""
-    node.wish(step, range(len(node.levels)))
+    node.require(step, range(len(node.levels)))
 
 
 class Cluster:
@@ -150,7 +150,7 @@ def test_what_a_node_stores_alone_is_not_counted_for_the_step_that_was_granted()
 
 def test_a_cancelled_step_that_is_granted_again_is_not_deleted_and_one_that_is_deleted_is_written_again():
     cluster = Cluster()
-    wish(cluster.nodes[0], 10)
+    require(cluster.nodes[0], 10)
     cluster.train(3)
     cluster.train(10)
     cluster.finish(nodes=[0])
@@ -172,7 +172,7 @@ def test_a_cancelled_step_that_is_granted_again_is_not_deleted_and_one_that_is_d
 def test_a_late_report_on_a_cancelled_grant_does_not_count_when_its_step_is_granted_again():
     """The file that it speaks of may be deleted since."""
     cluster = Cluster()
-    wish(cluster.nodes[0], 10)
+    require(cluster.nodes[0], 10)
     cluster.train(3)
     cluster.train(10)
     first, second = cluster.nodes
@@ -410,28 +410,28 @@ def test_a_faster_level_does_not_wait_with_a_step_that_a_level_between_can_never
     assert still_to_copy([fast, between, slow], settings, 0, START) == {20, 30}
 
 
-def test_a_wish_is_granted_after_the_fact_while_slots_hold_the_step_and_is_lost_after_that():
+def test_a_required_step_is_granted_after_the_fact_while_slots_hold_the_step_and_is_lost_after_that():
     cluster = Cluster()
     cluster.train(10)
     cluster.train(20)
     for node in cluster.nodes:
-        wish(node, 15)
-        wish(node, 5)
+        require(node, 15)
+        require(node, 5)
     cluster.finish()
 
     assert cluster.granted() == [15]
     cluster.finish()
     assert cluster.nodes[0].levels[0].lost == {5}
     assert cluster.complete() == [10, 15]
-    wish(cluster.nodes[0], 15)
-    assert all(node.wishes == set() for node in cluster.nodes)
+    require(cluster.nodes[0], 15)
+    assert all(node.required == set() for node in cluster.nodes)
 
 
 def test_a_step_that_one_rank_waits_for_and_a_slower_one_did_not_begin_yet_is_not_lost():
     coordinator = Coordinator(7, START, 1, (LevelGrants(PersistentLevel("/0", every_n_steps=10)),))
     node = NodeGrants(0, START, (NodeLevel(),))
     node.receive(coordinator.order())
-    wish(node, 5)
+    require(node, 5)
     coordinator.receive(node.report([RankView(5, False, (SlotView(5, True),)), RankView(4, False, ())]))
     coordinator.decide(LocalView(5, frozenset(), slowest=4))
     assert (coordinator.levels[0].grant, coordinator.levels[0].lost) == (5, set())
@@ -446,7 +446,7 @@ def test_a_grant_that_lies_ahead_yields_to_a_step_for_which_training_waits():
     cluster.train(5)
     assert cluster.granted()[0] == 10
     for node in cluster.nodes:
-        wish(node, 5)
+        require(node, 5)
     cluster.report()
     cluster.report()
 
@@ -455,7 +455,7 @@ def test_a_grant_that_lies_ahead_yields_to_a_step_for_which_training_waits():
     cluster.finish(0)
     assert cluster.granted()[1] == 5
     cluster.finish(1)
-    assert all(node.wishes == set() for node in cluster.nodes)
+    assert all(node.required == set() for node in cluster.nodes)
     assert cluster.granted()[0] == 10
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lazysnap.config import PersistentLevel
 from lazysnap.grants.alone import StoringAlone
 from lazysnap.grants.coordinator import Coordinator, LevelGrants
-from lazysnap.grants.core import Begin, Core, Hold, Learn, Pin, Send, Settle
+from lazysnap.grants.core import Begin, Core, Hold, Learn, Pin, ReleaseStalePins, Send
 from lazysnap.grants.messages import Progress, StepKey
 from lazysnap.grants.node import NodeGrants, NodeLevel, RankView, SlotView
 from lazysnap.grants.retention import Retention, still_to_copy
@@ -25,7 +25,7 @@ NOT_STORED = "5: the newest common step was never stored"
 NOT_STORED_ALONE = "5: without the others a node did not store what it holds"
 LEFT_BEHIND = "3: files left behind"
 KEPT_LOST = "2: files of a kept snapshot are missing"
-UNANSWERED = "a wish was never answered"
+UNANSWERED = "a required step was never answered"
 
 
 class World:
@@ -291,7 +291,7 @@ class SimKeeper:
     def __init__(self, job, node):
         self.job, self.world, self.node, self.is_dead, self.word = job, job.world, node, False, None
         self.ranks = [rank for rank in job.ranks if rank.node == node]
-        self.wished = []
+        self.required = []
         self.mine = [set() for _ in job.settings]
         levels = tuple(NodeLevel(progress=Progress.LISTING) for _ in self.world.files)
         self.grants = NodeGrants(node, job.start, levels)
@@ -323,12 +323,12 @@ class SimKeeper:
     def views(self):
         return [rank.view() for rank in self.ranks]
 
-    def wish(self):
+    def require(self):
         step = self.ranks[0].begun
         if not self.is_dead and step >= 0:
-            self.world.seen["wishes"] += 1
-            self.wished.append(step)
-            self.grants.wish(step, range(len(self.grants.levels)))
+            self.world.seen["required"] += 1
+            self.required.append(step)
+            self.grants.require(step, range(len(self.grants.levels)))
             self.look()
 
     def received(self, node, message):
@@ -359,7 +359,7 @@ class SimKeeper:
             case Pin(ranks, step) | Hold(ranks, step):
                 for number in ranks:
                     self._pin(self.ranks[number], step)
-            case Settle(word):
+            case ReleaseStalePins(word):
                 self._settle(word)
             case Begin(write):
                 self._write(write)
@@ -496,7 +496,7 @@ def play(scenario, seed, *, num_levels=1, without=()):
             if name in faults and (scenario != "all" or r.random() < 0.4):
                 world.at(r.uniform(0, time), call, arg)
         if num_levels > 1:
-            world.at(r.uniform(0, time), lambda node: job.keepers[node].wish(), node)
+            world.at(r.uniform(0, time), lambda node: job.keepers[node].require(), node)
     if "killed" in faults:
         world.at(r.uniform(0, time), job.kill)
     if "parted" in faults:
@@ -515,7 +515,7 @@ def play(scenario, seed, *, num_levels=1, without=()):
     world.run(1e7)
     for keeper in last.keepers:
         keeper.retain()  # as with a next snapshot
-        world.broken[UNANSWERED] += bool(keeper.grants.wishes)
+        world.broken[UNANSWERED] += bool(keeper.grants.required)
     for number, settings in enumerate(last.settings):
         _check_files(world, number, settings, {"1": job.num_nodes, last.start: last.num_nodes}, last)
         newest = None if last.common is None else StepKey(last.common, last.start)

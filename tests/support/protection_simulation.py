@@ -249,8 +249,8 @@ class ProtectedTraining(Training):
 
     # Links and deaths
 
-    def wish(self, node):
-        self.keepers[node].wish()
+    def require(self, node):
+        self.keepers[node].require()
 
     def replace_keeper(self, node):
         if not self.keepers[node].is_dead:
@@ -287,7 +287,7 @@ class ProtectedTraining(Training):
 
 class ProtectingKeeper(SimKeeper):
     def __init__(self, job, node):
-        self.job, self.world, self.node, self.is_dead, self.word, self.wished = job, job.world, node, False, None, []
+        self.job, self.world, self.node, self.is_dead, self.word, self.required = job, job.world, node, False, None, []
         self.ranks, self.store = [rank for rank in job.ranks if rank.node == node], job.world.stores[node]
         level = NodeLevel(is_memory=True)
         self.grants, self.held = NodeGrants(node, job.start, (level,)), HeldSteps(job.start, level)
@@ -314,7 +314,7 @@ class ProtectingKeeper(SimKeeper):
     def _settle(self, word):
         held, start, has_let_go = self.held, self.job.start, False
         if held.kept is None and not self.job.has_room:
-            held.do_without(self.views(), self.job.num_kept)
+            held.release_earlier(self.views(), self.job.num_kept)
             if len(whole_before_newest(self.views())) >= self.job.num_kept:
                 self.world.promised = None
         for slot in (slot for rank in self.ranks for slot in rank.slots if slot.pin is not None):
@@ -420,7 +420,7 @@ def play(scenario, seed):
             for name, (call, arg) in acts.items():
                 if name in faults and (scenario != "all" or r.random() < 0.4):
                     cluster.at(r.uniform(0, end - cluster.now), call, arg)
-            cluster.at(r.uniform(0, end - cluster.now), training.wish, node)
+            cluster.at(r.uniform(0, end - cluster.now), training.require, node)
         cluster.run(end)
         if number == num_starts:
             break

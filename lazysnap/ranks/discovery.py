@@ -27,7 +27,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Discovery:
     """The addresses of the other nodes' keepers, for this rank's keeper and for a restart that reads from them."""
 
     peers: Peers | None = None
@@ -48,7 +48,7 @@ class Meeting:
         return self.peers.secret
 
 
-NOBODY = Meeting()
+NOBODY = Discovery()
 """One node alone."""
 
 
@@ -67,9 +67,9 @@ class _Endpoint:
     """Why the keeper does not serve others yet; empty: it does."""
 
 
-def meet_keepers(
+def discover_keepers(
     world: World, client: KeeperClient, config: SnapshotConfig, job_id: str, *, alone: bool = False
-) -> Meeting:
+) -> Discovery:
     """Let the keepers of all nodes meet. Collective, with several nodes. Blocks: until each node has a keeper, at most
     ``io_timeout_s``. ``alone``: also if there is one node only, whose keeper holds parity of others that are lost.
 
@@ -113,7 +113,7 @@ def meet_keepers(
         return NOBODY
     peers = Peers(job_id, first.host, first.port, secret, own=(own.host, own.port))
     reads = {node: (endpoint.host, endpoint.port) for node, endpoint in endpoints.items() if endpoint.port}
-    return Meeting(
+    return Discovery(
         peers, _parity(world, config, [endpoints[node] for node in nodes], nodes.index(world.place.node)), reads
     )
 
