@@ -169,11 +169,12 @@ class Position:
         None at all, where the epoch that was restored is at its end, or the loop over it was left: then the next one
         begins, as the caller counts.
         """
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             self.skipped = batches
-        elif batches == 0 and self._is_done(self._pending):
-            self._leave_epoch(self._pending)
-        elif batches != self._pending["given"]:
+        elif batches == 0 and (pending.get("was_left") or pending["given"] == length_of(self.loader)):
+            self._leave_epoch(pending)  # the program may have been done with it
+        elif batches != pending["given"]:
             logger.warning(
                 "the loader goes on behind batch %d, as restored; %d batches were to be skipped", self.given, batches
             )
@@ -188,10 +189,6 @@ class Position:
         if running is not None:
             running.recorded["epochs"] = self.epochs()
             self._stepped = running.place(is_at_end=self._is_at_end(running.given))
-
-    def _is_done(self, pending: dict[str, Any]) -> bool:
-        """True if the program may have been done with the epoch that ``pending`` is in."""
-        return bool(pending.get("was_left")) or pending["given"] == length_of(self.loader)
 
     def _is_at_end(self, given: int) -> bool:
         """True if the running iteration has given its last batch."""

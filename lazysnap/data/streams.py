@@ -117,11 +117,6 @@ def _unpack_torch(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _numpy_types() -> tuple[type, ...]:
-    numpy = sys.modules.get("numpy")
-    return (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
-
-
 def _get(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return _pack_torch(generator.get_state())
@@ -146,7 +141,9 @@ def _set(generator: Any, state: Any) -> None:
 def _find(value: Any, seen: set[int], depth: int, path: str) -> Iterator[tuple[str, Any]]:
     if id(value) in seen or len(seen) > _MOST_OBJECTS:
         return
-    if isinstance(value, (torch.Generator, random.Random, *_numpy_types())):
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    if isinstance(value, (torch.Generator, random.Random, *of_numpy)):
         seen.add(id(value))
         yield path, value
     elif depth and isinstance(value, (list, tuple)):

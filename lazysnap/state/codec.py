@@ -95,8 +95,8 @@ class Encoder:
             type(None): _same,
             bool: _same,
             str: _same,
-            int: _encode_int,
-            float: _encode_float,
+            int: lambda value: value if -_EXACT_INT < value < _EXACT_INT else {TAG: "int", "v": str(value)},
+            float: lambda value: value if math.isfinite(value) else {TAG: "float", "v": repr(value)},
             dict: self._dict,
             list: self._list,
             tuple: lambda value: {TAG: "tuple", "v": self._list(value)},
@@ -200,14 +200,6 @@ class Encoder:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _encode_int(value: int) -> Any:
-    return value if -_EXACT_INT < value < _EXACT_INT else {TAG: "int", "v": str(value)}
-
-
-def _encode_float(value: float) -> Any:
-    return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
 
 
 def _text64(data: bytes) -> str:
@@ -362,17 +354,13 @@ def _str(value: Any) -> str:
 def _decode_numpy(item: dict[str, Any]) -> Any:
     import numpy  # only where a snapshot holds such values
 
+    if item[TAG] == "np.dtype":
+        return numpy.dtype(_str(item["v"]))
     dtype = numpy.dtype(_str(item["dtype"]))
     if dtype.hasobject:
         raise ShardCorrupt("the small state has an array of Python objects")
     array = numpy.frombuffer(base64.b64decode(item["v"], validate=True), dtype).reshape(item["shape"]).copy()
     return array if item[TAG] == "ndarray" else array[()]
-
-
-def _decode_np_dtype(item: dict[str, Any]) -> Any:
-    import numpy  # only where a snapshot holds such values
-
-    return numpy.dtype(_str(item["v"]))
 
 
 def _torch_constant(kind: type) -> Callable[[dict[str, Any]], Any]:
@@ -399,7 +387,7 @@ _LEAF_DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "Decimal": lambda item: decimal.Decimal(_str(item["v"])),
     "ndarray": _decode_numpy,
     "npscalar": _decode_numpy,
-    "np.dtype": _decode_np_dtype,
+    "np.dtype": _decode_numpy,
     "torch.Size": lambda item: torch.Size(item["v"]),
     "torch.dtype": _torch_constant(torch.dtype),
     "torch.device": lambda item: torch.device(_str(item["v"])),

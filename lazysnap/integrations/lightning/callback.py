@@ -1,25 +1,31 @@
 """``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts."""
 
+import logging
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
+
+from rich.progress import BarColumn
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.losses import NonFinite
 from lazysnap.engine.signals import ChainedHandler
 from lazysnap.integrations.arguments import Arguments
-from lazysnap.integrations.lightning.display import Loggers, bar_of
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
 from lazysnap.integrations.lightning.logged import LoggedRuns
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.patches import Patches
+from lazysnap.integrations.progress_bar import Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import Session, WithEngine
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback
@@ -63,6 +69,8 @@ class LazySnapshotCallback(WithEngine, Callback):
         self.session = None
         self._state: LightningState | None = None
         self._patches = Patches()
+        self._deaf: set[int] = set()
+        """Loggers that raised: each is named once, and gets no more figures."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_arguments": self._arguments}
@@ -104,7 +112,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         if stage == "fit" and not trainer.fast_dev_run:
             wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
             wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
-            self._loggers, state.logged = Loggers(trainer), held or LoggedRuns(trainer)
+            state.logged = held or LoggedRuns(trainer)
             state.logged.delay_checkpoints()
             wrap(trainer._checkpoint_connector, "resume_start", state.begin_runs)
             self._hook_loops(trainer, state)
@@ -159,7 +167,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         """
         try:
             if self.session is not None and stage == "fit":
-                self.session.close((lambda: bar_of(trainer)) if trainer.is_global_zero else None)
+                self.session.close((lambda: _bar_of(trainer)) if trainer.is_global_zero else None)
             elif self.engine is not None:
                 self.engine.abandon()  # only read from: what a keeper holds for a later fit stays
         finally:
@@ -236,8 +244,36 @@ class LazySnapshotCallback(WithEngine, Callback):
         session = self.session
         last = 0 if session is None else session.step
         if session is not None and session.passes(trainer.global_step):
-            self._loggers.log(session, since=last)
+            # Before the step is captured: what a logger draws from random generators belongs to it.
+            every = trainer.log_every_n_steps
+            if trainer.is_global_zero and every and session.step // every != last // every:
+                self._log(trainer.loggers, session)
             session.capture(is_last=is_last)
+
+    def _log(self, loggers: list[Any], session: Session) -> None:
+        values = session.figures()
+        for one in loggers if values else ():
+            if id(one) not in self._deaf:
+                try:
+                    one.log_metrics(metrics=dict(values), step=session.step)
+                    one.save()
+                except Exception as error:  # noqa: BLE001  figures are not worth a training
+                    self._deaf.add(id(one))
+                    name, kind = type(one).__name__, type(error).__name__
+                    logger.warning("%s takes no figures of snapshots: %s: %s", name, kind, error)
+
+
+def _bar_of(trainer: Any) -> AbstractContextManager[Show]:
+    """Return the bar for the end of a fit: one that looks as the trainer's own, if it shows one."""
+    own = trainer.progress_bar_callback
+    if own is not None and not own.is_disabled and hasattr(own, "init_train_tqdm"):
+        return tqdm_bar(own.init_train_tqdm())
+    if own is not None and not own.is_disabled and hasattr(own, "theme"):
+        own.progress.stop()  # one that is still live, and a second one, hinder each other
+        theme = own.theme
+        column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
+        return rich_bar(own._console, column)
+    return rich_bar()
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:

@@ -96,7 +96,8 @@ class LoggedRuns:
         if not self._trainer.is_global_zero:
             return
         now = _run_of(one, kind)
-        if now is None and chosen in (None, run) and (kind not in _DIRECTORIES or _is_below(one.root_dir, run)):
+        is_below = kind not in _DIRECTORIES or os.path.join(one.root_dir, os.path.basename(run)) == run
+        if now is None and chosen in (None, run) and is_below:
             _begin(one, kind, run, first_step)
             now = run
         if now not in (None, run, chosen):
@@ -125,10 +126,6 @@ def _chosen(one: Any, kind: str) -> str | None:
     if kind in _DIRECTORIES and found is not None:
         found = os.path.join(one.root_dir, found if isinstance(found, str) else f"version_{found}")
     return None if found is None else str(found)
-
-
-def _is_below(root: str, run: str) -> bool:
-    return os.path.join(root, os.path.basename(run)) == run
 
 
 def _run_of(one: Any, kind: str) -> str | None:
