@@ -78,20 +78,6 @@ RATES = {
 }
 
 
-def add_arguments(advise: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    add = advise.add_argument_group("what is known; a run's own times need not be given").add_argument
-    time = sizes.quantity("a time such as 0.4s, 5min, 3h or 2d", {"s": 1.0, "min": 60.0, "h": 3600.0, "d": _DAY_S})
-    add("--mtbf", type=time, metavar="TIME", help="mean time between failures of the whole training: 3h")
-    add("--like", choices=sorted(RATES), help="failures per node as published (llama3, if a run saw too few)")
-    add("--node-share", type=float, metavar="X", help="share of failures that take the memory of a node along")
-    add("--step", type=time, metavar="TIME", help="time of a step: 0.4s")
-    add("--stall", type=time, metavar="TIME", help="time that training waits for a capture: 0.002s")
-    add("--persist", type=time, metavar="TIME", help="time until a snapshot is durable: 30s")
-    add("--restart", type=time, metavar="TIME", help="time from a failure to the next step (300s)")
-    sizes.add_arguments(advise)
-
-
 def run(args: argparse.Namespace, output: Output) -> int:
     """Advise. Blocks: reads the file of events. Raises: ConfigError; LevelError."""
     if args.url is None and args.params is None:

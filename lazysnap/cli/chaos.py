@@ -243,31 +243,6 @@ def _steps_again(training: Training, outcome: Outcome, stride: int) -> int:
     return again
 
 
-def add_arguments(chaos: argparse.ArgumentParser) -> None:
-    """Add the arguments of this command."""
-    names = ",".join(FAULTS)
-    chaos.add_argument("--faults", type=_faults, default=list(FAULTS), metavar="LIST", help=f"of {names} (all)")
-    chaos.add_argument("--runs", type=int, metavar="N", help="runs in all, one fault each, in turn (one of each)")
-    chaos.add_argument("--seed", type=int, default=1603, help="of the first run; each next one has the next (1603)")
-    chaos.add_argument("--result", metavar="GLOB", help="files to compare, in {dir} (newest safetensors, pt, json)")
-    chaos.add_argument(
-        "--step-regex", default=STEP_LINE, metavar="REGEX", help="of step lines ('step 12', not of restarts)"
-    )
-    chaos.add_argument("--may-lose", type=int, metavar="N", help="steps that may be trained again (a tenth of all)")
-    chaos.add_argument("--damage", metavar="GLOB", help="flip: damage the newest of these files (all but logs)")
-    chaos.add_argument("--max-restarts", type=int, default=5, metavar="N", help="restarts of a run (5)")
-    chaos.add_argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed one + 60)")
-    chaos.add_argument("--dir", metavar="DIR", help="for logs and files, a new one (lazysnap-chaos/TIME)")
-    chaos.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-
-
-def _faults(text: str) -> list[str]:
-    names = text.split(",")
-    if unknown := [name for name in names if name not in FAULTS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such fault; there are {', '.join(FAULTS)}")
-    return names
-
-
 def run(args: argparse.Namespace, output: Output) -> int:
     """Run the command undisturbed, then once under each fault. Blocks. Returns 1 if a verdict is not PASS.
 

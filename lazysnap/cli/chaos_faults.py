@@ -1,5 +1,6 @@
 """The faults of ``lazysnap chaos``. Each strikes a training that runs, and says what it did."""
 
+import argparse
 import contextlib
 import pathlib
 import random
@@ -131,3 +132,11 @@ FAULTS: dict[str, Callable[[Strike], str]] = {
 }
 NEED_KEEPER = ("keeper", "both", "stop-keeper")
 NEED_DISK = ("full", "slow", "hang")
+
+
+def parse_faults(text: str) -> list[str]:
+    """Return the faults in a list such as ``kill,flip``. Raises: argparse.ArgumentTypeError."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in FAULTS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such fault; there are {', '.join(FAULTS)}")
+    return names

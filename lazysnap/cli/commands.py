@@ -10,14 +10,15 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import lazysnap
-from lazysnap.cli.advise import add_arguments as add_advise
-from lazysnap.cli.chaos import add_arguments as add_chaos
-from lazysnap.cli.demo import add_arguments as add_demo
-from lazysnap.cli.doctor import add_arguments as add_doctor
+from lazysnap.cli.advise import RATES
+from lazysnap.cli.chaos import STEP_LINE
+from lazysnap.cli.chaos_faults import FAULTS, parse_faults
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
-from lazysnap.cli.stores import parse_option, redaction
+from lazysnap.cli.sizes import DTYPES, OPTIMIZERS, parse_params, parse_rate, parse_time
+from lazysnap.cli.stores import parse_option
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.exports.target import FORMATS
+from lazysnap.levels.redaction import Redaction
 
 logger = logging.getLogger(__name__)
 
@@ -117,16 +118,53 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     add("--html", metavar="FILE", help="write a page with pictures, too")
     add = command("timeline", "a run as a trace for Perfetto", runs).add_argument
     add("--to", required=True, metavar="FILE", help="the file of the trace, e.g. trace.json")
-    add_demo(command("demo", "kill a real training, resume it, compare bit for bit", common))
-    add_chaos(command("chaos", "run your own training under faults, and judge it", common))
-    add_doctor(command("doctor", "check this node and a level before a training", any_level))
+    add = command("demo", "kill a real training, resume it, compare bit for bit", common).add_argument
+    add("--max-steps", type=int, default=200, metavar="N", help="optimizer steps of the training (200)")
+    add("--kills", type=int, default=3, metavar="N", help="times that it is killed (3)")
+    add("--seed", type=int, default=1603, help="seed of the moments of the kills")
+    add = command("chaos", "run your own training under faults, and judge it", common).add_argument
+    add("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=f"of {','.join(FAULTS)} (all)")
+    add("--runs", type=int, metavar="N", help="runs in all, one fault each, in turn (one of each)")
+    add("--seed", type=int, default=1603, help="of the first run; each next one has the next (1603)")
+    add("--result", metavar="GLOB", help="files to compare, in {dir} (newest safetensors, pt, json)")
+    add("--step-regex", default=STEP_LINE, metavar="REGEX", help="of step lines ('step 12', not of restarts)")
+    add("--may-lose", type=int, metavar="N", help="steps that may be trained again (a tenth of all)")
+    add("--damage", metavar="GLOB", help="flip: damage the newest of these files (all but logs)")
+    add("--max-restarts", type=int, default=5, metavar="N", help="restarts of a run (5)")
+    add("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed one + 60)")
+    add("--dir", metavar="DIR", help="for logs and files, a new one (lazysnap-chaos/TIME)")
+    add("words", **_COMMAND)
+    add = command("doctor", "check this node and a level before a training", any_level).add_argument
+    add("--peer", action="append", default=[], metavar="HOST", help="another node (may be repeated)")
+    add("--size-mb", type=int, default=256, metavar="N", help="bytes written to the level (256 MB)")
     add = command("run", "start a training again after a crash, warm", common).add_argument
     add("--max-restarts", type=int, default=10, metavar="N", help="restarts in all (10)")
     same = "no restart after two equal exits within that time without a new step (30)"
     add("--same-exit-within", type=float, default=30.0, metavar="SECONDS", help=same)
     add("words", **_COMMAND)
     command("worker", "a warm start inside a launcher such as torchrun", common).add_argument("words", **_COMMAND)
-    add_advise(command("advise", "how often to capture and store, what it costs", any_level))
+    advise = command("advise", "how often to capture and store, what it costs", any_level)
+    add = advise.add_argument_group("what is known; a run's own times need not be given").add_argument
+    add("--mtbf", type=parse_time, metavar="TIME", help="mean time between failures of the whole training: 3h")
+    add("--like", choices=sorted(RATES), help="failures per node as published (llama3, if a run saw too few)")
+    add("--node-share", type=float, metavar="X", help="share of failures that take the memory of a node along")
+    add("--step", type=parse_time, metavar="TIME", help="time of a step: 0.4s")
+    add("--stall", type=parse_time, metavar="TIME", help="time that training waits for a capture: 0.002s")
+    add("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s")
+    add("--restart", type=parse_time, metavar="TIME", help="time from a failure to the next step (300s)")
+    add = advise.add_argument_group("a training that is not started yet").add_argument
+    add("--params", type=parse_params, metavar="N", help="parameters: 7b, 350m, 125000000")
+    add("--trainable", type=parse_params, metavar="N", help="how many are trained (LoRA); default: all")
+    add("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
+    add("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (fp32)")
+    add("--state-dtype", choices=sorted(DTYPES), help="of the optimizer's state (as the weights)")
+    add("--ranks", type=int, help="processes of the training (those of the run, or 1)")
+    add("--nodes", type=int, help="machines they run on (those of the run, or 1)")
+    add("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)")
+    add("--every-n-steps", type=int, default=1, help="steps between captures in memory (1)")
+    add("--cpu", action="store_true", help="ranks train on CPUs, not on GPUs")
+    add("--no-redundancy", action="store_true", help="nodes do not protect each other")
+    add("--rate", type=parse_rate, metavar="RATE", help="bytes that storage takes from one node: 2GB/s")
     return root
 
 
@@ -140,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
     named = (getattr(args, "url", None), getattr(args, "to", None), *getattr(args, "urls", ()))
     urls = [url for url in named if url]
-    output = Output(args.command, as_json=args.json, redaction=redaction(urls, options))
+    secrets = Redaction("", {"secret": [value for _, value in options]}, *urls)
+    output = Output(args.command, as_json=args.json, redaction=secrets)
     try:
         code: int = import_module(f"lazysnap.cli.{args.command}").run(args, output)
         return code

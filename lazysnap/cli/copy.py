@@ -13,7 +13,7 @@ from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import Entry, FrozenEntry, Item, RestartPlan
+from lazysnap.resolver import FrozenEntry, Item, RestartPlan
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
@@ -97,7 +97,10 @@ def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output
             for entry, manifest in parts:
                 copied.size_bytes += _copy_file(catalogue.store, target, entry, manifest, advance)
         for entry, _ in found.shards:
-            _give_names(target, entry)
+            present = target.storage.list(entry.location)
+            for name in entry.names:
+                if keep_file_name(name) not in present:
+                    target.keep(entry, name)
     except (FormatError, FileNotFoundError) as error:
         copied.problem = str(error)
     copied.state = BAD if copied.problem else COPIED if copied.size_bytes else PRESENT
@@ -105,11 +108,7 @@ def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output
 
 
 def _copy_file(
-    source: SnapshotStore,
-    target: SnapshotStore,
-    entry: Item,
-    manifest: Manifest,
-    advance: Callable[[int], None],
+    source: SnapshotStore, target: SnapshotStore, entry: Item, manifest: Manifest, advance: Callable[[int], None]
 ) -> int:
     """Copy one node's file, or frozen tensors, unless they are there and whole. Return the bytes written.
 
@@ -141,10 +140,3 @@ def _copy_file(
                 f"{target.url}/{entry.location}: reads back other bytes than were written"
             ) from error
     return moved
-
-
-def _give_names(target: SnapshotStore, entry: Entry) -> None:
-    present = target.storage.list(entry.location)
-    for name in entry.names:
-        if keep_file_name(name) not in present:
-            target.keep(entry, name)

@@ -105,13 +105,6 @@ def _show(costs: list[dict[str, Any]], output: Output) -> None:
     output.line("restart: from the start of the process to its first step; nearly all of it is `import torch`")
 
 
-def add_arguments(demo: argparse.ArgumentParser) -> None:
-    """Those of this command."""
-    demo.add_argument("--max-steps", type=int, default=200, metavar="N", help="optimizer steps of the training (200)")
-    demo.add_argument("--kills", type=int, default=3, metavar="N", help="times that it is killed (3)")
-    demo.add_argument("--seed", type=int, default=1603, help="seed of the moments of the kills")
-
-
 def run(args: argparse.Namespace, output: Output) -> int:
     """Train, kill, resume and compare. Blocks for half a minute. Returns 1 if anything differs.
 

@@ -56,12 +56,6 @@ class Line:
     text: str
 
 
-def add_arguments(doctor: argparse.ArgumentParser) -> None:
-    """Those of this command, beside a level and its options."""
-    doctor.add_argument("--peer", action="append", default=[], metavar="HOST", help="another node (may be repeated)")
-    doctor.add_argument("--size-mb", type=int, default=256, metavar="N", help="bytes written to the level (256 MB)")
-
-
 def run(args: argparse.Namespace, output: Output) -> int:
     """Check, and print a line for each check. Blocks: writes ``--size-mb`` to the level, reads and deletes it.
 

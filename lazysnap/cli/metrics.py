@@ -11,7 +11,6 @@ from lazysnap.cli.keepers import FoundKeeper
 from lazysnap.cli.output import OK, Output
 from lazysnap.cli.status import ALIVE, look, problems, survival
 from lazysnap.errors import ConfigError
-from lazysnap.keeper.held import LevelState, RankState
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Meter, Observation
@@ -63,45 +62,40 @@ FIGURES = (
 def samples(found: list[FoundKeeper]) -> Iterator[Sample]:
     """Yield the values of all figures that are known. Pure."""
     for keeper in found:
-        job, state = keeper.identity.job_id, keeper.state
-        labels = {"job": job, "node": "0" if state is None else str(state.node)}
-        yield Sample("lazysnap_keeper_answers", labels, float(state is not None or not keeper.problem))
-        yield Sample("lazysnap_problems", labels, float(len(problems(keeper))))
-        if state is None:
-            continue
-        yield Sample("lazysnap_parity_bytes", labels, float(state.parity_bytes))
-        for rank in state.ranks:
-            yield from _of_rank(rank, {**labels, "rank": str(rank.rank)})
-        for level in state.levels:
-            yield from _of_level(level, {**labels, "level": level.url})
-        for loss, outcome in survival(state).items():
-            if outcome.safe.step is not None:
-                yield Sample("lazysnap_survives_step", {**labels, "loss": loss}, float(outcome.safe.step))
+        for name, more, value in _values(keeper):
+            if value is not None:
+                labels = {"job": keeper.identity.job_id, "node": str(keeper.state.node if keeper.state else 0), **more}
+                yield Sample(f"lazysnap_{name}", labels, float(value))
 
 
-def _of_rank(rank: RankState, labels: dict[str, str]) -> Iterator[Sample]:
-    yield Sample("lazysnap_training", labels, float(rank.phase in ALIVE))
-    if rank.reached is not None:
-        yield Sample("lazysnap_step", labels, float(rank.reached))
-    if rank.captures:
-        newest = rank.captures[-1]
-        yield Sample("lazysnap_captured_step", labels, float(newest.step))
-        yield Sample("lazysnap_captured_timestamp_seconds", labels, newest.taken_ns / 1e9)
-        yield Sample("lazysnap_copy_seconds", labels, newest.copied_ns / 1e9)
-        yield Sample("lazysnap_waited_seconds_total", labels, newest.waited_ns / 1e9)
-    for kind, size in (("memory", rank.memory_bytes), ("file", rank.file_bytes)):
-        yield Sample("lazysnap_memory_bytes", {**labels, "kind": kind}, float(size))
-
-
-def _of_level(level: LevelState, labels: dict[str, str]) -> Iterator[Sample]:
-    if level.newest is not None:
-        yield Sample("lazysnap_level_newest_step", labels, float(level.newest))
-    if level.complete_ns is not None:
-        yield Sample("lazysnap_level_complete_timestamp_seconds", labels, level.complete_ns / 1e9)
-    if level.bytes_per_s is not None:
-        yield Sample("lazysnap_level_bytes_per_second", labels, level.bytes_per_s)
-    yield Sample("lazysnap_level_waiting_steps", labels, float(level.waiting))
-    yield Sample("lazysnap_level_failing", labels, float(level.is_failing))
+def _values(keeper: FoundKeeper) -> Iterator[tuple[str, dict[str, str], float | None]]:
+    """Yield name, further labels and value of the figures of a job; ``None``: not known."""
+    state = keeper.state
+    yield "keeper_answers", {}, state is not None or not keeper.problem
+    yield "problems", {}, len(problems(keeper))
+    if state is None:
+        return
+    yield "parity_bytes", {}, state.parity_bytes
+    for rank in state.ranks:
+        labels = {"rank": str(rank.rank)}
+        yield "training", labels, rank.phase in ALIVE
+        yield "step", labels, rank.reached
+        for newest in rank.captures[-1:]:
+            yield "captured_step", labels, newest.step
+            yield "captured_timestamp_seconds", labels, newest.taken_ns / 1e9
+            yield "copy_seconds", labels, newest.copied_ns / 1e9
+            yield "waited_seconds_total", labels, newest.waited_ns / 1e9
+        yield "memory_bytes", {**labels, "kind": "memory"}, rank.memory_bytes
+        yield "memory_bytes", {**labels, "kind": "file"}, rank.file_bytes
+    for level in state.levels:
+        labels = {"level": level.url}
+        yield "level_newest_step", labels, level.newest
+        yield "level_complete_timestamp_seconds", labels, None if level.complete_ns is None else level.complete_ns / 1e9
+        yield "level_bytes_per_second", labels, level.bytes_per_s
+        yield "level_waiting_steps", labels, level.waiting
+        yield "level_failing", labels, level.is_failing
+    for loss, outcome in survival(state).items():
+        yield "survives_step", {"loss": loss}, outcome.safe.step
 
 
 class PrometheusMetrics:

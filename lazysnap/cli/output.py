@@ -17,14 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -124,8 +117,7 @@ class Output:
 
     def line(self, text: str, style: str = "") -> None:
         """Print a line of the result, unless it is JSON."""
-        if not self.as_json:
-            self._results.print(self.cell(text, style), soft_wrap=True)
+        self.show(self.cell(text, style))
 
     def say(self, text: str, style: str = "") -> None:
         """Print a message on stderr."""

@@ -11,7 +11,6 @@ from lazysnap.config import PersistentLevel, Redundancy, SnapshotConfig, redunda
 from lazysnap.errors import ConfigError
 from lazysnap.parity.groups import Group, groups_of
 
-_BYTES_PER_S = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _MOST = 1e15
 DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2}
 OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "muon": 1, "adagrad": 1, "momentum": 1, "sgd": 0, "none": 0}
@@ -32,30 +31,19 @@ def quantity(expected: str, units: Mapping[str, float], least: float = 1e-9) -> 
     return parse
 
 
+parse_params = quantity(
+    "a number of parameters such as 7b, 350m or 125000000", {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}, least=1
+)
+parse_time = quantity("a time such as 0.4s, 5min, 3h or 2d", {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0})
+_BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+parse_rate = quantity(
+    "a rate such as 2GB/s or 500MB/s", {f"{unit}{end}": scale for unit, scale in _BYTES.items() for end in ("", "/s")}
+)
+
+
 def groups_for(redundancy: Redundancy, nodes: int) -> tuple[Group, ...]:
     """Return the groups of so many nodes, each of which fails alone."""
     return groups_of([*map(str, range(nodes))], redundancy.group_size, redundancy.parity)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that describe a training."""
-    add = parser.add_argument_group("a training that is not started yet").add_argument
-    many = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-    params = quantity("a number of parameters such as 7b, 350m or 125000000", many, least=1)
-    rates = {f"{unit}{end}": scale for unit, scale in _BYTES_PER_S.items() for end in ("", "/s")}
-    rate = quantity("a rate such as 2GB/s or 500MB/s", rates)
-    add("--params", type=params, metavar="N", help="parameters: 7b, 350m, 125000000")
-    add("--trainable", type=params, metavar="N", help="how many are trained (LoRA); default: all")
-    add("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
-    add("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (fp32)")
-    add("--state-dtype", choices=sorted(DTYPES), help="of the optimizer's state (as the weights)")
-    add("--ranks", type=int, help="processes of the training (those of the run, or 1)")
-    add("--nodes", type=int, help="machines they run on (those of the run, or 1)")
-    add("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)")
-    add("--every-n-steps", type=int, default=1, help="steps between captures in memory (1)")
-    add("--cpu", action="store_true", help="ranks train on CPUs, not on GPUs")
-    add("--no-redundancy", action="store_true", help="nodes do not protect each other")
-    add("--rate", type=rate, metavar="RATE", help="bytes that storage takes from one node: 2GB/s")
 
 
 def estimate(args: argparse.Namespace, nodes: int, ranks: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from lazysnap.errors import ConfigError, FormatError, LevelError, LevelUnavailable
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.shard.names import SnapshotName
 
@@ -28,11 +27,6 @@ def parse_option(text: str) -> tuple[str, Any]:
         return key, json.loads(value)
     except ValueError:
         return key, value
-
-
-def redaction(urls: Iterable[str], options: Iterable[tuple[str, Any]]) -> Redaction:
-    """Return what hides passwords in URLs, and all texts and numbers in the values of options."""
-    return Redaction("", {"secret": [value for _, value in options]}, *urls)
 
 
 def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:

@@ -57,12 +57,7 @@ def replicas_of(tensor: Any) -> tuple[int, ...]:
 def like(target: DTensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor with the placements of ``target``, and ``local`` as this rank's shard."""
     return DTensor.from_local(
-        local,
-        target.device_mesh,
-        target.placements,
-        run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
+        local, target.device_mesh, target.placements, run_check=False, shape=target.shape, stride=target.stride()
     )
 
 
