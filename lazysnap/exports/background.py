@@ -81,7 +81,7 @@ class BackgroundCheckpoints:
             filling = _Filling(directory, name, then, *self._start(directory, name))
         except OSError as error:
             give_up(directory)
-            self._fail(name, directory, f"its process cannot be started: {error}")
+            self._fail(name, directory, directory, f"its process cannot be started: {error}")
             return
         with self._changed:
             self._pending.append(filling)
@@ -197,9 +197,8 @@ class BackgroundCheckpoints:
                 if not has_newer:
                     give_up(place)
                 by_signal = f"its process was ended by signal {-code}"
-                self._fail(
-                    filling.name, place, by_signal if code < 0 else said or f"its process ended with status {code}"
-                )
+                reason = by_signal if code < 0 else said or f"its process ended with status {code}"
+                self._fail(filling.name, filling.directory, place, reason)
         finally:
             filling.process.stdout.close()
             with self._changed:
@@ -217,13 +216,14 @@ class BackgroundCheckpoints:
         except Exception as error:  # noqa: BLE001  the checkpoint is complete, whatever comes after it
             logger.warning("save_state(%r): the checkpoint is complete, but %s", filling.directory, error)
 
-    def _fail(self, name: str, place: str, reason: str) -> None:
+    def _fail(self, name: str, asked_for: str, place: str, reason: str) -> None:
+        """Say it of the directory that the program asked for; ``place``: where that is now."""
         self._failed[place] = self._lost.get(name, reason)
         if name in self._lost:
-            logger.warning("save_state(%r): no checkpoint was made: %s", place, self._lost[name])
+            logger.warning("save_state(%r): no checkpoint was made: %s", asked_for, self._lost[name])
             return
         by_hand = self._by_hand(name, place)
-        logger.warning("save_state(%r): no checkpoint was made: %s. %s", place, reason, by_hand)
+        logger.warning("save_state(%r): no checkpoint was made: %s. %s", asked_for, reason, by_hand)
         if self._kept is not None and self._kept[0] != name:
             # Failures must not fill the level with snapshots that nothing deletes.
             kept, directory = self._kept
@@ -234,7 +234,7 @@ class BackgroundCheckpoints:
             )
             with contextlib.suppress(Exception):
                 self._release(kept)
-        self._kept = name, place
+        self._kept = name, asked_for
 
 
 def _environment() -> dict[str, str]:
