@@ -46,6 +46,9 @@ def pytest_configure(config):
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # Threads of torch spin while they wait for one another: beside other workers that takes three times as long. Bits
+    # depend on their number, too: here, and in all programs that tests start, it is the same.
+    os.environ["OMP_NUM_THREADS"] = "1"
     # Not that of the user's home.
     os.environ.setdefault("LAZYSNAP_SECRET", "of tests")
     # Programs that tests start find the package ``support``, too.

@@ -63,7 +63,7 @@ def killed_at(step: int, script: str, *arguments: str, job_id: str) -> str:
     """What an example said until it was killed, at once after it had said that this step is over."""
     with subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / script), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "LAZYSNAP_JOB_ID": job_id},
+        env={**os.environ, "LAZYSNAP_JOB_ID": job_id},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -216,7 +216,6 @@ def weights(model, optimizer):
 
 def main():
     directory, name, dies_after, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
     accelerate.utils.set_seed(seed)
     case = {**CASES, **OF_RANKS}[name]()
     accelerator = case.accelerator(directory)

@@ -22,7 +22,7 @@ class Ranks:
 
     def start(self, mode: str, world: int = 1, *, env: dict | None = None, **settings) -> list:
         text = json.dumps({"mode": mode, "result": str(self.root / mode), **settings})
-        common = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", **(env or {})}
+        common = {"GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", **(env or {})}
         common["LAZYSNAP_TEST_PYTHON"] = self._python
         if world > 1:
             common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}

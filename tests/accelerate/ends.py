@@ -132,7 +132,6 @@ def refused(directory):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     directory, way = sys.argv[1:]
     if way in ("again", "named", "refused"):
         {"again": again, "named": named, "refused": refused}[way](directory)

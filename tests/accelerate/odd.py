@@ -173,7 +173,6 @@ CASES = {one.__name__: one for one in (Scaled, Halved, Adversarial, Loaderless, 
 
 def main():
     directory, name, dies_after, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
     accelerate.utils.set_seed(seed)
     case = CASES[name](directory, dies_after)
     case.train()

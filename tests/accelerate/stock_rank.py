@@ -140,7 +140,6 @@ def block(settings: dict) -> dict:
 
 
 def main(settings: dict) -> None:
-    torch.set_num_threads(1)
     result = {"save": save, "door": door, "load": load, "block": block, "slow": slow}[settings["mode"]](settings)
     rank = int(os.environ.get("RANK", "0"))
     pathlib.Path(f"{settings['result']}.{rank}").write_text(json.dumps(result))

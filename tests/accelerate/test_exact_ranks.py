@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from accelerated import OF_RANKS
+from support.cuts import merged
 from support.ports import free_port
 from support.traced import LENGTH
 
@@ -69,14 +69,6 @@ def ended(children):
                 if rank not in statuses:
                     child.kill()
     return [statuses[rank] for rank in range(len(children))]
-
-
-def merged(before, resumed, after):
-    """The trace as one run would have written it, which went on behind ``resumed`` steps."""
-    kept = list(before)
-    while resumed is not None and kept and kept[-1].get("step", resumed + 1) > resumed:
-        kept.pop()
-    return kept + after
 
 
 @pytest.mark.sampled("accelerate-ranks")
@@ -185,7 +177,7 @@ def test_a_launcher_starts_them_again(zygote, tmp_path):
     while status != 0 and number < 3:
         number += 1
         with (directory / "output").open("w") as output:
-            done = subprocess.Popen(program, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=output)
+            done = subprocess.Popen(program, stdout=output, stderr=output)
             try:
                 status = done.wait(120)
             finally:

@@ -212,7 +212,6 @@ def test_lines_of_steps_are_told_from_lines_of_restarts(line, step):
 @pytest.mark.timeout(1800)
 def test_the_example_of_a_plain_loop_passes_under_every_fault(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     script = str(ROOT / "examples" / "plain_loop.py")
     # It stores every 100 steps and prints every tenth.
     words = ("--may-lose", "100", "--", sys.executable, script, "--max-steps", "120", "--dirpath", "{dir}")

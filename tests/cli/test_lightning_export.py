@@ -138,7 +138,7 @@ def test_the_key_of_the_callbacks_own_state_is_known():
 
 def test_the_example_is_listed_verified_shown_copied_and_exported(tmp_path, capsys, make_url):
     url = str(tmp_path / "level")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LAZYSNAP_JOB_ID": f"cli-{tmp_path}"}
+    environment = {**os.environ, "LAZYSNAP_JOB_ID": f"cli-{tmp_path}"}
     words = ["--size", "tiny", "--batch-size", "4", "--max-steps", "6", "--dirpath", url]
     command = [sys.executable, str(EXAMPLES / "lightning_gpt.py"), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=True)

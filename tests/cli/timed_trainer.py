@@ -16,7 +16,6 @@ def main() -> None:
     def note(what, number):
         os.write(journal, f"{what} {number} {time.time()}\n".encode())
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     optimizer = torch.optim.AdamW(model.parameters())

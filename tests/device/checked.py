@@ -6,8 +6,6 @@ import pytest
 import torch
 from device import software_device
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(autouse=True)
 def _orders_all_accesses(request):

@@ -304,7 +304,6 @@ DOORS = {door.__name__: door for door in (plain, rollback, lightning, accelerate
 
 def main() -> None:
     directory, door, dies_at, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
     seed_all(seed)
     DOORS[door](Trace(directory, dies_at, seed))
 

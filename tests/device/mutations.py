@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import lightning  # noqa: F401  imported here, not by each process
 import pytest
 import pytest_timeout  # noqa: F401
-import torch
-import torch.distributed.tensor
 
 ROOT = pathlib.Path(__file__).parents[2]
 AT_ONCE = 2
@@ -148,7 +146,6 @@ def run(mutant: Mutant | None, output: pathlib.Path) -> int:
 
 def main() -> None:
     place = pathlib.Path(sys.argv[1])
-    torch.set_num_threads(1)
     left = list(enumerate([None, *MUTANTS]))
     running: dict[int, tuple[int, Mutant | None]] = {}
     while left or running:

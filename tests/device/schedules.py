@@ -38,7 +38,6 @@ class Training:
     """Large tensors, which are copied alone, and small ones; buffers; numbers drawn on the device and on the CPU."""
 
     def __init__(self, kind: str) -> None:
-        torch.set_num_threads(1)
         torch.manual_seed(0)
         second = {"device": "software:0", "device and cpu": "cpu", "two devices": "software:1"}[kind]
         self.first = torch.nn.Sequential(

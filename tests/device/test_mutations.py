@@ -22,7 +22,7 @@ def test_no_wait_event_comparison_or_end_word_of_a_capture_can_go(tmp_path):
     except software_device.CannotBuild as error:
         pytest.skip(str(error))
     script = str(pathlib.Path(__file__).with_name("mutations.py"))
-    env = {**os.environ, "LAZYSNAP_TEST_DEVICE": "software", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "LAZYSNAP_TEST_DEVICE": "software"}
     env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     words = [sys.executable, "-W", "ignore", script, str(tmp_path)]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

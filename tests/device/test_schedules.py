@@ -30,7 +30,7 @@ def starts_of(script, chains, place):
     chains = sorted(chains, key=lambda chain: chain % len(KINDS))  # each process needs what few kinds end with
     half = max(4, -(-len(chains) // PROCESSES))  # a process takes as long to begin as four chains
     words = [sys.executable, "-W", "ignore", str(pathlib.Path(__file__).with_name(script))]
-    env = {**os.environ, "LAZYSNAP_TEST_DEVICE": "software", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "LAZYSNAP_TEST_DEVICE": "software"}
     running = [
         subprocess.Popen(
             [*words, f"{place}/{first}", *map(str, chains[first : first + half])],

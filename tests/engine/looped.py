@@ -202,7 +202,6 @@ class Trace:
 
 def main():
     directory, name, dies_at, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
     seed_all(seed)
     case = {**CASES, **FABRIC}[name]()
     model = network()

@@ -102,7 +102,6 @@ def main():
     def write(*words):
         os.write(journal, (" ".join(map(str, words)) + "\n").encode())
 
-    torch.set_num_threads(1)
     width, every, linger_s = (int(argument) for argument in sys.argv[4:])
     levels = (PersistentLevel(directory, every_n_steps=every, keep_last=2),)
     tuning = Tuning(SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=linger_s)), width=width)

@@ -171,7 +171,6 @@ def main() -> None:
     request = json.loads(sys.argv[1])
     rank, folder = request["rank"], request["folder"]
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=request["size"])
     result = globals()[request["job"]](**request["arguments"])
     # Models die before their group does, or gloo aborts.

@@ -48,7 +48,6 @@ class Position:
 def main() -> None:
     directory, mode, journal_path, result_path = sys.argv[1:]
     journal = Journal(journal_path)
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(24, 96), torch.nn.Dropout(0.2), torch.nn.Linear(96, 24))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -25,7 +25,6 @@ class Journal:
 def main() -> None:
     directory, steps, journal_path, result_path = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
     journal = Journal(journal_path)
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(24, 96), torch.nn.BatchNorm1d(96), torch.nn.ReLU(), torch.nn.Linear(96, 24)

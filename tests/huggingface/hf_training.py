@@ -275,6 +275,5 @@ def train(case: str, directory: Path, name: str, kill_at: int = -1, where: str =
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    torch.set_num_threads(1)
     case, directory, name, *death = sys.argv[1:]
     train(case, Path(directory), name, *map(int, death[:1]), *death[1:])

@@ -149,13 +149,6 @@ def test_an_upload_of_a_shard_is_left_alone_for_a_day(storage, s3_server, s3_url
     assert abandoned_after(-1.0, S3Storage(s3_url, s3_server.options())).abort_stale() == [SHARD]
 
 
-def test_a_reader_that_may_not_write_reads(storage, s3_server, s3_url):
-    data = pattern(SIZE)
-    upload(storage, data)
-    reader = S3Storage(s3_url, s3_server.options(seaweed.READER))
-    assert download(reader) == data
-
-
 def test_who_may_not_write_does_not_know_what_the_server_checks(s3_server, s3_url, monkeypatch):
     monkeypatch.setattr(s3, "_compares", {})
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,25 @@ def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | N
     recorder = Recorder()
     lazy = ListCallback(kept, recorder.trace, choice)
     return _run(case, directory, 1 if choice is None else 1000 + choice.step, recorder, [lazy] if snapshots else [])
+
+
+def check_cuts(case: Case, directory: Path, choose: Callable[[list[Kept]], Iterable[Kept]] = list) -> Run:
+    """Cut at the chosen captures, a training goes on as the one that was not cut, which is returned."""
+    whole = run(case, directory)
+    assert len(whole.kept) >= 3
+    for kept in choose(whole.kept[:-1]):
+        resumed = run(case, directory, choice=kept)
+        assert resumed.trace == whole.trace[kept.trace_length :], f"cut after step {kept.step}"
+        assert resumed.final == whole.final, f"cut after step {kept.step}"
+    return whole
+
+
+def check_exact(case: Case, directory: Path) -> None:
+    """The same at the cuts of the case; and snapshots change nothing."""
+    plain = run(case, directory, snapshots=False)
+    whole = check_cuts(case, directory, lambda kept: kept[case.cuts])
+    assert whole.trace == plain.trace
+    assert {**whole.final, "callbacks": None} == {**plain.final, "callbacks": None}
 
 
 def run_real(case: Case, directory: Path, *, seed: int, die_at: int = 1 << 30) -> Run:

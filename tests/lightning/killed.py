@@ -1,4 +1,4 @@
-"""A training of its own process, for tests that kill it: ``killed.py DIRECTORY STEP THREADS``."""
+"""A training of its own process, for tests that kill it: ``killed.py DIRECTORY STEP``."""
 
 import os
 import signal
@@ -7,13 +7,11 @@ import warnings
 
 warnings.simplefilter("ignore")
 
-import torch  # noqa: E402
 from test_callback import DieAt, fit  # noqa: E402
 
 
 def main() -> None:
-    directory, step, threads = sys.argv[1:]
-    torch.set_num_threads(int(threads))  # with another number the bits are others
+    directory, step = sys.argv[1:]
     fit(directory, DieAt(int(step), lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 import torchmetrics
-from harness import BATCH_SIZE, BATCHES, Case, Net, Numbers, Stream, run
+from harness import BATCH_SIZE, BATCHES, Case, Net, Numbers, Stream, check_cuts, run
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -166,13 +166,11 @@ CASES = [
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.", "ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
 def test_resumed_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
-    whole = run(kind(), tmp_path)
-    kept = whole.kept[:-1]
-    assert len(kept) >= 3
-    for cut in {item.step: item for item in (kept[1], kept[len(kept) // 2], kept[-1])}.values():
-        resumed = run(kind(), tmp_path, choice=cut)
-        assert resumed.trace == whole.trace[cut.trace_length :], f"cut after step {cut.step}"
-        assert resumed.final == whole.final, f"cut after step {cut.step}"
+    def three(kept):
+        assert len(kept) >= 3
+        return {item.step: item for item in (kept[1], kept[len(kept) // 2], kept[-1])}.values()
+
+    check_cuts(kind(), tmp_path, three)
 
 
 def test_a_training_that_was_stopped_early_and_is_started_again_trains_nothing_and_says_so(tmp_path, caplog):

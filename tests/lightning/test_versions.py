@@ -8,18 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import KINDS, Shuffled, run, run_real
+from harness import KINDS, Shuffled, check_exact, run, run_real
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_resumed_after_any_step_it_ends_as_uninterrupted(kind, tmp_path):
-    plain = run(kind(), tmp_path, snapshots=False)
-    whole = run(kind(), tmp_path)
-    assert whole.trace == plain.trace
-    for kept in whole.kept[:-1]:
-        resumed = run(kind(), tmp_path, choice=kept)
-        assert resumed.trace == whole.trace[kept.trace_length :], f"cut after step {kept.step}"
-        assert resumed.final == whole.final, f"cut after step {kept.step}"
+    check_exact(kind(), tmp_path)
 
 
 def test_resumed_from_memory_it_ends_as_uninterrupted(tmp_path):

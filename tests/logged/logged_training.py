@@ -168,7 +168,6 @@ def transformers(directory, dies_in, change):
 
 if __name__ == "__main__":
     framework, directory, dies_in, change = sys.argv[1:]
-    torch.set_num_threads(1)
     os.chdir(directory)
     globals()[framework](directory, int(dies_in), change)
     sys.modules["wandb"].finish()  # a forked program calls no handlers of the exit

@@ -2,9 +2,9 @@
 
 usage: rank.py SETTINGS_JSON     (kind, rank, world, meeting, directory, steps, journal, result, every, levels)
 
-``kind``: ddp, fsdp (FSDP2), hsdp, tp (FSDP2 x TP), plain; beat, talk: no training at all. Without
-``rank``, rank and world are those of a launcher. ``by_rank`` holds what differs. The journal gets one line per event,
-each a single append. Where there are as many GPUs as ranks, each rank trains on one, over NCCL; else on the CPU.
+``kind``: ddp, fsdp (FSDP2), hsdp, tp (FSDP2 x TP), plain; beat, talk: no training at all. ``by_rank`` holds what
+differs. The journal gets one line per event, each a single append. Where there are as many GPUs as ranks, each rank
+trains on one, over NCCL; else on the CPU.
 """
 
 import contextlib
@@ -245,8 +245,6 @@ def live_on(host: str) -> None:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    if "rank" not in settings:
-        settings.update(rank=int(os.environ["RANK"]), world=int(os.environ["WORLD_SIZE"]), meeting=None)
     settings.update(settings.get("by_rank", {}).get(str(settings["rank"]), {}))
     if "node" in settings:
         socket.gethostname = lambda: settings["node"]
@@ -256,7 +254,6 @@ def main() -> None:
         time.time_ns = lambda: clock() + settings["clock_s"] * 10**9
     if "host" in settings:
         live_on(settings["host"])
-    torch.set_num_threads(1)
     exchanges = count_exchanges()
     journal = os.open(settings["journal"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -264,14 +261,13 @@ def main() -> None:
         os.write(journal, (" ".join(map(str, [rank, *words])) + "\n").encode())
 
     write("pid", os.getpid())
-    write("up", 0, time.monotonic())
 
     heard = listen(settings["until_heard"]) if "until_heard" in settings else None
     device = device_of(rank, world)
     if world > 1 or kind != "plain":
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=f"file://{settings['meeting']}" if settings["meeting"] else "env://",
+            init_method=f"file://{settings['meeting']}",
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=settings.get("timeout_s", 30)),
@@ -322,7 +318,7 @@ def main() -> None:
     if settings.get("look"):
         engine.abandon()
         os._exit(0)
-    write("keeper", start, keeper := keeper_of(engine))
+    keeper = keeper_of(engine)
     if "thaw" in settings:  # the keeper was stopped while the engines of all ranks were made
         dist.barrier()
         os.kill(settings["thaw"], signal.SIGCONT)
@@ -354,7 +350,7 @@ def main() -> None:
         time.sleep(settings.get("lag_s", 0.0))  # a rank that is slower than the others
         if settings.get("swells_at") == step:
             loop["room"] = torch.zeros(12 << 20, dtype=torch.uint8)  # other slots are needed from here on
-        write("trained", step, time.monotonic())
+        write("trained", step)
         if settings.get("silent"):
             continue
         if settings.get("renewed_at") == step:
@@ -385,9 +381,6 @@ def main() -> None:
             is_stored = torch.tensor(int(newest > settings["until_stored_after"]))
             dist.all_reduce(is_stored, dist.ReduceOp.MIN)
             settings["stop_at"] = step if is_stored else None
-        if settings.get("die_at") == step and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
-            write("died", step, time.monotonic())
-            os.kill(os.getpid(), signal.SIGKILL)
         if settings.get("hold_at") == step:
             write("held", step)
             until(lambda: os.path.exists(settings["result"] + "-go"), lambda: "being let go")

@@ -26,7 +26,6 @@ def main() -> None:
     rank, world = settings["rank"], settings["world"]
     if "nodes" in settings:
         socket.gethostname = lambda: settings["nodes"][rank]
-    torch.set_num_threads(1)
     journal = os.open(settings["journal"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def write(*words: object) -> None:

@@ -34,7 +34,7 @@ class Fit:
     def _launch(self, settings):
         """A program of its own, which starts the other ranks itself."""
         command = [sys.executable, str(HERE / "lightning_rank.py"), json.dumps(settings)]
-        environment = {**os.environ, "LAZYSNAP_JOB_ID": str(self.root), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "LAZYSNAP_JOB_ID": str(self.root)}
         with (self.place / "output.0").open("w") as output:
             streams = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
             return subprocess.run(command, env=environment, timeout=TIMEOUT_S, check=False, **streams).returncode

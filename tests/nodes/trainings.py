@@ -20,7 +20,6 @@ START_S = 150.0
 """Python, torch and a rendezvous, on a busy machine."""
 _LAUNCHER = str(pathlib.Path(sys.executable).with_name("torchrun"))
 _TORCH = {
-    "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "eth0",
     # Without it the workers of a new start may meet at the addresses of dead ones.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

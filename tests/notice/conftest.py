@@ -93,7 +93,7 @@ class Trainings:
 
     def start(self, door, phase, at, *, parent="none", **env):
         """``at``: the step; with a ``+`` the training goes on behind it."""
-        env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, "OMP_NUM_THREADS": "1", **env}
+        env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, **env}
         python = sys.executable if parent == "process 1" else self._python
         command = [*PARENTS[parent], python, str(HERE / "noticed.py"), door, str(self.root), phase, at]
         depth = {"none": 0}.get(parent, 1)
@@ -104,7 +104,7 @@ class Trainings:
         launcher = pathlib.Path(sys.executable).with_name("torchrun")
         command = [self._python, str(launcher), "--standalone", "--nproc-per-node", "2", "--no-python", self._python,
                    str(HERE / "noticed.py"), "plain", str(self.root), phase, at]  # fmt: skip
-        env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, "OMP_NUM_THREADS": "1", **env}
+        env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, **env}
         self.runs.append(Run(command, env, 0))
         return self.runs[-1]
 

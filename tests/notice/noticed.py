@@ -17,7 +17,6 @@ import torch.distributed as dist
 DOOR, DIRECTORY, PHASE, AT = sys.argv[1:5]
 STEPS, EVERY = 4000, 5
 ROWS, EPOCHS = 64, STEPS // 8
-torch.set_num_threads(1)
 
 
 def say(text):

@@ -126,27 +126,17 @@ def test_another_notice_does_the_same(notice, trainings, tmp_path):
     assert trainings.durable() == 5
 
 
-def test_a_program_that_looks_ends_itself_with_its_own_code(trainings, tmp_path):
-    run = trainings.start("looking", "step", "4")
+@pytest.mark.parametrize(("way", "code", "said"), [("looking", 3, "left at 4"), ("handling", 5, "handled 15 once")])
+def test_a_program_that_looks_or_handles_the_signal_ends_itself_with_its_own_code(trainings, tmp_path, way, code, said):
+    run = trainings.start(way, "step", "4")
     run.await_line("step 4")
     os.kill(run.pid(), signal.SIGTERM)
     assert "SIGTERM asks this training to end in step 4; step 3 is durable" in run.await_text("asks this training")
     assert trainings.durable() == 3, "stored while the program still trains"
     (tmp_path / "go").touch()
-    assert run.end() == 3
-    assert "left at 4" in run.lines
+    assert run.end() == code
+    assert said in run.lines
     assert trainings.durable() == 4
-
-
-def test_a_handler_of_the_program_is_called_and_its_step_is_stored(trainings, tmp_path):
-    run = trainings.start("handling", "step", "4")
-    run.await_line("step 4")
-    os.kill(run.pid(), signal.SIGTERM)
-    assert "step 3 is durable" in run.await_text("asks this training")
-    assert trainings.durable() == 3, "stored while the program still trains"
-    (tmp_path / "go").touch()
-    assert run.end() == 5
-    assert "handled 15 once" in run.lines
 
 
 def test_the_engine_of_an_earlier_training_that_was_not_closed_takes_no_notice_away(trainings):

@@ -62,7 +62,6 @@ def die(engine, step, death):
 def main():
     name, directory, steps, result, *death = sys.argv[1:]
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     # A restart begins with other values: what is not restored shows.
     seed = 1 if os.environ.get("RESTARTED") else 0
     torch.manual_seed(seed)

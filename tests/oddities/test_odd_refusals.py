@@ -132,44 +132,36 @@ def test_nothing_is_loaded_into_a_model_on_the_meta_device(engines):
     assert engine.restore("latest").step == 1
 
 
-def trained(groups=1):
+def trained(*groups):
+    """Two layers and an optimizer; ``groups``: the numbers of the layers in each of its groups."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.1)
-    if groups == 2:
-        optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.2})
+    held = [[one for number in group for one in model[number].parameters()] for group in groups]
+    optimizer = torch.optim.AdamW([{"params": params} for params in held], lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     return model, optimizer
 
 
-@pytest.mark.parametrize(("there", "here"), [(2, 1), (1, 2)])
-def test_an_optimizer_with_other_groups_is_named_and_nothing_is_loaded(engines, there, here):
-    model, optimizer = trained(there)
+@pytest.mark.parametrize(
+    ("there", "here", "said"),
+    [
+        ([[0], [1]], [[0]], "the snapshot has 2 parameter group.*add_param_group"),
+        ([[0]], [[0], [1]], "the snapshot has 1 parameter group.*add_param_group"),
+        # As many and as large as there: only the names tell.
+        ([[0, 1]], [[1, 0]], r"parameter 0 is 1\.weight, in the snapshot it is 0\.weight"),
+    ],
+    ids=["more groups", "fewer groups", "another order"],
+)
+def test_an_optimizer_with_other_groups_or_another_order_is_named_and_nothing_is_loaded(engines, there, here, said):
+    model, optimizer = trained(*there)
     captured(engines, {"model": model, "adam": optimizer})
-    model, optimizer = trained(here)
+    model, optimizer = trained(*here)
     with torch.no_grad():
         model[0].weight.zero_()
 
-    with pytest.raises(StateMismatch, match=rf"adam: the snapshot has {there} parameter group.*add_param_group"):
+    with pytest.raises(StateMismatch, match=f"adam: {said}"):
         engines({"model": model, "adam": optimizer}).restore("latest")
-
-    assert not model[0].weight.any()
-
-
-def test_an_optimizer_with_its_parameters_in_another_order_is_named_and_nothing_is_loaded(engines):
-    """As many and as large as there: only the names tell."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    captured(engines, {"model": model, "adam": optimizer})
-    turned = torch.optim.AdamW([*model[1].parameters(), *model[0].parameters()])
-    with torch.no_grad():
-        model[0].weight.zero_()
-
-    with pytest.raises(StateMismatch, match=r"adam: parameter 0 is 1\.weight, in the snapshot it is 0\.weight"):
-        engines({"model": model, "adam": turned}).restore("latest")
 
     assert not model[0].weight.any()
 

@@ -7,7 +7,6 @@ import sys
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 """What stands before a program that torchrun starts."""
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else restarted workers meet at the addresses of the dead ones
 }
 

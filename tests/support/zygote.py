@@ -86,7 +86,7 @@ class Zygote:
             [sys.executable, __file__, *imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+            env={**os.environ, **env},
         )
         self._children: dict[int, Child] = {}
         self._numbers = itertools.count()
@@ -149,7 +149,6 @@ def _warm_up() -> None:
     """The first step of an optimizer imports half of torch: here, once."""
     import torch
 
-    torch.set_num_threads(1)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     loss = model(torch.ones(1, 2)).sum()
