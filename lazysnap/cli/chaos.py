@@ -11,7 +11,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Literal
@@ -85,16 +85,12 @@ class Outcome:
 class _Chaos:
     """All trainings of this command."""
 
-    def __init__(self, args: argparse.Namespace, place: pathlib.Path, disk: Disk | None) -> None:
+    def __init__(self, args: argparse.Namespace, training: Callable[[str], Training], disk: Disk | None) -> None:
+        """``training``: makes one, in a directory of that name. Blocks. Raises: as ``_run_undisturbed``."""
         self._args = args
-        self._words, self._step_line = command_words(args, "python train.py --out {dir}"), _step_line(args.step_regex)
-        self.place = place
+        self._training = training
         self._disk = disk
         self.undisturbed = self._run_undisturbed("undisturbed")
-
-    def _training(self, name: str) -> Training:
-        environment = {} if self._disk is None else self._disk.environment
-        return Training(self._words, self._step_line, self.place / name, environment)
 
     def _run_undisturbed(self, name: str) -> Undisturbed:
         """Run the command once. Blocks. Raises: ChaosFailed; ConfigError, if it leaves nothing in its directory."""
@@ -135,7 +131,7 @@ class _Chaos:
                     self._go_on(training, outcome)
                     outcome.seconds, outcome.log = time.monotonic() - began_s, str(training.log)
                     break
-            shutil.rmtree(self.place / name)
+            shutil.rmtree(training.place)
         else:
             raise ChaosFailed(f"the command ended {_TRIES} times before {fault} could strike: give it more steps")
         if outcome.verdict == "PASS":
@@ -250,14 +246,19 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """
     if args.runs is not None and args.runs < 1:
         raise ConfigError(f"--runs must be 1 or more, got {args.runs}")
+    words, step_line = command_words(args, "python train.py --out {dir}"), _step_line(args.step_regex)
     place, disk, left_out = _new_directory(args.dir), None, dict[str, str]()
+
+    def training(name: str) -> Training:
+        return Training(words, step_line, place / name, None if disk is None else disk.environment)
+
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix=".disk-", dir=place) as library:
         if of_disk := [name for name in args.faults if name in NEED_DISK]:
             try:
                 disk = Disk(pathlib.Path(library))
             except OSError as error:
                 left_out |= dict.fromkeys(of_disk, str(error))
-        chaos = _Chaos(args, place, disk)
+        chaos = _Chaos(args, training, disk)
         base = chaos.undisturbed
         if not base.has_keeper:
             of_keeper = [name for name in args.faults if name in NEED_KEEPER]

@@ -50,6 +50,8 @@ class Training:
         """``words``: the command, with ``{dir}`` for the directory. ``step_line``: its first group is a step."""
         self._words = words
         self._step_line = step_line
+        self.place = place
+        """The directory of this training: its log, and in ``files`` what the command writes."""
         self.files = place / "files"
         self.files.mkdir(parents=True)
         self.log = place / "log.txt"
