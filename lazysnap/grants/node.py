@@ -307,7 +307,7 @@ class NodeGrants:
     def _has_to_yield(self, level: NodeLevel, step: int, ranks: Sequence[RankView]) -> bool:
         """Trainers that flush wait for a step that they began: the granted one, which lies ahead, would never come."""
         begun = max((rank.begun for rank in ranks), default=-1)
-        return begun < step and any(step <= begun for step in level.required)
+        return begun < step and any(other <= begun for other in level.required)
 
     def is_wanted(self, write: Write) -> bool:
         """Ask before the commit, and obey: other nodes may already know that this write is void."""

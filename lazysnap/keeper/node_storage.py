@@ -335,7 +335,7 @@ class NodeStorage:
     @property
     def has_stored_alone(self) -> bool:
         """True if not all nodes answer, all trainers of this node are dead, and it stored alone what it could."""
-        return self._core.alone is not None and self._core.alone.is_over
+        return self._core.alone.is_over
 
     def size_of(self, step: int) -> int:
         """Bytes of that step in the slots of the node."""

@@ -14,7 +14,7 @@ WAIT_S = 30.0
 """For the other end to close: less than the deadlines by which it closes what it could not refuse."""
 
 
-def preamble(protocol=6):
+def preamble(protocol=7):
     return struct.pack("!8sH", b"lazysnap", protocol)
 
 
