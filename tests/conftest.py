@@ -20,6 +20,7 @@ from support import sampling
 from support.keepers import end_keepers
 from support.zygote import Zygote
 
+from lazysnap import faults
 from lazysnap.levels.storage import Storage
 
 SEED = "LAZYSNAP_TEST_SEED"
@@ -129,3 +130,19 @@ def s3_url():
 def a_day_later(monkeypatch):
     """Let what nobody holds count as a day old."""
     monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)
+
+
+@pytest.fixture
+def passing(monkeypatch):
+    """Do something whenever a fault point is passed: ``passing(lambda name: ...)``."""
+
+    def arm(work):
+        original = faults.point
+
+        def point(name):
+            work(name)
+            original(name)
+
+        monkeypatch.setattr(faults, "point", point)
+
+    return arm

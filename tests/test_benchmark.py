@@ -269,6 +269,7 @@ def test_the_gpu_benchmark_resumes_what_it_captured_from_memory_and_from_disk(tm
     assert [(line["level"], line["exact"]) for line in restores] == [("memory", "yes"), ("local", "yes")]
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_without_a_device_says_what_to_do(tmp_path):
     done = run("gpu", "--out", tmp_path, code=1, CUDA_VISIBLE_DEVICES="")
 

@@ -15,7 +15,6 @@ import pytest
 from support.programs import ENVIRONMENT, TWO_RANKS, output_of
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.sampled("examples")
 TINY = ["--size", "tiny", "--batch-size", "4"]
 
 
@@ -23,6 +22,7 @@ def run(script: str, *arguments: str, job_id: str, code: int = 0) -> str:
     return output_of(str(ROOT / "examples" / script), *arguments, code=code, LAZYSNAP_JOB_ID=job_id, COLUMNS="150")
 
 
+@pytest.mark.slow
 def test_the_lightning_example_trains_and_its_loss_falls(tmp_path):
     output = run("lightning_gpt.py", *TINY, "--max-steps", "60", "--dirpath", str(tmp_path), job_id=f"ex-{tmp_path}")
     losses = [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)$", output, flags=re.M)]
@@ -31,6 +31,7 @@ def test_the_lightning_example_trains_and_its_loss_falls(tmp_path):
     assert list(tmp_path.glob("step-*/*.json")), "a clean end leaves the last snapshot on disk"
 
 
+@pytest.mark.slow
 def test_the_plain_loop_goes_on_where_it_ended(tmp_path):
     common = ["--dirpath", str(tmp_path)]
     first = run("plain_loop.py", "--max-steps", "3", *common, job_id=f"plain-{tmp_path}")
@@ -77,6 +78,7 @@ def killed_at(step: int, script: str, *arguments: str, job_id: str) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["plain_loop.py", "fabric.py", "accelerate_gpt.py"])
 def test_an_example_that_is_killed_goes_on_where_it_was(tmp_path, script):
     arguments, job_id = ["--max-steps", "40", "--dirpath", str(tmp_path)], f"killed-{tmp_path}"
@@ -94,6 +96,7 @@ def test_an_example_that_is_killed_goes_on_where_it_was(tmp_path, script):
     assert all(again[step] == losses[step] for step in set(losses) & set(again))
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_goes_on_where_it_ended(tmp_path):
     common = ["--output-dir", str(tmp_path), "--batch-size", "4"]
     first = run("hf_trainer.py", "--max-steps", "3", *common, job_id=f"hf-{tmp_path}")

@@ -351,7 +351,7 @@ def test_a_full_disk_leaves_nothing_and_is_exit_code_2(make_url, tmp_path, name,
 def test_memory_does_not_grow_with_the_snapshot(make_url, tmp_path, name, most_mb):
     url = make_url("local")
     put(url, 1, {"model": {"w": torch.rand(10)}})
-    put(url, 10, {"model": {f"w{number}": torch.rand(16_000_000) for number in range(8)}})
+    put(url, 10, {"model": {f"w{number}": torch.full((16_000_000,), 0.5) for number in range(8)}})
     code = """
 import resource, sys
 from lazysnap.cli import main

@@ -2,8 +2,7 @@
 
 import json
 import pathlib
-import subprocess
-import sys
+import signal
 
 import pytest
 from cli_level import run, run_json
@@ -13,13 +12,10 @@ PROGRAM = pathlib.Path(__file__).parents[1] / "faults" / "visible_trainer.py"
 
 
 @pytest.fixture
-def training(url, tmp_path):
-    settings = json.dumps({"url": url, "steps": 10**9})
-    with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen([sys.executable, str(PROGRAM), settings], stdout=output, stderr=output)
-    yield process
-    process.kill()
-    process.wait(60)
+def training(zygote, url, tmp_path):
+    child = zygote.start([str(PROGRAM), json.dumps({"url": url, "steps": 10**9})], {}, tmp_path / "output")
+    yield child
+    child.kill()
     run("stop", url, "--force")
 
 
@@ -46,7 +42,7 @@ def test_a_training_is_seen_live_and_what_is_left_after_its_death(training, url,
     assert live["problems"] == []
 
     training.kill()
-    training.wait(60)
+    assert training.get() == -signal.SIGKILL
     dead = job(lambda found: not found["ranks"][0]["training"])
 
     left = dead["survives"]["process"]["safe"]

@@ -2,8 +2,6 @@ import pytest
 from keeper_jobs import Job
 from support.node_rig import RUN, STARTS, Rig
 
-from lazysnap import faults
-
 
 @pytest.fixture
 def make_job(tmp_path):
@@ -35,19 +33,3 @@ def rig():
     yield make
     for made in rigs:
         made.close()
-
-
-@pytest.fixture
-def passing(monkeypatch):
-    """Do something whenever a fault point is passed: ``passing(lambda name: ...)``."""
-
-    def arm(work):
-        original = faults.point
-
-        def point(name):
-            work(name)
-            original(name)
-
-        monkeypatch.setattr(faults, "point", point)
-
-    return arm

@@ -684,6 +684,7 @@ def test_complete_steps_go_when_enough_newer_ones_are_complete_and_incomplete_on
     assert expired([50, 60, 70, 80], complete=[50, 60, 70, 80]) == [60]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keep_last", [200, 300, 1500, 10**9])
 def test_so_many_complete_ones_stay_however_many_these_are(keep_last):
     """The coordinator tells the newest alone; a keeper that comes later knows no others."""

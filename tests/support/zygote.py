@@ -9,6 +9,7 @@ As a program it is that process; its arguments are the modules to import. It rea
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import itertools
 import json
@@ -72,10 +73,15 @@ class Child:
         """Whether it has ended, and nobody has asked for its status yet."""
         return not self._statuses.empty()
 
-    def kill(self, timeout_s: float = TIMEOUT_S) -> None:
-        """SIGKILL, as soon as it runs; once."""
+    @functools.cached_property
+    def pid(self) -> int:
+        """Its process, as soon as that runs. Raises: queue.Empty."""
+        return self._pids.get(timeout=TIMEOUT_S)
+
+    def kill(self) -> None:
+        """SIGKILL, as soon as it runs."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._pids.get(timeout=timeout_s), signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Zygote:

@@ -164,7 +164,6 @@ def test_a_warm_rank_begins_when_rank_0_listens(place):
     place.wait_until_gone()
 
 
-@pytest.mark.sampled("warm torchrun")
 @pytest.mark.parametrize("way", ["run", "worker"])
 def test_torchrun_starts_its_workers_again_warm(place, way):
     worker = place.write("worker.py", WORKER)
@@ -182,7 +181,6 @@ def test_torchrun_starts_its_workers_again_warm(place, way):
     place.wait_until_gone()
 
 
-@pytest.mark.sampled("warm torchrun")
 def test_torchrun_itself_starts_again_warm(place):
     worker = place.write("worker.py", WORKER)
     words = [TORCHRUN, "--standalone", "--nproc-per-node", "2", worker]
