@@ -1,7 +1,6 @@
 """The calls of an engine for integrations of this package, beside its public ones."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.boundaries import Boundaries
@@ -42,11 +41,6 @@ class Session:
     def together(self, what: str, work: Callable[[], object]) -> None:
         """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
         together(self.parts.world, what, work)
-
-    def fetch_stored(self, which: int | str = "latest") -> Snapshot | None:
-        """Like ``fetch``, from storage alone: also while another process of this job trains. Blocks. Collective."""
-        self.check_open("fetch")
-        return self.run.fetch(which, replace(self.run.restart, client=None))
 
     def fetch_to_read(self, which: int | str = "latest") -> Snapshot:
         """Read as ``fetch``, for an evaluation, which may use another floating dtype. Of a training that runs at this

@@ -13,6 +13,12 @@ from lazysnap.keeper.identity import JobIdentity
 TIMEOUT_S = 60
 
 
+def fetch_stored(engine):
+    """What a restart reads where memory is not asked: also while another process of this job trains."""
+    run = engine.session.run
+    return run.fetch("latest", dataclasses.replace(run.restart, client=None))
+
+
 class Training:
     """Deterministic; ``run`` goes on from wherever the objects stand."""
 

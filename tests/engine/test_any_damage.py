@@ -5,6 +5,7 @@ import pathlib
 import random
 
 import pytest
+from small_training import fetch_stored
 from support.catalogue import inventory_of
 from test_frozen import FrozenStarter, matches
 from tuning import TIMEOUT_S
@@ -56,7 +57,7 @@ def judge(tuning, touched):
     broken = {step for step in STEPS for path in touched if f"{step:08d}" in path.parent.name}
     is_base = any(path.parent.name.startswith("frozen-") for path in touched)
     try:
-        snapshot = tuning.engine.session.fetch_stored()
+        snapshot = fetch_stored(tuning.engine)
     except LazySnapError as error:
         return None if is_base else f"refused: {error}"
     if snapshot is None:

@@ -234,7 +234,6 @@ def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
         engine.boundary,
         engine.restore,
         engine.fetch,
-        engine.session.fetch_stored,
         engine.session.fetch_to_read,
         engine.rollback,
         lambda: engine.keep("a"),

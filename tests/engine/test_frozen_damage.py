@@ -4,6 +4,7 @@ import os
 
 import pytest
 from frozen_damage import damage
+from small_training import fetch_stored
 from support.catalogue import inventory_of
 from support.waiting import until
 from test_frozen import FrozenStarter, matches
@@ -47,7 +48,7 @@ def test_later_snapshots_can_be_restored_and_older_ones_again(job, tmp_path):
     assert tuning.engine.close()
     assert tuning.engine.statistics().level_failures == {}
     assert sorted(check_whole(tuning, tmp_path)) == [first, last]
-    snapshot = job.start(tmp_path, ready=False).engine.session.fetch_stored()
+    snapshot = fetch_stored(job.start(tmp_path, ready=False).engine)
     assert snapshot.step == last
     assert matches(tuning, snapshot)
 
@@ -92,4 +93,4 @@ def test_a_keeper_that_is_killed_while_it_replaces_them_leaves_what_the_next_one
     last = run_until_durable(tuning, step + 1)
     assert tuning.engine.close()
     assert last in check_whole(tuning, tmp_path)
-    assert matches(tuning, job.start(tmp_path, ready=False).engine.session.fetch_stored())
+    assert matches(tuning, fetch_stored(job.start(tmp_path, ready=False).engine))
