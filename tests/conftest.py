@@ -146,3 +146,13 @@ def passing(monkeypatch):
         monkeypatch.setattr(faults, "point", point)
 
     return arm
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -21,7 +21,6 @@ import pytest
 from support.documents import PAGES, ROOT, all_blocks, anchors, command_lines, inline_commands, links
 from support.programs import ENVIRONMENT
 from support.waiting import until
-from support.zygote import Zygote
 from torch.distributed.run import get_args_parser
 
 from benchmarks.__main__ import parser as benchmarks_parser
@@ -40,31 +39,11 @@ NOT_RUN = {
     "lazysnap run": "cold starts: tests/warm, and below",
 }
 """Command lines that are parsed and no more, by how they begin, and why."""
-IMPORTED = (
-    "accelerate",
-    "torch._dynamo",
-    "torch.distributed.checkpoint.state_dict",
-    "lightning.pytorch",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.trainer",
-    "lazysnap.engine.engine",
-    "lazysnap.integrations.accelerate",
-    "lazysnap.integrations.lightning",
-    "lazysnap.integrations.transformers",
-)
 KILLED_AT = "engine.begun:6:kill"
 RESUMES = re.compile(r"(restore|load_state)\(\"latest\"|(ckpt_path|resume_from_checkpoint)=\"latest\"")
 TRAINS_NOTHING = {"coming-from.md#weights-that-you-have"}
 PROGRAM = document_preludes.__file__
 CALL = "import os, sys; from lazysnap.cli import main; os.chdir(sys.argv.pop(1)); sys.exit(main(sys.argv[1:]))"
-
-
-@pytest.fixture(scope="session")
-def programs():
-    """A process with every framework, which is forked for each block."""
-    zygote = Zygote(IMPORTED)
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture(scope="session")
@@ -79,15 +58,15 @@ def bucket(s3_server):
 
 
 @pytest.fixture
-def start(programs, tmp_path):
+def start(zygote, tmp_path):
     """Start the program of a block, always in the same directory; return its exit status and what it said."""
 
-    output, python = tmp_path / "output", programs.python(tmp_path)
+    output, python = tmp_path / "output", zygote.python(tmp_path)
 
     def start(block, **environment):
         words = [PROGRAM, str(tmp_path / "empty"), block.key]
         environment |= {"COLUMNS": "150", "PYTHON_OF_RANKS": str(python)}
-        return programs.run(words, environment, output), output.read_text()
+        return zygote.run(words, environment, output), output.read_text()
 
     return start
 
@@ -121,13 +100,13 @@ def heads(text):
 
 
 @pytest.mark.sampled
-def test_what_pages_quote_is_what_is_said_today(start, programs, tmp_path):
+def test_what_pages_quote_is_what_is_said_today(start, zygote, tmp_path):
     quoted = {block.key: block.code for block in all_blocks("text")}
     [block] = [block for block in BLOCKS if block.key == "README.md#lazysnap"]
     place, output = str(tmp_path / "empty"), tmp_path / "said"
 
     def call(*words):
-        assert programs.run(["-c", CALL, place, *words], {"COLUMNS": "200"}, output) == 0, output.read_text()
+        assert zygote.run(["-c", CALL, place, *words], {"COLUMNS": "200"}, output) == 0, output.read_text()
         return output.read_text()
 
     assert start(block, LAZYSNAP_FAULT=KILLED_AT)[0] == -signal.SIGKILL
@@ -165,17 +144,17 @@ def options_of(command):
 
 
 @pytest.fixture(scope="session")
-def trained(programs, tmp_path_factory):
+def trained(zygote, tmp_path_factory):
     """A run of a model of Transformers, and a folder of that model."""
     place, output = tmp_path_factory.mktemp("trained"), tmp_path_factory.mktemp("output") / "output"
-    assert programs.run([PROGRAM, str(place), "cli.md#export"], {}, output) == 0, output.read_text()
+    assert zygote.run([PROGRAM, str(place), "cli.md#export"], {}, output) == 0, output.read_text()
     until(lambda: list(place.rglob("events-*")))
     return place
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("line", [line for line in sorted({*CALLS, *CONCRETE}) if not line.startswith(tuple(NOT_RUN))])
-def test_a_command_line_does_what_the_page_says_beside_a_small_run(line, programs, start, trained, tmp_path, request):
+def test_a_command_line_does_what_the_page_says_beside_a_small_run(line, zygote, start, trained, tmp_path, request):
     there = tmp_path / "there"
     for name in ("runs/gpt", "runs/a", "runs/a/lazysnap", "runs/lazysnap", "mnt/node0/run", "mnt/node1/run"):
         shutil.copytree(trained / "runs" / "lazysnap", there / name)
@@ -187,7 +166,7 @@ def test_a_command_line_does_what_the_page_says_beside_a_small_run(line, program
         assert start(block, **environment)[0] == 0
     words = shlex.split(line.replace("/mnt/", "mnt/"))
 
-    status = programs.run(["-c", CALL, str(there), *words[1:]], environment, tmp_path / "said")
+    status = zygote.run(["-c", CALL, str(there), *words[1:]], environment, tmp_path / "said")
 
     assert status == 0, (tmp_path / "said").read_text()
     files = [word for option, word in pairwise(words) if option in ("--to", "--html")]

@@ -22,7 +22,7 @@ import accelerate  # noqa: E402
 import numpy  # noqa: E402
 import torch  # noqa: E402
 from support.bits import digest  # noqa: E402
-from support.traced import Augmented, Stream, network  # noqa: E402
+from support.traced import Augmented, Progress, Stream, network  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -32,14 +32,6 @@ from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConf
 BATCH, EPOCHS = 4, 3
 STEPS_AT_MOST = 17
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class Progress(dict):
-    def state_dict(self):
-        return dict(self)
-
-    def load_state_dict(self, state):
-        self.update(state)
 
 
 class Plain:

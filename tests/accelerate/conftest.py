@@ -2,11 +2,11 @@
 
 import json
 import pathlib
-import queue
 import sys
 
 import pytest
 from support.ports import free_port
+from support.zygote import ended
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT_S = 250
@@ -37,13 +37,7 @@ class Ranks:
 
     def run(self, mode: str, world: int = 1, **settings) -> list[dict]:
         """By rank what it returned."""
-        statuses = []
-        for child in self.start(mode, world, **settings):
-            try:
-                statuses.append(child.get(TIMEOUT_S))
-            except queue.Empty:
-                child.kill()
-                statuses.append(child.get(TIMEOUT_S))
+        statuses = ended(self.start(mode, world, **settings), TIMEOUT_S)
         told = [(self.root / f"{mode}.{rank}.output").read_text()[-4000:] for rank in range(world)]
         assert set(statuses) == {0}, "\n".join(told)
         return [json.loads((self.root / f"{mode}.{rank}").read_text()) for rank in range(world)]

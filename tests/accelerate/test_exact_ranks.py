@@ -1,12 +1,9 @@
 """Killed by SIGKILL in the middle of a step, a training of two processes goes on as if nothing had happened."""
 
-import contextlib
 import json
-import queue
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from accelerated import OF_RANKS
 from support.cuts import merged
 from support.ports import free_port
 from support.traced import LENGTH
+from support.zygote import ended
 
 SCRIPT = str(Path(__file__).with_name("accelerated.py"))
 WORLD = 2
@@ -38,7 +36,7 @@ def start(zygote, directory, case, dies_after, seed):
         environment = {name: str(value) for name, value in {**meeting, "RANK": rank, "LOCAL_RANK": rank}.items()}
         arguments = [SCRIPT, str(directory), case, str(dies), str(seed)]
         children.append(zygote.start(arguments, environment, directory / f"output.{rank}"))
-    statuses = ended(children)
+    statuses = ended(children, TIMEOUT_S)
     text = "\n".join(f"--- {rank}\n{(directory / f'output.{rank}').read_text()}" for rank in range(world))
     traces = []
     for rank in range(world):
@@ -53,22 +51,6 @@ def start(zygote, directory, case, dies_after, seed):
 
 def trace_of(directory, rank, world):
     return directory / ("trace" if world == 1 else f"trace.{rank}")
-
-
-def ended(children):
-    """The statuses of all, each killed as soon as another one has failed."""
-    statuses, deadline, is_over = {}, time.monotonic() + TIMEOUT_S, False
-    while len(statuses) < len(children):
-        for rank, child in enumerate(children):
-            if rank not in statuses:
-                with contextlib.suppress(queue.Empty):
-                    statuses[rank] = child.get(0.02)
-        if not is_over and (any(statuses.values()) or time.monotonic() > deadline):
-            is_over = True
-            for rank, child in enumerate(children):
-                if rank not in statuses:
-                    child.kill()
-    return [statuses[rank] for rank in range(len(children))]
 
 
 @pytest.mark.sampled("accelerate-ranks")

@@ -185,43 +185,22 @@ def test_sums_are_exactly_the_wall_time_and_near_the_truth(planned, sample_s):
 
 times = st.floats(BEGAN - 100, BEGAN + 100)
 ranks, steps, starts = st.integers(0, 1), st.integers(0, 50), st.sampled_from("abc")
+VALUES = {
+    **dict.fromkeys(("t", "began", "waited_s", "taken", "copy_s"), times),
+    **dict.fromkeys(("rank", "node", "nodes"), ranks),
+    **dict.fromkeys(("step", "pid", "world_size", "every_n_steps", "every", "captured"), steps),
+    **dict.fromkeys(("host", "version"), st.just("")),
+    "start": starts,
+    "source": st.none(),
+    "phase": st.sampled_from(PHASES),
+    "level": st.just(LEVEL),
+    "steps": st.lists(steps, max_size=3),
+    "how": st.sampled_from(("goodbye", "left", "died")),
+}
+KINDS = (KeeperStarted, TrainerStarted, PhaseEnded, Progress, Complete, TrainerEnded)
 any_event = st.one_of(
-    st.builds(KeeperStarted, t=times, pid=steps, host=st.just("h"), node=ranks, nodes=ranks, version=st.just("")),
-    st.builds(
-        TrainerStarted,
-        t=times,
-        rank=ranks,
-        pid=steps,
-        start=starts,
-        step=steps,
-        world_size=steps,
-        every_n_steps=steps,
-        began=times,
-    ),
-    st.builds(PhaseEnded, t=times, rank=ranks, start=starts, phase=st.sampled_from(PHASES), waited_s=times),
-    st.builds(
-        Progress,
-        t=times,
-        rank=ranks,
-        start=starts,
-        step=steps,
-        every=steps,
-        waited_s=times,
-        captured=steps,
-        taken=times,
-        copy_s=times,
-    ),
-    st.builds(Complete, t=times, level=st.just(LEVEL), steps=st.lists(steps, max_size=3)),
+    *(st.builds(kind, **{name: VALUES[name] for name in kind.__struct_fields__}) for kind in KINDS),
     st.builds(Protected, t=times, step=st.none() | steps),
-    st.builds(
-        TrainerEnded,
-        t=times,
-        rank=ranks,
-        pid=steps,
-        start=starts,
-        step=steps,
-        how=st.sampled_from(("goodbye", "left", "died")),
-    ),
 )
 
 

@@ -198,7 +198,11 @@ def indices(trace, epoch):
 @pytest.mark.parametrize(
     ("kind", "change"),
     # The end of an epoch is not known of a loader without a length.
-    [(kind, change) for kind in OF_A_LENGTH for change in (CHANGES[:3] if kind == "iterable" else CHANGES)],
+    [
+        pytest.param(kind, change, marks=pytest.mark.sampled if kind == "workers" else ())
+        for kind in OF_A_LENGTH
+        for change in (CHANGES[:3] if kind == "iterable" else CHANGES)
+    ],
 )
 def test_with_another_batch_size_no_sample_is_skipped_and_the_start_says_how_many_are_trained_twice(
     monkeypatch, caplog, kind, change

@@ -19,7 +19,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from support import accelerator
 from support.bits import digest
-from support.traced import Augmented, draws, network, seed_all
+from support.traced import Augmented, Progress, draws, network, seed_all
 from torch.utils.data import DataLoader, Dataset
 
 from lazysnap import (
@@ -210,14 +210,6 @@ def lightning(trace: Trace) -> None:
     )
     trainer.fit(module, DataLoader(Augmented(), BATCH, shuffle=True), ckpt_path="latest")
     trace.end(module.state_dict(), trainer.optimizers[0].state_dict()["state"])
-
-
-class Progress(dict):
-    def state_dict(self):
-        return dict(self)
-
-    def load_state_dict(self, state):
-        self.update(state)
 
 
 def accelerated(trace: Trace) -> None:

@@ -3,19 +3,11 @@
 import pathlib
 
 import pytest
-from small_training import Starter
 from support.catalogue import inventory_of
 from tuning import TIMEOUT_S, Tuning, keeper_gone, keeper_of
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.levels import open_store
-
-
-@pytest.fixture
-def job():
-    starter = Starter()
-    yield starter
-    starter.clean_up()
 
 
 def start(job, url):

@@ -5,7 +5,7 @@ from collections import OrderedDict, defaultdict, deque
 
 import pytest
 import torch
-from small_training import TIMEOUT_S, Starter
+from small_training import TIMEOUT_S
 
 from lazysnap import register_type
 from lazysnap.cli import main
@@ -64,13 +64,6 @@ def chains(monkeypatch):
     monkeypatch.setattr(codec, "_registered", {})
     monkeypatch.setattr(codec, "_decoders", {})
     register_type(Chain, name="chain", encode=lambda chain: chain.rest, decode=Chain)
-
-
-@pytest.fixture
-def job():
-    starter = Starter()
-    yield starter
-    starter.clean_up()
 
 
 def with_little_stack(work, left=80):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from small_training import TIMEOUT_S
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
@@ -12,14 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lazysnap import SnapshotEngine
 from lazysnap.errors import UnsupportedState
-
-
-@pytest.fixture
-def group(tmp_path):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 """Worlds of processes with gloo."""
 
 import json
-import queue
 import tempfile
 from pathlib import Path
 
-from support.zygote import Child, Zygote
+from support.zygote import Zygote, ended
 
 HERE = Path(__file__).parent
 DEADLINE_S = 120.0
@@ -29,15 +28,7 @@ class Worlds:
                 )
                 for rank in range(size)
             ]
-            statuses = [_wait(child) for child in children]
+            statuses = ended(children, DEADLINE_S)
             told = [f"rank {rank}: {Path(folder, f'{rank}.output').read_text()[-4000:]}" for rank in range(size)]
             assert set(statuses) == {0}, "\n".join([f"the ranks ended with {statuses}", *told])
             return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
-
-
-def _wait(child: Child) -> int:
-    try:
-        return child.get(DEADLINE_S)
-    except queue.Empty:
-        child.kill()
-        return child.get(DEADLINE_S)

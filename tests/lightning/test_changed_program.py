@@ -26,6 +26,12 @@ class Model(pl.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Ready(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
+        assert lazy.engine.wait_ready(60)
+
+
 def fit(directory, model, *callbacks, items=16, batch=4, **settings):
     pl.seed_everything(1, verbose=False)
     lazy = LazySnapshotCallback()
@@ -38,11 +44,6 @@ def fit(directory, model, *callbacks, items=16, batch=4, **settings):
 @pytest.fixture
 def cut(tmp_path):
     """The directory of a fit that failed in its second epoch, with every step captured."""
-
-    class Ready(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
-            assert lazy.engine.wait_ready(60)
 
     with pytest.raises(RuntimeError, match="cut"):
         fit(tmp_path, Model(), Ready(), DieAt(6, raising(RuntimeError("cut"))))
@@ -106,11 +107,6 @@ def test_with_another_batch_size_each_sample_of_the_epoch_is_trained_once(tmp_pa
         model = Seeing()
         model.seen = []
         return model
-
-    class Ready(pl.Callback):
-        def on_train_start(self, trainer, pl_module):
-            lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
-            assert lazy.engine.wait_ready(60)
 
     first, second = seeing(), seeing()
     with pytest.raises(RuntimeError, match="cut"):

@@ -3,7 +3,6 @@
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
 from harness import BATCH_SIZE, Net, Numbers
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -48,14 +47,6 @@ def test_averaging_of_weights_is_refused_before_anything_starts():
 
     with pytest.raises(ConfigError, match=r"DDPStrategy\(model_averaging_period=...\) is not supported: .*local SGD"):
         LazySnapshotCallback().setup(trainer, Net(), "fit")
-
-
-@pytest.fixture
-def group(tmp_path):
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Zero(Net):

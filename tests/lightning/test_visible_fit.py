@@ -2,8 +2,6 @@
 
 import re
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -19,20 +17,28 @@ from lazysnap.errors import ConfigError
 SCRIPT = Path(__file__).parent / "visible_fit.py"
 
 
-def start(*arguments):
-    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=280)
-    return done.returncode, [line for line in done.stderr.splitlines() if "lazysnap" in line], done.stderr + done.stdout
+@pytest.fixture
+def start(zygote, tmp_path):
+    """Run the script in this directory; its status, the lines that name lazysnap, and all that it said."""
+
+    def run(*arguments):
+        status = zygote.run([str(SCRIPT), str(tmp_path), *map(str, arguments)], {}, tmp_path / "output")
+        text = (tmp_path / "output").read_text()
+        lines = [line for line in text.splitlines() if "lazysnap" in line and not line.startswith("statistics")]
+        return status, lines, text
+
+    return run
 
 
-def test_a_killed_fit_tells_where_it_goes_on_and_lightning_says_nothing_false(tmp_path):
+def test_a_killed_fit_tells_where_it_goes_on_and_lightning_says_nothing_false(start, tmp_path):
     """Ten batches an epoch: killed before step 14 is trained, so step 13 or 14 is the newest, in epoch 1."""
     level = tmp_path / "lazysnap"
-    code, lines, _ = start(tmp_path, 13)
+    code, lines, _ = start(13)
     assert code == -signal.SIGKILL
     assert lines[0] == f"lazysnap: starting fresh: there is no snapshot in memory or at {level}"
     assert [line.split(" ")[1] for line in lines[1:]] == ["state"]
 
-    code, lines, text = start(tmp_path, -1)
+    code, lines, text = start(-1)
 
     assert code == 0, text
     resumed, state, summary, loaded = lines
@@ -62,10 +68,10 @@ def test_a_killed_fit_tells_where_it_goes_on_and_lightning_says_nothing_false(tm
     assert "afterwards True" in text
 
 
-def test_a_fit_that_does_not_ask_for_latest_says_so(tmp_path):
-    _, lines, text = start(tmp_path, -1, "none")
+def test_a_fit_that_does_not_ask_for_latest_says_so(start, tmp_path):
+    _, lines, text = start(-1, "none")
     assert lines[0].startswith("lazysnap: starting fresh: no restart was asked for; trainer.fit(..., ckpt_path="), text
-    _, lines, text = start(tmp_path, -1, tmp_path / "whole.ckpt")
+    _, lines, text = start(-1, tmp_path / "whole.ckpt")
     assert "Restored all states from the checkpoint at" in text  # Lightning's own line about Lightning's own file
     assert not [line for line in lines if "starting fresh" in line]
 

@@ -2,18 +2,14 @@
 
 import contextlib
 import json
-import os
 import pathlib
-import queue
-import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from support.waiting import until
-from support.zygote import Zygote
+from support.zygote import Zygote, ended
 
 HERE = pathlib.Path(__file__).parent
 TIMEOUT_S = 240
@@ -73,7 +69,7 @@ class Job:
         nodes = {rank: by_rank.get(str(rank), {}).get("node") for rank in range(world)}
         # One keeper serves all ranks of a node, and has the environment of whichever starts it.
         of_keeper = {nodes[rank]: fault for rank, fault in (faults or {}).items() if is_of_keeper(fault)}
-        waiting = {}
+        started = []
         for rank in range(world):
             env = {"LAZYSNAP_JOB_ID": str(self.root)}
             if fault := (faults or {}).get(rank, of_keeper.get(nodes[rank])):
@@ -81,8 +77,8 @@ class Job:
             if log:
                 env["LAZYSNAP_FAULT_LOG"] = str(self.root / f"points.{rank}")
             arguments = [str(HERE / "rank.py"), json.dumps({**common, "rank": rank})]
-            waiting[rank] = self.zygote.start(arguments, env, self.place / f"output.{rank}")
-        return self._wait(waiting, spare=spare)
+            started.append(self.zygote.start(arguments, env, self.place / f"output.{rank}"))
+        return ended(started, TIMEOUT_S, lambda code: spare or code in (0, STOPPED))
 
     @contextlib.contextmanager
     def held(self, work: Callable[[], None]) -> Iterator[None]:
@@ -98,28 +94,6 @@ class Job:
             working = pool.submit(let_go)
             yield
             working.result()
-
-    def _wait(self, waiting: dict, *, spare: bool) -> list[int]:
-        codes: dict[int, int] = {}
-        deadline = time.monotonic() + TIMEOUT_S
-        is_over = False
-        while len(codes) < len(waiting):
-            for rank, answer in waiting.items():
-                if rank not in codes:
-                    try:
-                        codes[rank] = answer.get(timeout=0.01)
-                    except queue.Empty:
-                        continue
-            died = not spare and any(code not in (0, STOPPED) for code in codes.values())
-            failed = died or time.monotonic() > deadline
-            if failed and not is_over:
-                is_over = True
-                for _, _, pid in self.events("pid"):
-                    try:
-                        os.kill(int(pid), signal.SIGKILL)
-                    except ProcessLookupError:
-                        continue
-        return [codes[rank] for rank in sorted(codes)]
 
     def events(self, word: str) -> list[list[str]]:
         """Lines of the last run's journal with this word, split: rank, word, …"""

@@ -27,6 +27,16 @@ class Stream(IterableDataset):
         yield from ((number, torch.full((4,), number / LENGTH)) for number in range(LENGTH))
 
 
+class Progress(dict):
+    """What a loop counts."""
+
+    def state_dict(self):
+        return dict(self)
+
+    def load_state_dict(self, state):
+        self.update(state)
+
+
 def network():
     """Buffers that change in forward, and random numbers there."""
     return torch.nn.Sequential(

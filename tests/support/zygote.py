@@ -24,6 +24,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -82,6 +83,27 @@ class Child:
         """SIGKILL, as soon as it runs."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+
+def ended(
+    children: Sequence[Child], timeout_s: float = TIMEOUT_S, is_good: Callable[[int], bool] = lambda status: status == 0
+) -> list[int]:
+    """Return the exit statuses of all. As a launcher does, the first that fails takes the others along; so does the
+    deadline.
+    """
+    statuses: dict[Child, int] = {}
+    deadline, is_over = time.monotonic() + timeout_s, False
+    while len(statuses) < len(children):
+        for child in children:
+            if child not in statuses:
+                with contextlib.suppress(queue.Empty):
+                    statuses[child] = child.get(0.01)
+        if not is_over and (time.monotonic() > deadline or not all(map(is_good, statuses.values()))):
+            is_over = True
+            for child in children:
+                if child not in statuses:
+                    child.kill()
+    return [statuses[child] for child in children]
 
 
 class Zygote:
