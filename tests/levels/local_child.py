@@ -39,19 +39,6 @@ def contend(storage: LocalStorage, content: str, rounds: str) -> None:
     say("done")
 
 
-def begin(storage: LocalStorage) -> None:
-    """Stops before and after the publication."""
-    writer = storage.create(NAME, 4)
-    writer.write(0, memoryview(b"mine"))
-    stop()
-    try:
-        writer.publish()
-        stop()
-    except LevelError as error:
-        writer.close()
-        say(type(error).__name__)
-
-
 def publish_twice(storage: LocalStorage) -> None:
     writer = storage.create(NAME, 4)
     writer.write(0, memoryview(b"mine"))

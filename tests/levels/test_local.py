@@ -136,24 +136,6 @@ def test_a_writer_that_fails_after_the_rename_takes_the_name_back(storage, monke
     assert files(pathlib.Path(storage.url)) == []
 
 
-# ---------------------------------------------------------------------------------------------- locks
-
-
-def test_what_a_living_writer_has_is_not_swept(storage, child):
-    writer = child("begin", storage.url)
-    assert writer.line() == "ready"
-    (name,) = temporary(storage)
-    assert not storage.delete_abandoned(name)
-    writer.go()
-    assert writer.line() == "ready"
-    assert not storage.delete_abandoned(SHARD, unless="step-00000001/manifest")
-
-    writer.kill()
-    storage.put("step-00000001/manifest", b"x")
-    assert not storage.delete_abandoned(SHARD, unless="step-00000001/manifest")
-    assert storage.delete_abandoned(SHARD)
-
-
 @needs_seccomp
 @pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT"])
 def test_a_quota_or_full_disk_at_the_first_byte_is_called_full(storage, child, error):
