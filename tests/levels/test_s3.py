@@ -140,15 +140,6 @@ def test_uploads_of_others_below_the_prefix_are_left_alone(storage, s3_server, s
     assert sorted(uploads_at(s3_server, s3_url)) == sorted(names)
 
 
-def test_an_upload_of_a_shard_is_left_alone_for_a_day(storage, s3_server, s3_url):
-    """As ``aws s3 cp`` makes one, when somebody brings a snapshot there."""
-    begin_upload(s3_server, s3_url, SHARD)
-
-    assert storage.abort_stale() == []
-    assert uploads_at(s3_server, s3_url) == [SHARD]
-    assert abandoned_after(-1.0, S3Storage(s3_url, s3_server.options())).abort_stale() == [SHARD]
-
-
 def test_who_may_not_write_does_not_know_what_the_server_checks(s3_server, s3_url, monkeypatch):
     monkeypatch.setattr(s3, "_compares", {})
 
