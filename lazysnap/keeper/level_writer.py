@@ -16,7 +16,7 @@ from typing import Any
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import CaptureAborted, ConfigError, LazySnapError, LevelHangs
-from lazysnap.events import Event, LevelFailed, NameFailed, Stored
+from lazysnap.events import LevelFailed, NameFailed, Stored
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, Write
 from lazysnap.grants.retention import Retention, still_to_copy
@@ -25,6 +25,7 @@ from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_health import LevelHealth
 from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import FileWriter, NodeFiles
+from lazysnap.keeper.status import StatusBoard
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.redaction import shown
@@ -57,8 +58,8 @@ class WriterContext:
     """Return the snapshots of earlier starts that are still to be named, at this level or another."""
     may_delete: Callable[[], bool]
     """``False`` while a trainer chooses what to go on with: what falls out then may be what it chooses."""
-    emit: Callable[[Event], None]
-    """Add to the status that trainers of the node get."""
+    board: StatusBoard
+    """Gets what trainers of the node are to know."""
 
 
 class LevelPlace:
@@ -214,6 +215,7 @@ class LevelWriter:
             finally:
                 self._attempt = self.step = None
                 self._bytes.rest()
+                self._memory.board.wake()  # a trainer may wait for the end of this
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
@@ -291,7 +293,7 @@ class LevelWriter:
             self.health.stored()
             if loop.is_wanted(write):
                 times = {"seconds": seconds, "checksum_s": manifest.checksums.seconds, "read_back_s": read_back_s}
-                self._memory.emit(Stored(t=time.time(), level=self._level.url, step=step, bytes=size, **times))
+                self._memory.board.add(Stored(t=time.time(), level=self._level.url, step=step, bytes=size, **times))
             loop.post(loop.core.verified, write)
 
     def _bring(self, write: Write, beat: Beat) -> Manifest:
@@ -355,7 +357,7 @@ class LevelWriter:
         self.health.failed(self._began)
         logger.info("%s: step %s: %s", self._where, step, error)
         if step is not None:
-            self._memory.emit(LevelFailed(t=time.time(), level=self._level.url, step=step, text=str(error)))
+            self._memory.board.add(LevelFailed(t=time.time(), level=self._level.url, step=step, text=str(error)))
 
     def _probe(self) -> None:
         """True if a small write works again."""
@@ -397,7 +399,7 @@ class LevelWriter:
     def _not_named(self, naming: Naming, text: str, *, is_final: bool) -> None:
         logger.info("%s: the name %r: %s", self._where, naming.name, text)
         if self._names.failed(naming, is_final=is_final):
-            self._memory.emit(NameFailed(t=time.time(), level=self._level.url, name=naming.name, text=text))
+            self._memory.board.add(NameFailed(t=time.time(), level=self._level.url, name=naming.name, text=text))
 
     def _tidy(self) -> None:
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from lazysnap.config import PersistentLevel
-from lazysnap.events import Event, NameFailed, Notice
+from lazysnap.events import NameFailed, Notice
 from lazysnap.grants.core import Action, Begin, GiveNotice, Learn, Pin, ReleaseStalePins
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, RankView, whole_before_newest
@@ -26,6 +26,7 @@ from lazysnap.keeper.node_slots import NodeSlots, Ranks
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext
 from lazysnap.keeper.protocol import Run
+from lazysnap.keeper.status import StatusBoard
 from lazysnap.keeper.step_wait import AtLevel, Wait
 from lazysnap.links.links import Links
 from lazysnap.memory.arena import KEEP, Slot, Word
@@ -51,8 +52,8 @@ class StorageContext:
 
     ranks: Ranks
     frozen: Callable[[str], Slot | None]
-    emit: Callable[[Event], None]
-    """Adds to the status that trainers of the node get."""
+    board: StatusBoard
+    """Gets what trainers of the node are to know."""
     admit: Callable[[Links], None]
     """Accepts links of other nodes, at node 0."""
     parity: ParityStore = field(default_factory=ParityStore)
@@ -102,7 +103,7 @@ class NodeStorage:
         self._indices = range(len(levels))
         """The levels, without the protection by other nodes."""
         self._loop = GrantLoop(core, self._views, self._act)
-        self._links = NodeLinks(run, team, self._loop, context.emit)
+        self._links = NodeLinks(run, team, self._loop, context.board.add)
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         for writer in self._writers:
             writer.start(self._writers)
@@ -114,8 +115,8 @@ class NodeStorage:
         if self.run.parity is None or self.run.peers is None:
             return None
         grants = self._loop, self._node.levels[-1], len(self.levels)
-        emit, known = self._context.emit, self._known
-        context = ProtectionContext(emit, lambda: any(level.complete for level in known.levels), *grants)
+        add, known = self._context.board.add, self._known
+        context = ProtectionContext(add, lambda: any(level.complete for level in known.levels), *grants)
         return NodeProtection(self.run, self.team, self._slots, self._context.parity, context)
 
     def _writer(self, level: PersistentLevel, index: int) -> LevelWriter:
@@ -124,7 +125,7 @@ class NodeStorage:
         earlier = () if self._before is None else self._before._writers
         before = next((writer.place for writer in earlier if writer.place.level.url == level.url), None)
         reads = self._loop, self._slots.of_step, self._context.frozen
-        context = WriterContext(*reads, self._named_before, self._may_delete, self._context.emit)
+        context = WriterContext(*reads, self._named_before, self._may_delete, self._context.board)
         return LevelWriter(LevelPlace(level, before), index, files, context, knows_earlier=level.url in run.stored)
 
     def set_interval(self, every_n_steps: int) -> None:
@@ -217,12 +218,13 @@ class NodeStorage:
 
     def _learn(self, levels: tuple[NodeLevel, ...]) -> None:
         for news in self._known.news(levels):
-            self._context.emit(news)
+            self._context.board.add(news)
         with self._telling:
             if levels != self._known.levels:
                 self._tell(levels)
             # Only now: those who wait for a step are woken after trainers, and after writers that name and delete.
             self._known.take(levels)
+        self._context.board.wake()
 
     def _tell(self, levels: tuple[NodeLevel, ...]) -> None:
         """Names may be written, old snapshots may go."""
@@ -235,7 +237,7 @@ class NodeStorage:
 
     def _name_lost(self, index: int, name: str, text: str) -> None:
         url = self.levels[index].url
-        self._context.emit(NameFailed(t=time.time(), level=url, name=name, text=text, is_lost=True))
+        self._context.board.add(NameFailed(t=time.time(), level=url, name=name, text=text, is_lost=True))
 
     # --------------------------------------------------------------- the writers' side (``level_writer.WriterContext``)
 
@@ -263,7 +265,7 @@ class NodeStorage:
         self._is_ending = True
         self.store_newest()
         self._loop.post(self._node.take_notice)
-        self._context.emit(Notice(t=time.time()))
+        self._context.board.add(Notice(t=time.time()))
 
     def store_newest(self) -> None:
         """Store the newest capture that all ranks of the node hold whole, due or not."""

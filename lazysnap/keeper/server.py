@@ -228,7 +228,7 @@ class Server:
             self._reads.serve(run.peers.own, run.peers.secret)
         self._node.board.begin(run.start)
         context = StorageContext(
-            self._ranks_here, self._node.frozen.get, self._node.board.add, self._reads.admit, self._parity
+            self._ranks_here, self._node.frozen.get, self._node.board, self._reads.admit, self._parity
         )
         self._node.storage = NodeStorage(rank.levels, run, team, context, self._node.storage)
 

@@ -21,9 +21,9 @@ _MAX_NAMES, _MAX_TROUBLES = 64, 8
 class StatusBoard:
     """The newest status of a node. Thread-safe; nothing here blocks."""
 
-    def __init__(self, note: Callable[[Event], None], changed: Callable[[], None] = lambda: None) -> None:
-        """``note`` gets each event, ``changed`` is called after it; on the thread that adds it."""
-        self._note, self._changed = note, changed
+    def __init__(self, note: Callable[[Event], None], wake: Callable[[], None] = lambda: None) -> None:
+        """``note`` gets each event, on the thread that adds it; ``wake`` has the main loop look at everything again."""
+        self._note, self.wake = note, wake
         self._lock = threading.Lock()
         self.status = Status()
         """Replaced as a whole."""
@@ -33,7 +33,7 @@ class StatusBoard:
         with self._lock:
             troubles = [alert for alert in self.status.alerts if alert.about == "keeper"]
             self.status = Status(start, names=self.status.names, alerts=troubles)
-        self._changed()
+        self.wake()
 
     def forget_troubles(self) -> None:
         """Drop errors that trainers know: the next one need not see them."""
@@ -46,7 +46,7 @@ class StatusBoard:
         with self._lock:
             self.status = _with(self.status, event)
         self._note(event)
-        self._changed()
+        self.wake()
 
 
 def _with(status: Status, event: Event) -> Status:

@@ -13,6 +13,7 @@ from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
 from lazysnap.keeper.protocol import Peers, Run
 from lazysnap.keeper.starts import Starts
+from lazysnap.keeper.status import StatusBoard
 from lazysnap.levels import open_store
 from lazysnap.levels.source import map_anonymous
 from lazysnap.links.listener import ReservedPort
@@ -192,7 +193,7 @@ class Rig:
         context = StorageContext(
             lambda: list(ranks),
             self.frozen.get,
-            self.told_to[node].append,
+            StatusBoard(self.told_to[node].append),
             lambda links: self.reads[node].admit(links),
             self._parity_of(node),
         )
