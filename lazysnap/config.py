@@ -92,7 +92,8 @@ class PersistentLevel:
     url: str
     """Path or URL of the directory that holds ``step-…`` directories. Made absolute when local."""
     every_n_steps: int = field(default=100, kw_only=True)
-    """Store captures whose step is a multiple of it, on all ranks. What comes while the level is busy is left out."""
+    """Store captures whose step is a multiple of it, on all ranks. What comes while the level is busy is left out. A
+    level that copies from a faster one takes the newest complete snapshot there, once a multiple was passed."""
     keep_last: int = field(default=2, kw_only=True)
     """Complete snapshots of this run to keep; older ones are deleted."""
     keep_every_n_steps: int | None = field(default=None, kw_only=True)

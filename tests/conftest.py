@@ -2,7 +2,7 @@
 
 ``--tier quick`` leaves out what is marked ``slow`` and takes a seeded tenth of what is marked ``sampled``, of each
 family at least one; what starts trainings is sampled unless it is marked ``always``. Tests of properties try fewer
-examples. ``--tier full``, also without the option, runs everything.
+examples. Tests that are named by ``::`` or ``-k`` all run. ``--tier full``, also without the option, runs everything.
 """
 
 import os
@@ -41,6 +41,12 @@ def _compile_once(config):
         os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
 
 
+def _takes_all(config):
+    """Who names single tests wants all of them, whatever the tier."""
+    is_named = bool(config.option.keyword) or any("::" in str(argument) for argument in config.args)
+    return is_named or config.getoption("tier") == "full"
+
+
 def pytest_configure(config):
     _compile_once(config)
     # A job in the background ignores these, and so would every program that a test starts and interrupts.
@@ -60,7 +66,7 @@ def pytest_configure(config):
     if config.getoption("tier") == "quick":
         hypothesis.settings.register_profile("quick", max_examples=20)
         hypothesis.settings.load_profile("quick")
-    config.stash[sampling.SAMPLE] = sampling.Sample(os.environ[SEED], is_whole=config.getoption("tier") == "full")
+    config.stash[sampling.SAMPLE] = sampling.Sample(os.environ[SEED], is_whole=_takes_all(config))
 
 
 def pytest_report_header(config):

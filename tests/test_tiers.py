@@ -62,6 +62,16 @@ def test_marks_decide_what_a_tier_runs(pytester, tier, count):
     result.stdout.fnmatch_lines([f"tier: {tier}, LAZYSNAP_TEST_SEED=*"])
 
 
+def test_tests_that_are_named_all_run_in_any_tier(pytester):
+    pytester.makeconftest(CONFTEST.read_text())
+    folder = CONFTEST.parent
+    pytester.makeini(f"[pytest]\npythonpath = {folder} {folder}/servers\nmarkers =\n slow\n sampled\n always")
+    module = pytester.makepyfile("import pytest\n\n@pytest.mark.slow\ndef test_slow(): pass\n")
+
+    for named in ([f"{module}::test_slow"], ["-k", "slow"]):
+        pytester.runpytest_subprocess("--tier", "quick", *named).assert_outcomes(passed=1)
+
+
 def test_each_test_module_has_a_name_of_its_own():
     """pytest cannot collect two of one name from folders that are no packages."""
     names = [path.name for path in CONFTEST.parent.rglob("test_*.py")]

@@ -81,7 +81,8 @@ class KeeperEvents:
                     self._statistics.protected += event.step is not None and event.step > (last or -1)
                     self._statistics.last_protected_step = event.step
                 case Alert():
-                    tell(_ALERTS[event.about][0 if event.text else 1], text=event.text)
+                    trouble, over = _ALERTS.get(event.about, _ALERTS["keeper"])
+                    tell(trouble if event.text else over, text=event.text)
                 case KeeperLost():
                     tell(Event.KEEPER_LOST)
                     self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again

@@ -57,8 +57,8 @@ class RankCaptures:
 
     steps: tuple[int, ...]
     """Whole in memory, the newest first; empty if nothing is newer than ``durable``."""
-    durable: int | None
-    """The newest step of this training that a level is known to have."""
+    durable: tuple[int, str] | None
+    """The newest step of this training that a level is known to have, and the URL of that level."""
     seen: int
     """The step of the last boundary, or of the snapshot that was resumed."""
 
@@ -279,10 +279,12 @@ class Notice:
     def _line(self, *, is_stored: bool) -> str:
         client, held, levels = self._client, self._held(), self._config.levels
         assert client is not None
-        durable = max(client.newest_durable(), self._stored, -1 if held.durable is None else held.durable)
+        first = levels[0].url if levels else ""
+        at_first = max(client.newest_durable(), self._stored), first
+        durable, url = max(at_first, held.durable or at_first, key=lambda one: one[0])
         asks = "asks this training to end" if self._way is _Way.PROGRAM else "ended this training"
         head = f"{self._what or 'a notice to another rank'} {asks} in step {held.seen + 1}"
-        stored = f"step {durable} is durable at {shown(levels[0].url)}" if levels and durable >= 0 else ""
+        stored = f"step {durable} is durable at {shown(url)}" if levels and durable >= 0 else ""
         newest = max(held.steps, default=-1)
         if newest < 0 and not stored:
             return f"{head}: no step of it was captured, a restart begins as this one did"

@@ -72,17 +72,17 @@ class Resumed:
     """True if this rank's part came from memory, of this node or others."""
     only_in_memory: bool
     """True if no level had it then, though there are levels. False for an older snapshot that was chosen."""
-    is_durable: bool = False
-    """True if a level had it then."""
+    durable_at: str | None = None
+    """The URL of a level that had it then."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
         """Return the facts about the snapshot of a restart."""
         key = (snapshot.start, snapshot.step)
-        is_stored = any(key in stored for stored in snapshot.stored.values())
-        only_in_memory = has_levels and not is_stored and snapshot.new_run is None
+        durable_at = next((url for url, stored in snapshot.stored.items() if key in stored), None)
+        only_in_memory = has_levels and durable_at is None and snapshot.new_run is None
         in_memory = snapshot.level in (MEMORY, PARITY)
-        return cls(snapshot.step, in_memory, only_in_memory, is_stored or not in_memory)
+        return cls(snapshot.step, in_memory, only_in_memory, durable_at if in_memory else durable_at or snapshot.level)
 
 
 # ---------------------------------------------------------------- the start

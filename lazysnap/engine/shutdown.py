@@ -241,11 +241,14 @@ class Shutdown:
             steps = [resumed.step]
         return RankCaptures(tuple(steps), self._newest_durable(), self._recorder.seen_step or 0)
 
-    def _newest_durable(self) -> int | None:
-        """Return the newest step of this training that a level has, as far as this process knows."""
-        stored, resumed = self._parts.statistics.last_durable_step.values(), self._run.resumed
-        of_before = [resumed.step] if resumed is not None and resumed.is_durable else []
-        return max([*stored, *of_before], default=None)
+    def _newest_durable(self) -> tuple[int, str] | None:
+        """Return the newest step of this training that any level has, as far as this process knows, and its URL."""
+        client, resumed = self._parts.client, self._run.resumed
+        newest = [(client.newest_durable(level.url), level.url) for level in self._parts.config.levels]
+        found = [(step, url) for step, url in newest if step >= 0]
+        if resumed is not None and resumed.durable_at is not None:
+            found.append((resumed.step, resumed.durable_at))
+        return max(found, key=lambda one: one[0], default=None)
 
     def _leave(self) -> None:
         self.statistics()  # the last ones with a keeper
@@ -274,4 +277,5 @@ class Shutdown:
         held = statistics.last_whole_step
         if held is None and resumed is not None and resumed.in_memory:
             held = resumed.step
-        return report.Failure(error, (self._recorder.seen_step or 0) + 1, self._newest_durable(), held)
+        durable, _ = self._newest_durable() or (None, "")
+        return report.Failure(error, (self._recorder.seen_step or 0) + 1, durable, held)

@@ -60,13 +60,13 @@ class Retention:
         return may_go(self.settings, key.step, newer, is_complete=is_complete, protected=protected)
 
     def _is_untold(self, key: StepKey, level: NodeLevel) -> bool:
-        """True if it may be complete although no order lists it. Of earlier starts the restart saw all."""
+        """True if it may be complete although no order lists it. Of earlier starts the restart saw all.
+
+        An order lists the newest of this start and some older ones that have a name: there are gaps between these.
+        """
         if self.settings.keep_last <= MAX_TOLD:
             return False
-        if key.start != self.start:
-            return key < min(level.complete, default=key)
-        own = [known for known in level.complete if known.start == self.start]
-        return not own or key < min(own)
+        return key.start == self.start or key < min(level.complete, default=key)
 
 
 def still_to_copy(levels: Sequence[NodeLevel], settings: Sequence[PersistentLevel], index: int, start: str) -> set[int]:

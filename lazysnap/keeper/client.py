@@ -193,10 +193,11 @@ class KeeperClient(KeeperLink):
 
     # ---------------------------------------------------------------- storage
 
-    def newest_durable(self) -> int:
-        """The newest step of this start that is known to be complete at the first level; -1: none."""
+    def newest_durable(self, url: str | None = None) -> int:
+        """The newest step of this start that is known to be complete at a level, by default the first one; -1: none."""
         with self._state.lock:
-            return self._state.durable.newest(self._config.levels[0].url) if self._config.levels else -1
+            url = url or next((level.url for level in self._config.levels), "")
+            return self._state.durable.newest(url)
 
     def is_durable(self, step: int) -> bool:
         """True if that step of this start, or a later one, is known to be complete at the first level."""

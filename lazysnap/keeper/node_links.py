@@ -18,7 +18,7 @@ class NodeLinks:
 
     def __init__(self, run: Run, team: Team, loop: GrantLoop, emit: Callable[[Event], None]) -> None:
         self._peers, self._start, self._team, self._loop = run.peers, run.start, team, loop
-        self._reminder = Reminder("links", _UNREACHED_S, emit)
+        self._reminder = Reminder("links", _UNREACHED_S, emit, is_open=team.nodes > 1 and not run.is_new)
 
     def begin(self, admit: Callable[[Links], None]) -> None:
         """Start ``loop`` with links to the other nodes, if there are any. ``admit`` accepts links, at node 0."""

@@ -104,12 +104,13 @@ class HeldSteps:
 class _Lateness:
     """For how long nothing was protected that was due, and the alerts about it."""
 
-    def __init__(self, emit: Callable[[Event], None]) -> None:
+    def __init__(self, emit: Callable[[Event], None], *, is_open: bool) -> None:
+        """``is_open``: see ``Reminder``."""
         self._newest = -1
         """The newest protected step at the last look."""
         self._since = time.monotonic()
         """The time at which something that was due was protected last, or nothing was due."""
-        self._reminder = Reminder("protection", _LATE_S, emit)
+        self._reminder = Reminder("protection", _LATE_S, emit, is_open=is_open)
 
     def look(self, protected: int, *, is_due: bool, why: Callable[[], str]) -> None:
         """Send an alert if one is due. ``protected``: the newest such step; ``is_due``: a newer one should be."""
@@ -146,7 +147,7 @@ class NodeProtection:
         self._is_failing = False
         self._why = ""
         """Why the last step that was tried is not protected."""
-        self._lateness = _Lateness(context.emit)
+        self._lateness = _Lateness(context.emit, is_open=not run.is_new)
         self._work: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         threading.Thread(target=self._encode_all, name="lazysnap-parity", daemon=True).start()
 

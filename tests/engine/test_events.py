@@ -94,3 +94,11 @@ def test_a_level_that_fails_after_training_does_not_say_that_training_goes_on(ca
     events.take([failed(3, "full")])
 
     assert [record.getMessage() for record in caplog.records] == ["step 3 is not persisted: full"]
+
+
+def test_an_alert_of_a_kind_that_nobody_foresaw_warns_and_ends_no_training(caplog):
+    events, _ = events_of()
+
+    events.take([alert("weather", "it rains")])
+
+    assert "it rains" in caplog.text

@@ -10,11 +10,13 @@ import struct
 import msgspec
 import xxhash
 
+from lazysnap.links.channel import PROTOCOL
+
 WAIT_S = 30.0
 """For the other end to close: less than the deadlines by which it closes what it could not refuse."""
 
 
-def preamble(protocol=7):
+def preamble(protocol=PROTOCOL[1]):
     return struct.pack("!8sH", b"lazysnap", protocol)
 
 

@@ -37,3 +37,17 @@ def test_trainers_hear_again_and_again_that_a_node_is_not_reached_and_that_it_is
     rig.replace(away)
     assert until(lambda: unlinked(rig, left)[-1] == "")
     rig.store()
+
+
+def test_a_keeper_that_replaces_another_one_says_that_the_trouble_is_over(two_nodes, monkeypatch):
+    rig = two_nodes
+    rig.store()
+    rig.stop(1)
+    assert until(lambda: unlinked(rig, 0))
+    monkeypatch.setattr(node_links, "_UNREACHED_S", 3600.0)
+
+    rig.replace(0)
+    rig.replace(1)
+
+    assert until(lambda: unlinked(rig, 0)) == [""]
+    rig.store()

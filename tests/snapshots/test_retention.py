@@ -4,7 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lazysnap.config import PersistentLevel
-from lazysnap.grants.retention import is_milestone, may_go
+from lazysnap.grants.coordinator import LevelGrants
+from lazysnap.grants.messages import MAX_TOLD, StepKey
+from lazysnap.grants.node import NodeLevel
+from lazysnap.grants.retention import Retention, is_milestone, may_go
 from lazysnap.resolver import SnapshotKey
 
 KEYS = st.sets(st.builds(SnapshotKey, st.just("run"), st.integers(0, 60), st.sampled_from("ab"), st.just(1)))
@@ -56,3 +59,18 @@ def test_nothing_goes_in_favour_of_what_does_not_count(complete, level, data):
     assert len(sound.intersection(stay)) >= min(level.keep_last, len(sound))
     if len(sound) < level.keep_last:
         assert stay == sorted(complete)
+
+
+def test_a_keeper_that_knows_the_newest_steps_and_a_named_one_deletes_none_of_those_between_that_stay():
+    """A new keeper: of a level that keeps more than an order lists it does not know all that are complete."""
+    settings = PersistentLevel("/x", keep_last=MAX_TOLD + 50)
+    coordinator, node = LevelGrants(settings, is_open=True), NodeLevel(is_open=True)
+    steps = range(1, 401)
+    for step in steps:
+        coordinator.publish(step)
+    node.learn(coordinator.order("s1", {10}, is_ready=True))
+
+    keys = [StepKey(step, "s1") for step in steps]
+    stay = [key.step for key in keys if not Retention(settings, "s1").is_over(key, node, {10})]
+
+    assert {10, *steps[-settings.keep_last :]} <= set(stay)
