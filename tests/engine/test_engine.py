@@ -331,3 +331,18 @@ def test_a_step_that_retention_asks_for_is_persisted_even_while_another_is_being
 def test_what_is_no_state_is_refused_when_the_engine_is_made(job, make):
     with pytest.raises(ConfigError, match=r"the state must be a dict of names to objects, .* or a StateSource; got"):
         SnapshotEngine(job.config(), make(torch.nn.Linear(2, 2)))
+
+
+def test_durable_means_the_first_level_and_no_other_one(job, tmp_path):
+    broken, works = tmp_path / "broken", tmp_path / "works"
+    broken.write_text("in the way of the level's directory")
+    training = job.start(broken, works)
+
+    def trained():
+        training.run(training.engine.step + 1, training.engine.step + 1)
+        return training.engine.statistics().last_durable_step.get(str(works))
+
+    newest = until(trained)
+
+    assert not training.engine.wait(newest, until="durable", timeout_s=0.2)
+    assert not training.engine.close()

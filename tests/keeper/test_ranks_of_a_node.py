@@ -208,3 +208,24 @@ def test_other_nodes_read_what_an_earlier_start_left_as_of_the_ranks_that_it_had
         assert found == [*range(before)]
         for number in range(before):
             assert reader.open(SlotOf(number, 1, "image")) > 0
+
+
+def test_what_ranks_left_that_the_next_start_does_not_have_stays_until_a_snapshot_of_it_is_durable(job):
+    level = job.level()
+    pathlib.Path(level["url"]).write_text("in the way of the level's directory")
+    for trainer in ranks(job, 2, levels=[level]):
+        trainer.capture(step=1)
+        assert steps(trainer) == [1]  # its keeper heard of the start by now
+        trainer.kill()
+    keeper = job.keeper_pid()
+
+    alone = job.start(rank=(0, 1), start=new_id(), levels=[level])
+    alone.connect()
+    assert alone.reserve(count=3) == 3
+    alone.capture(step=2, must=True)
+    until(lambda: any(name == "LevelFailed" and told["step"] == 2 for name, told in alone.take_events()))
+    assert len(slots_of(keeper)) == 6
+    pathlib.Path(level["url"]).unlink()
+
+    until(lambda: len(slots_of(keeper)) == 3)
+    assert [entry.step for entry in inventory_of(open_store(level["url"])).entries] == [2]
