@@ -64,17 +64,17 @@ class TrainerEnd(msgspec.Struct, frozen=True):
     """The step of the last boundary that it passed."""
 
 
-MAX_COMPLETE = 256
-"""Complete steps of one level in a status: the newest."""
+MAX_COMPLETE = 64
+"""Complete steps of one level in a status: so many may become complete while a trainer takes no message."""
 
 
 class LevelStatus(msgspec.Struct, frozen=True):
     """One level, for one start."""
 
     complete: list[int] = []
-    """The newest complete steps, the oldest first, at most ``MAX_COMPLETE``."""
+    """The steps that became complete last, in that order, at most ``MAX_COMPLETE``."""
     complete_at: float = 0.0
-    """Unix time in seconds when the newest of them became complete, as far as this keeper saw it."""
+    """Unix time in seconds when the last of them did."""
     stored: Stored | None = None
     """The last file that this node stored there."""
     failed: LevelFailed | None = None

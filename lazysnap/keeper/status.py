@@ -58,9 +58,9 @@ def _with(status: Status, event: Event) -> Status:
             return _with_level(status, url, failed=event)
         case Complete(level=url, steps=steps, start=status.start):
             before = status.levels.get(url, LevelStatus())
-            known = sorted({*before.complete, *steps})[-MAX_COMPLETE:]
-            is_newer = known[-1:] != before.complete[-1:]
-            return _with_level(status, url, complete=known, complete_at=event.t if is_newer else before.complete_at)
+            news = [step for step in steps if step not in before.complete]
+            known = [*before.complete, *news][-MAX_COMPLETE:]
+            return _with_level(status, url, complete=known, complete_at=event.t if news else before.complete_at)
         case Protected(step=step, start=status.start):
             return replace(status, protected=step)
         case NameFailed():
