@@ -29,10 +29,10 @@ class StatusBoard:
         """Replaced as a whole."""
 
     def begin(self, start: str) -> None:
-        """Report this start from now on; of earlier ones only which names could not be given."""
+        """Report this start from now on; of earlier ones only names that cannot be given after this."""
         with self._lock:
             troubles = [alert for alert in self.status.alerts if alert.about == "keeper"]
-            self.status = Status(start, names=self.status.names, alerts=troubles)
+            self.status = Status(start, alerts=troubles)
         self.wake()
 
     def forget_troubles(self) -> None:

@@ -96,8 +96,9 @@ def test_a_failure_that_repeats_itself_is_news_each_time(board):
         assert [event.step for event in trainer.news(board)] == [1]
 
 
-def test_the_next_start_hears_which_names_of_the_one_before_could_not_be_given(board):
+def test_the_next_start_hears_of_names_of_the_one_before_that_cannot_be_given_then(board):
     board.add(failed(1))
+    board.add(NameFailed(t=0.0, level=URL, name="tried again", text="-"))
     board.begin(SECOND)
     lost = NameFailed(t=1.0, level=URL, name="best", text="-", is_lost=True)
     board.add(lost)
