@@ -57,7 +57,10 @@ def tick() -> int:
 
 
 class Iteration:
-    """One iteration of the loader of ``position``; ``make`` makes the loader's own iterator."""
+    """One iteration of the loader of ``position``; ``make`` makes the loader's own iterator.
+
+    It has many attributes: what is noted of each batch until the batch is over.
+    """
 
     def __init__(self, position: "Position", make: Callable[[], Iterator[Any]]) -> None:
         self._position = position

@@ -32,7 +32,7 @@ class Position:
     """The position of one loader.
 
     ``state_dict`` and ``load_state_dict`` make it part of a snapshot; ``iterate`` is the loader's iteration. Not
-    thread-safe.
+    thread-safe. It is large because a loader, its samplers, its workers and the iterations of it have one position.
     """
 
     is_data_position = True

@@ -47,7 +47,8 @@ _COMPARED = 8
 class Course:
     """One iteration of a ``DataLoader``: where it begins, and what was noted on its way.
 
-    Used by the iterator of torch (``follow``), which reads one batch ahead under Accelerate (``looks_ahead``).
+    Used by the iterator of torch (``follow``), which reads one batch ahead under Accelerate (``looks_ahead``). It has
+    many attributes: what is noted of each batch until the batch is over.
     """
 
     def __init__(self, position: "Position", *, looks_ahead: bool = False) -> None:

@@ -102,7 +102,7 @@ class HeldSteps:
 
 
 class _Lateness:
-    """For how long nothing was protected that was due, and the alerts about it."""
+    """Measures for how long nothing was protected that was due, and sends the alerts about it."""
 
     def __init__(self, emit: Callable[[Event], None], *, is_open: bool) -> None:
         """``is_open``: see ``Reminder``."""

@@ -220,7 +220,8 @@ class HandOver(Answer, frozen=True, kw_only=True):
     """Comes with a slot. An answer, if one for frozen tensors was asked for."""
 
     slot: SlotName | None
-    """From a trainer, a slot that an earlier keeper gave it: the digest of the frozen tensors in it, or ``None``."""
+    """Its name. For a slot that an earlier keeper gave it a trainer gives the digest of the frozen tensors, or ``None``.
+    """
     fills: bool = False
     """True if this trainer shall fill it with frozen tensors; else another one does, or it is whole."""
 
@@ -272,7 +273,7 @@ class Status(Message, frozen=True):
     is_ending: bool = False
     """True if the processes of the start are about to be killed."""
     drained: tuple[int, int] = (0, 0)
-    """Of a step that this trainer waits for: bytes that levels have, and that all of them together are to have."""
+    """Bytes of the step that this trainer waits for: those that levels have, and those that all of them are to have."""
 
 
 def _leaves(kind: type[Message]) -> list[type[Message]]:

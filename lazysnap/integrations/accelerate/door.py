@@ -38,6 +38,9 @@ _STOCK = {
 class Door(WithEngine):
     """The snapshots of one accelerator. All on the training thread.
 
+    It is large because each call of the accelerator that means a snapshot ends here, in whatever order a script makes
+    these calls.
+
     Without a place for snapshots it chooses one when it has to: see ``_choose_place``.
     Raises: ConfigError, for an accelerator that cannot be captured.
     """
