@@ -108,7 +108,7 @@ class NodeStorage:
         for writer in self._writers:
             writer.start(self._writers)
         self._protection = self._protecting()
-        for work, name in ((self._begin, "lazysnap-begin"), (self._rest, "lazysnap-checksums")):
+        for work, name in ((self._begin, "lazysnap-begin"), (self._rest, "lazysnap-rest")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def _protecting(self) -> NodeProtection | None:

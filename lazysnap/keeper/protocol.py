@@ -220,8 +220,7 @@ class HandOver(Answer, frozen=True, kw_only=True):
     """Comes with a slot. An answer, if one for frozen tensors was asked for."""
 
     slot: SlotName | None
-    """Its name. For a slot that an earlier keeper gave it a trainer gives the digest of the frozen tensors, or ``None``.
-    """
+    """Its name. For a slot of an earlier keeper a trainer gives the digest of its frozen tensors, or ``None``."""
     fills: bool = False
     """True if this trainer shall fill it with frozen tensors; else another one does, or it is whole."""
 
