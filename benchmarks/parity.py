@@ -235,7 +235,7 @@ def node(job: Line) -> Iterator[Line]:
     rank, nodes = begin(job, name := f"node{os.environ['RANK']}"), job["nodes"]
     state = State(job)
     engine = state.engine(job)
-    _, lost = engine.session.parts.meeting.group
+    _, lost = engine.session.parts.discovery.group
     state.step()
     engine.boundary(EVERY)
     ready(engine)
@@ -313,7 +313,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     parts, computed, _ = lost_parts(
         (entry for _, entries, _ in told for entry in entries), [(node, one) for node, _, held in told for one in held]
     )
-    group, lost = engine.session.parts.meeting.group
+    group, lost = engine.session.parts.discovery.group
     out, everyone = warm(parts[0].pieces.sizes[nodes - 1]), processes(job["run"])
 
     def put(at: int, data: memoryview) -> None:
@@ -323,7 +323,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     dist.barrier()
     if rank == nodes - 1:
         cpu_s, started = _cpu_s(everyone), time.perf_counter()
-        connections = Connections(engine.session.parts.meeting)
+        connections = Connections(engine.session.parts.discovery)
         source = Parity(connections)
         source.lost = parts
         [entry] = [entry for entry in computed if entry.rank == rank]
