@@ -318,7 +318,7 @@ def main() -> None:
     if settings.get("look"):
         engine.abandon()
         os._exit(0)
-    keeper = keeper_of(engine)
+    write("keeper", start, keeper := keeper_of(engine))
     if "thaw" in settings:  # the keeper was stopped while the engines of all ranks were made
         dist.barrier()
         os.kill(settings["thaw"], signal.SIGCONT)
