@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S = 3600.0
 """Seconds after which captures of a rank without a trainer are freed, even if a level still hangs."""
+_NAMES_S = 60.0
+"""Seconds for which a rank that drains waits for names; after that the keeper goes on giving them by itself."""
 _AWAY_GRACE_S = 1.5
 """A trainer that lives and lost its connection comes back sooner; until then no other process takes its place. Less
 than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
@@ -176,7 +178,8 @@ class LocalRank:
         if self._last is None:
             self.await_newest()
         is_known = self._last is None or self._last.result() is not None
-        return is_known and (storage is None or not storage.is_naming)
+        waits_for_names = storage is not None and time.monotonic() - self._phase_since < _NAMES_S
+        return is_known and not (waits_for_names and storage is not None and storage.has_names())
 
     def is_durable(self) -> bool:
         """True if it is at every level; also if nobody wants it any more."""

@@ -351,16 +351,11 @@ class NodeStorage:
         """True if an operation of any level runs."""
         return any(writer.is_at_work for writer in self._writers)
 
-    @property
-    def is_naming(self) -> bool:
-        """True if complete snapshots are still to be named, as far as levels work."""
-        return any(writer.has_names for writer in self._writers)
-
     def has_names(self) -> bool:
         """True if snapshots are still to be named, as far as levels work and nodes answer."""
         works = self._known.works
         missing = any(works[index] for index, _, _ in self._names.missing(self._known.levels))
-        return (missing and not self.has_stored_alone) or self.is_naming
+        return (missing and not self.has_stored_alone) or any(writer.has_names for writer in self._writers)
 
     def is_idle(self) -> bool:
         """True if levels that work have nothing left to do: names, old snapshots."""
