@@ -350,7 +350,7 @@ class SendStates:
         self._collate, self._begin, self._states = loader.collate_fn, loader.worker_init_fn, list(states)
         self._streams = RandomStreams()
         self._last = b""
-        """The state that was sent last, pickled."""
+        """The state that was sent last, pickled: compared byte by byte, and never loaded."""
         self._is_new = True
         self._kept = Keeps(loader)
         self._size = loader.batch_size

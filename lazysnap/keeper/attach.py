@@ -62,8 +62,7 @@ def attach(
                 connection = starting.connection
             except OSError as error:
                 outcome = f" ({error})"
-        received: Received = []
-        is_proven = not was_there  # whom this process starts has it from here
+        received, is_proven = Received(), not was_there  # whom this process starts has the secret from here
         if connection is not None:
             with _explained(connection):
                 if was_there:

@@ -121,7 +121,7 @@ class LocalRank:
         return max(0.0, self._deadline - time.monotonic())
 
     def tick(self) -> None:
-        """Do what is due; called about ten times a second."""
+        """Do what is due; called about ten times a second, and whenever something happened."""
         self._memory.wake()
         if self._drain is not None:
             self._look_at_drain(*self._drain)
@@ -177,9 +177,10 @@ class LocalRank:
             return True
         if self._last is None:
             self.await_newest()
-        is_known = self._last is None or self._last.result() is not None
-        waits_for_names = storage is not None and time.monotonic() - self._phase_since < _NAMES_S
-        return is_known and not (waits_for_names and storage is not None and storage.has_names())
+        if self._last is not None and self._last.result() is None:
+            return False
+        is_late = time.monotonic() - self._phase_since > _NAMES_S
+        return storage is None or is_late or not storage.has_names()
 
     def is_durable(self) -> bool:
         """True if it is at every level; also if nobody wants it any more."""
@@ -365,16 +366,16 @@ class LocalRank:
 
     def send_status(self) -> bool:
         """Send the newest status, unless the trainer has it; ``False`` if it does not take it now. Does not block."""
-        news, trainer = (self._node.board.status, self._progress), self.trainer
-        if trainer is None or (self._sent is not None and news[0] is self._sent[0] and news[1] == self._sent[1]):
+        status, progress, trainer = self._node.board.status, self._progress, self.trainer
+        if trainer is None or (self._sent is not None and self._sent[0] is status and self._sent[1] == progress):
             return True
         try:
-            is_taken = trainer.post(msgspec.structs.replace(news[0], drained=news[1]))
+            is_taken = trainer.post(msgspec.structs.replace(status, drained=progress))
         except OSError as error:  # it is dying, which the main loop will notice
             logger.info("could not tell the trainer: %s", error)
             return False
         if is_taken:
-            self._sent = news
+            self._sent = status, progress
         return is_taken
 
     def _is_reading(self, slot: Slot) -> bool:
