@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--address", required=True, help="abstract Unix socket address, in hexadecimal")
     for name in ("--job", "--node"):
         parser.add_argument(name, help="for people who list processes; the address alone is used")
+    parser.add_argument("--listener", type=int, help="descriptor of a socket that has the address already")
     parser.add_argument("--trainer", type=int, help="descriptor of a connection to the trainer that starts it")
     parser.add_argument("--foreground", action="store_true", help="do not detach")
     arguments = parser.parse_args()
@@ -26,17 +27,15 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     if not arguments.foreground:
         _detach()
-    trainer = None
-    if arguments.trainer is not None:
-        trainer = socket.socket(fileno=arguments.trainer)
-        trainer.set_inheritable(False)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(bytes.fromhex(arguments.address).decode())
-    except OSError:
-        # Another keeper serves this job already. Of several ranks that start one at the same time all but one end so:
-        # before anything is imported.
-        os._exit(1)
+    trainer = None if arguments.trainer is None else _inherited(arguments.trainer)
+    if arguments.listener is not None:
+        listener = _inherited(arguments.listener)
+    else:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(bytes.fromhex(arguments.address).decode())
+        except OSError:
+            os._exit(1)  # another keeper serves this job already
     listener.listen(64)
     # Only now: a launcher that ends may kill all of its children's children, and importing takes a while.
     from lazysnap.keeper.trouble import Trouble
@@ -54,6 +53,12 @@ def main() -> None:
     logging.shutdown()
     # Not sys.exit(): it would wait for a thread that hangs in a dead file system.
     os._exit(0)
+
+
+def _inherited(fd: int) -> socket.socket:
+    sock = socket.socket(fileno=fd)
+    sock.set_inheritable(False)
+    return sock
 
 
 def _keep(listener: socket.socket, trainer: socket.socket | None, trouble: "Trouble") -> None:

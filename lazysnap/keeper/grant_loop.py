@@ -193,8 +193,9 @@ class GrantLoop:
         views = self._look_at_slots()
         newest, now = max((view.begun for view in views), default=-1), time.monotonic()
         step, since = self._begun
+        a_step_s = (now - since) / max(1, newest - step)
         if newest > step:
-            a_step_s = (now - since) / (newest - step)
-            self._poll_s = min(max(_POLL_S, a_step_s / _POLLS_PER_STEP), _LONGEST_POLL_S)
-            self._begun = newest, now
+            self._poll_s, self._begun = 0.0, (newest, now)
+        # The step in progress takes at least as long as it did so far: while training rests, little is looked at.
+        self._poll_s = min(max(_POLL_S, self._poll_s, a_step_s / _POLLS_PER_STEP), _LONGEST_POLL_S)
         return views

@@ -54,19 +54,24 @@ class Starting:
 def start_keeper(identity: JobIdentity) -> Starting:
     """Start a keeper, detached from this process: other session, no parent, no other descriptors.
 
-    What is sent there, descriptors included, is held by the new process from now on, before it runs. Of two that are
-    started at the same time one serves the job; the other one ends, and so does the connection to it. Whose process is
-    at the other end is not known before it answers.
+    The new process has the job's name from now on, before it runs: no other keeper can come between. It also holds what
+    is sent there, descriptors included. Whose process is at the other end is not known before it answers.
+    Raises: OSError, if no process can be started, or if another one has the name.
     """
     faults.point("client.start_keeper")
     root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
-    with _starting:
+    with _starting, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(identity.address)
+        except OSError as error:
+            raise OSError(error.errno, "another process has its name, and does not listen yet") from error
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with theirs:
+                sockets = f"--listener={listener.fileno()}", f"--trainer={theirs.fileno()}"
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "lazysnap.keeper", *identity.arguments, "--trainer", str(theirs.fileno())],
+                    [sys.executable, "-m", "lazysnap.keeper", *identity.arguments, *sockets],
                     env={
                         **os.environ,
                         **identity.environment,
@@ -77,7 +82,7 @@ def start_keeper(identity: JobIdentity) -> Starting:
                     stderr=subprocess.DEVNULL,
                     cwd="/",
                     start_new_session=True,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(listener.fileno(), theirs.fileno()),
                 )
         except BaseException:
             ours.close()
