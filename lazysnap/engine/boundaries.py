@@ -351,4 +351,5 @@ class Boundaries:
         self.gates.remove()
         self._captures.close(self._parts.config.io_timeout_s)
         self._recorder.close()
+        self._parts.source.release()
         self._weights = []

@@ -66,6 +66,10 @@ class ObjectState(StateSource):
         """See ``StateSource.named``."""
         return self._objects
 
+    def release(self) -> None:
+        """See ``StateSource.release``."""
+        self._objects.clear()
+
     def note_boundary(self) -> None:
         """A boundary captured nothing: note where the data stands."""
         for value in self._objects.values():

@@ -48,6 +48,9 @@ class StateSource:
         """
         raise NotImplementedError
 
+    def release(self) -> None:
+        """Let go of all objects: the engine is at its end, and its user may need their memory."""
+
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
         """Return tensors, beside those of optimizers, that change only behind a gate (weight averages); no buffers."""
         return ()

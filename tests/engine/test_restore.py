@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import weakref
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from small_training import TIMEOUT_S, Training, damage_newest_at_rest
 from support.damage import flip
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, latest_path, load_weights
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, latest_path, load_weights
 from lazysnap.errors import ConfigError, LevelUnavailable, SnapshotNotFound, StateMismatch
 
 MEMORY = MemoryLevel(linger_s=60)
@@ -41,6 +42,28 @@ def test_nothing_there_is_none_and_leaves_the_model_alone(job, tmp_path):
 
     assert training.engine.restore("latest") is None
     assert torch.equal(training.model[0].weight, before)
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_an_engine_at_its_end_keeps_nothing_of_the_training_in_memory(job, end):
+    """Models and workers of loaders go with the program's own last reference, without the garbage collector."""
+    model = torch.nn.Linear(8, 8)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([model.weight])
+    engine = SnapshotEngine(job.config(), {"model": model, "optimizer": optimizer})
+    for _ in range(2):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        assert engine.boundary()
+    held = [weakref.ref(one) for one in (model, optimizer, model.weight, model.bias)]
+    gc.collect()
+    gc.disable()
+    try:
+        getattr(engine, end)()
+        del model, optimizer
+        assert [one() for one in held] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_an_engine_that_is_closed_maps_no_slot_any_more_whatever_was_fetched(job, tmp_path):
