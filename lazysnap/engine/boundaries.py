@@ -21,7 +21,6 @@ from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.ranks.checks import together
 from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.modules import is_uninitialised
-from lazysnap.state.objects import ObjectState
 from lazysnap.state.sharding import local_of
 from lazysnap.warm.steps import Steps
 
@@ -258,8 +257,7 @@ class Boundaries:
         is_same = is_same and self._pointers == [weight.data_ptr() for weight in self._weights]
         told = world.exchange("the last step", [step, is_same or step == recorder.last_step])
         if step is not None and all(other == [step, True] for other in told):
-            if isinstance(self._parts.source, ObjectState):
-                self._parts.source.end()
+            self._parts.source.end()
             self.last_boundary(step)
         elif is_open:
             logger.info("step %d, which was not captured, is not captured at the end: weights changed since", step)
@@ -267,8 +265,7 @@ class Boundaries:
     def _note(self) -> None:
         """Note what ``capture_last`` needs of a boundary that captured nothing. Hot."""
         self._facts = self._weights_now()
-        if isinstance(self._parts.source, ObjectState):
-            self._parts.source.note_boundary()
+        self._parts.source.note_boundary()
 
     def _look_at_weights(self) -> None:
         optimizers = self._parts.source.optimizers()

@@ -71,13 +71,13 @@ class ObjectState(StateSource):
         self._objects.clear()
 
     def note_boundary(self) -> None:
-        """A boundary captured nothing: note where the data stands."""
+        """See ``StateSource.note_boundary``."""
         for value in self._objects.values():
             if isinstance(value, ResumableLoader):
                 value.position.note_boundary()
 
     def end(self) -> None:
-        """Let ``collect`` return data loaders as they were at that boundary: loops over them may have been left."""
+        """See ``StateSource.end``."""
         for value in self._objects.values():
             if isinstance(value, ResumableLoader):
                 value.position.end()

@@ -48,6 +48,12 @@ class StateSource:
         """
         raise NotImplementedError
 
+    def note_boundary(self) -> None:
+        """Note where the data stands: a boundary captured nothing, and may turn out to be the last one."""
+
+    def end(self) -> None:
+        """Let ``collect`` return data loaders as they were at the last boundary: loops over them may have been left."""
+
     def release(self) -> None:
         """Let go of all objects: the engine is at its end, and its user may need their memory."""
 
