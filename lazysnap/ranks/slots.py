@@ -45,7 +45,8 @@ def choose_slot(statuses: Sequence[SlotStatus], idle: Sequence[bool], kept: int)
     """Return the index of the slot to write next, ``None`` if all are in use.
 
     It is not pinned (storage reads it) or written by a device (not ``idle``). It is not one of the ``kept`` newest
-    whole ones: until the next is whole, these are the restart points in memory. Of the others it is the oldest.
+    whole ones: until the next is whole, these are the restart points in memory. Of the others it is the oldest,
+    durable or not: so memory has the newest captures without a gap (docs/architecture.md, *How many slots*).
     """
     return next(iter(_free(statuses, idle, kept)), None)
 
