@@ -1,7 +1,7 @@
 """The snapshots that a restart may restore, from the contents of memory and levels. Pure."""
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -135,13 +135,28 @@ def _is_usable(entry: Entry, images: Container[str]) -> bool:
     return entry.frozen is None or entry.frozen in images
 
 
-def candidates(
-    inventories: Iterable[Inventory], *, step: int | None = None, name: str | None = None, run_id: str | None = None
-) -> list[RestartPlan]:
-    """Every complete snapshot, the best first: of the newest run, the greatest step, the newest start.
+@dataclass(frozen=True)
+class Wanted:
+    """The snapshots that are looked for; without limits all of them."""
 
-    Its parts may be at different levels. ``step``, ``name`` (given by ``keep``) and ``run_id`` limit the choice. The
-    caller tries them in this order until one can be read.
+    step: int | None = None
+    name: str | None = None
+    """A name that ``keep`` gave."""
+    run_id: str | None = None
+
+    def includes(self, run_id: str, step: int, names: Collection[str]) -> bool:
+        """True if a snapshot is among them. ``names``: those that it has."""
+        is_named = self.name is None or self.name in names
+        return is_named and self.step in (None, step) and self.run_id in (None, run_id)
+
+
+ANY = Wanted()
+
+
+def candidates(inventories: Iterable[Inventory], wanted: Wanted = ANY) -> list[RestartPlan]:
+    """Every complete snapshot that is wanted, the best first: of the newest run, the greatest step, the newest start.
+
+    Its parts may be at different levels. The caller tries them in this order until one can be read.
     """
     inventories = list(inventories)
     frozen: dict[str, list[FrozenEntry]] = defaultdict(list)
@@ -152,8 +167,7 @@ def candidates(
     for key, entries in sorted(found.items(), reverse=True):
         usable = [entry for entry in entries if _is_usable(entry, frozen)]
         names = {given for entry in usable for given in entry.names}
-        is_wanted = step in (None, key.step) and run_id in (None, key.run_id) and (name is None or name in names)
-        if not is_wanted or not is_complete(usable, frozen):
+        if not wanted.includes(key.run_id, key.step, names) or not is_complete(usable, frozen):
             continue
         ranks: dict[int, list[Entry]] = defaultdict(list)
         for entry in usable:

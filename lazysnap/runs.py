@@ -4,15 +4,17 @@ A run id has 16 hexadecimal digits (``shard.names``). Users see and type its fir
 are unique among the runs of a level.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.resolver import Entry, Inventory, RestartPlan, candidates
+from lazysnap.resolver import Entry, Inventory, RestartPlan, Wanted, candidates
 from lazysnap.shard.names import check_name
 
 LATEST = "latest"
 RUN = "run:"
+MOST_DIGITS = 18
+"""The longest text that is read as a step."""
 _LEAST_DIGITS = 8
 _MOST_LISTED = 8
 _DIGITS = frozenset("0123456789abcdef")
@@ -99,7 +101,7 @@ class Choice:
             check_name(which)
             return cls(name=which)
         digits, at, step = which.removeprefix(RUN).partition("@")
-        is_step = step.isascii() and step.isdigit() and len(step) <= 18
+        is_step = step.isascii() and step.isdigit() and len(step) <= MOST_DIGITS
         if not digits or len(digits) > 16 or not set(digits.lower()) <= _DIGITS or bool(at) != is_step:
             raise ConfigError(
                 f'expected "run:" and the first digits of a run id (0-9, a-f), then "@" and a step or nothing, as in '
@@ -112,15 +114,18 @@ class Choice:
         """True if the newest snapshot is wanted, whichever it is."""
         return self == Choice()
 
+    def wanted(self, run_of: Callable[[str], str]) -> Wanted:
+        """Return the snapshots that are meant. ``run_of`` returns the id of the run that begins with these digits."""
+        return Wanted(self.step, self.name, None if self.run is None else run_of(self.run))
+
     def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:
         """Complete snapshots that are meant, the best first. Raises: SnapshotNotFound, for a run that is not there."""
-        run_id = None if self.run is None else run_of(self.run, inventories)
-        return candidates(inventories, step=self.step, name=self.name, run_id=run_id)
+        return candidates(inventories, self.wanted(lambda digits: run_of(digits, inventories)))
 
     def missing(self, inventories: list[Inventory]) -> str:
         """That there is none, and what there is."""
         if self.run is not None:
-            found = candidates(inventories, run_id=run_of(self.run, inventories))
+            found = candidates(inventories, Wanted(run_id=run_of(self.run, inventories)))
             steps = f", which has steps {sorted({plan.step for plan in found})}" if found else ""
             of_step = f"of step {self.step} " if self.step is not None else ""
             return f"no whole snapshot {of_step}of run {self.run}{steps}; {listed(inventories)}"

@@ -2,7 +2,7 @@
 
 from support.names import START
 
-from lazysnap.resolver import Entry, Inventory, candidates
+from lazysnap.resolver import Entry, Inventory, Wanted, candidates
 
 
 def entry(step: int, *, level: str = "disk", run: int = 1, rank: int = 0, world: int = 1) -> Entry:
@@ -11,7 +11,7 @@ def entry(step: int, *, level: str = "disk", run: int = 1, rank: int = 0, world:
 
 
 def resolve(*entries: Entry, step: int | None = None) -> list[tuple[int, int, list[list[str]]]]:
-    plans = candidates([Inventory("any", entries)], step=step)
+    plans = candidates([Inventory("any", entries)], Wanted(step=step))
     return [
         (int(plan.run_id, 16), plan.step, [[offer.level for offer in offers] for offers in plan.sources])
         for plan in plans

@@ -13,7 +13,7 @@ from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import FrozenEntry, Item, RestartPlan
+from lazysnap.resolver import FrozenEntry, Item, RestartPlan, Wanted
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
@@ -78,7 +78,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
     if wanted is not None:
         found = [catalogue.find(text, args.run) for text in wanted]
         return list({plan.key: plan for plan in found}.values()), []
-    plans = list(catalogue.plans(run=None if args.run is None else catalogue.run_of(args.run)))
+    plans = list(catalogue.plans(Wanted(run_id=None if args.run is None else catalogue.run_of(args.run))))
     if not plans:
         raise SnapshotNotFound(
             f"{catalogue.store.url}: no complete snapshot" + "".join(f"\n{p}" for p in catalogue.problems)

@@ -289,13 +289,13 @@ class Boundaries:
             if not self._captures.is_copying:
                 return
             started = time.perf_counter()
-            is_due = self._captures.finish(self._parts.config.io_timeout_s) is not None
-            if is_due:
+            has_finished = self._captures.finish(self._parts.config.io_timeout_s) is not None
+            if has_finished:
                 faults.point("engine.gated")
             self._recorder.count_ended()
             seconds = time.perf_counter() - started
             self._parts.statistics.waited_s += seconds
-            if is_due:
+            if has_finished:
                 self._parts.statistics.gate.add(seconds)
 
     def _check_graph(self) -> None:

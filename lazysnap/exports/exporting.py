@@ -69,7 +69,7 @@ def export(
     job = Job(os.fspath(to), format_of(os.fspath(to), format), options)
     options.check(job.format)
     store = open_store(checked_url("export", url), options=options.storage_options)
-    return look_again(store, lambda catalogue: write(catalogue, catalogue.find(str(which)), job))
+    return look_again(store, lambda catalogue: write(catalogue, catalogue.find(which), job))
 
 
 def write(catalogue: Catalogue, plan: RestartPlan, job: Job) -> Exported:

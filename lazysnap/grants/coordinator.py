@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 from msgspec import structs
@@ -55,7 +56,7 @@ class LevelGrants:
     is_memory: bool = False
     """True if a node loses its data with its keeper: then only what all nodes have now is complete."""
     earlier: frozenset[StepKey] = frozenset()
-    """Complete snapshots of earlier starts of this run, found in the files."""
+    """Complete snapshots of earlier starts that led to this one, found in the files."""
     grant: int | None = None
     source: int | None = None
     grant_version: int = 0
@@ -101,9 +102,13 @@ class LevelGrants:
         """True if the step is complete here, or can never be."""
         return step in self.complete or step in self.lost
 
-    def is_due(self, step: int) -> bool:
-        """True if a multiple of ``every`` lies between the newest complete step and this one."""
-        return step // self.every > self.complete.newest // self.every
+    def passes_a_multiple(self, step: int) -> bool:
+        """True if a multiple of ``every`` lies between the newest step that is complete here and this one."""
+        return step // self.every > max(self.complete.newest, self._newest_earlier) // self.every
+
+    @cached_property
+    def _newest_earlier(self) -> int:
+        return max((key.step for key in self.earlier), default=-1)
 
     def is_in_vain(self, begun: int, required: Collection[int]) -> bool:
         """True if the granted step lies ahead and will not be captured: captures are at another interval by now."""
@@ -385,12 +390,12 @@ class Coordinator:
             source = source if step is None else None
         elif source is None and not left:
             self._give_up(index, source, view)
-            step = self._ahead(index, view)
+            step = self._step_to_capture(index, view)
             is_ahead = step > view.begun + (self.num_nodes > 1) + level.margin
             step = self._unless_others_pin(index, step, view.begun)
         if source is not None:
             self._give_up(index, source, view)
-            step = self._above(index, self.levels[source])
+            step = self._step_to_copy(index, self.levels[source])
         if step is not None:
             level.take(step, source, is_ahead=is_ahead)
 
@@ -419,7 +424,7 @@ class Coordinator:
         settings = [level.settings.keep_every_n_steps for level in self.levels[index:]]
         return [every for every in settings if every is not None]
 
-    def _above(self, index: int, above: LevelGrants) -> int | None:
+    def _step_to_copy(self, index: int, above: LevelGrants) -> int | None:
         """A step that is complete at the level above: what must be stored, oldest first; else the newest due."""
         level = self.levels[index]
         must = {step for step in level.to_copy | self._required(index) if step in above.complete}
@@ -428,9 +433,9 @@ class Coordinator:
             return min(must)
         # What is older than this one is not due if this one is not.
         step = next((step for step in above.complete if step not in level.lost), None)
-        return step if step is not None and level.is_due(step) else None
+        return step if step is not None and level.passes_a_multiple(step) else None
 
-    def _ahead(self, index: int, view: LocalView) -> int:
+    def _step_to_capture(self, index: int, view: LocalView) -> int:
         """A step that the ranks will capture, or one that must be stored and that the slots still hold."""
         level, begun, kept = self.levels[index], max(view.begun, 0), self._kept_for_ever(index)
         must = {(begun // every + 1) * every for every in kept} | self._required(index)
@@ -451,5 +456,5 @@ class Coordinator:
         if step is not None and step <= begun:
             return None  # it has to be stored, perhaps while training waits: never the other one instead
         # Once it was begun, some nodes may have stored it and let its slot go.
-        is_wanted = pinned > begun and (pinned in self._required(index) or level.is_due(pinned))
+        is_wanted = pinned > begun and (pinned in self._required(index) or level.passes_a_multiple(pinned))
         return pinned if is_wanted and not level.is_done_with(pinned) else None

@@ -112,10 +112,10 @@ class _Lateness:
         """The time at which something that was due was protected last, or nothing was due."""
         self._reminder = Reminder("protection", _LATE_S, emit, is_open=is_open)
 
-    def look(self, protected: int, *, is_due: bool, why: Callable[[], str]) -> None:
-        """Send an alert if one is due. ``protected``: the newest such step; ``is_due``: a newer one should be."""
+    def look(self, protected: int, *, is_newer_due: bool, why: Callable[[], str]) -> None:
+        """Send an alert if one is due. ``protected``: the newest such step; ``is_newer_due``: a newer one should be."""
         now = time.monotonic()
-        is_late = is_due and protected <= self._newest
+        is_late = is_newer_due and protected <= self._newest
         if not is_late:
             self._newest, self._since = protected, now
         lasts_s = now - self._since
@@ -296,4 +296,5 @@ class NodeProtection:
             unreached = f"no link to the keeper of node {min(nodes)}" if nodes else ""
             return unreached or self._why or "a node of its group, or of another one, has no parity yet"
 
-        self._lateness.look(protected, is_due=begun // self._every > protected // self._every, why=why)
+        is_newer_due = begun // self._every > protected // self._every
+        self._lateness.look(protected, is_newer_due=is_newer_due, why=why)

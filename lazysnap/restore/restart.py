@@ -25,7 +25,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.redaction import shown
 from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
-from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, candidates, newest_start
+from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, Wanted, candidates, newest_start
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
@@ -137,7 +137,8 @@ def _new_run(world: World, inventories: list[Inventory], newest: RestartPlan) ->
 
 def _stored(inventories: list[Inventory], level: PersistentLevel, snapshot: Snapshot) -> list[tuple[str, int]]:
     """Complete snapshots at a level that led to this one: retention counts them. The same on every rank."""
-    plans = candidates((inventory for inventory in inventories if inventory.level == level.url), run_id=snapshot.run_id)
+    own = (inventory for inventory in inventories if inventory.level == level.url)
+    plans = candidates(own, Wanted(run_id=snapshot.run_id))
     newest: dict[int, str] = {}
     for plan in plans:
         if plan.step <= snapshot.step:

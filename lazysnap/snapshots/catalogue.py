@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from lazysnap.config import checked_url
-from lazysnap.errors import FormatError, LevelError, SnapshotNotFound
+from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.listing import Directory, Listing, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
@@ -19,16 +19,18 @@ from lazysnap.levels.redaction import shown
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watchdog import Beat
 from lazysnap.resolver import (
+    ANY,
     Entry,
     FrozenEntry,
     Inventory,
     RestartPlan,
     SnapshotKey,
+    Wanted,
     candidates,
     is_complete,
     snapshots,
 )
-from lazysnap.runs import Choice, run_of, short_ids
+from lazysnap.runs import MOST_DIGITS, Choice, run_of, short_ids
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import (
     SnapshotName,
@@ -38,8 +40,6 @@ from lazysnap.shard.names import (
 
 _THREADS = 8
 """Small reads at a time: each is a request to an object store."""
-_MOST_DIGITS = 19
-"""Decimal digits of a step."""
 _NO_KEY = SnapshotKey("", -1, "", 0)
 
 Given = TypeVar("Given")
@@ -204,23 +204,18 @@ class Catalogue:
 
     # ---------------------------------------------------------------- one snapshot
 
-    def plans(
-        self, *, step: int | None = None, name: str | None = None, run: str | None = None
-    ) -> Iterator[RestartPlan]:
-        """Complete snapshots, best first: of the newest run, then of the greatest step, then of the newest start.
-
-        ``name``: given by ``keep``. ``run``: a whole id.
-        """
-        directories = self._list(lambda at: step in (None, at.step) and run in (None, at.run_id))
+    def plans(self, wanted: Wanted = ANY) -> Iterator[RestartPlan]:
+        """Complete snapshots, best first: of the newest run, then of the greatest step, then of the newest start."""
+        unnamed = replace(wanted, name=None)
         steps: dict[tuple[str, int], list[Directory]] = {}
-        for directory in directories:
-            if name is None or name in directory.names:
-                at = _name_of(directory)
+        for directory in self._list(lambda at: unnamed.includes(at.run_id, at.step, ())):
+            at = _name_of(directory)
+            if wanted.includes(at.run_id, at.step, directory.names):
                 steps.setdefault((at.run_id, at.step), []).append(directory)
         for (_, at_step), held in sorted(steps.items(), reverse=True):
             entries = tuple(entry for entry, _ in self._shards(held))
             frozen = tuple(one for one, _ in self._frozen({entry.frozen for entry in entries if entry.frozen}))
-            found = candidates([Inventory(self.store.url, entries, frozen)], name=name)
+            found = candidates([Inventory(self.store.url, entries, frozen)], wanted)
             if not found:
                 self.incomplete += [without_manifest(self.store.url, at_step, one) for one in held if one.bare]
                 self._explain(at_step, entries, frozen)
@@ -230,25 +225,27 @@ class Catalogue:
         """Complete snapshots for a step, a name, ``latest`` or ``run:1f3a@200``, best first.
 
         ``run``: the first digits of a run's id. Raises: SnapshotNotFound, if no run begins with them, or several;
-        ConfigError, for anything else.
+        ConfigError, for anything else, and for two runs.
         """
         # On a command line a step is text. No name is of digits alone.
-        is_step = isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= _MOST_DIGITS
+        is_step = isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= MOST_DIGITS
         choice = Choice.of(int(which) if is_step else which)
-        digits = choice.run or run
-        run_id = None if digits is None else self.run_of(digits)
-        return self.plans(step=choice.step, name=choice.name, run=run_id)
+        if run is not None:
+            if choice.run is not None:
+                raise ConfigError(f"{which!r} names a run, and so does --run {run}: give one of them")
+            choice = replace(choice, run=run)
+        return self.plans(choice.wanted(self.run_of))
 
-    def find(self, wanted: str, run: str | None = None) -> RestartPlan:
-        """The first of ``meant``. Raises: SnapshotNotFound, listing the complete steps."""
-        found = next(self.meant(wanted, run), None)
+    def find(self, which: str | int, run: str | None = None) -> RestartPlan:
+        """The first of ``meant``. Raises: SnapshotNotFound, listing the complete steps; as ``meant``."""
+        found = next(self.meant(which, run), None)
         if found is not None:
             return found
         there = sorted({one.step for one in self.contents().snapshots if one.is_complete})
         some = f"; complete are the steps {_few(there)}" if there else "; nothing there is complete"
         more = "".join(f"\n{problem}" for problem in [*self.problems, *self.incomplete])
         of_run = f" of run {run}" if run else ""
-        raise SnapshotNotFound(f"{self.store.url}: no complete snapshot {wanted!r}{of_run}{some}{more}")
+        raise SnapshotNotFound(f"{self.store.url}: no complete snapshot {which!r}{of_run}{some}{more}")
 
     def run_of(self, digits: str) -> str:
         """The id of the one run that begins with these digits. Raises: SnapshotNotFound, listing the runs there."""

@@ -14,7 +14,7 @@ from contract.frozen import FrozenContract
 from lazysnap.errors import CaptureAborted, ShardCorrupt
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import candidates
+from lazysnap.resolver import Wanted, candidates
 
 
 def _flipped(at: int) -> Callable[[bytes], bytes]:
@@ -243,7 +243,7 @@ class StoreContract(FrozenContract):
         assert not Snapshot(1).delete(make_store())
         assert again.delete(make_store())
         assert look(store).steps() == [1]
-        assert [plan.step for plan in candidates([inventory_of(make_store())], name="first")] == [1]
+        assert [plan.step for plan in candidates([inventory_of(make_store())], Wanted(name="first"))] == [1]
 
         assert make_store().release(RUN, "first") == [entry.location]
         assert not Snapshot(1).delete(store)

@@ -78,9 +78,11 @@ def require(node, step):
 class Cluster:
     """Nodes of one rank, and messages that arrive at once; levels work and slots hold what the test says."""
 
-    def __init__(self, *levels, num_nodes=2):
+    def __init__(self, *levels, num_nodes=2, earlier=()):
+        """``earlier``: the steps that each level has of the start before."""
         self.settings = levels or (PersistentLevel("/0", every_n_steps=10),)
-        grants = tuple(LevelGrants(settings) for settings in self.settings)
+        had = [frozenset(StepKey(step, "s0") for step in steps) for steps in earlier or [()] * len(self.settings)]
+        grants = tuple(LevelGrants(of, earlier=keys) for of, keys in zip(self.settings, had, strict=True))
         self.coordinator = Coordinator(7, START, num_nodes, grants)
         self.nodes = [NodeGrants(node, START, tuple(NodeLevel() for _ in self.settings)) for node in range(num_nodes)]
         self.writes, self.ranks = {}, [RankView(-1, False, ()) for _ in range(num_nodes)]
@@ -288,6 +290,28 @@ def test_a_file_that_is_read_back_after_its_step_was_cancelled_does_not_count():
 
 def two_levels(**slower):
     return PersistentLevel("/0", every_n_steps=10), PersistentLevel("/1", **{"every_n_steps": 20, **slower})
+
+
+def test_a_slower_level_that_has_a_snapshot_of_the_start_before_waits_for_its_next_multiple():
+    """A restart costs no upload of its own."""
+    cluster = Cluster(*two_levels(every_n_steps=100), earlier=([150], [100]))
+    cluster.train(155)
+    for step in range(160, 210, 10):
+        cluster.train(step)
+        assert cluster.granted()[1] is None
+        cluster.finish(0)
+
+    assert cluster.complete() == [150, 160, 170, 180, 190, 200]
+    assert cluster.granted() == [210, 200]
+
+
+def test_a_slower_level_that_has_nothing_takes_the_first_snapshot():
+    cluster = Cluster(*two_levels(every_n_steps=100), earlier=([150], []))
+    cluster.train(155)
+    cluster.train(160)
+    cluster.finish(0)
+
+    assert cluster.granted() == [170, 160]
 
 
 def test_a_slower_level_copies_the_newest_step_that_is_complete_above():

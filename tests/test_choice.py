@@ -1,0 +1,64 @@
+"""What ``which`` means: the same for a restart and for whoever reads a level."""
+
+import pytest
+
+import lazysnap
+from lazysnap.errors import ConfigError
+from lazysnap.levels import open_store
+from lazysnap.resolver import ANY, Wanted
+from lazysnap.runs import Choice, means_snapshot
+from lazysnap.snapshots.catalogue import Catalogue
+
+RUN, OTHER = "1f3a" * 4, "2b4c" * 4
+
+
+def run_of(digits):
+    [found] = [run for run in (RUN, OTHER) if run.startswith(digits)]
+    return found
+
+
+MEANINGS = {
+    "latest": ANY,
+    7: Wanted(step=7),
+    0: Wanted(step=0),
+    "best": Wanted(name="best"),
+    "run:1f3a": Wanted(run_id=RUN),
+    "run:2B4C@200": Wanted(step=200, run_id=OTHER),
+}
+
+
+@pytest.mark.parametrize("which", MEANINGS, ids=str)
+def test_a_choice_is_read(which):
+    assert Choice.of(which).wanted(run_of) == MEANINGS[which]
+    assert Choice.of(which).is_latest == (which == "latest")
+    assert means_snapshot(which) == (which == "latest" or str(which).startswith("run:"))
+
+
+@pytest.mark.parametrize("which", [True, None, 1.5, -1, [7]], ids=repr)
+def test_what_is_no_step_and_no_text_is_refused_by_every_reader(which, tmp_path):
+    for read in (Choice.of, lambda which: lazysnap.export(tmp_path, which, to=tmp_path / "out.safetensors")):
+        with pytest.raises(ConfigError, match='which must be "latest", a step, a name or a run'):
+            read(which)
+    with pytest.raises(ConfigError, match="which must be"):
+        lazysnap.load_weights(tmp_path, which)
+
+
+def test_a_run_that_is_named_twice_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="'run:1f3a' names a run, and so does --run 2b4c: give one of them"):
+        Catalogue(open_store(str(tmp_path))).meant("run:1f3a", "2b4c")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "is_included"),
+    [
+        (ANY, True),
+        (Wanted(step=7, name="best", run_id=RUN), True),
+        (Wanted(step=8), False),
+        (Wanted(name="other"), False),
+        (Wanted(run_id=OTHER), False),
+        (Wanted(step=7, run_id=OTHER), False),
+    ],
+    ids=str,
+)
+def test_each_limit_counts(wanted, is_included):
+    assert wanted.includes(RUN, 7, {"best", "last"}) == is_included
