@@ -22,7 +22,7 @@ class Names:
         """The capture of ``step`` gets these names, at every level."""
         self._given.setdefault(step, []).extend(names)
         for name in names:
-            self._client.tell(Store(step, name))
+            self._client.name(Store(step, name))
 
     def give_wanted(self, step: int) -> None:
         """A capture began: it gets the names that wait for one."""
@@ -44,19 +44,10 @@ class Names:
             self._messages.tell(Event.NAMES_UNUSED, names=self.wanted)
             self.wanted = []
 
-    def resend(self) -> None:
-        """Send all names of this start to a keeper that is new.
-
-        Those of steps that are stored, too: the last keeper may have died before it wrote them.
-        """
-        for step, names in self._given.items():
-            for name in names:
-                self._client.tell(Store(step, name))
-
     def release(self, name: str) -> None:
         """Take the name from every snapshot of the run."""
         self.wanted = [wanted for wanted in self.wanted if wanted != name]
         for names in self._given.values():
             if name in names:
                 names.remove(name)
-        self._client.tell(Release(name))
+        self._client.name(Release(name))

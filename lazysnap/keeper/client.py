@@ -78,6 +78,16 @@ class KeeperClient(KeeperLink):
             run = self._state.run = msgspec.structs.replace(self._state.run, **changes)
         self.tell(run)
 
+    def name(self, said: protocol.Store | protocol.Release) -> None:
+        """Give a name to a step of this run, or take it away; this keeper is told, and each later one: the last may
+        have died before it wrote the name. Does not block.
+        """
+        with self._state.lock:  # the next keeper gets it either by the list, or by the message
+            is_over = isinstance(said, protocol.Release)  # what was said of the name before does not matter any more
+            names = [one for one in self._state.names if not (is_over and one.name == said.name)]
+            self._state.names = [*names, said]
+            self.tell(said)
+
     def give_notice(self, *, is_sealed: bool) -> None:
         """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Leave``."""
         ending = self._state.ending = protocol.Leave("sealed" if is_sealed else "soon")
