@@ -84,7 +84,7 @@ class TrainerState:
         with self.lock:
             self.durable, self.names = DurableSteps(), []
             self.run = msgspec.structs.replace(run, floor=self.newest_sequence())
-            self._events = deque(event for event in self._events if not isinstance(event, Protected))
+            self._events = deque(event for event in self._events if not isinstance(event, Complete | Protected))
             return self.run
 
     def newest_sequence(self) -> int:
