@@ -40,8 +40,15 @@ class Names:
     def begin_run(self) -> None:
         """Another state is loaded: the next capture is not the one that was to be called so."""
         self._given = {}
+        self._give_up_wanted("went back")
+
+    def end(self) -> None:
+        """Nothing is captured any more."""
+        self._give_up_wanted("ended")
+
+    def _give_up_wanted(self, did: str) -> None:
         if self.wanted:
-            self._messages.tell(Event.NAMES_UNUSED, names=self.wanted)
+            self._messages.tell(Event.NAMES_UNUSED, names=self.wanted, did=did)
             self.wanted = []
 
     def release(self, name: str) -> None:

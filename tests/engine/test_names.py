@@ -219,6 +219,19 @@ def test_names_that_are_not_stored_at_the_end_are_told_and_stored_while_memory_s
     until(lambda: place.exists() and named(place) == {"early": 1})
 
 
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_a_name_for_a_capture_that_never_comes_is_said_to_be_unused(job, tmp_path, caplog, end):
+    training = job.start(tmp_path)
+    durable(training, 1, 1)
+    training.train()
+    assert training.engine.keep("next") == 2  # an optimizer stepped: step 1 is not what is meant
+
+    getattr(training.engine, end)()
+
+    assert "no snapshot is called ['next']: training ended before it was captured" in caplog.text
+    assert named(tmp_path) == {}
+
+
 def test_names_that_are_none_are_refused(job, tmp_path):
     engine = job.start(tmp_path, ready=False).engine
 
