@@ -199,7 +199,6 @@ class Boundaries:
         Raises: UnsupportedState, at the first capture; JobBusy.
         """
         recorder, statistics, tell = self._recorder, self._parts.statistics, self._parts.messages.tell
-        recorder.resend_to_new_keeper()
         waited_before_s = statistics.memory_wait_s
         try:
             optimizers = self._parts.source.optimizers()

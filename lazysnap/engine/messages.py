@@ -135,7 +135,7 @@ class Event(enum.Enum):
     LEVEL_WORKS = Row("%(shown)s works again: step %(step)d is durable there", by=By.NODE, ends="level %(level)s")
     NAME_LOST = Row("%(shown)s: the name %(name)r is lost: %(text)s", by=By.NODE)
     NAME_NOT_AS_ASKED = Row("%(shown)s: the name %(name)r is not as asked for: %(text)s", by=By.NODE)
-    NAMES_UNUSED = Row("no snapshot is called %(names)s: training went back before it was captured")
+    NAMES_UNUSED = Row("no snapshot is called %(names)s: training %(did)s before it was captured")
     NAME_IN_DANGER = Row(
         "the snapshot %(name)r may be lost before it is stored: memory still holds %(waiting)s, which is not stored "
         "yet. Name snapshots less often, or give training a faster level"

@@ -22,7 +22,7 @@ class Names:
         """The capture of ``step`` gets these names, at every level."""
         self._given.setdefault(step, []).extend(names)
         for name in names:
-            self._client.tell(Store(step, name))
+            self._client.name(Store(step, name))
 
     def give_wanted(self, step: int) -> None:
         """A capture began: it gets the names that wait for one."""
@@ -40,18 +40,16 @@ class Names:
     def begin_run(self) -> None:
         """Another state is loaded: the next capture is not the one that was to be called so."""
         self._given = {}
+        self._give_up_wanted("went back")
+
+    def end(self) -> None:
+        """Nothing is captured any more."""
+        self._give_up_wanted("ended")
+
+    def _give_up_wanted(self, did: str) -> None:
         if self.wanted:
-            self._messages.tell(Event.NAMES_UNUSED, names=self.wanted)
+            self._messages.tell(Event.NAMES_UNUSED, names=self.wanted, did=did)
             self.wanted = []
-
-    def resend(self) -> None:
-        """Send all names of this start to a keeper that is new.
-
-        Those of steps that are stored, too: the last keeper may have died before it wrote them.
-        """
-        for step, names in self._given.items():
-            for name in names:
-                self._client.tell(Store(step, name))
 
     def release(self, name: str) -> None:
         """Take the name from every snapshot of the run."""
@@ -59,4 +57,4 @@ class Names:
         for names in self._given.values():
             if name in names:
                 names.remove(name)
-        self._client.tell(Release(name))
+        self._client.name(Release(name))

@@ -71,7 +71,6 @@ class Recorder:
         """The step of the last boundary, or of the snapshot that was resumed."""
         self._skipped: tuple[int | None, str] | None = None
         """The step that was left out since the newest capture began, and why."""
-        self._keepers_lost = 0
         self.encoded_once = False
         self.is_sealed = False
         """True if nothing is captured any more, though training may go on for a moment. Set by other threads."""
@@ -366,13 +365,6 @@ class Recorder:
         """Steps before this one that memory keeps until they are stored."""
         kept = {slot.kept_step for slot in self._client.slots()}
         return sorted(step for step in kept if step not in (None, self.seen_step))
-
-    def resend_to_new_keeper(self) -> None:
-        """After a keeper's death: the next one does not know what was asked of the last."""
-        lost = self._statistics.keepers_lost
-        if lost != self._keepers_lost and self._client.slots():
-            self._keepers_lost = lost
-            self.names.resend()
 
     # ---------------------------------------------------------------- ending
 

@@ -73,6 +73,7 @@ class Rollbacks:
         if branch is None:
             recorder.go_back(snapshot.step)
         else:
+            recorder.drain_events()  # what became durable by now is counted as of the run that is left
             self._run.go_on(snapshot, branch)
             self._run.begin()
             self._capture_branch(snapshot.step)

@@ -253,6 +253,7 @@ class Shutdown:
     def _leave(self) -> None:
         self.statistics()  # the last ones with a keeper
         self.is_closed = True
+        self._recorder.names.end()
         self._boundaries.close()
 
     def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:

@@ -20,6 +20,8 @@ from lazysnap.topology import Team
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
+_BUSY_START_S = 1.0
+"""Whoever was refused starts no keeper sooner: where that one dies, the trainer that it served replaces it."""
 _RETRY_S = 0.02
 _RETRY_UNANSWERED_S = 0.002
 """A keeper that was just killed may still accept connections for a moment. Memory waits for the next one."""
@@ -85,8 +87,10 @@ def attach(
             return connection, received
         if connection is not None:
             connection.close()
-        if isinstance(reply, Done) and time.monotonic() > busy_until:
-            raise JobBusy(_why_busy(identity, reply))
+        if isinstance(reply, Done):
+            if time.monotonic() > busy_until:
+                raise JobBusy(_why_busy(identity, reply))
+            start_at = max(start_at, time.monotonic() + _BUSY_START_S)
         if time.monotonic() > patience.extend(deadline):
             if connection is not None and was_there and reply is None:
                 raise KeeperUnavailable(_why_silent(identity, config, connection.peer_pid, is_known or is_proven))

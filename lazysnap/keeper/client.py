@@ -26,6 +26,8 @@ from lazysnap.topology import Team
 
 _FROZEN_S = 600.0
 """The keeper has to find and populate memory for the frozen tensors: some seconds per 10 GB."""
+_MAX_RELEASED = 16
+"""Names that were taken away and of which the next keeper is told: each costs it a listing of every level."""
 
 
 class KeeperClient(KeeperLink):
@@ -77,6 +79,16 @@ class KeeperClient(KeeperLink):
                 return
             run = self._state.run = msgspec.structs.replace(self._state.run, **changes)
         self.tell(run)
+
+    def name(self, said: protocol.Store | protocol.Release) -> None:
+        """Give a name to a step of this run, or take it away; this keeper is told, and each later one: the last may
+        have died before it wrote the name. Does not block.
+        """
+        with self._state.lock:  # the next keeper gets it either by the list, or by the message
+            is_over = isinstance(said, protocol.Release)  # what was said of the name before does not matter any more
+            names = [one for one in self._state.names if not (is_over and one.name == said.name)]
+            self._state.names = _without_old_releases([*names, said])
+            self.tell(said)
 
     def give_notice(self, *, is_sealed: bool) -> None:
         """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Leave``."""
@@ -252,3 +264,8 @@ class KeeperClient(KeeperLink):
         """Leave as a crash would: the keeper persists the newest capture and waits for a restart."""
         # A process that lives and only lost its connection would be expected back.
         self._leave(protocol.Leave("left"))
+
+
+def _without_old_releases(names: list[protocol.Store | protocol.Release]) -> list[protocol.Store | protocol.Release]:
+    released = [one for one in names if isinstance(one, protocol.Release)]
+    return [one for one in names if one not in released[:-_MAX_RELEASED]]

@@ -149,7 +149,8 @@ class KeeperLink:
     def _leave_late(self, connection: Connection, goodbye: Leave) -> None:
         """Leave a keeper that was reached too late: nobody uses its slots."""
         try:
-            connection.send(goodbye)
+            for message in (*self._state.names, goodbye):
+                connection.send(message)
         finally:
             connection.close()
             self._state.release()

@@ -37,6 +37,8 @@ class TrainerState:
         """The address at which a keeper serves other nodes."""
         self.run: protocol.Run | None = None
         """The run that is captured. ``is_new`` until a keeper got it."""
+        self.names: list[protocol.Store | protocol.Release] = []
+        """What was said of names since the run began, in order; of each name only what still holds."""
         self.ending: protocol.Leave | None = None
         """The notice that this process is about to be killed."""
         self.wanted: protocol.Reserve | None = None
@@ -63,7 +65,8 @@ class TrainerState:
         with self.lock:
             if self.run is not None and self.run.is_new:
                 self.run = msgspec.structs.replace(self.run, floor=self.newest_sequence())
-            facts = [one for one in (self.serving, self.run, self.ending, self.wanted) if one is not None]
+            told = self.serving, self.run, *self.names, self.ending, self.wanted
+            facts = [one for one in told if one is not None]
             self.run_was_told()
             return list[protocol.Message](facts)
 
@@ -79,9 +82,9 @@ class TrainerState:
         What earlier starts got to storage, or protected, does not count any more.
         """
         with self.lock:
-            self.durable = DurableSteps()
+            self.durable, self.names = DurableSteps(), []
             self.run = msgspec.structs.replace(run, floor=self.newest_sequence())
-            self._events = deque(event for event in self._events if not isinstance(event, Protected))
+            self._events = deque(event for event in self._events if not isinstance(event, Complete | Protected))
             return self.run
 
     def newest_sequence(self) -> int:

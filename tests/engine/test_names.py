@@ -102,7 +102,6 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     until(lambda: training.engine.statistics().keepers_lost == 1)
     assert training.engine.keep("kept") == 4
     assert training.engine.wait_ready(TIMEOUT_S)
-    # The next keeper is told of the name at the next boundary.
     durable(training, 5, 8)
 
     assert training.engine.close()
@@ -126,6 +125,40 @@ def test_a_name_of_a_stored_snapshot_that_the_keeper_died_before_writing_is_give
     assert training.engine.close()
     assert named(tmp_path) == {"kept": 3}
     until(lambda: steps_at(tmp_path) == [3, 7, 8])
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_name_is_given_though_the_keeper_dies_and_no_boundary_follows(job, tmp_path, is_late):
+    training = job.start(tmp_path)
+    durable(training, 1, 3)
+    keeper = training.engine._client.keeper_pid
+    os.kill(keeper, signal.SIGSTOP)
+    if is_late:
+        os.kill(keeper, signal.SIGKILL)
+        until(lambda: training.engine.statistics().keepers_lost == 1)
+    assert training.engine.keep("kept") == 3
+    os.kill(keeper, signal.SIGKILL)
+
+    assert training.engine.close()
+    assert named(tmp_path) == {"kept": 3}
+
+
+def test_a_name_that_is_released_while_there_is_no_keeper_goes(job, tmp_path):
+    training = job.start(tmp_path)
+    durable(training, 1, 3)
+    for name in ("old", "moved"):
+        assert training.engine.keep(name) == 3
+    until(lambda: named(tmp_path) == {"old": 3, "moved": 3})
+    durable(training, 4, 4)
+    keeper = training.engine._client.keeper_pid
+    os.kill(keeper, signal.SIGSTOP)
+    training.engine.release("old")
+    training.engine.release("moved")
+    assert training.engine.keep("moved") == 4
+    os.kill(keeper, signal.SIGKILL)
+
+    assert training.engine.close()
+    assert named(tmp_path) == {"moved": 4}
 
 
 def slow_training(job, tmp_path, **settings):
@@ -184,6 +217,19 @@ def test_names_that_are_not_stored_at_the_end_are_told_and_stored_while_memory_s
     assert "the names ['early'" in caplog.text
     place.unlink()
     until(lambda: place.exists() and named(place) == {"early": 1})
+
+
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_a_name_for_a_capture_that_never_comes_is_said_to_be_unused(job, tmp_path, caplog, end):
+    training = job.start(tmp_path)
+    durable(training, 1, 1)
+    training.train()
+    assert training.engine.keep("next") == 2  # an optimizer stepped: step 1 is not what is meant
+
+    getattr(training.engine, end)()
+
+    assert "no snapshot is called ['next']: training ended before it was captured" in caplog.text
+    assert named(tmp_path) == {}
 
 
 def test_names_that_are_none_are_refused(job, tmp_path):

@@ -142,6 +142,23 @@ def test_a_training_that_ends_where_it_went_back_to_is_durable_and_says_so(job, 
     assert "(newest: step 4)" in caplog.text
 
 
+@pytest.mark.parametrize("further", [0, 1])
+def test_what_was_durable_of_the_run_that_was_left_does_not_count_for_the_new_one(job, tmp_path, caplog, further):
+    training = job.start(tmp_path)
+    captured(training, 1, 6)
+    assert training.engine._client.drain(6, TIMEOUT_S)  # the engine took no note of that yet
+    step = training.engine.rollback(steps=3).step
+    assert step < 5
+    statistics = training.engine.statistics()
+    assert statistics.last_durable_step.get(str(tmp_path)) in (None, step)
+
+    captured(training, step + 1, step + further)
+
+    assert training.engine.close()
+    assert training.engine.statistics().last_durable_step == {str(tmp_path): step + further}
+    assert "NOT DURABLE" not in caplog.text
+
+
 def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
     """A rollback to the last boundary leaves no run behind on storage."""
     training = job.start(tmp_path)

@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 from support.catalogue import inventory_of
@@ -256,6 +257,24 @@ def test_a_second_trainer_of_a_running_job_is_told_who_runs(job):
 
     assert error["error"] == "JobBusy"
     assert f"process {first.process.pid}" in error["text"]
+
+
+def test_a_second_trainer_does_not_come_between_a_trainer_and_its_next_keeper(job):
+    first = job.trainer()
+    first.capture(step=1)
+    second = job.start()
+    second.take_events()
+    second.process.stdin.write('["connect", {}]\n')
+    second.process.stdin.flush()
+    time.sleep(0.5)  # it is refused, again and again
+    first.process.send_signal(signal.SIGSTOP)
+    os.kill(job.keeper_pid(), signal.SIGKILL)
+    time.sleep(0.5)
+    first.process.send_signal(signal.SIGCONT)
+
+    assert "JobBusy" in second.process.stdout.readline()
+    assert until(lambda: first.slots() == 3)
+    assert [entry[0] for entry in first.inventory()] == [1]
 
 
 def test_a_worker_that_outlives_its_killed_trainer_does_not_hide_the_death(job):
