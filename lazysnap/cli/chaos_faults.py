@@ -76,10 +76,11 @@ def _term(strike: Strike) -> str:
 def _flip(strike: Strike) -> str:
     """Damage is found by reading: so nothing may be left in memory."""
     strike.training.wait(lambda: bool(_files(strike)), time.monotonic() + strike.patience_s)
+    has_ended = strike.training.code is not None
     strike.training.end(strike.training.all)
-    newest = _files(strike)
+    newest = [] if has_ended else _files(strike)  # else it would be the result
     if not newest:
-        return "all killed; there was no file to damage"
+        return f"{'it ended' if has_ended else 'all killed'}; there was no file to damage"
     share, bit, path = strike.dice.random(), strike.dice.randrange(8), strike.dice.choice(newest)
     at = int(share * path.stat().st_size)
     with path.open("r+b") as file:
