@@ -88,6 +88,7 @@ def attach(
         if connection is not None:
             connection.close()
         if isinstance(reply, Done):
+            faults.point("client.refused")
             if time.monotonic() > busy_until:
                 raise JobBusy(_why_busy(identity, reply))
             start_at = max(start_at, time.monotonic() + _BUSY_START_S)

@@ -27,7 +27,7 @@ from lazysnap.topology import Team
 _FROZEN_S = 600.0
 """The keeper has to find and populate memory for the frozen tensors: some seconds per 10 GB."""
 _MAX_RELEASED = 16
-"""Names that were taken away and of which the next keeper is told: each costs it a listing of every level."""
+"""Released names that the next keeper gets: each costs it a listing of every level."""
 
 
 class KeeperClient(KeeperLink):
@@ -81,14 +81,20 @@ class KeeperClient(KeeperLink):
         self.tell(run)
 
     def name(self, said: protocol.Store | protocol.Release) -> None:
-        """Give a name to a step of this run, or take it away; this keeper is told, and each later one: the last may
-        have died before it wrote the name. Does not block.
+        """Give a name to a step of this run, or take it away, at this keeper and each later one: a keeper may die
+        before it writes the name. Does not block.
         """
         with self._state.lock:  # the next keeper gets it either by the list, or by the message
-            is_over = isinstance(said, protocol.Release)  # what was said of the name before does not matter any more
-            names = [one for one in self._state.names if not (is_over and one.name == said.name)]
+            names = self._state.names
+            if isinstance(said, protocol.Release):  # nothing that was said of this name before matters any more
+                names = [one for one in names if one.name != said.name]
             self._state.names = _without_old_releases([*names, said])
             self.tell(said)
+
+    def named(self) -> list[tuple[int, str]]:
+        """Return the steps of this run with the names that they have, in the order given."""
+        given = (one for one in self._state.names if isinstance(one, protocol.Store))
+        return [(one.step, one.name) for one in given if one.name is not None]
 
     def give_notice(self, *, is_sealed: bool) -> None:
         """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Leave``."""

@@ -38,7 +38,7 @@ class TrainerState:
         self.run: protocol.Run | None = None
         """The run that is captured. ``is_new`` until a keeper got it."""
         self.names: list[protocol.Store | protocol.Release] = []
-        """What was said of names since the run began, in order; of each name only what still holds."""
+        """Names given and released since the run began, in order: those that still hold, and the last releases."""
         self.ending: protocol.Leave | None = None
         """The notice that this process is about to be killed."""
         self.wanted: protocol.Reserve | None = None
