@@ -84,6 +84,20 @@ def test_a_program_that_hangs_after_its_restart_fails_at_the_deadline(capsys, tm
     assert "--deadline" in one["reason"]
 
 
+def test_a_command_that_ended_before_it_left_a_file_to_damage_keeps_its_result(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = (
+        "import os, sys, time\n"
+        "for step in range(20): print('step', step, flush=True); time.sleep(0.05)\n"
+        "open(sys.argv[1] + '/result.bin', 'wb', 0).write(bytes(64)); os._exit(0)"
+    )
+    words = ("--faults", "flip", "--seed", "5", "--", sys.executable, "-c", program, "{dir}")
+    code, result = run_json(capsys, *words)
+
+    [one] = result["runs"]
+    assert (code, one["verdict"], one["what"]) == (0, "PASS", "it ended; there was no file to damage"), one
+
+
 def test_the_same_seed_flips_the_same_bit(chaos):
     def struck(seed):
         [one] = chaos("flip", options=("--seed", seed))[1]["runs"]
