@@ -11,7 +11,6 @@ from lazysnap.config import MemoryLevel, Mirror, PersistentLevel, ReedSolomon, S
 from lazysnap.errors import LazySnapError
 
 if TYPE_CHECKING:
-    from lazysnap.cli.metrics import PrometheusMetrics, observe_metrics
     from lazysnap.data import ResumableLoader
     from lazysnap.engine import SnapshotEngine
     from lazysnap.engine.losses import LossSpike, LossWatch, NonFinite
@@ -39,7 +38,6 @@ __all__ = [
     "Mirror",
     "NonFinite",
     "PersistentLevel",
-    "PrometheusMetrics",
     "ReedSolomon",
     "ResumableLoader",
     "SnapshotConfig",
@@ -49,7 +47,6 @@ __all__ = [
     "export",
     "latest_path",
     "load_weights",
-    "observe_metrics",
     "register_type",
 ]
 
@@ -61,14 +58,12 @@ _LAZY = {
     "LossSpike": "lazysnap.engine.losses",
     "LossWatch": "lazysnap.engine.losses",
     "NonFinite": "lazysnap.engine.losses",
-    "PrometheusMetrics": "lazysnap.cli.metrics",
     "ResumableLoader": "lazysnap.data",
     "SnapshotEngine": "lazysnap.engine",
     "attach": "lazysnap.integrations.attach",
     "export": "lazysnap.exports.exporting",
     "latest_path": "lazysnap.snapshots.catalogue",
     "load_weights": "lazysnap.exports.load_weights",
-    "observe_metrics": "lazysnap.cli.metrics",
     "register_type": "lazysnap.state.codec",
 }
 

@@ -35,7 +35,6 @@ CONCRETE = {text for _, text in inline_commands("lazysnap") if re.search(r" runs
 NOT_RUN = {
     "lazysnap demo": "half a minute: tests/cli/test_demo.py",
     "lazysnap chaos": "minutes: tests/cli/test_chaos.py",
-    "lazysnap metrics --to /var/lib": "a place of root's, without an end: tests/keeper/test_metrics.py",
     "lazysnap run": "cold starts: tests/warm, and below",
 }
 """Command lines that are parsed and no more, by how they begin, and why."""

@@ -29,7 +29,6 @@ DOCUMENTED = {
     "Mirror",
     "NonFinite",
     "PersistentLevel",
-    "PrometheusMetrics",
     "ReedSolomon",
     "ResumableLoader",
     "SnapshotConfig",
@@ -38,7 +37,6 @@ DOCUMENTED = {
     "attach",
     "latest_path",
     "load_weights",
-    "observe_metrics",
     "register_type",
 }
 TORCH_FREE = (
@@ -47,7 +45,6 @@ TORCH_FREE = (
     "lazysnap.cli",
     "lazysnap.cli.report",
     "lazysnap.cli.report_page",
-    "lazysnap.cli.timeline",
     "lazysnap.config",
     "lazysnap.errors",
     "lazysnap.exports",

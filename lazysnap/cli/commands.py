@@ -66,8 +66,6 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     one = argparse.ArgumentParser(add_help=False, parents=[level])
     one.add_argument("wanted", metavar="STEP|NAME|latest", help="a step, a name given by keep, or 'latest'")
     one.add_argument("--run", metavar="ID", help="the run with these first digits; default: the newest that fits")
-    jobs = argparse.ArgumentParser(add_help=False, parents=[common])
-    jobs.add_argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level")
 
     def command(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=text, parents=parents)
@@ -100,24 +98,17 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     add("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix")
     add("--force", action="store_true", help="replace an earlier export, or an empty directory")
     add("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses")
-    add = command("keeper", "run a keeper for a job, ahead of it (a sidecar)", common).add_argument
-    add("url", nargs="?", help="URL of the job's first level, as in its settings")
-    add("--job-id", help="the job's SnapshotConfig.job_id; default: LAZYSNAP_JOB_ID, else the URL")
-    add("--local-rank", type=int, default=0, help="if each rank runs this: only rank 0 starts a keeper")
     add = command("stop", "end keepers that a training of this node left", common).add_argument
     add("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level")
     add("--force", action="store_true", help="also a keeper whose newest capture cannot be stored")
     add("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)")
-    add = command("status", "the jobs of this node, what would survive now", jobs).add_argument
+    add = command("status", "the keepers of this node, what would survive now", common).add_argument
+    add("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level")
     again = "show it again every so many seconds (1), until Ctrl-C"
     add("--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help=again)
-    add = command("metrics", "what status shows, as figures for Prometheus", jobs).add_argument
-    add("--to", metavar="FILE.prom", help="replace this file, for node_exporter; default: stdout")
-    add("--every", type=float, metavar="SECONDS", help="again every so many seconds, until Ctrl-C")
+    add("--prometheus", action="store_true", help="the numbers of --json in the text format of Prometheus")
     add = command("report", "goodput of a run, the cost of each interruption", runs).add_argument
     add("--html", metavar="FILE", help="write a page with pictures, too")
-    add = command("timeline", "a run as a trace for Perfetto", runs).add_argument
-    add("--to", required=True, metavar="FILE", help="the file of the trace, e.g. trace.json")
     add = command("demo", "kill a real training, resume it, compare bit for bit", common).add_argument
     add("--max-steps", type=int, default=200, metavar="N", help="optimizer steps of the training (200)")
     add("--kills", type=int, default=3, metavar="N", help="times that it is killed (3)")

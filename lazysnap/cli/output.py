@@ -105,7 +105,8 @@ class Output:
             table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
         for column in columns:
             name = column.removesuffix(">")
-            table.add_column(name, justify="right" if name != column else "left", overflow="fold")
+            is_number = name != column
+            table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
         for row in rows:
             table.add_row(*map(self.cell, row))
         return table

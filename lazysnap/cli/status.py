@@ -1,11 +1,15 @@
 """``lazysnap status``: the jobs of this node, and what would survive now."""
 
 import argparse
+import json
 import pathlib
+import re
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -59,6 +63,12 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
     Returns 1 if a keeper does not answer, a level fails or a job has another problem.
     """
+    if args.prometheus:
+        if args.json or args.watch is not None:
+            raise ConfigError("--prometheus cannot be used with --json or --watch")
+        keepers, _ = look(args.job)
+        sys.stdout.write(output.hide(exposition([_fields(keeper) for keeper in keepers])))
+        return OK
     if args.watch is None:
         found, others = look(args.job)
         for part in _screen(found, others, args.job, output):
@@ -66,7 +76,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
         jobs = [_fields(one) for one in found]
         return output.result(ok=not any(job["problems"] for job in jobs), jobs=jobs, not_asked=others)
     if args.json or not 0 < args.watch < _LONGEST_S or not output.is_terminal:
-        raise ConfigError("--watch takes seconds, more than 0, and a terminal, without --json: else ask in a loop")
+        raise ConfigError(
+            "--watch needs a terminal and more than 0 seconds, and cannot be used with --json; "
+            "in a script, call `lazysnap status` again and again"
+        )
     try:
         with output.screen() as show:
             while True:
@@ -132,10 +145,22 @@ def _is_elsewhere(level: LevelState, nodes: int) -> bool:
     """True if what is stored there survives this node. The place itself is not touched: it might not answer."""
     if urlsplit(level.url).scheme or (nodes > 1 and level.is_shared):
         return True
-    mounts = [line.split(" - ", 1) for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines()]
-    around = [(mount.split()[4].rstrip("/"), kind.split()[0]) for mount, kind in mounts]
-    fitting = [one for one in around if f"{level.url}/".startswith(f"{one[0]}/")]
-    return nodes == 1 and max(fitting, key=lambda one: len(one[0]), default=("", ""))[1] in _NETWORK
+    mountinfo = pathlib.Path("/proc/self/mountinfo").read_text()
+    return nodes == 1 and file_system_of(level.url, mountinfo) in _NETWORK
+
+
+def file_system_of(path: str, mountinfo: str) -> str:
+    """Return the type of the file system that holds a path, by the text of ``/proc/self/mountinfo``. Pure."""
+    longest = -1
+    file_system = ""
+    for line in mountinfo.splitlines():
+        mount, _, source = line.partition(" - ")
+        # The kernel writes spaces and other separators of a path as octal numbers: proc_pid_mountinfo(5).
+        point = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), mount.split()[4]).rstrip("/")
+        if f"{path}/".startswith(f"{point}/") and len(point) >= longest:
+            longest = len(point)
+            file_system = source.split()[0]
+    return file_system
 
 
 # ---------------------------------------------------------------- figures
@@ -205,6 +230,28 @@ def _rank_fields(rank: RankState) -> dict[str, Any]:
     }
 
 
+def exposition(jobs: Iterable[dict[str, Any]]) -> str:
+    """Return the numbers of jobs, as ``--json`` has them, in the text format of Prometheus. Pure."""
+    lines: dict[str, list[str]] = {}
+
+    def add(prefix: str, values: dict[str, Any], **labels: str) -> None:
+        text = ",".join(f"{name}={json.dumps(label, ensure_ascii=False)}" for name, label in labels.items())
+        for key, value in values.items():
+            if isinstance(value, Real) and key not in ("pid", "rank", "keeper"):
+                lines.setdefault(f"{prefix}_{key}", []).append(f"{prefix}_{key}{{{text}}} {float(value)}")
+
+    for job in jobs:
+        name = job["job"]
+        add("lazysnap", {**job, "problems": len(job["problems"])}, job=name)
+        for level in job["levels"]:
+            add("lazysnap_level", level, job=name, level=level["url"])
+        for rank in job["ranks"]:
+            add("lazysnap_rank", rank, job=name, rank=str(rank["rank"]))
+        for loss, outcome in job["survives"].items():
+            add("lazysnap_survives", outcome["safe"], job=name, loss=loss)
+    return "".join(f"# TYPE {name} gauge\n" + "\n".join(samples) + "\n" for name, samples in lines.items())
+
+
 def problems(found: FoundKeeper) -> list[str]:
     """Return what keeps a job from being safe, in words. Pure."""
     if found.state is None:
@@ -247,7 +294,9 @@ def _job(found: FoundKeeper, output: Output) -> Iterator[RenderableType]:
             yield from ("", table)
         for level in state.levels:
             if level.failure and not level.is_failing:  # else it is one of the problems
-                yield output.cell(f"last failure of {level.url}: {level.failure}", "yellow")
+                age_s = _age_s(level.failed_ns)
+                ago = "" if age_s is None else f", {duration(age_s)} ago"
+                yield output.cell(f"last failure of {level.url}{ago}: {level.failure}", "yellow")
         if state.nodes > 1:
             yield output.cell("memory is that of this node: a restart takes the newest step that all nodes hold whole")
         if state.parity_bytes:
@@ -287,37 +336,42 @@ def _tables(state: NodeState, output: Output) -> Iterator[Table]:
     for name, outcome in survival(state).items():
         if not hidden.get(name, False):
             goes_on = name == "keeper" and lives and outcome.safe.source == "memory"
-            text = "training goes on, and starts another keeper" if goes_on else _outcome(outcome)
+            text = "training goes on with a new keeper" if goes_on else _outcome(outcome, state.levels)
             label = "the process (it ended)" if name == "process" and not lives else _ROWS[name]
             lost = "0" if goes_on else outcome.lost(reached)
             rows.append((label, output.cell(text, "" if outcome.is_safe else "yellow"), lost))
     yield output.table("", "if this ends", "a restart resumes", "steps lost>", rows=rows, is_plain=True)
     if state.levels:
-        columns = ["level", "newest>", "stored>", "rate>", "stores now", "last failure"]
+        columns = ["level", "newest>", "stored>", "rate>", "stores now"]
         yield output.table("", *columns, rows=map(_level_row, state.levels), is_plain=True)
-    columns = ["rank>", "step>", "captured>", "steps/s>", "copy>", "waited in all>", "memory"]
+    columns = ["rank>", "step>", "captured>", "steps/s>", "copy>", "waited>", "memory"]
     yield output.table("", *columns, rows=map(_rank_row, state.ranks), is_plain=True)
 
 
-def _outcome(outcome: Survival) -> str:
-    safe, disks = (f"step {one.step} from {one.source}" for one in (outcome.safe, outcome.if_disks_stay))
+def _outcome(outcome: Survival, levels: list[LevelState]) -> str:
+    only_level = levels[0].url if len(levels) == 1 else None
+
+    def text_of(snapshot: Outcome) -> str:
+        source = "storage" if snapshot.source == only_level else snapshot.source
+        return f"step {snapshot.step} from {source}"
+
+    safe = text_of(outcome.safe)
+    disks = text_of(outcome.if_disks_stay)
     if outcome.if_disks_stay.step is None:
         return safe if outcome.is_safe else "nothing: it begins anew"
-    return f"{f'{safe}; ' if outcome.is_safe else ''}{disks}, if its disk is not lost"
+    return f"{f'{safe}; ' if outcome.is_safe else ''}{disks}, if its disk stays"
 
 
 def _level_row(level: LevelState) -> Iterator[str]:
     yield level.url
     yield "none yet" if level.newest is None else f"step {level.newest}"
-    age_s, failed_s = _age_s(level.complete_ns), _age_s(level.failed_ns)
+    age_s = _age_s(level.complete_ns)
     yield "" if age_s is None else f"{duration(age_s)} ago"
     yield "" if level.bytes_per_s is None else f"{decimal(int(level.bytes_per_s))}/s"
     total = level.total_bytes
     share = f", {100 * level.moved_bytes // total} % of {decimal(total)}" if total else ""
     now = "" if level.storing is None else f"step {level.storing}{share}"
     yield now + (f"{', ' if now else ''}{count_of(level.waiting, 'step')} waiting" if level.waiting else "")
-    now = "fails now" if level.is_failing else "works again"
-    yield "" if failed_s is None else f"{duration(failed_s)} ago, {now}"
 
 
 def _rank_row(rank: RankState) -> Iterator[str]:

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             ended.append({"pid": pid})
             output.line(f"keeper {pid} ended")
     if not ended and not staying:
-        output.line(f"no keeper of job {args.job} on this node; `pgrep -af lazysnap.keeper` lists all of them")
+        output.line(f"no keeper of job {args.job} on this node; `lazysnap status` lists those that run")
     return output.result(ok=not staying, job=args.job, ended=ended, staying=staying)
 
 

@@ -1,6 +1,5 @@
-"""``lazysnap report`` and ``lazysnap timeline`` over files of events: text, JSON, page and trace."""
+"""``lazysnap report`` over files of events: text, JSON and page."""
 
-import json
 import pathlib
 import re
 import shutil
@@ -84,15 +83,14 @@ def test_without_events_the_message_says_where_they_are(url, tmp_path, capsys):
     assert "first level" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [("report", "--html"), ("timeline", "--to")], ids=str)
-def test_a_foreign_file_is_not_replaced_and_an_own_one_is(url, history, command, tmp_path, capsys):
+def test_a_foreign_file_is_not_replaced_and_an_own_one_is(url, history, tmp_path):
     mine = tmp_path / "notes"
     mine.write_text("notes")
-    assert run(command[0], url, command[1], mine) == 2
+    assert run("report", url, "--html", mine) == 2
     assert mine.read_text() == "notes"
     own = tmp_path / "own"
-    assert run(command[0], url, command[1], own) == 0
-    assert run(command[0], url, command[1], own) == 0
+    assert run("report", url, "--html", own) == 0
+    assert run("report", url, "--html", own) == 0
 
 
 def test_the_page_is_one_file_whose_texts_are_text(url, history, tmp_path):
@@ -124,37 +122,3 @@ def test_a_browser_draws_the_page(url, history, tmp_path):
     assert drawn.count("<svg") == 4
     assert drawn.count("<polyline") >= 6
     assert "goodput 49.3 %" in drawn
-
-
-def test_the_trace_has_nested_spans_in_order(url, history, tmp_path):
-    assert run("timeline", url, "--to", tmp_path / "trace.json") == 0
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    tracks = {}
-    assert {one["ph"] for one in events} == {"X", "i", "C", "M"}
-    for one in events:
-        numbers = {"X": ("pid", "tid", "ts", "dur"), "i": ("pid", "tid", "ts"), "C": ("pid", "ts"), "M": ("pid",)}[
-            one["ph"]
-        ]
-        assert all(isinstance(one[name], int) and one[name] >= 0 for name in numbers)
-        if one["ph"] == "X":
-            tracks.setdefault((one["pid"], one["tid"]), []).append((one["ts"], -one["dur"], one["name"]))
-    names = {one["args"]["name"] for one in events if one["ph"] == "M"}
-    assert {"rank 0", LEVEL, "keeper"} <= names
-    for spans in tracks.values():
-        around = []
-        for begin, negative, _ in sorted(spans):
-            while around and around[-1] <= begin:
-                around.pop()
-            assert not around or begin - negative <= around[-1], "spans of a track lie within one another"
-            around.append(begin - negative)
-    rank = sorted(tracks[0, 0])
-    outer = [name for _, _, name in rank if name in ("start 1", "start 2", "start 3", "down")]
-    assert outer == ["start 1", "down", "start 2", "down", "start 3"]
-    inner = [name for _, _, name in rank if name not in ("copy", *outer)]
-    assert inner[:5] == ["import", "rendezvous", "first step", "training", "training, lost"]
-    assert inner[-1] == "draining"
-    assert [one["ts"] for one in events if one["ph"] == "i" and one["name"] == "notice"] == [(BEGAN + 9.7) * 1e6]
-    assert {"died", "left", "failed: step 7"} <= {one["name"] for one in events if one["ph"] == "i"}
-    copies = [one for one in events if one["name"] == "copy"]
-    assert all(0 <= one["dur"] <= 5000 for one in copies)
-    assert min(span[0] for spans in tracks.values() for span in spans) == BEGAN * 1e6

@@ -1,11 +1,7 @@
-"""Promises that all commands share, and the keeper's."""
+"""Promises that all commands share."""
 
 import json
 import os
-import pathlib
-import re
-import signal
-import socket
 import subprocess
 import sys
 
@@ -13,12 +9,9 @@ import fsspec
 import pytest
 from cli_level import put, run, run_json
 from fsspec.implementations.memory import MemoryFileSystem
-from support.waiting import until
 
 from lazysnap.cli import main
 from lazysnap.cli.stores import parse_option
-from lazysnap.config import SnapshotConfig
-from lazysnap.keeper.identity import JobIdentity
 
 COMMANDS = (
     "ls",
@@ -27,12 +20,10 @@ COMMANDS = (
     "prune",
     "copy",
     "export",
-    "keeper",
     "stop",
     "status",
     "advise",
     "report",
-    "timeline",
 )
 
 
@@ -165,47 +156,6 @@ def test_in_a_pipe_bars_and_colours_leave_no_trace_and_a_closed_one_is_no_crash(
     os.close(writer)
     assert closed.returncode == 2
     assert "Traceback" not in closed.stderr
-
-
-def listens(address: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as connection:
-        return connection.connect_ex(address) == 0
-
-
-def is_caught(pid: int, signum: int) -> bool:
-    """Whether a process has a handler for that signal."""
-    [mask] = re.findall(r"SigCgt:\s*(\w+)", pathlib.Path(f"/proc/{pid}/status").read_text())
-    return bool(int(mask, 16) >> (signum - 1) & 1)
-
-
-def test_a_keeper_run_ahead_is_there_for_its_job_and_goes_with_sigterm(tmp_path):
-    address = JobIdentity.from_config(SnapshotConfig(job_id=f"ahead-{tmp_path}")).address
-    command = [sys.executable, "-m", "lazysnap.cli", "keeper", "--job-id", f"ahead-{tmp_path}", "--json"]
-    of_rank_3 = subprocess.Popen([*command, "--local-rank", "3"], stdout=subprocess.PIPE)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as sidecar, of_rank_3:
-        try:
-            assert until(lambda: listens(address))
-            assert until(lambda: is_caught(of_rank_3.pid, signal.SIGTERM))
-            children = pathlib.Path(f"/proc/{of_rank_3.pid}/task/{of_rank_3.pid}/children")
-            assert children.read_text() == "", "one keeper serves all ranks"
-            of_rank_3.send_signal(signal.SIGTERM)
-            assert of_rank_3.wait(60) == 0
-            sidecar.send_signal(signal.SIGTERM)
-            out, _ = sidecar.communicate(timeout=60)
-            assert sidecar.returncode == 0
-        finally:
-            sidecar.kill()
-            of_rank_3.kill()
-    assert until(lambda: not listens(address))
-    assert json.loads(out)["job_id"] == f"ahead-{tmp_path}"
-
-
-def test_a_keeper_for_no_job_is_one_clear_line(capsys, monkeypatch):
-    monkeypatch.delenv("LAZYSNAP_JOB_ID", raising=False)
-    assert run("keeper") == 2
-    assert "job_id" in capsys.readouterr().err
-    assert run("keeper", "--job-id", "x", "--local-rank", "-1") == 2
-    assert "--local-rank must be 0 or more, got -1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "x", "--storage-option", "y"], ["nothing"], []])
