@@ -1,7 +1,6 @@
 """Measure lazysnap.
 
     python -m benchmarks stall | levels | restore | restart | data | parity | scale | gpu | failures | events [options]
-    python -m benchmarks scoreboard [options]
     python -m benchmarks compare --against a39cbad [stall [options]]
 
 Lines of JSON and tables are written to ``--out``. How each measures, and figures: docs/benchmarks.md.
@@ -28,7 +27,6 @@ NAMES = [
     "gpu",
     "failures",
     "events",
-    "scoreboard",
     "compare",
 ]
 

@@ -102,10 +102,10 @@ def device(job: Line) -> Iterator[Line]:
 
 
 def captures(job: Line) -> Iterator[Line]:
-    """As ``savers.run``, with steps that are long enough for a copy to hide in, beside the raw rates."""
+    """As ``stall_methods.run``, with steps that are long enough for a copy to hide in, beside the raw rates."""
     import torch
 
-    from benchmarks import savers
+    from benchmarks import stall_methods
     from benchmarks.training import Training
 
     training, is_cuda = Training(job), job["device"] == "cuda"
@@ -116,6 +116,6 @@ def captures(job: Line) -> Iterator[Line]:
     down = len(on_device) / warm_s(lambda: on_host.copy_(on_device, non_blocking=True))
     up = len(on_device) / warm_s(lambda: on_device.copy_(on_host, non_blocking=True))
     training.micro_batches = max(1, min(64, round(2 * size / down / step_s)))
-    [line] = savers.run(job, training)
+    [line] = stall_methods.run(job, training)
     raw = {"raw_down_gb_per_s": down / 1e9, "raw_up_gb_per_s": up / 1e9}
     yield {**line, **raw, "micro_batches": training.micro_batches}

@@ -13,11 +13,7 @@ from benchmarks.workers import MARKER, Line, call
 
 MEMORY, FILES, DISK, SYNC = "lazysnap-memory", "lazysnap-files", "lazysnap-disk", "torch-save"
 ASYNC = ("lightning-async", "dcp-thread", "dcp-thread-cached", "dcp-process", "dcp-process-cached")
-METHODS = ("none", "python", SYNC, "lightning-save", *ASYNC, MEMORY, FILES, DISK)
-DOORS = {
-    "lightning": ("lightning-save", "lightning-async", "lazysnap-lightning"),
-    "accelerate": ("accelerate-save", "lazysnap-accelerate", "lazysnap-lightning"),
-}
+METHODS = ("none", SYNC, "lightning-save", *ASYNC, MEMORY, FILES, DISK, "lazysnap-lightning")
 START_S = 2.0
 
 
@@ -25,7 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", choices=SIZES, default="small")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--door", choices=DOORS, help="instead: what users of that library call, stock and ours")
     parser.add_argument("--snapshots", type=int, default=4, help="of a peer, 2 or more; the first one is the start")
     parser.add_argument("--every", type=int, default=25, help="steps from one snapshot of a peer to the next")
 
@@ -41,18 +36,17 @@ def run(args: argparse.Namespace, report: Report) -> None:
     report.take("limits", functools.partial(call, "raw.limits", limits))
     job: Line = {name: getattr(args, name) for name in ("threads", "snapshots", "every")}
     job |= {"size": SIZES[args.params], "batch": 1, "base": 5, "device": "cpu"}
-    for method in DOORS[args.door] if args.door else args.methods:
+    for method in args.methods:
         work = functools.partial(measure, {**job, "method": method}, 1.0 if is_large else 0.05)
         report.take(method, work)
-    if not args.door:
-        targets(report)
+    targets(report)
 
 
 def measure(job: Line, interval_s: float) -> list[Line]:
     """A method, and the memory of its processes."""
     run = uuid.uuid4().hex
     with peak_memory(run, interval_s) as peak:
-        [line] = call("savers.run", job, **{MARKER: run, "OMP_NUM_THREADS": str(job["threads"])})
+        [line] = call("stall_methods.run", job, **{MARKER: run, "OMP_NUM_THREADS": str(job["threads"])})
     return [{**line, "peak_mb": peak[0] / 1e6}]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.raw import populate_s, slot_bytes, timed, warm_s
+from benchmarks.raw import populate_s, slot_bytes, timed
 from benchmarks.stall import lost_ms
 from benchmarks.training import Training, capture, engine_of
 from benchmarks.workers import DEADLINE_S, Line
@@ -32,7 +32,7 @@ class Recorder:
     """Clocks a loop: steps to warm up, steps without snapshots (the base of this process), steps with them."""
 
     def __init__(self, job: Line) -> None:
-        self.is_ours = job["method"].startswith(("lazysnap", "python"))
+        self.is_ours = job["method"].startswith("lazysnap")
         self._every, self._is_cuda = job["every"], job["device"] == "cuda"
         self._base, self._total = job["base"], job["snapshots"] * job["every"]
         self.last = WARM_UP + self._base + self._total
@@ -133,25 +133,6 @@ class Nothing:
         return {}
 
 
-class PythonOnly(Nothing):
-    """No snapshot, but as much work in Python as a boundary of lazysnap is: how far one call of such work varies."""
-
-    WORK_S = 0.0035
-
-    def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
-        super().__init__(training, job, recorder)
-        self._texts = [str(number) for number in range(1000)]
-        self._rounds = round(self.WORK_S / warm_s(self._round)) or 1
-
-    def _round(self) -> int:
-        return sum(len(text) for text in self._texts)
-
-    def save(self, number: int) -> bool:
-        for _ in range(self._rounds):
-            self._round()
-        return True
-
-
 class TorchSave(Nothing):
     """``torch.save`` and fsync, in the training thread."""
 
@@ -237,7 +218,6 @@ def durable_s(directory: Path) -> list[float]:
 
 PLAIN: dict[str, type[Nothing]] = {
     "none": Nothing,
-    "python": PythonOnly,
     "torch": TorchSave,
     "dcp": DCPAsync,
     "lazysnap": Lazysnap,
@@ -263,7 +243,7 @@ def train_plainly(training: Training, job: Line, recorder: Recorder) -> Line:
     return {**recorder.report(training), **saver.end()}
 
 
-# ------------------------------------------------------------------------------------------------ other doors
+# ------------------------------------------------------------------------------------------------ Lightning
 
 
 def train_with_lightning(training: Training, job: Line, recorder: Recorder) -> Line:
@@ -292,41 +272,12 @@ def train_with_lightning(training: Training, job: Line, recorder: Recorder) -> L
     return found
 
 
-def train_with_accelerate(training: Training, job: Line, recorder: Recorder) -> Line:
-    """``save_state``: stock to a directory, ours without an argument at every step."""
-    if recorder.is_ours:
-        from lazysnap import LazyAccelerator as Accelerator
-    else:
-        from accelerate import Accelerator
-    accelerator = Accelerator(cpu=job["device"] == "cpu", project_dir=job["directory"])
-    model, optimizer, loader = accelerator.prepare(training.model, training.optimizer, training.batches(recorder.last))
-
-    def save(number: int) -> bool:
-        accelerator.save_state(*[] if recorder.is_ours else [f"{job['directory']}/step-{number}"])
-        return True
-
-    for ids in loader:
-        accelerator.backward(model(ids))
-        optimizer.step()
-        optimizer.zero_grad()
-        recorder.step_done(save)
-    found = recorder.report(training)
-    if recorder.is_ours:
-        found["gate_ms"] = counted(accelerator)["gate_ms"]
-        found["blocked_ms"] = found["boundary_ms"] + found["gate_ms"]
-    accelerator.end_training()
-    return found
-
-
-def counted(door: Any) -> Line:
-    """What the engine of a door that calls it by itself counted, per capture, the first included."""
-    own = door.statistics()
+def counted(callback: Any) -> Line:
+    """What the engine of the callback counted, per capture, the first included."""
+    own = callback.statistics()
     boundary_ms, gate_ms = (1e3 * one.total_s / max(1, one.count) for one in (own.boundary, own.gate))
     found = {"boundary_ms": boundary_ms, "longest_boundary_ms": 1e3 * own.boundary.max_s}
     return {**found, "gate_ms": gate_ms, "blocked_ms": boundary_ms + gate_ms}
-
-
-DOORS = {"lightning": train_with_lightning, "accelerate": train_with_accelerate}
 
 
 def run(job: Line, training: Training | None = None) -> list[Line]:
@@ -334,5 +285,5 @@ def run(job: Line, training: Training | None = None) -> list[Line]:
     torch.set_num_threads(job["threads"])
     if job["method"].startswith("lazysnap"):
         import lazysnap.engine  # noqa: F401  no part of the start of the run
-    train = next((train for door, train in DOORS.items() if door in job["method"]), train_plainly)
+    train = train_with_lightning if "lightning" in job["method"] else train_plainly
     return [{"measure": "stall", "method": job["method"], **train(training or Training(job), job, Recorder(job))}]
