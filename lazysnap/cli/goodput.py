@@ -246,6 +246,7 @@ def _interruptions(
 
 def _newest(files: Sequence[EventFile], starts: list[Start]) -> dict[str, list[tuple[int, int | None]]]:
     newest: dict[str, list[tuple[int, int | None]]] = {MEMORY: []}
+    completed: dict[str, Marks] = {}
     for start in starts:  # the last look at a trainer may come after its end
         lines = [line for line in start.progress if line.captured >= 0]
         newest[MEMORY] += [(min(microseconds(line.t), start.ended), line.captured) for line in lines]
@@ -253,5 +254,7 @@ def _newest(files: Sequence[EventFile], starts: list[Start]) -> dict[str, list[t
         if isinstance(event, Protected):
             newest.setdefault(OTHER_NODES, []).append((microseconds(event.t), event.step))
         elif isinstance(event, Complete) and event.steps:
-            newest.setdefault(event.level, []).append((microseconds(event.t), max(event.steps)))
+            completed.setdefault(event.level, []).append((microseconds(event.t), max(event.steps)))
+    for level, steps in completed.items():  # an older step may be completed later
+        newest[level] = list(rising(steps))
     return {place: sorted(series, key=lambda one: one[0]) for place, series in newest.items() if series}

@@ -11,7 +11,7 @@ from lazysnap.config import checked_url
 from lazysnap.errors import ConfigError
 from lazysnap.exports.folder import filled
 from lazysnap.exports.job import ExportOptions, Job
-from lazysnap.exports.target import format_of, replaced_when_whole
+from lazysnap.exports.target import format_of, parents_made, replaced_when_whole
 from lazysnap.levels import open_store
 from lazysnap.resolver import RestartPlan
 from lazysnap.runs import LATEST
@@ -80,11 +80,11 @@ def write(catalogue: Catalogue, plan: RestartPlan, job: Job) -> Exported:
     if job.format == ACCELERATE:
         is_free = not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
         if not (is_free or job.options.force):
-            raise ConfigError(f"{path} is there already: add --force to replace its checkpoint, or choose another name")
+            raise ConfigError(f"{path} exists: choose the option `force` to replace its checkpoint, or another name")
         place = filled(path, stock_facts(plan))
     else:
         place = replaced_when_whole(job.path, force=job.options.force)
-    with place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
+    with parents_made(path), place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
         notes = writer(WholeSnapshot(snapshot), job, temp)
     size = sum(map(os.path.getsize, _files(path)))
     return Exported(catalogue.store.url, plan.step, plan.run_id, path, job.format, size, tuple(notes))

@@ -22,7 +22,7 @@ COPIED = re.compile(
     r"|preprocessor_config|video_preprocessor_config|tokenizer[a-z_]*)\.json|tokenizer\.model|spiece\.model"
     r"|sentencepiece\.bpe\.model|vocab\.txt|merges\.txt|chat_template\.jinja|[A-Za-z_]\w{0,99}\.py"
 )
-"""Files that are copied from the directory of ``--config``: all that ``from_pretrained`` reads, except weights."""
+"""Files that are copied from the directory ``config``: all that ``from_pretrained`` reads, except weights."""
 WRITTEN = re.compile(COPIED.pattern + r"|(adapter_)?model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 """All files that this format may have."""
 _NOTED = re.compile(r"[a-z_]{1,99}config\.json|config\.json")
@@ -54,7 +54,7 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     if needed not in files and needed not in facts["files"]:
         raise ConfigError(
             f"no {needed}, without which from_pretrained loads nothing: this snapshot has none (it has one of models "
-            "of Transformers and PEFT, but not from Lightning); add --config DIR, a directory that has one"
+            "of Transformers and PEFT, but not from Lightning); name a directory that has one with the option `config`"
         )
     tensors = {_plain(name): whole.tensor(stored) for name, stored in chosen.items()}
     tied = tied_names(tensors, list(tensors))
@@ -80,7 +80,11 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
             shutil.copyfile(source, os.path.join(path, name))
         job.fill(reads)
     has_tokenizer = any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in files)
-    return [] if has_tokenizer or adapter is not None else ["no tokenizer files: --config DIR copies those of DIR"]
+    return (
+        []
+        if has_tokenizer or adapter is not None
+        else ["no tokenizer files: the option `config` copies those of a directory"]
+    )
 
 
 def _facts(state: Any, only: str | None) -> dict[str, Any]:
@@ -107,7 +111,7 @@ def _copied(config: "str | os.PathLike[str] | None") -> dict[str, str]:
     if config is None:
         return {}
     if not os.path.isdir(config):
-        raise ConfigError(f"--config {os.fspath(config)!r}: no such directory; name one with a config.json in it")
+        raise ConfigError(f"config {os.fspath(config)!r}: no such directory; name one with a config.json in it")
     names = sorted(filter(COPIED.fullmatch, os.listdir(config)))
     return {name: at for name in names if os.path.isfile(at := os.path.join(config, name))}
 

@@ -50,11 +50,11 @@ class ExportOptions:
     def check(self, format: str) -> None:
         """Raises: ConfigError, for a choice that this format does not have."""
         if self.only is not None and format not in ("safetensors", "huggingface"):
-            raise ConfigError(f"--only chooses tensors for safetensors and huggingface, not for {format}")
+            raise ConfigError(f"the option `only` chooses tensors for safetensors and huggingface, not for {format}")
         if self.config is not None and format != "huggingface":
-            raise ConfigError(f"--config is for huggingface, not for {format}")
+            raise ConfigError(f"the option `config` is for huggingface, not for {format}")
         if self.keep_types and format != "ckpt":
-            raise ConfigError(f"--keep-types is for .ckpt files, not for {format}")
+            raise ConfigError(f"the option `keep_types` is for .ckpt files, not for {format}")
 
 
 @dataclass(frozen=True)

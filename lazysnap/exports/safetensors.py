@@ -60,7 +60,7 @@ def add_file(
         if tensor.first.logical is not None:
             raise UnsupportedState(
                 f"tensor {name!r} is {tensor.first.logical}, which safetensors cannot hold; export to .ckpt or a DCP "
-                "directory, or choose other tensors with --only"
+                "directory, or choose other tensors with the option `only`"
             )
     try:
         layout = Layout.plan([one.spec(name) for name, one in tensors.items()], {**FORMAT, **metadata})

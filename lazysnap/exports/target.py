@@ -30,14 +30,14 @@ _ZIP, _ZIP_NAME = b"PK\x03\x04", 30
 def format_of(path: str, wanted: str | None) -> str:
     """Return the format: ``wanted``, else the one of the suffix. Raises: ConfigError."""
     if len(urlsplit(path).scheme) > 1:
-        raise ConfigError(f"--to {path!r}: exports are written to a local path; copy the result from there")
+        raise ConfigError(f"{path!r}: exports are written to a local path; copy the result from there")
     if wanted is not None:
         if wanted not in FORMATS:
             raise ConfigError(f"format {wanted!r} is none of {', '.join(FORMATS)}")
         return wanted
     suffix = "" if path.endswith("/") else os.path.splitext(path)[1]
     if suffix not in _BY_SUFFIX:
-        raise ConfigError(f"--to {path!r}: {suffix!r} names no format; add --format {', '.join(FORMATS)}")
+        raise ConfigError(f"{path!r}: {suffix!r} names no format; choose the option `format`: {', '.join(FORMATS)}")
     return _BY_SUFFIX[suffix]
 
 
@@ -73,19 +73,43 @@ def _real(path: str) -> str:
 
 def _check(path: str, *, force: bool) -> None:
     parent = os.path.dirname(path)
-    if not os.path.isdir(parent):
-        raise ConfigError(f"{parent}: no such directory")
     check_outside(parent)
     if not os.path.lexists(path):
         return
     if not force:
-        raise ConfigError(f"{path} is there already: add --force to replace it, or choose another name")
+        raise ConfigError(f"{path} exists: choose the option `force` to replace it, or another name")
     reason = _foreign(path)
     if reason:
         raise ConfigError(
-            f"{path} is not replaced: {reason}. --force replaces an empty directory or what an export wrote; "
-            "choose another name, or remove it yourself"
+            f"{path} is not replaced: {reason}. The option `force` replaces an empty directory or what an export "
+            "wrote; choose another name, or remove it yourself"
         )
+
+
+@contextlib.contextmanager
+def parents_made(path: str) -> Iterator[None]:
+    """Make the missing directories above ``path``. On an error those that were made here and are empty are removed.
+
+    Raises: ConfigError, if a parent is a file, or is in a snapshot of a level; OSError.
+    """
+    parent = os.path.dirname(_real(path))
+    check_outside(parent)
+    missing = []
+    while not os.path.lexists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent):
+        raise ConfigError(f"{parent} is not a directory, so nothing can be written below it: choose another place")
+    try:
+        for directory in reversed(missing):
+            os.mkdir(directory)
+            sync_directory(os.path.dirname(directory))
+        yield
+    except BaseException:
+        for directory in missing:
+            with contextlib.suppress(OSError):
+                os.rmdir(directory)
+        raise
 
 
 def check_outside(path: str) -> None:

@@ -19,6 +19,9 @@ from cli_level import SHARD, at, change, flip, frozen_directory, put, run, run_j
 from rich.progress import Progress
 from torch import nn
 
+import lazysnap
+from lazysnap.errors import ConfigError
+from lazysnap.exports import target
 from lazysnap.state.objects import ObjectState
 
 FORMATS = ["out.safetensors", "out.ckpt", "out"]
@@ -311,7 +314,6 @@ def test_what_is_there_is_replaced_only_if_asked(make_url, tmp_path, name):
         ["--to", "s3://bucket/out.ckpt"],
         ["--to", "out.ckpt", "--only", "model"],
         ["--to", "out", "--keep-types"],
-        ["--to", "no/such/directory/out.ckpt"],
     ],
     ids=str,
 )
@@ -321,6 +323,37 @@ def test_what_makes_no_sense_is_refused(make_url, tmp_path, monkeypatch, words):
     put(url, 10)
     assert run("export", url, "10", *words) == 2
     assert {path.name for path in tmp_path.iterdir()} == {Path(url).name}
+
+
+@pytest.mark.parametrize("format", [None, *target.FORMATS])
+def test_missing_directories_are_made_and_a_refused_export_leaves_none_behind(make_url, tmp_path, capsys, format):
+    """A plain state is none of an Accelerator, and has no config for Transformers."""
+    url = make_url("local")
+    put(url, 10)
+    path = tmp_path / "made" / "too" / "out.safetensors"
+    words = ["--format", format] if format else []
+
+    code, result = run_json(capsys, "export", url, "10", "--to", path, *words)
+
+    assert path.exists() == (tmp_path / "made").exists() == (code == 0), result
+    assert (code == 0) == (format not in ("accelerate", "huggingface"))
+
+
+def test_messages_of_the_function_name_its_own_options(make_url, tmp_path):
+    url = make_url("local")
+    put(url, 10)
+    path = tmp_path / "out.ckpt"
+    lazysnap.export(url, to=path)
+    for options, words in (
+        ({"to": path}, "`force`"),
+        ({"to": tmp_path / "out.bin"}, "`format`"),
+        ({"to": tmp_path / "other.ckpt", "options": lazysnap.ExportOptions(only="model")}, "`only`"),
+        ({"to": tmp_path / "model", "format": "huggingface"}, "`config`"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            lazysnap.export(url, **options)
+        assert words in str(refused.value)
+        assert "--" not in str(refused.value)
 
 
 def test_the_format_can_be_named(make_url, tmp_path):
@@ -346,7 +379,7 @@ def test_a_full_disk_leaves_nothing_and_is_exit_code_2(make_url, tmp_path, name,
     assert {path.name for path in tmp_path.iterdir()} == {Path(url).name}
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "most_mb"), [("w.safetensors", 128), ("w.ckpt", 128), ("dcp", 256)])
 def test_memory_does_not_grow_with_the_snapshot(make_url, tmp_path, name, most_mb):
     url = make_url("local")

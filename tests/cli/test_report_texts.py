@@ -9,7 +9,7 @@ import pytest
 from cli_level import run, run_json
 from run_history import BEGAN, LEVEL, RUN, History, Life
 
-from lazysnap.events import Alert, LevelFailed, Notice, TrainerEnded, encode
+from lazysnap.events import Alert, Complete, LevelFailed, Notice, TrainerEnded, encode
 from lazysnap.shard.names import events_file_name
 
 LIVES = [Life(20, wait_s=0.5, back=5), Life(10, how="left", back=2), Life(10, how="goodbye", partial_s=2)]
@@ -59,6 +59,16 @@ def test_json_has_the_same_and_the_classes_sum_up_to_the_wall_time(url, history,
     ]
     assert found["over_time"][-1]["behind"][LEVEL] == 0
     assert (found["how"], found["step"], found["nodes"]) == ("goodbye", 33, [0])
+
+
+def test_an_older_step_that_is_completed_last_is_not_the_newest(url, history, capsys):
+    newest = run_json(capsys, "report", url)[1]["over_time"][-1]["behind"][LEVEL]
+    late = Complete(t=history.events[-1].t - 0.01, level=LEVEL, steps=[1])
+    write(url, sorted([*history.events, late], key=lambda event: event.t))
+
+    assert run_json(capsys, "report", url)[1]["over_time"][-1]["behind"][LEVEL] == newest
+    assert run("report", url) == 0
+    assert re.search(rf"{re.escape(LEVEL)} +33 +0 ", capsys.readouterr().out)
 
 
 def test_runs_are_chosen_and_nodes_are_put_together(url, tmp_path, capsys):

@@ -68,7 +68,7 @@ def test_a_folder_is_as_save_pretrained_writes_it(captured, tmp_path, capsys):
     folder = tmp_path / "model"
     code, result = run_json(capsys, "export", url, "latest", "--to", folder, "--format", "huggingface")
     assert code == 0
-    assert result["notes"] == ["no tokenizer files: --config DIR copies those of DIR"]
+    assert result["notes"] == ["no tokenizer files: the option `config` copies those of a directory"]
 
     assert tensors(folder) == tensors(stock)
     assert texts(folder) == texts(stock)
@@ -113,7 +113,7 @@ def test_a_directory_gives_config_and_tokenizer_where_the_snapshot_has_none(capt
     code, result = run_json(capsys, "export", url, "10", "--to", folder, *words)
     assert code == 2
     assert "no config.json" in result["error"]
-    assert "--config DIR" in result["error"]
+    assert "option `config`" in result["error"]
     assert not folder.exists()
 
     assert run("export", url, "10", "--to", folder, *words, "--config", base) == 0
