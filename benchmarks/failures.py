@@ -15,7 +15,7 @@ from benchmarks.report import Report
 from lazysnap.cli.advise import RATES, advise
 from lazysnap.cli.measured import Facts
 from lazysnap.cli.sizes import groups_for
-from lazysnap.config import Mirror, Redundancy, ReedSolomon
+from lazysnap.config import Redundancy
 from lazysnap.intervals import daly_goodput, daly_s
 
 RANKS_PER_NODE = 8
@@ -197,9 +197,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, report: Report) -> None:
     seconds, seeds = args.days * DAY_S, range(args.seeds)
     for nodes in (16, 128, 512, 2048):
-        for redundancy in (None, Mirror(), ReedSolomon()):
+        for redundancy in (None, Redundancy(parity=1), Redundancy(parity=2)):
             facts = facts_of(nodes, redundancy)
-            scheme = type(redundancy).__name__ if redundancy else "none"
+            scheme = f"parity={redundancy.parity}" if redundancy else "none"
             found = compare(facts, seconds, seeds)
             report.note({"measure": "failures", "ranks": nodes * RANKS_PER_NODE, "redundancy": scheme, **found})
         found = compare_blocking(facts_of(nodes, None), seconds, seeds)

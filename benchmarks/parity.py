@@ -31,7 +31,7 @@ WARM = 2
 ASKED = 0.5
 """Of the lowest limit."""
 SURVIVAL_NODES = (8, 64, 256, 2048)
-SCHEMES = {"Mirror()": (2, 1), "Xor(), groups of 8": (8, 1), "ReedSolomon(parity=2), groups of 8": (8, 2)}
+SCHEMES = {"parity=1, pairs": (2, 1), "parity=1, groups of 8": (8, 1), "parity=2, groups of 8": (8, 2)}
 """Nodes of a group, and how many of them may be lost."""
 WARM_STEPS, STEPS = 40, 100
 """Of the training that is slowed down."""
@@ -78,7 +78,7 @@ def survival(nodes: int, size: int, parity: int, lost: int) -> float:
     from lazysnap import intervals  # not in older packages, beside which ``compare`` runs the others
     from lazysnap.parity.groups import groups_of
 
-    groups = groups_of([str(node) for node in range(nodes)], size, parity)
+    groups = groups_of(nodes, size, parity)
     return intervals.survival([(len(group.members), parity) for group in groups], lost)
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import lazysnap.console  # noqa: F401  warnings say whose they are
-from lazysnap.config import MemoryLevel, Mirror, PersistentLevel, ReedSolomon, SnapshotConfig, Xor
+from lazysnap.config import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig
 from lazysnap.errors import LazySnapError
 
 if TYPE_CHECKING:
@@ -35,14 +35,12 @@ __all__ = [
     "LossSpike",
     "LossWatch",
     "MemoryLevel",
-    "Mirror",
     "NonFinite",
     "PersistentLevel",
-    "ReedSolomon",
+    "Redundancy",
     "ResumableLoader",
     "SnapshotConfig",
     "SnapshotEngine",
-    "Xor",
     "attach",
     "export",
     "latest_path",

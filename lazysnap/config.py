@@ -168,50 +168,32 @@ class MemoryLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class Redundancy:
-    """Protection of captures by the memory of other nodes: ``Mirror``, ``Xor`` or ``ReedSolomon``."""
+    """Protection of captures by the memory of other nodes.
 
-    parity: int = field(default=1, init=False)
-    """Nodes of a group that may be lost. Each node gives so many parts of ``group_size - parity`` of its memory."""
+    Nodes form groups. The nodes of a group hold parity for each other. Two nodes with ``parity=1`` are a mirror::
+
+        SnapshotConfig(levels=(PersistentLevel("/shared/runs/a"),), redundancy=Redundancy(parity=2))
+    """
+
+    parity: int = 1
+    """Nodes of each group that may be lost. A node holds ``parity / (nodes of the group - parity)`` of what it captures
+    as parity of other nodes."""
     group_size: int = 8
-    """Nodes that protect each other, at most. Groups differ by at most one node."""
-    every_n_steps: int = 1
-    """Protect captures whose step is a multiple of it. What comes while the links are busy is left out."""
+    """Greatest number of nodes that protect each other. Groups differ by at most one node."""
+    every_n_steps: int = 10
+    """Protect captures whose step is a multiple of it. Steps that come while the links are busy are skipped."""
     max_bytes_per_s: int | None = None
     """Upper bound for what a node receives for it, averaged over seconds; ``None``: no bound. Restores are not
     bounded."""
 
     def __post_init__(self) -> None:
-        kind = type(self).__name__
-        if type(self) is Redundancy:
-            raise ConfigError("Redundancy has no scheme: write Mirror(), Xor() or ReedSolomon(parity=2)")
         for name in ("parity", "group_size", "every_n_steps"):
-            _check_positive(kind, name, getattr(self, name))
-        _check_positive(kind, "max_bytes_per_s", self.max_bytes_per_s, optional=True)
+            _check_positive("Redundancy", name, getattr(self, name))
+        _check_positive("Redundancy", "max_bytes_per_s", self.max_bytes_per_s, optional=True)
         if not self.parity < self.group_size <= 128:
             raise ConfigError(
-                f"{kind}.group_size must be more than its parity ({self.parity}) and at most 128, got {self.group_size}"
+                f"Redundancy.group_size must be more than parity ({self.parity}) and at most 128, got {self.group_size}"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mirror(Redundancy):
-    """Nodes in pairs: each holds a copy of the other's captures. Of each pair one node may be lost."""
-
-    group_size: int = field(default=2, init=False)
-    """Two. The last group has three nodes if their number is odd."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Xor(Redundancy):
-    """One parity block per group: each group may lose one node."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReedSolomon(Redundancy):
-    """Several parity blocks per group: each group may lose ``parity`` nodes."""
-
-    parity: int = 2
-    """Nodes of a group that may be lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +208,10 @@ class SnapshotConfig:
     """Persistent levels, fast to slow; empty means memory only."""
     memory: MemoryLevel = MemoryLevel()
     """The keeper's host memory."""
-    redundancy: Mirror | Xor | ReedSolomon | Literal["auto"] | None = "auto"
-    """Protection by other nodes: ``Mirror()``, ``Xor()``, ``ReedSolomon(parity=2)``, or ``None``. ``"auto"``:
-    ``Mirror`` for two nodes, ``Xor`` for three, ``ReedSolomon`` for more. One node has none. Takes two slots
-    more of memory, and the parity (docs/several-ranks.md)."""
-    failure_domain: str | None = None
-    """Name of the unit that fails together with this node (a rack, a switch). Nodes with the same name are put into
-    different groups as far as possible. Default: the node's host."""
+    redundancy: Redundancy | Literal["auto"] | None = "auto"
+    """Protection by other nodes. ``"auto"``: ``Redundancy(parity=1)`` for two and three nodes,
+    ``Redundancy(parity=2)`` for more, none for one node. Takes two slots more of memory, and the parity
+    (docs/several-ranks.md). ``None``: none."""
     require_memory: bool = False
     """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
     warns and goes on without snapshots."""
@@ -243,10 +222,6 @@ class SnapshotConfig:
     """Seconds to wait for an unfinished copy before that snapshot is dropped, for memory of the first capture, and
     for the keeper to start or answer. Several ranks also wait so long for a free slot; one rank skips that capture.
     A keeper that is silent for so long while training runs is reported."""
-    link_address: str | None = None
-    """Address of rank 0's node at which the keepers of other nodes reach its keeper. Only used with several nodes.
-    Default: ``MASTER_ADDR`` as other nodes resolve it, if that is the node's own, else that of its default
-    route."""
     collective_timeout_s: float = 300.0
     """Seconds to wait for a silent rank when engines are made, resume, plan their first snapshot, and close. Time for
     reading does not count. Only used with several ranks."""
@@ -279,20 +254,14 @@ class SnapshotConfig:
             raise ConfigError(f"SnapshotConfig.memory must be a MemoryLevel, got {self.memory!r}")
         if self.redundancy not in ("auto", None) and not isinstance(self.redundancy, Redundancy):
             raise ConfigError(
-                'SnapshotConfig.redundancy must be Mirror(), Xor(), ReedSolomon(parity=2), "auto" or None, got '
-                f"{self.redundancy!r}"
+                f'SnapshotConfig.redundancy must be Redundancy(...), "auto" or None, got {self.redundancy!r}'
             )
-        self._check_text("failure_domain")
         if not isinstance(self.require_memory, bool):
             raise ConfigError(f"SnapshotConfig.require_memory must be True or False, got {self.require_memory!r}")
-        self._check_text("job_id")
+        if self.job_id is not None and (not isinstance(self.job_id, str) or not self.job_id.strip()):
+            raise ConfigError(f"SnapshotConfig.job_id must be a non-empty string, got {self.job_id!r}")
         for name in ("io_timeout_s", "collective_timeout_s", "drain_timeout_s"):
             _check_seconds("SnapshotConfig", name, getattr(self, name))
-
-    def _check_text(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is not None and (not isinstance(value, str) or not value.strip()):
-            raise ConfigError(f"SnapshotConfig.{name} must be a non-empty string, got {value!r}")
 
 
 def least_interval(config: SnapshotConfig) -> int:
@@ -318,23 +287,21 @@ def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
     if asked is None or nodes < 2:
         return None
     if asked == "auto":
-        return {2: Mirror(), 3: Xor()}.get(nodes, ReedSolomon())
-    if isinstance(asked, ReedSolomon) and asked.parity >= nodes:
+        return Redundancy(parity=1 if nodes < 4 else 2)
+    if asked.parity >= nodes:
         return replace(asked, parity=nodes - 1)
     return asked
 
 
 def too_few_nodes(config: SnapshotConfig, nodes: int) -> str | None:
-    """The text of a warning, if so many nodes give less protection than was asked for."""
-    asked, given = config.redundancy, redundancy_for(config, nodes)
-    if not isinstance(asked, Redundancy) or given == asked:
+    """Return the text of a warning, if so many nodes give less protection than was asked for."""
+    asked = config.redundancy
+    given = redundancy_for(config, nodes)
+    if not isinstance(asked, Redundancy) or given is None or given == asked:
         return None
-    kind = type(asked).__name__
-    if given is None:
-        return f"SnapshotConfig.redundancy is {kind}, and there is one node: no other node protects its captures"
     return (
-        f"SnapshotConfig.redundancy is {kind}(parity={asked.parity}), and there are {nodes} nodes: {given.parity} of "
-        f"them may be lost; start at least {asked.parity + 1} nodes, or set parity={given.parity}"
+        f"SnapshotConfig.redundancy is Redundancy(parity={asked.parity}), and there are {nodes} nodes: {given.parity} "
+        f"of them may be lost; start at least {asked.parity + 1} nodes, or set parity={given.parity}"
     )
 
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from benchmarks.failures import bound, compare, compare_blocking, facts_of
-from lazysnap.config import Mirror, ReedSolomon
+from lazysnap.config import Redundancy
 from lazysnap.intervals import Loss, daly_goodput, daly_s, goodput, survival, unprotected_share, young_s
 
 DAY_S = 86_400.0
@@ -52,9 +52,9 @@ LONG = {"step_s": 30.0}
 CASES = {
     "one node": facts_of(1, None, rate=40 / DAY_S, node_share=0.3, **LONG),
     "16 nodes alone": facts_of(16, None, rate=60 / DAY_S, **LONG),
-    "16 nodes in pairs": facts_of(16, Mirror(), rate=100 / DAY_S, **LONG),
-    "64 nodes": facts_of(64, ReedSolomon(), rate=40 / DAY_S, **LONG),
-    "slow captures": facts_of(64, ReedSolomon(), rate=30 / DAY_S, stall_s=2.0, **LONG),
+    "16 nodes in pairs": facts_of(16, Redundancy(group_size=2), rate=100 / DAY_S, **LONG),
+    "64 nodes": facts_of(64, Redundancy(parity=2), rate=40 / DAY_S, **LONG),
+    "slow captures": facts_of(64, Redundancy(parity=2), rate=30 / DAY_S, stall_s=2.0, **LONG),
 }
 
 

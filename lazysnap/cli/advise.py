@@ -16,7 +16,7 @@ from lazysnap.cli import sizes
 from lazysnap.cli.measured import LEAST_STEPS, Facts, measure
 from lazysnap.cli.output import Output, count_of, percent
 from lazysnap.cli.sizes import groups_for
-from lazysnap.config import Mirror, Redundancy, ReedSolomon, SnapshotConfig, Xor, redundancy_for
+from lazysnap.config import Redundancy, SnapshotConfig, redundancy_for
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
 from lazysnap.intervals import (
@@ -236,13 +236,13 @@ def _share_left(facts: Facts, groups: list[tuple[int, int]], lost_rate: float) -
 def _survivals(facts: Facts, lost_rate: float) -> dict[str, dict[str, Any]]:
     """Return what each redundancy survives, for that number of nodes: the probability by nodes lost at once."""
     found: dict[str, dict[str, Any]] = {}
-    kinds = (Mirror(), Xor(), ReedSolomon())
+    kinds = (Redundancy(parity=1), Redundancy(parity=2))
     for kind in (None, *(kind for kind in kinds if facts.nodes > kind.parity)):
         groups = _groups(kind, facts.nodes)
         losses = range(1, min(4, facts.nodes) + 1)
         left = _share_left(facts, groups, lost_rate)
         per_node = 0.0 if kind is None else kind.parity / (min(size for size, _ in groups) - kind.parity)
-        found["none" if kind is None else type(kind).__name__] = {
+        found["none" if kind is None else f"parity={kind.parity}"] = {
             "survives": {str(lost): survival(groups, lost) if groups else 0.0 for lost in losses},
             "parity_of_state": per_node,
             "storage_needed_every_s": 1 / (lost_rate * left) if lost_rate * left > 1e-15 else None,
@@ -289,7 +289,7 @@ def _levels(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
     rows.append(("memory", steps, costs, lost.get("process", ""), *classics))
     if facts.redundancy is not None:
         often = duration(facts.protect_s) if facts.protect_s else "step that the links take"
-        rows.append((f"other nodes ({type(facts.redundancy).__name__})", often, "0", lost.get("node", ""), "", ""))
+        rows.append((f"other nodes (parity={facts.redundancy.parity})", often, "0", lost.get("node", ""), "", ""))
     for url, every_s in advice["storage_every_s"].items():
         cost_s, mtbf_s = facts.persist[url], advice["mtbf_s"]
         count = advice.get("storage_every_n_steps", {}).get(url)

@@ -43,7 +43,7 @@ parse_rate = quantity(
 
 def groups_for(redundancy: Redundancy, nodes: int) -> tuple[Group, ...]:
     """Return the groups of so many nodes, each of which fails alone."""
-    return groups_of([*map(str, range(nodes))], redundancy.group_size, redundancy.parity)
+    return groups_of(nodes, redundancy.group_size, redundancy.parity)
 
 
 def estimate(args: argparse.Namespace, nodes: int, ranks: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class NodeLinks:
             return (
                 f"node {self._team.node}: no link to the keeper of {who} for {seconds:.0f} s (all keepers meet "
                 f"at {at}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach "
-                "each other there; SnapshotConfig(link_address=...) sets another address"
+                "each other there; the address is that of MASTER_ADDR"
             )
 
         self._reminder.look(seconds if nodes else None, text)

@@ -5,8 +5,6 @@ parity 0 to m-1; the others hold data. So each member holds m parity pieces and 
 snapshot is cut into as many pieces of one size. Any m members may be lost.
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError
@@ -52,43 +50,18 @@ class Group:
         return tuple(stripe for stripe in range(len(self.members)) if stripe not in held)
 
 
-def groups_of(domains: Sequence[str], size: int, parity: int) -> tuple[Group, ...]:
-    """The groups of all nodes, from the failure domain of each node (``domains[node]``).
+def groups_of(nodes: int, size: int, parity: int) -> tuple[Group, ...]:
+    """Return the groups of so many nodes.
 
-    Groups have at most ``size`` members, and differ by at most one. Nodes of one domain are spread evenly over all
-    groups. Groups are smaller where a domain would have more than ``parity`` members in one group otherwise. They are
-    larger than ``size`` only where there are too few nodes for more groups of more than ``parity`` members.
+    Groups have at most ``size`` members, and differ by at most one. They are larger than ``size`` only where there are
+    too few nodes for more groups of more than ``parity`` members. Neighbours by number are in different groups, since
+    they often share a rack.
 
     Raises: ConfigError, if there are not more nodes than ``parity``.
     """
-    members = Counter(domains)
-    fewest, most = _number_of_groups(len(domains), size, parity), len(domains) // (parity + 1)
-    # So many groups survive the loss of one domain, and of another.
-    enough = {-(-count // parity) for count in members.values()}
-    number = min(
-        (number for number in {fewest, *enough} if fewest <= number <= most),
-        key=lambda number: (sum(count > number * parity for count in members.values()), number),
-    )
-    # Nodes are dealt out in turn, domain by domain: of a domain all groups get as many, or one more.
-    first = {domain: node for node, domain in reversed([*enumerate(domains)])}
-    order = sorted(range(len(domains)), key=lambda node: (-members[domains[node]], first[domains[node]], node))
-    dealt = sorted(tuple(sorted(order[at::number])) for at in range(number))
-    return tuple(Group(one, parity) for one in dealt)
-
-
-def _number_of_groups(nodes: int, size: int, parity: int) -> int:
     if not 1 <= parity < size:
         raise ConfigError(f"groups of {size} nodes cannot have {parity} parities: one at least, and fewer than nodes")
     if nodes <= parity:
         raise ConfigError(f"{parity} parities need {parity + 1} nodes at least, got {nodes}")
-    return min(-(-nodes // size), nodes // (parity + 1))
-
-
-def exposed(groups: Sequence[Group], domains: Sequence[str]) -> dict[str, tuple[Group, ...]]:
-    """The failure domains whose loss is not survived, and the groups that it destroys."""
-    found: dict[str, tuple[Group, ...]] = {}
-    for group in groups:
-        for domain, count in Counter(domains[node] for node in group.members).items():
-            if count > group.parity:
-                found[domain] = (*found.get(domain, ()), group)
-    return found
+    number = min(-(-nodes // size), nodes // (parity + 1))
+    return tuple(Group(tuple(range(first, nodes, number)), parity) for first in range(number))

@@ -25,7 +25,6 @@ Settings = dict[str, Any]
 
 
 MAY_DIFFER = {
-    "failure_domain": "it says what fails together with each node",
     "redundancy.max_bytes_per_s": "networks of nodes may differ; a slow node makes protection slower",
     "memory.max_bytes": "nodes may have memory of different sizes; a rank whose slots do not fit says so",
     "memory.spill_dir": "disks of nodes may differ",

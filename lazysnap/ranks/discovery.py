@@ -4,19 +4,18 @@ import contextlib
 import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazysnap.config import Redundancy, SnapshotConfig, redundancy_for, too_few_nodes
+from lazysnap.config import SnapshotConfig, redundancy_for, too_few_nodes
 from lazysnap.console import say
 from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import Parity, Peers
 from lazysnap.links.secret import Secret, draw_secret
 from lazysnap.parity.codes import library
-from lazysnap.parity.groups import exposed, groups_of
+from lazysnap.parity.groups import groups_of
 from lazysnap.ranks.slots import slots_needed
 from lazysnap.ranks.world import World
 
@@ -59,8 +58,6 @@ class _Endpoint:
     host: str
     port: int
     """The port at which others read, and at node 0 keepers link; 0: none was free."""
-    domain: str
-    """The failure domain: the node, or the text that the user gave."""
     library: str
     """The library that computes parity there; empty if there is none."""
     silence: str = ""
@@ -90,19 +87,17 @@ def discover_keepers(
     secret = Secret(**made)
     mine = None
     if world.place.local_rank == 0:
-        targets = [address for address in of_first if address is not None]
-        if config.link_address:
-            targets = [address_of(config.link_address) or config.link_address]
-        targets = list(dict.fromkeys(targets)) if len(nodes) > 1 else ["127.0.0.1"]
-        host = targets[0] if config.link_address and world.rank == 0 else own_address(targets)
-        domain = config.failure_domain or world.place.node
+        targets = ["127.0.0.1"]
+        if len(nodes) > 1:
+            targets = list(dict.fromkeys(address for address in of_first if address is not None))
+        host = own_address(targets)
         try:
             port = client.reserve_port(host)
         except OSError as error:
-            mine = vars(_Endpoint(f"{host}: {error}", 0, domain, _library()))
+            mine = vars(_Endpoint(f"{host}: {error}", 0, _library()))
         else:
             silence = _silence(client, host, secret, config.io_timeout_s)
-            mine = vars(_Endpoint(host, port, domain, _library(), silence))
+            mine = vars(_Endpoint(host, port, _library(), silence))
     told = world.exchange("where keepers are", mine)
     endpoints = {place.node: _Endpoint(**told[place.rank]) for place in places if place.local_rank == 0}
     first, own = endpoints[nodes[0]], endpoints[world.place.node]
@@ -131,10 +126,8 @@ def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint]
         if world.rank == 0:
             logger.warning("NOT protected against the loss of a node: %s", lack)
         return None
-    domains = [endpoint.domain for endpoint in endpoints]
-    groups = groups_of(domains, redundancy.group_size, redundancy.parity)
+    groups = groups_of(len(endpoints), redundancy.group_size, redundancy.parity)
     if world.rank == 0:
-        _warn(redundancy, domains, exposed(groups, domains))
         text = too_few_nodes(config, len(endpoints))
         if text is not None:
             logger.warning("%s", text)
@@ -151,17 +144,6 @@ def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint]
         max_bytes_per_s=redundancy.max_bytes_per_s,
         block_bytes=_BLOCK_BYTES,
     )
-
-
-def _warn(redundancy: Redundancy, domains: Sequence[str], lost: Mapping[str, object]) -> None:
-    shared = {domain for domain, count in Counter(domains).items() if count > 1}
-    for domain in sorted(shared & lost.keys()):
-        logger.warning(
-            "NOT protected against the loss of failure domain %s: more than %d of its nodes protect each other; use "
-            "more nodes, or more parity",
-            domain,
-            redundancy.parity,
-        )
 
 
 def _silence(client: KeeperClient, host: str, secret: Secret, timeout_s: float) -> str:
@@ -185,8 +167,8 @@ def _tell(node: str, endpoint: _Endpoint, *, is_first: bool) -> None:
     lost = "nothing new is complete at a level or protected" if is_first else "nothing is protected by other nodes"
     if not endpoint.port:
         logger.warning(
-            "other nodes cannot reach the keeper of %s, so %s: no port can be had: %s; set "
-            "SnapshotConfig(link_address=...) to an address of the first node that all others reach",
+            "other nodes cannot reach the keeper of %s, so %s: no port can be had: %s; set MASTER_ADDR to an address "
+            "of the first node that all others reach",
             node,
             lost,
             endpoint.host,

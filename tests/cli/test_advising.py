@@ -158,7 +158,7 @@ def test_a_run_is_told_from_what_it_measured(capsys, tmp_path):
     assert run("advise", str(tmp_path)) == 0
     screen = capsys.readouterr().out
     assert len(screen.splitlines()) <= 30
-    assert {word for word in ("Mirror", "none", "goodput", "Young", "/level") if word not in screen} == set()
+    assert {word for word in ("parity=1", "none", "goodput", "Young", "/level") if word not in screen} == set()
 
 
 def test_the_interval_that_auto_found_is_the_one_in_use(capsys, tmp_path):
@@ -200,7 +200,7 @@ def test_published_rates_count_for_the_number_of_nodes(capsys):
         assert other["mtbf_s"] == pytest.approx(86400 * rate.node_days / rate.failures / 2048)
     kinds = told["redundancy"]
     assert kinds["none"]["survives"]["1"] == 0
-    assert kinds["Mirror"]["survives"]["2"] == pytest.approx(1 - 1 / 2047)
-    assert kinds["ReedSolomon"]["survives"]["2"] == 1
-    needed = [kinds[name]["storage_needed_every_s"] for name in ("none", "Mirror", "ReedSolomon")]
+    assert kinds["parity=1"]["survives"]["2"] == pytest.approx(1 - 7 / 2047)
+    assert kinds["parity=2"]["survives"]["2"] == 1
+    needed = [kinds[name]["storage_needed_every_s"] for name in ("none", "parity=1", "parity=2")]
     assert needed == sorted(needed)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lazysnap import MemoryLevel, PersistentLevel, ReedSolomon, SnapshotConfig, Xor
+from lazysnap import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig
 from lazysnap.errors import ConfigError
 from lazysnap.ranks.checks import MAY_DIFFER, check_alike, common_settings
 
@@ -20,11 +20,11 @@ def test_ranks_with_disks_of_their_own_are_alike():
 def test_what_may_differ_is_listed_and_exists():
     names = {f"memory.{field.name}" for field in dataclasses.fields(MemoryLevel)}
     names |= {f"levels[].{field.name}" for field in dataclasses.fields(PersistentLevel)}
-    names |= {f"redundancy.{field.name}" for field in dataclasses.fields(ReedSolomon)}
+    names |= {f"redundancy.{field.name}" for field in dataclasses.fields(Redundancy)}
     names |= {field.name for field in dataclasses.fields(SnapshotConfig)} - {"levels"}
 
     assert set(MAY_DIFFER) <= names
-    compared = {name.replace("[0]", "[]") for name in settings(PersistentLevel("/x"), redundancy=ReedSolomon())}
+    compared = {name.replace("[0]", "[]") for name in settings(PersistentLevel("/x"), redundancy=Redundancy())}
     assert compared.isdisjoint(MAY_DIFFER)
     assert names <= compared | set(MAY_DIFFER)
 
@@ -51,7 +51,7 @@ def test_the_name_of_a_job_may_come_from_the_environment(monkeypatch):
         (settings(PersistentLevel("/x"), job_id="other"), "job_id is None and 'other'"),
         (settings(PersistentLevel("/x"), io_timeout_s=5), "io_timeout_s is 60.0 and 5"),
         (settings(PersistentLevel("/x"), redundancy=None), "redundancy is 'auto' and None"),
-        (settings(PersistentLevel("/x"), redundancy=Xor()), "redundancy is 'auto' and 'Xor'"),
+        (settings(PersistentLevel("/x"), redundancy=Redundancy()), "redundancy is 'auto' and 'Redundancy'"),
     ],
 )
 def test_what_differs_is_named(others, text):
@@ -67,10 +67,9 @@ def test_what_differs_is_named(others, text):
 @pytest.mark.parametrize(
     ("mine", "other", "text"),
     [
-        (None, Xor(), "redundancy is None and 'Xor'"),
-        (ReedSolomon(parity=1), Xor(), "redundancy is 'ReedSolomon' and 'Xor'"),
-        (ReedSolomon(), ReedSolomon(parity=3), "redundancy.parity is 2 and 3"),
-        (Xor(), Xor(group_size=4), "redundancy.group_size is 8 and 4"),
+        (None, Redundancy(), "redundancy is None and 'Redundancy'"),
+        (Redundancy(), Redundancy(parity=3), "redundancy.parity is 1 and 3"),
+        (Redundancy(), Redundancy(group_size=4), "redundancy.group_size is 8 and 4"),
     ],
 )
 def test_nodes_protect_each_other_in_one_way(mine, other, text):
@@ -78,5 +77,5 @@ def test_nodes_protect_each_other_in_one_way(mine, other, text):
         check_alike([settings(redundancy=mine), settings(redundancy=other)])
 
 
-def test_each_node_has_its_failure_domain_and_its_network():
-    check_alike([settings(redundancy=Xor(max_bytes_per_s=rank + 1), failure_domain=f"rack-{rank}") for rank in (0, 1)])
+def test_each_node_has_its_network():
+    check_alike([settings(redundancy=Redundancy(max_bytes_per_s=rank + 1)) for rank in (0, 1)])

@@ -33,7 +33,7 @@ def test_trainers_hear_again_and_again_that_a_node_is_not_reached_and_that_it_is
 
     assert until(lambda: len(unlinked(rig, left)) >= before + 3)
     texts = unlinked(rig, left)[before:]
-    assert all(said in text and "link_address" in text for text in texts), texts
+    assert all(said in text and "MASTER_ADDR" in text for text in texts), texts
     rig.replace(away)
     assert until(lambda: unlinked(rig, left)[-1] == "")
     rig.store()

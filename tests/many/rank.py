@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, Xor
+from lazysnap import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import WaitTimeout
 from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
@@ -300,9 +300,7 @@ def main() -> None:
         require_memory=settings.get("require_memory", False),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
         io_timeout_s=settings.get("io_timeout_s", 20.0),
-        redundancy=Xor(group_size=settings["group_size"]) if "group_size" in settings else "auto",
-        failure_domain=settings.get("domain"),
-        link_address=settings.get("link_address"),
+        redundancy=Redundancy(parity=settings.get("parity", 1), every_n_steps=1),
     )
     with timed(write):
         engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})

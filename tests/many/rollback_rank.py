@@ -18,7 +18,7 @@ from support.bits import digest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lazysnap import LossWatch, MemoryLevel, NonFinite, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap import LossWatch, MemoryLevel, NonFinite, PersistentLevel, Redundancy, SnapshotConfig, SnapshotEngine
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     levels = (PersistentLevel(settings["root"] + "/level", every_n_steps=1),) if settings.get("storage") else ()
-    config = SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=30.0))
+    config = SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=30.0), redundancy=Redundancy(every_n_steps=1))
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
     torch.manual_seed(1000 + rank)
     random.seed(rank)

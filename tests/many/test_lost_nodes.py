@@ -15,10 +15,8 @@ def train(make_job):
     """Starts ranks, one on each node in turn if not said otherwise. Memory is all there is."""
     job = make_job(nodes=NODES, levels=[])
 
-    def run(kind, world, nodes=NODES, domains=None, **settings):
+    def run(kind, world, nodes=NODES, **settings):
         by_rank = {str(rank): {"node": nodes[rank]} for rank in range(world)}
-        for rank, domain in enumerate(domains or ()):
-            by_rank[str(rank)]["domain"] = domain
         return set(job.run(kind, world, by_rank=by_rank, **settings)), job
 
     def protect(kind, world, **settings):
@@ -47,14 +45,6 @@ def train(make_job):
     return run
 
 
-def test_a_whole_failure_domain_is_lost_and_each_of_its_nodes_is_in_another_group(train):
-    """By their numbers nodes 0 and 2 would be one group: that is lost for good, if both are."""
-    racks = {"group_size": 2, "domains": ["left", "right", "left", "right"]}
-    digest = train.protect("fsdp", 4, **racks)
-    train.lose("node-a", "node-c")
-    assert train.look("fsdp", 4, **racks) == (["parity", "memory", "parity", "memory"], digest)
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "nodes"), [("ddp", NODES[:2]), ("hsdp", ("node-a", "node-a", "node-b", "node-b"))])
 def test_a_frozen_base_comes_from_the_memory_of_another_node(train, kind, nodes):
@@ -73,14 +63,15 @@ def test_damaged_memory_of_a_node_is_computed_from_what_the_others_hold(train):
     assert train.look("fsdp", 2) == (["memory", "parity"], digest)
 
 
-def test_nodes_protect_each_other_over_ipv6(train):
+def test_nodes_protect_each_other_over_ipv6(train, monkeypatch):
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("this machine has no IPv6")
-    digest = train.protect("fsdp", 2, link_address="::1")
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    digest = train.protect("fsdp", 2)
     train.lose("node-b")
-    assert train.look("fsdp", 2, link_address="::1") == (["memory", "parity"], digest)
+    assert train.look("fsdp", 2) == (["memory", "parity"], digest)
 
 
 def test_an_evaluation_takes_no_protection_away(train):
@@ -94,7 +85,7 @@ def test_an_evaluation_takes_no_protection_away(train):
 @pytest.mark.parametrize(("kind", "world"), [("fsdp", 3), ("ddp", 2)])
 def test_fewer_nodes_with_fewer_ranks_go_on_from_what_the_others_held(train, kind, world):
     """All that is not met again is lost to them, whether it lives or not."""
-    digest = train.protect("fsdp", 4)
+    digest = train.protect("fsdp", 4, parity=2)
     train.lose("node-d")
     levels, found = train.look(kind, world)
     assert found == digest

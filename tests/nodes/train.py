@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lazysnap import MemoryLevel, PersistentLevel, ResumableLoader, SnapshotConfig, SnapshotEngine, Xor
+from lazysnap import MemoryLevel, PersistentLevel, Redundancy, ResumableLoader, SnapshotConfig, SnapshotEngine
 
 SAMPLES, WIDTH = 256, 16
 
@@ -76,8 +76,10 @@ def main() -> None:
     torch.manual_seed(1000 + rank)  # each rank draws its own dropout
     progress = {"epoch": 0}
     given = settings.get("config", {})
-    if "protects_every" in settings:
-        given["redundancy"] = Xor(every_n_steps=settings["protects_every"])
+    if given.get("redundancy") == "auto":
+        # As "auto", but for the interval.
+        parity = 1 if int(os.environ["GROUP_WORLD_SIZE"]) < 4 else 2
+        given["redundancy"] = Redundancy(parity=parity, every_n_steps=settings.get("protects_every", 1))
     config = SnapshotConfig(
         levels=tuple(PersistentLevel(**level) for level in settings["levels"]),
         memory=MemoryLevel(linger_s=settings.get("linger_s", 60.0)),
