@@ -14,20 +14,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
-from lazysnap.cli.chaos_disk import Disk
-from lazysnap.cli.chaos_faults import FAULTS, NEED_DISK, NEED_KEEPER, Strike
-from lazysnap.cli.chaos_results import difference, digests, files_of
-from lazysnap.cli.chaos_training import DIRECTORY, Training
+from lazysnap.cli.chaos_training import Training
 from lazysnap.cli.output import Output, command_words, count_of
-from lazysnap.errors import ConfigError, LazySnapError
+from lazysnap.errors import ConfigError, LazySnapError, ShardCorrupt
+from lazysnap.shard.checksum import digest
+from lazysnap.shard.layout import Layout
+from lazysnap.shard.limits import MAX_HEADER_BYTES
+from lazysnap.shard.names import SnapshotName, is_directory_of_ours, parse_file_name
 
 STEP_LINE = r"(?i)^(?!.*(?:lazysnap|resum|restor|start|load|sav)).*?\bstep\W{0,3}(\d+)"
 """Lines that speak of a restart are none of a step that was trained."""
 _LOOK_S = 0.5
+_GRACE_S = 30.0
 _LONGEST_WINDOW_S = 30.0
 _TRIES = 3
+_TORCH_FILE = b"PK\x03\x04"
 
 
 class ChaosFailed(LazySnapError):
@@ -38,8 +41,7 @@ Verdict = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL"]
 """The effect of a fault on a training, from good to bad."""
 _STYLES = {"PASS": "green", "LOST_WORK": "yellow"}
 _NEXT = {
-    "LOST_WORK": "it resumed further back than it may: see in its log why, save more often, or allow more steps "
-    "with --may-lose",
+    "LOST_WORK": "it resumed further back than allowed: see in its log why, or allow more steps with --may-lose",
     "SILENT_DIVERGENCE": "something that decides the result was not restored (optimizer, schedule, random "
     "generators, position in the data), or a damaged file was believed",
     "HARD_FAIL": "the same command, started again, must resume by itself, also where its newest checkpoint is "
@@ -61,6 +63,7 @@ class Undisturbed:
     result: dict[str, str]
     names: list[str]
     has_keeper: bool
+    has_snapshots: bool
 
 
 @dataclass
@@ -85,11 +88,10 @@ class Outcome:
 class _Chaos:
     """All trainings of this command."""
 
-    def __init__(self, args: argparse.Namespace, training: Callable[[str], Training], disk: Disk | None) -> None:
+    def __init__(self, args: argparse.Namespace, training: Callable[[str], Training]) -> None:
         """``training``: makes one, in a directory of that name. Blocks. Raises: as ``_run_undisturbed``."""
         self._args = args
         self._training = training
-        self._disk = disk
         self.undisturbed = self._run_undisturbed("undisturbed")
 
     def _run_undisturbed(self, name: str) -> Undisturbed:
@@ -108,9 +110,10 @@ class _Chaos:
                     f"without a fault the command ended with code {training.code}; its last lines, of {training.log}:\n"
                     + training.last_lines(15)
                 )
-        files = files_of(training.files, self._args.result)
+        files = result_files(training.files, self._args.result)
         if not files:
             raise ConfigError(_nothing_left(training, self._args.result))
+        has_snapshots = bool(newest_snapshot(training.files))
         result, names = digests(files), [str(path.relative_to(training.files)) for path in files]
         shutil.rmtree(training.files)
         times_s, steps = training.starts[0].times_s, training.starts[0].steps
@@ -118,7 +121,8 @@ class _Chaos:
         stride = min((after - before for before, after in itertools.pairwise(sorted(set(steps)))), default=1)
         if any(after < before - 2 * stride for before, after in itertools.pairwise(steps)):
             steps = []  # they begin anew with each epoch; lines of two ranks change places by one at most
-        return Undisturbed(seconds, steps, statistics.median(gaps or [0.0]), stride, result, names, has_keeper)
+        spacing_s = statistics.median(gaps or [0.0])
+        return Undisturbed(seconds, steps, spacing_s, stride, result, names, has_keeper, has_snapshots)
 
     def disturbed(self, number: int, fault: str) -> Outcome:
         """Run the command under a fault, start it again until it ends well, and judge. Blocks."""
@@ -157,9 +161,7 @@ class _Chaos:
         outcome.at_step = steps[-1] if steps else None
         window_s = min(_LONGEST_WINDOW_S, max(0.1, length * base.seconds))
         patience_s = _LONGEST_WINDOW_S + 2 * base.seconds  # it ends by itself before, unless it is much slower now
-        outcome.what = FAULTS[outcome.fault](
-            Strike(training, dice, window_s, patience_s, self._args.damage, self._disk)
-        )
+        outcome.what = FAULTS[outcome.fault](Strike(training, dice, window_s, patience_s))
         return True
 
     def _until_s(self) -> float:
@@ -195,21 +197,24 @@ class _Chaos:
                     "Seed all its random generators, or choose with --result a file that is always the same"
                 )
             outcome.verdict = "SILENT_DIVERGENCE"
-        elif (outcome.steps_again or 0) > (limit := self._may_lose(outcome.fault)):
-            outcome.verdict, outcome.reason = "LOST_WORK", f"at most {limit} may be trained again"
+            return
+        limit = self._may_lose(outcome.fault)
+        if limit is not None and (outcome.steps_again or 0) > limit:
+            outcome.verdict = "LOST_WORK"
+            outcome.reason = f"{outcome.steps_again} steps had to be trained again, at most {limit} are allowed"
 
-    def _may_lose(self, fault: str) -> int:
-        """Return the number of steps that may be trained again."""
-        tenth = max(self.undisturbed.steps, default=0) // 10
+    def _may_lose(self, fault: str) -> int | None:
+        """Return the number of steps that may be trained again; ``None``: any, it depends on the level's interval."""
         given: int | None = self._args.may_lose
-        allowed = max(tenth, self.undisturbed.stride) if given is None else given
-        return 2 * allowed if fault == "flip" else allowed  # the newest checkpoint is lost as well
+        if given is not None:
+            return given
+        if fault in MEMORY_IS_LOST:
+            return None
+        tenth = max(self.undisturbed.steps, default=0) // 10
+        return max(tenth, self.undisturbed.stride)
 
     def _difference(self, training: Training) -> str:
-        same = [training.files / name for name in self.undisturbed.names]
-        exist = all(path.is_file() for path in same)
-        files = same if exist and self._args.result is None else files_of(training.files, self._args.result)
-        return difference(self.undisturbed.result, digests(files))
+        return difference(self.undisturbed.result, digests(result_files(training.files, self._args.result)))
 
     @cached_property
     def _instability(self) -> str:
@@ -218,21 +223,19 @@ class _Chaos:
 
 
 def _nothing_left(training: Training, pattern: str | None) -> str:
-    if pattern is not None and any(training.files.iterdir()):
+    if pattern is not None:
         return f"--result {pattern} matches no file that the command left in {training.files}"
     return (
-        "the command left no file in the directory of its run. Each run must write its checkpoints and its result "
-        f"there, and nowhere else: put {{dir}} into the command, as in `lazysnap chaos -- python train.py --out "
-        f"{{dir}}`, or let the program read the environment variable {DIRECTORY}"
+        "the command left no snapshot of lazysnap in its directory, so there is nothing to compare: name the files of "
+        "its result, as in `lazysnap chaos --result model.pt -- python train.py`"
     )
 
 
 def _steps_again(training: Training, outcome: Outcome, stride: int) -> int:
     """Return how many steps were trained again, by the steps that each start printed. Pure."""
     first, *later = (start.steps for start in training.starts)
-    again, reached = 0, max(first, default=0)
-    if outcome.fault in NEED_DISK and outcome.at_step is not None:
-        reached = outcome.at_step  # what follows could not be stored
+    again = 0
+    reached = max(first, default=0)
     for steps in later:
         again += stride * len({step for step in steps if step <= reached})
         reached = max(reached, *steps, 0)
@@ -246,23 +249,25 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """
     if args.runs is not None and args.runs < 1:
         raise ConfigError(f"--runs must be 1 or more, got {args.runs}")
-    words, step_line = command_words(args, "python train.py --out {dir}"), _step_line(args.step_regex)
-    place, disk, left_out = _new_directory(args.dir), None, dict[str, str]()
+    words, step_line = command_words(args, "python train.py"), _step_line(args.step_regex)
+    place = _new_directory(args.dir)
 
     def training(name: str) -> Training:
-        return Training(words, step_line, place / name, None if disk is None else disk.environment)
+        made = Training(words, step_line, place / name)
+        if not any("{dir}" in word for word in words):
+            _link_working_directory(made.files, args.result)
+            made.directory = made.files
+        return made
 
-    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix=".disk-", dir=place) as library:
-        if of_disk := [name for name in args.faults if name in NEED_DISK]:
-            try:
-                disk = Disk(pathlib.Path(library))
-            except OSError as error:
-                left_out |= dict.fromkeys(of_disk, str(error))
-        chaos = _Chaos(args, training, disk)
+    with _ended_by_signals():
+        chaos = _Chaos(args, training)
         base = chaos.undisturbed
-        if not base.has_keeper:
-            of_keeper = [name for name in args.faults if name in NEED_KEEPER]
-            left_out |= dict.fromkeys(of_keeper, "the command has no keeper of lazysnap")
+        left_out = {}
+        for name in args.faults:
+            if name in NEED_KEEPER and not base.has_keeper:
+                left_out[name] = "the command has no keeper of lazysnap"
+            if name == "flip" and not base.has_snapshots:
+                left_out[name] = "the command stores no snapshot of lazysnap in its directory"
         none = "no steps printed whose number only grows (--step-regex)"
         steps = f"{max(base.steps)} steps" if base.steps else none
         output.say(f"undisturbed: {base.seconds:.1f} s, {steps}, result {', '.join(base.names)}", "bold")
@@ -307,6 +312,22 @@ def _new_directory(name: str | None) -> pathlib.Path:
     return place
 
 
+def _link_working_directory(files: pathlib.Path, pattern: str | None) -> None:
+    """Make links in the directory of a run to all that the command may read in the current directory.
+
+    Directories with snapshots are left out, so that the run begins anew, and so are files that match ``pattern``.
+    """
+    for path in pathlib.Path.cwd().iterdir():
+        below = [*path.glob("step-*"), *path.glob("*/step-*")]
+        has_snapshots = any(is_directory_of_ours(directory.name) for directory in below)
+        if not has_snapshots and path not in files.parents:
+            (files / path.name).symlink_to(path)
+    if pattern is not None:
+        for path in list(files.glob(pattern)):
+            if path.is_symlink():
+                path.unlink()
+
+
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP end this command as Ctrl-C does: no process stays."""
@@ -346,3 +367,181 @@ def _show(outcomes: list[Outcome], output: Output) -> None:
         again = [one.steps_again for one in outcomes if one.steps_again is not None]
         text = f"; at most {count_of(max(again), 'step')} trained again" if again else ""
         output.line(f"PASS: {count_of(len(outcomes), 'fault')}, each ended with the same result{text}", "bold green")
+
+
+# ---------------------------------------------------------------- faults
+
+
+@dataclass(frozen=True)
+class Strike:
+    """The needs of a fault."""
+
+    training: Training
+    dice: random.Random
+    window_s: float
+    """Duration of a fault that passes."""
+    patience_s: float
+    """Longest time until there is a snapshot to damage."""
+
+    def pause(self, longest_s: float) -> float:
+        """Block until the window is over or the command ended. Return the seconds."""
+        began_s = time.monotonic()
+        self.training.wait_ended(began_s + longest_s)
+        return time.monotonic() - began_s
+
+
+def _kill(strike: Strike) -> str:
+    strike.training.end(strike.training.trainers)
+    return "training killed"
+
+
+def _keeper(strike: Strike) -> str:
+    pids = strike.training.keepers()
+    strike.training.signal(signal.SIGKILL, pids)
+    return "keeper killed" if pids else "no keeper ran at that moment"
+
+
+def _both(strike: Strike) -> str:
+    strike.training.end(strike.training.all)
+    return "training and keeper killed"
+
+
+def _stop(strike: Strike, who: str, pids: list[int]) -> str:
+    strike.training.signal(signal.SIGSTOP, pids)
+    try:
+        return f"{who} stopped for {strike.pause(strike.window_s):.1f} s"
+    finally:
+        strike.training.signal(signal.SIGCONT, pids)
+
+
+def _term(strike: Strike) -> str:
+    strike.training.signal(signal.SIGTERM, strike.training.trainers())
+    took_s = strike.pause(_GRACE_S)
+    code = strike.training.code
+    strike.training.end(strike.training.trainers)
+    ended = f"it ended with code {code} after {took_s:.1f} s" if code is not None else f"killed after {took_s:.0f} s"
+    return f"SIGTERM; {ended}"
+
+
+def _flip(strike: Strike) -> str:
+    """Damage a file of the newest snapshot. Damage is found by reading, so nothing may be left in memory."""
+    files = strike.training.files
+    strike.training.wait(lambda: bool(newest_snapshot(files)), time.monotonic() + strike.patience_s)
+    has_ended = strike.training.code is not None
+    strike.training.end(strike.training.all)
+    snapshot = newest_snapshot(files)
+    if has_ended or not snapshot:  # after the end it would be the result
+        return f"{'it ended' if has_ended else 'all killed'}; there was no snapshot to damage"
+    path = strike.dice.choice(snapshot)
+    at = strike.dice.randrange(path.stat().st_size)
+    bit = strike.dice.randrange(8)
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0] ^ 1 << bit
+        file.seek(at)
+        file.write(bytes([byte]))
+    return f"all killed; bit {bit} of byte {at} of {path.relative_to(files)} flipped"
+
+
+FAULTS: dict[str, Callable[[Strike], str]] = {
+    "kill": _kill,
+    "keeper": _keeper,
+    "both": _both,
+    "stop": lambda strike: _stop(strike, "training", strike.training.trainers()),
+    "stop-keeper": lambda strike: _stop(strike, "keeper", strike.training.keepers()),
+    "term": _term,
+    "flip": _flip,
+}
+NEED_KEEPER = ("keeper", "both", "stop-keeper")
+MEMORY_IS_LOST = ("both", "flip")
+
+
+def parse_faults(text: str) -> list[str]:
+    """Return the faults in a list such as ``kill,flip``. Raises: argparse.ArgumentTypeError."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in FAULTS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such fault; there are {', '.join(FAULTS)}")
+    return names
+
+
+# ---------------------------------------------------------------- results
+
+
+def newest_snapshot(directory: pathlib.Path) -> list[pathlib.Path]:
+    """Return the files of the newest snapshot of lazysnap below a directory; empty if there is none."""
+    snapshots: dict[SnapshotName, list[pathlib.Path]] = {}
+    paths: list[pathlib.Path] = []
+    with contextlib.suppress(FileNotFoundError):  # the training deletes snapshots, too
+        paths += directory.rglob("node-*")
+    for path in sorted(paths):
+        name = SnapshotName.parse(path.parent.name)
+        if name is not None and parse_file_name(path.name) is not None:
+            snapshots.setdefault(name, []).append(path)
+    return snapshots[max(snapshots)] if snapshots else []
+
+
+def result_files(directory: pathlib.Path, pattern: str | None) -> list[pathlib.Path]:
+    """Return the files of the result: those that match ``pattern``, else the tensors of the newest snapshot."""
+    if pattern is None:
+        return [path for path in newest_snapshot(directory) if path.suffix == ".safetensors"]
+    return [path for path in sorted(directory.glob(pattern)) if path.is_file()]
+
+
+def digests(paths: list[pathlib.Path]) -> dict[str, str]:
+    """Return the digest of each tensor by its name; of a file in which no tensors are found, of its bytes."""
+    found: dict[str, str] = {}
+    for number, path in enumerate(paths, start=1):
+        name = path.name if len(paths) == 1 else f"{path.name} ({number} of {len(paths)})"
+        tensors = dict(_tensors(path)) or {"": digest(path.read_bytes())}
+        found |= {f"{tensor} in {name}" if tensor else name: value for tensor, value in tensors.items()}
+    return found
+
+
+def difference(wanted: dict[str, str], got: dict[str, str]) -> str:
+    """Say what differs; empty if both are equal in every bit."""
+    if not got:
+        return "no file of the result is there"
+    missing = [name for name in wanted if name not in got] + [name for name in got if name not in wanted]
+    if missing:
+        return f"{missing[0]} is only in one of both results"
+    others = [name for name in wanted if wanted[name] != got[name]]
+    return f"{len(others)} of {len(wanted)} differ, the first is {others[0]}" if others else ""
+
+
+def _tensors(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        start = file.read(8)
+    if path.suffix == ".safetensors" and len(start) == 8:
+        yield from _of_safetensors(path, int.from_bytes(start, "little"))
+    elif start.startswith(_TORCH_FILE) and path.suffix != ".npz":
+        yield from _of_torch(path)
+
+
+def _of_safetensors(path: pathlib.Path, length: int) -> Iterator[tuple[str, str]]:
+    with path.open("rb") as file:
+        try:
+            layout = Layout.parse(file.read(8 + min(length, MAX_HEADER_BYTES)), path.stat().st_size, str(path))
+        except ShardCorrupt:
+            return
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+            file.seek(offset)
+            yield spec.name, f"{spec.dtype} {spec.shape} {digest(file.read(spec.nbytes))}"
+
+
+def _of_torch(path: pathlib.Path) -> Iterator[tuple[str, str]]:
+    import pickle
+
+    import torch
+
+    def leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
+        if isinstance(value, torch.Tensor):
+            data = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+            yield name, f"{value.dtype} {tuple(value.shape)} {digest(data.data)}"
+        elif isinstance(value, (dict, list, tuple)):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from leaves(item, f"{name}.{key}" if name else str(key))
+
+    try:
+        yield from leaves(torch.load(path, map_location="cpu", weights_only=True), "")
+    except (RuntimeError, pickle.UnpicklingError):  # of types that weights_only refuses
+        return

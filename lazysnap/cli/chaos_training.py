@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.keeper.identity import ENVIRONMENT as SECRET
@@ -40,25 +40,21 @@ class Start:
 class Training:
     """One training in an empty directory of its own. It has no keeper in common with others of this user."""
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        step_line: "re.Pattern[str]",
-        place: pathlib.Path,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, words: Sequence[str], step_line: "re.Pattern[str]", place: pathlib.Path) -> None:
         """``words``: the command, with ``{dir}`` for the directory. ``step_line``: its first group is a step."""
         self._words = words
         self._step_line = step_line
         self.place = place
-        """The directory of this training: its log, and in ``files`` what the command writes."""
+        """The place of this training: its log, and in ``files`` what the command writes."""
         self.files = place / "files"
         self.files.mkdir(parents=True)
+        self.directory: pathlib.Path | None = None
+        """The directory in which the command runs; ``None``: the current one."""
         self.log = place / "log.txt"
         self._log = self.log.open("wb", buffering=0)
         self._mark = f"{_MARKER}={secrets.token_hex(16)}"
         own = {DIRECTORY: str(self.files), SECRET: secrets.token_hex(16), "PYTHONUNBUFFERED": "1"}
-        self._environment = {**os.environ, **own, **(environment or {}), _MARKER: self._mark.partition("=")[2]}
+        self._environment = {**os.environ, **own, _MARKER: self._mark.partition("=")[2]}
         self._readers: list[threading.Thread] = []
         self.starts: list[Start] = []
 
@@ -84,6 +80,7 @@ class Training:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=self._environment,
+            cwd=self.directory,
             start_new_session=True,
         )
         self.starts.append(start := Start(process, began_s))

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import lazysnap
 from lazysnap.cli.advise import RATES
-from lazysnap.cli.chaos import STEP_LINE
-from lazysnap.cli.chaos_faults import FAULTS, parse_faults
+from lazysnap.cli.chaos import FAULTS, STEP_LINE, parse_faults
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
 from lazysnap.cli.sizes import DTYPES, OPTIMIZERS, parse_params, parse_rate, parse_time
 from lazysnap.cli.stores import parse_option
@@ -117,10 +116,9 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     add("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=f"of {','.join(FAULTS)} (all)")
     add("--runs", type=int, metavar="N", help="runs in all, one fault each, in turn (one of each)")
     add("--seed", type=int, default=1603, help="of the first run; each next one has the next (1603)")
-    add("--result", metavar="GLOB", help="files to compare, in {dir} (newest safetensors, pt, json)")
+    add("--result", metavar="GLOB", help="files of the result, to compare (default: the final snapshot)")
     add("--step-regex", default=STEP_LINE, metavar="REGEX", help="of step lines ('step 12', not of restarts)")
     add("--may-lose", type=int, metavar="N", help="steps that may be trained again (a tenth of all)")
-    add("--damage", metavar="GLOB", help="flip: damage the newest of these files (all but logs)")
     add("--max-restarts", type=int, default=5, metavar="N", help="restarts of a run (5)")
     add("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed one + 60)")
     add("--dir", metavar="DIR", help="for logs and files, a new one (lazysnap-chaos/TIME)")

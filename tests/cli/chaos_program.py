@@ -13,16 +13,17 @@ parser.add_argument("directory", type=pathlib.Path)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--forgets-momentum", action="store_true")
 parser.add_argument("--begins-anew", action="store_true")
-parser.add_argument("--in-place", action="store_true", help="one file, and it must be whole")
-parser.add_argument("--believes-files", action="store_true")
+parser.add_argument("--refuses-to-resume", action="store_true")
 parser.add_argument("--unseeded", action="store_true")
 parser.add_argument("--silent", action="store_true")
 args = parser.parse_args()
 
 
 def load(path):
+    if args.refuses_to_resume:
+        raise RuntimeError(f"{path.name}: checkpoint of another day")
     data = path.read_bytes()
-    if not args.believes_files and hashlib.sha256(data[32:]).digest() != data[:32]:
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
         raise ValueError(f"{path.name} is damaged")
     return int.from_bytes(data[32:36], "little"), data[36:68], data[68:]
 
@@ -32,24 +33,16 @@ def newest():
         try:
             return load(path)
         except ValueError:
-            if args.in_place:
-                raise
+            continue
     return None
 
 
 def save(step, momentum, weights):
     data = step.to_bytes(4, "little") + momentum + weights
     data = hashlib.sha256(data).digest() + data
-    path = args.directory / f"checkpoint-{0 if args.in_place else step:04}.bin"
-    draft = path if args.in_place else path.with_suffix(".tmp")
-    try:
-        with open(draft, "wb") as file:
-            file.write(data)
-    except OSError as error:
-        if args.in_place:
-            raise
-        print("not stored:", error)
-        return
+    path = args.directory / f"checkpoint-{step:04}.bin"
+    draft = path.with_suffix(".tmp")
+    draft.write_bytes(data)
     draft.rename(path)
     for old in sorted(args.directory.glob("checkpoint-*.bin"))[:-2]:
         old.unlink()
