@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import FormatError, LevelUnavailable
+from lazysnap.errors import FormatError, LevelUnavailable, ShardCorrupt
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
@@ -246,6 +246,24 @@ class FrozenWriter:
         ``verify``: read them back also where the storage checks what arrives.
         """
         self._slot_of, self._pace, self._verify = slot_of, pace, verify
+        self._whole: set[str] = set()
+        """Digests of the files that this start wrote, or read in full."""
+
+    def is_whole(self, store: SnapshotStore, digest: str, beat: Beat) -> bool:
+        """True if the frozen tensors are at the level and undamaged. The first call of a start reads the whole file.
+
+        A damaged file loses its manifest. Blocks. Raises: LevelError; what ``beat`` raises.
+        """
+        if not store.has_frozen(digest, beat):
+            return False
+        if digest not in self._whole:
+            try:
+                store.verify_frozen(digest, beat)
+            except ShardCorrupt as error:
+                logger.warning("%s; they are written again if memory or a faster level still has them", error)
+                return False
+            self._whole.add(digest)
+        return True
 
     def bring(
         self,
@@ -255,16 +273,16 @@ class FrozenWriter:
         origin: SnapshotStore | None = None,
         turn: FrozenTurn | None = None,
     ) -> None:
-        """Write what the snapshot of ``meta`` refers to, unless it is there.
+        """Write what the snapshot of ``meta`` refers to, unless it is there and whole.
 
         ``origin`` is a faster level that has the snapshot. With a ``turn`` one of several nodes writes.
         Blocks: also while another node writes. Raises: LevelError, CaptureAborted.
         """
         frozen = meta.frozen
-        if frozen is None or store.has_frozen(frozen.digest, beat):
+        if frozen is None or self.is_whole(store, frozen.digest, beat):
             return
         with contextlib.nullcontext() if turn is None else turn.taken(store, frozen, beat):
-            if turn is None or not store.has_frozen(frozen.digest, beat):
+            if turn is None or not self.is_whole(store, frozen.digest, beat):
                 self._write(store, meta.step, frozen, beat, origin)
 
     def _write(
@@ -275,6 +293,7 @@ class FrozenWriter:
         # Once, also without ``PersistentLevel.verify``: snapshots that refer to them compare only their size.
         if self._verify or not store.storage.checks_writes:
             store.verify_frozen(frozen.digest, beat)
+        self._whole.add(frozen.digest)
 
     @contextlib.contextmanager
     def _source(

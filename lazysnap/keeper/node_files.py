@@ -221,7 +221,10 @@ class FileWriter:
             raise ShardCorrupt(f"{store.url}: step {step}: it was read back damaged: {error}") from error
 
     def listed(self, store: SnapshotStore, beat: Beat) -> set[int]:
-        """Return the steps of this start that the node has, by their manifests and the sizes of their files."""
+        """Return the steps of this start that the node has, by their manifests and the sizes of their files.
+
+        Frozen tensors that they refer to are read in full.
+        """
         found = set()
         for key in self._files.of_run(store.storage.list()).values():
             beat()
@@ -240,5 +243,7 @@ class FileWriter:
                 # It does not count, but stays: what it refers to may be brought again.
                 logger.warning("%s: step %d does not count: %s", shown(store.url), key.step, error)
                 continue
-            found.add(key.step)
+            references = [shard.meta.frozen for shard in manifest.shards if shard.meta.frozen is not None]
+            if all(self._frozen.is_whole(store, reference.digest, beat) for reference in references):
+                found.add(key.step)
         return found

@@ -153,14 +153,14 @@ class SnapshotStore:
         return True
 
     def verify_frozen(self, digest: str, beat: Beat = lambda: None) -> None:
-        """Read back frozen tensors that were just written. Damaged ones lose their manifest. Raises: ShardCorrupt."""
+        """Read frozen tensors in full. Damaged ones lose their manifest. Raises: ShardCorrupt."""
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         try:
             self.verify(place, beat)
         except (FormatError, FileNotFoundError) as error:
             with contextlib.suppress(FileNotFoundError):
                 place.withdraw()
-            raise ShardCorrupt(f"{self.url}: the frozen tensors {digest} were read back damaged: {error}") from error
+            raise ShardCorrupt(f"{self.url}: the frozen tensors {digest} are damaged: {error}") from error
 
     def check_frozen(self, entry: Entry, beat: Beat) -> None:
         """Raises: ShardCorrupt, if frozen tensors of a snapshot are missing. Blocks: as ``has_frozen``."""

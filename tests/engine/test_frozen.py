@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from frozen_damage import FLIPPED, damage, restorable
 from small_training import Starter
 from support.waiting import until
 from tuning import TIMEOUT_S, Tuning, digest
@@ -293,3 +294,23 @@ def test_a_teacher_that_is_averaged_from_the_first_step_on_is_part_of_every_snap
     assert tuning.engine.fetch("latest").step == last
     assert tuning.engine._recorder.frozen.names >= {"model.0.base.weight", "teacher.bias"}
     assert "teacher.weight" not in tuning.engine._recorder.frozen.names
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_flipped_bit_of_the_base_on_storage_is_mended_by_the_next_start(job, tmp_path, restores):
+    """Memory still has the base; snapshots that are stored from then on can be restored from storage alone."""
+    first = job.start(tmp_path)
+    first.run(1, 2)
+    assert first.engine.wait(2, until="durable", timeout_s=TIMEOUT_S)
+    job.crash(first)
+    damage(tmp_path, FLIPPED)
+    assert restorable(str(tmp_path)) == []
+
+    second = job.start(tmp_path, ready=False)
+    if restores:
+        assert second.engine.restore("latest").step == 2
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.run(3, 3)
+
+    assert second.engine.wait(3, until="durable", timeout_s=TIMEOUT_S)
+    assert 3 in restorable(str(tmp_path))
