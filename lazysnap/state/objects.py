@@ -11,6 +11,7 @@ from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loa
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateMismatch
+from lazysnap.state.metrics import METRICS, check_metrics, collect_metrics, restore_metrics
 from lazysnap.state.modules import fitted, recorded_orders
 from lazysnap.state.optimizers import check_optimizers, classes_of, put_back
 from lazysnap.state.pretrained import PRETRAINED, pretrained
@@ -107,7 +108,17 @@ class ObjectState(StateSource):
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
         state[KEY] = {OPTIMIZERS: classes_of(self), **self._pretrained}
+        metrics = collect_metrics(self._unwrapped_modules())
+        if metrics:
+            state[KEY][METRICS] = metrics
         return state
+
+    def _unwrapped_modules(self) -> dict[str, torch.nn.Module]:
+        modules = {}
+        for name, value in self._objects.items():
+            if isinstance(value, torch.nn.Module):
+                modules[name] = unwrapped(value)
+        return modules
 
     def check_averages_gradients(self) -> None:
         """Raises: UnsupportedState, if optimizer steps are taken within ``no_sync()``."""
@@ -136,9 +147,11 @@ class ObjectState(StateSource):
         if missing:
             raise StateMismatch(
                 f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {_RNG, KEY})}: "
-                "name the objects as when it was taken"
+                "name the objects as when it was taken, or give another training a directory of its own"
             )
         check_optimizers(self, state, None)
+        metrics = state.get(KEY, {}).get(METRICS, {})
+        check_metrics(self._unwrapped_modules(), metrics)
         recorded: set[int] = set()
         for name, value in self._objects.items():
             if isinstance(value, torch.nn.Module):
@@ -160,4 +173,5 @@ class ObjectState(StateSource):
                 load_loader(value, state[name])
             else:
                 value.load_state_dict(state[name])
+        restore_metrics(self._unwrapped_modules(), metrics)
         restore_rng(state[_RNG])

@@ -119,6 +119,24 @@ def test_loggers_get_what_snapshots_cost_and_the_history_does_not(new_trainer):
     assert not [name for name in result.metrics if name.startswith("lazysnap")]
 
 
+class LogsTensor(TrainerCallback):
+    """Adds tensors to the log, as forks of training scripts do with auxiliary losses."""
+
+    def on_step_end(self, args, state, control, **_):
+        entry = {"aux": torch.tensor(1.5), "parts": [torch.tensor([1, 2])], "step": state.global_step}
+        state.log_history.append(entry)
+
+
+def test_a_tensor_in_the_log_is_stored_as_a_number_and_training_goes_on(new_trainer):
+    lazy = lazysnap.LazyTrainerCallback()
+    with pytest.raises(ZeroDivisionError):
+        new_trainer(lazy, LogsTensor(), Fail(lazy, 4), max_steps=6).train()
+    again = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=6)
+    again.train(resume_from_checkpoint="latest")
+    logged = [entry for entry in again.state.log_history if "aux" in entry]
+    assert logged == [{"aux": 1.5, "parts": [[1, 2]], "step": step} for step in range(1, 5)]
+
+
 @pytest.mark.parametrize(
     ("limit", "short", "long"),
     [("max_steps", 8, 14), ("num_train_epochs", 1, 2)],

@@ -9,6 +9,7 @@ import torch
 from torchmetrics import Metric
 
 from lazysnap.integrations.lightning.framework import neighbour
+from lazysnap.state.metrics import collect_metric, restore_metric
 from lazysnap.state.modules import take_order
 from lazysnap.state.scalars import pack, unpack
 
@@ -32,7 +33,7 @@ def collect_metrics(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
     return {
         "results": [[key, _collect_result(item)] for key, item in trainer.fit_loop.epoch_loop._results.items()],
         "connector": {name: pack(getattr(connector, name)) for name in _CONNECTOR},
-        "modules": {name: _collect_metric(item) for name, item in module.named_modules() if isinstance(item, Metric)},
+        "modules": {name: collect_metric(item) for name, item in module.named_modules() if isinstance(item, Metric)},
     }
 
 
@@ -45,7 +46,7 @@ def restore_metrics(trainer: Any, module: torch.nn.Module, state: dict[str, Any]
             setattr(connector, name, unpack(value, device))
     metrics = {name: item for name, item in module.named_modules() if isinstance(item, Metric)}
     for name in metrics.keys() & state["modules"].keys():
-        _restore_metric(metrics[name], state["modules"][name])
+        restore_metric(metrics[name], state["modules"][name])
     results = trainer.fit_loop.epoch_loop._results
     results.clear()
     for key, item in state["results"]:
@@ -62,7 +63,7 @@ def _collect_result(item: Any) -> dict[str, Any]:
         "rank_zero_only": sync.rank_zero_only,
         "is_tensor": item.is_tensor,
         "has_reset": item.has_reset,
-        "metric": _collect_metric(item),
+        "metric": collect_metric(item),
     }
 
 
@@ -74,7 +75,7 @@ def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dic
     )
     item = neighbour(results, "_ResultMetric")(meta, state["is_tensor"])
     item.to(trainer.strategy.root_device)
-    _restore_metric(item, state["metric"])
+    restore_metric(item, state["metric"])
     item.has_reset = state["has_reset"]
     if not state["is_tensor"]:
         item.value = metrics.get(state["metric_attribute"])
@@ -153,22 +154,3 @@ class ModuleExtras:
                 else:
                     owner, _, leaf = name.rpartition(".")
                     self._module.get_submodule(owner)._buffers[leaf] = saved.to(buffer.device)
-
-
-def _collect_metric(metric: Any) -> dict[str, Any]:
-    """Return the accumulated state of a ``torchmetrics.Metric``; nothing is computed, reset or synchronised."""
-    return {
-        "states": {name: pack(getattr(metric, name)) for name in metric._defaults},
-        "update_count": metric._update_count,
-        "computed": pack(metric._computed),
-        "forward_cache": pack(metric._forward_cache),
-    }
-
-
-def _restore_metric(metric: Any, state: dict[str, Any]) -> None:
-    """Put back what ``_collect_metric`` found."""
-    for name, value in state["states"].items():
-        setattr(metric, name, unpack(value, metric.device))
-    metric._update_count = state["update_count"]
-    metric._computed = unpack(state["computed"], metric.device)
-    metric._forward_cache = unpack(state["forward_cache"], metric.device)

@@ -1,0 +1,94 @@
+"""The accumulated state of metrics of torchmetrics, which their ``state_dict`` omits by default."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lazysnap.errors import StateMismatch
+from lazysnap.state.scalars import pack, unpack
+
+METRICS = "metrics"
+"""The key below ``KEY`` of a state that holds the metrics of each module, by the module's name there."""
+
+
+def metrics_in(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the metrics among a module and its parts, by their names; torchmetrics is not imported for that."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    metric_class = getattr(torchmetrics, "Metric", None)  # absent while the package is being imported
+    if metric_class is None:
+        return {}
+    return {name: part for name, part in module.named_modules() if isinstance(part, metric_class)}
+
+
+def collect_metric(metric: Any) -> dict[str, Any]:
+    """Return the accumulated state of a ``torchmetrics.Metric``; nothing is computed, reset or synchronised."""
+    return {
+        "states": {name: pack(getattr(metric, name)) for name in metric._defaults},
+        "update_count": metric._update_count,
+        "computed": pack(metric._computed),
+        "forward_cache": pack(metric._forward_cache),
+    }
+
+
+def restore_metric(metric: Any, state: dict[str, Any]) -> None:
+    """Put back what ``collect_metric`` found."""
+    for name, value in state["states"].items():
+        setattr(metric, name, unpack(value, metric.device))
+    metric._update_count = state["update_count"]
+    metric._computed = unpack(state["computed"], metric.device)
+    metric._forward_cache = unpack(state["forward_cache"], metric.device)
+
+
+def collect_metrics(modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
+    """Return the state of all metrics in ``modules``; modules without a metric are left out."""
+    state: dict[str, Any] = {}
+    for module_name, module in modules.items():
+        metrics = metrics_in(module)
+        if metrics:
+            state[module_name] = {name: collect_metric(metric) for name, metric in metrics.items()}
+    return state
+
+
+def check_metrics(modules: Mapping[str, torch.nn.Module], state: Mapping[str, Any]) -> None:
+    """Raises: StateMismatch, if a metric is not in the snapshot, or has other states there. Nothing is loaded."""
+    for module_name, module in modules.items():
+        saved = state.get(module_name, {})
+        for name, metric in metrics_in(module).items():
+            path = f"{module_name}.{name}" if name else module_name
+            if name not in saved:
+                raise StateMismatch(
+                    f"{path}: the snapshot has no state of this metric ({type(metric).__qualname__}). Nothing was "
+                    "loaded. Give the state the metrics that it had when the snapshot was taken"
+                )
+            expected = sorted(metric._defaults)
+            present = sorted(saved[name]["states"])
+            if expected != present:
+                raise StateMismatch(
+                    f"{path}: this {type(metric).__qualname__} has the states {expected}, in the snapshot it has "
+                    f"{present}. Nothing was loaded. Make the metric with the arguments of the earlier start"
+                )
+
+
+def restore_metrics(modules: Mapping[str, torch.nn.Module], state: Mapping[str, Any]) -> None:
+    """Put back what ``collect_metrics`` found. Tensors are copied: those of ``state`` are valid during the call only.
+
+    Metrics that shared a tensor (the groups of a ``MetricCollection``) share it again.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    for module_name, module in modules.items():
+        for name, metric in metrics_in(module).items():
+            restore_metric(metric, _copied(state[module_name][name], copies))
+
+
+def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = value.clone()
+        return copies[id(value)]
+    if type(value) is dict:
+        return {key: _copied(item, copies) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, copies) for item in value)
+    return value
