@@ -78,6 +78,14 @@ class Door(WithEngine):
         self._is_apart = False
         """True if the processes do different numbers of steps now."""
         self._has_told: set[str] = set()
+        self._has_trained = False
+        """True if an engine was made since the last ``free_memory``."""
+        self._began_fresh = False
+        """True if the present training did not resume a snapshot."""
+        self._follows_fresh_training = False
+        """True after ``free_memory`` ended a training that this process began: "latest" would resume that one."""
+        self._error_before = _last_error_id()
+        """The identity of the error that the interpreter reported last, as of the last boundary."""
         # When nobody holds the accelerator any more, or at the program's exit.
         self._end = weakref.finalize(accelerator, self._finish)
 
@@ -125,9 +133,27 @@ class Door(WithEngine):
             self._note_beside()
             engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
             self.session = Session(engine, self._left_at, self._policy)
+            self._began_fresh = True
+            self._has_trained = True
+            self._warn_of_hooks()
             if self._begins_from is not None:
                 engine.session.run.tell_start(self._begins_from)
         return self.session
+
+    def _warn_of_hooks(self) -> None:
+        """Name the hooks that only ``save_state(directory)`` and ``load_state(directory)`` run."""
+        accelerator = self._accelerator
+        if not self._end.alive or not self._is_main_process:
+            return
+        hooks = [*accelerator._save_model_state_pre_hook.values(), *accelerator._load_model_state_pre_hook.values()]
+        names = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
+        if names:
+            self._tell_once(
+                "snapshots do not run the hooks of register_save_state_pre_hook and register_load_state_pre_hook (%s): "
+                'what only these hooks save, such as averaged weights (EMA), begins anew after load_state("latest"). '
+                "Register it as well, which makes it exact: accelerator.register_for_checkpointing(ema)",
+                ", ".join(names),
+            )
 
     @property
     def step(self) -> int:
@@ -135,7 +161,7 @@ class Door(WithEngine):
         return self._left_at if self.session is None else self.session.step
 
     def _counted_epochs(self) -> dict[str, int]:
-        return counted_epochs(self._accelerator) if self._end.alive else {}
+        return counted_epochs(self._state.custom_objects()) if self._end.alive else {}
 
     def watch_loader(self, loader: Any) -> None:
         """A loader was prepared."""
@@ -191,7 +217,9 @@ class Door(WithEngine):
             self.boundaries.passed()
             return False
         session = self.opened()
+        self._error_before = _last_error_id()
         self._count(session)
+        self._warn_of_hooks()
         self.directories.give_up_lost(session.engine)
         if session.is_spoilt:
             session.go_back()
@@ -267,8 +295,16 @@ class Door(WithEngine):
         Raises: as ``SnapshotEngine.restore``.
         """
         session = self.opened()
+        if which == "latest" and self._follows_fresh_training:
+            session.engine.session.run.tell_start(
+                "starting fresh: free_memory() ended the training that this process began before, and another one "
+                "begins; load_state(STEP) resumes a snapshot of the earlier one"
+            )
+            session.engine.session.boundaries.listen()
+            return None
         snapshot = session.engine.restore(which)
         if snapshot is not None:
+            self._began_fresh = False
             session.step = snapshot.step
             self.boundaries.passed()
             self.logged.go_on()
@@ -310,7 +346,21 @@ class Door(WithEngine):
     def forget(self) -> None:
         """Let go of what was prepared: what is prepared from now on is another training."""
         self.boundaries.close()
+        if self._has_trained:
+            self._forget_objects()
+        self._follows_fresh_training = self._began_fresh
         self._left_at, self._has_asked = 0, False
+
+    def _forget_objects(self) -> None:
+        self._has_trained = False
+        left_out = self._state.forget()
+        names = ", ".join(type(item).__qualname__ for item in left_out)
+        if names and self._is_main_process:
+            logger.warning(
+                "free_memory(): another training begins, and what was registered for the one before (%s) is no part of "
+                "its snapshots; register again what it uses",
+                names,
+            )
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave as after a crash: memory stays for a restart. ``error``: what ended the training."""
@@ -325,7 +375,9 @@ class Door(WithEngine):
 
     def _finish(self) -> None:
         """The training is over without ``end_training``: well, or by an error that nobody caught."""
-        if (error := getattr(sys, "last_value", None)) is not None:
+        error = getattr(sys, "last_value", None)
+        # A notebook keeps the last error of any cell: one from before the last boundary did not end this training.
+        if error is not None and id(error) != self._error_before:
             self.abandon(error)
             return
         try:
@@ -338,6 +390,11 @@ class Door(WithEngine):
         if message not in self._has_told:
             self._has_told.add(message)
             logger.warning(message, *values)
+
+
+def _last_error_id() -> int | None:
+    error = getattr(sys, "last_value", None)
+    return None if error is None else id(error)
 
 
 def _why_stock(accelerator: Any) -> str | None:

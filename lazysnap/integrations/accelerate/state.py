@@ -12,6 +12,7 @@ from lazysnap.data import Position
 from lazysnap.exports.accelerate import FACTS
 from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.state.objects import ObjectState
+from lazysnap.state.sharding import local_of
 
 _EPOCH = re.compile(
     r"((current|completed|finished|trained|num)_)?epochs?(_(completed|done|finished|trained|idx|index))?"
@@ -41,10 +42,10 @@ class _Counters:
             self._logged.restore(state["logged"])
 
 
-def counted_epochs(accelerator: Any) -> dict[str, int]:
-    """Return the integers called ``epoch`` and the like in what is registered with ``accelerator``, by their places."""
+def counted_epochs(custom_objects: Sequence[Any]) -> dict[str, int]:
+    """Return the integers called ``epoch`` and the like in registered objects, by their places."""
     found: dict[str, int] = {}
-    for number, one in enumerate(accelerator._custom_objects):
+    for number, one in enumerate(custom_objects):
         if not isinstance(one, (torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)):
             state = one.state_dict()
             for name, value in state.items() if isinstance(state, Mapping) else ():
@@ -63,6 +64,8 @@ class AcceleratorState(ObjectState):
         self._accelerator = accelerator
         self._positions = positions
         self.counters = _Counters(accelerator, logged)
+        self._first_custom = 0
+        """The objects registered before this number are of a training that ended: Accelerate still lists them."""
         self._wrapped: dict[int, Any] = {}
         """Wrappers that Accelerate does not list, by the id of the model that was prepared to one."""
         self.is_uneven = False
@@ -73,6 +76,17 @@ class AcceleratorState(ObjectState):
         """``model``, which is listed, was prepared to ``wrapper``: DDP, so all ranks hold the same."""
         self._wrapped[id(model)] = wrapper
 
+    def custom_objects(self) -> list[Any]:
+        """Return what was registered for the present training."""
+        registered: list[Any] = self._accelerator._custom_objects
+        return registered[self._first_custom :]
+
+    def forget(self) -> list[Any]:
+        """Leave out what is registered by now, and return it: another training begins, with its own objects."""
+        left_out = self.custom_objects()
+        self._first_custom += len(left_out)
+        return left_out
+
     def refresh(self) -> None:
         """Take in what was prepared and registered since the last call."""
         objects = self._named()
@@ -82,6 +96,7 @@ class AcceleratorState(ObjectState):
     def _named(self) -> dict[str, Any]:
         accelerator = self._accelerator
         listed = {kind: getattr(accelerator, held) for kind, held in _KINDS.items()} | {"loader": self._positions()}
+        listed["custom"] = self.custom_objects()
         listed["model"] = [self._wrapped.get(id(model), model) for model in listed["model"]]
         found = {
             kind if number == 0 else f"{kind}_{number}": one
@@ -101,7 +116,8 @@ class AcceleratorState(ObjectState):
         for custom in accelerator._custom_objects:
             with contextlib.suppress(Exception):  # who saves it meets the error
                 found += tree_leaves(custom.state_dict())
-        return sum(one.numel() * one.element_size() for one in found if isinstance(one, torch.Tensor))
+        parts = [local_of(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
+        return sum(part.numel() * part.element_size() for part in parts)
 
     def check_averages_gradients(self) -> None:
         """See ``ObjectState.check_averages_gradients``. Accelerate accumulates within ``no_sync()``, too."""

@@ -20,7 +20,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lazysnap.config import SnapshotConfig
 from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateMismatch
-from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments
+from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments, check_path
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import WithEngine
@@ -130,6 +130,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if trial is not None:
             logger.warning("a search for hyperparameters runs: no snapshots are taken of its trials")
         _check(self._trainer)
+        how = 'resume_from_checkpoint="latest"'
+        check_path(which, "Transformers", how, "--to DIRECTORY --format huggingface")
         self._patches.undo()
         self._reset()
         self._asked, self._is_running = which, True

@@ -168,7 +168,11 @@ class TrainingState(ObjectState):
         parts, limit = self.landing["trainer"], self._trainer.state.max_steps
         step = parts["state"]["global_step"]
         if step >= limit:
-            return f"it had ended (max_steps={limit}, at step {step})"
+            arguments = self._trainer.args
+            setting = f"num_train_epochs={arguments.num_train_epochs:g}, {limit} steps"
+            if arguments.max_steps > 0:
+                setting = f"max_steps={limit}"
+            return f"it had ended ({setting}, at step {step})"
         # Any other stop (a signal, a limit of time) is an interruption: if its reason still holds, it stops again.
         if any(_has_run_out(exported) for _, exported in self._matched(parts["callbacks"])[0]):
             return (
@@ -242,11 +246,16 @@ class History:
         self._last: Any = None
 
     def text(self, entries: list[dict[str, Any]]) -> str:
-        """One line of JSON for each entry, as it was when it was logged. Raises: UnsupportedState, for a tensor."""
+        """Return one line of JSON for each entry, as it was when it was logged.
+
+        A tensor is stored as a number, or as a list of numbers. Blocks once for each logged tensor on a device.
+        """
         known = len(self._lines)
         if known and (known > len(entries) or entries[known - 1] is not self._last):
             self._lines, known = [], 0
-        self._lines += [json.dumps(encode(entry, tensor=_refuse)) for entry in entries[known:]]
+        for entry in entries[known:]:
+            numbers = _without_tensors(entry)
+            self._lines.append(json.dumps(encode(numbers, tensor=_refuse)))
         self._last = entries[-1] if entries else None
         return "\n".join(self._lines)
 
@@ -256,8 +265,18 @@ def _read_history(text: str) -> list[dict[str, Any]]:
     return [decode(json.loads(line), tensor=_no_tensor) for line in text.split("\n") if line]
 
 
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if type(value) is dict:
+        return {key: _without_tensors(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(item) for item in value)
+    return value
+
+
 def _refuse(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
-    raise UnsupportedState(f"a tensor was logged as {path_text(path)}, which no checkpoint can hold: log its item()")
+    raise UnsupportedState(f"a tensor is logged within {path_text(path)}: log numbers instead, such as its item()")
 
 
 def _no_tensor(name: str) -> torch.Tensor:
