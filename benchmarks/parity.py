@@ -75,11 +75,13 @@ def survival(nodes: int, size: int, parity: int, lost: int) -> float:
     """The probability that so many lost nodes are survived, each set of them being as likely. Exact."""
     if not 0 <= lost <= nodes:
         raise ValueError(f"of {nodes} nodes 0 to {nodes} can be lost, got {lost}")
-    from lazysnap import intervals  # not in older packages, beside which ``compare`` runs the others
     from lazysnap.parity.groups import groups_of
 
-    groups = groups_of(nodes, size, parity)
-    return intervals.survival([(len(group.members), parity) for group in groups], lost)
+    ways = [1] + [0] * lost
+    for group in groups_of(nodes, size, parity):
+        some = [math.comb(len(group.members), count) for count in range(parity + 1)]
+        ways = [sum(some[j] * ways[k - j] for j in range(min(parity, k) + 1)) for k in range(lost + 1)]
+    return ways[lost] / math.comb(nodes, lost)
 
 
 # ------------------------------------------------------------------------------------------------ in a worker

@@ -209,7 +209,7 @@ def test_restarts_are_measured_phase_by_phase_and_are_exact(tmp_path):
 
 @pytest.mark.parametrize(("nodes", "size", "parity"), [(7, 2, 1), (9, 4, 1), (10, 5, 2), (11, 8, 2), (6, 8, 4)])
 def test_survival_is_what_counting_all_sets_gives(nodes, size, parity):
-    groups = [{*group.members} for group in groups_of([str(node) for node in range(nodes)], size, parity)]
+    groups = [{*group.members} for group in groups_of(nodes, size, parity)]
     for count in range(nodes + 1):
         sets = [{*lost} for lost in itertools.combinations(range(nodes), count)]
         survived = sum(all(len(group & lost) <= parity for group in groups) for lost in sets)

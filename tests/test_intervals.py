@@ -1,76 +1,55 @@
-"""Formulas of intervals, goodput and survival, against published figures and a simulation of each step."""
+"""The formula of goodput, against a simulation of each failure."""
 
-import itertools
+import math
+import random
+import statistics
 
 import pytest
 
-from benchmarks.failures import bound, compare, compare_blocking, facts_of
-from lazysnap.config import Redundancy
-from lazysnap.intervals import Loss, daly_goodput, daly_s, goodput, survival, unprotected_share, young_s
+from lazysnap.intervals import goodput, rework_s, steps_within
 
 DAY_S = 86_400.0
 
 
-def test_young_and_daly_at_known_points():
-    assert young_s(300, 86_400) == pytest.approx(7200)  # 5 minutes at one failure a day: every 2 hours
-    assert daly_s(300, 86_400) < young_s(300, 86_400)
-    assert daly_s(1e-6, 86_400) == pytest.approx(young_s(1e-6, 86_400), rel=1e-4)
-    assert daly_s(500, 100) == 100
+def simulated_goodput(seed, *, step_s, stall_s, every, delay_s, restart_s, mtbf_s, days=60):
+    """Share of time of a training whose failures come at random, event by event."""
+    dice = random.Random(seed)
+    interval_s = every * step_s + stall_s
+    now_s = kept_s = 0.0
+    while now_s < days * DAY_S:
+        life_s = dice.expovariate(1 / mtbf_s)
+        whole = max(0, math.floor((life_s - delay_s) / interval_s))  # snapshots that are complete at the failure
+        kept_s += whole * every * step_s
+        now_s += life_s
+        while (until_failure_s := dice.expovariate(1 / mtbf_s)) < restart_s:
+            now_s += until_failure_s
+        now_s += restart_s
+    return kept_s / now_s
 
 
-def test_the_interval_of_daly_is_the_best_one_of_his_model():
-    for cost_s, mtbf_s in ((300, 86_400), (60, 11_000), (600, 3600)):
-        best = daly_s(cost_s, mtbf_s)
-        reached = daly_goodput(best, cost_s, 100, mtbf_s)
-        others = [daly_goodput(best * factor, cost_s, 100, mtbf_s) for factor in (0.5, 0.8, 1.25, 2)]
-        assert reached > max(others)
+@pytest.mark.parametrize(
+    ("stall_s", "every", "delay_s", "mtbf_s"),
+    [(0.05, 1, 2.0, 3600.0), (2.0, 7, 2.0, 7200.0), (0.05, 120, 60.0, 10_800.0)],
+    ids=["memory", "slow captures", "storage"],
+)
+def test_goodput_is_what_a_simulation_gives(stall_s, every, delay_s, mtbf_s):
+    figures = {"step_s": 10.0, "stall_s": stall_s, "every": every, "delay_s": delay_s, "mtbf_s": mtbf_s}
+    runs = [simulated_goodput(seed, **figures, restart_s=240.0) for seed in range(10)]
+    error = statistics.stdev(runs) / math.sqrt(len(runs))
+    step_s = 10.0 + stall_s / every
+
+    expected = goodput(1 - 10.0 / step_s, rework_s(every * step_s, delay_s), 240.0, mtbf_s)
+
+    assert error < 0.004  # else the test would say nothing
+    # To the formula an interval follows on another; after a failure it begins anew.
+    assert abs(statistics.fmean(runs) - expected) < 3 * error + 0.003
 
 
-def test_survival_is_what_counting_all_sets_gives():
-    sizes = [(3, 1), (4, 2)]
-    nodes = [(group, node) for group, (size, _) in enumerate(sizes) for node in range(size)]
-    for lost in range(1, 6):
-        sets = [*itertools.combinations(nodes, lost)]
-        good = sum(all(sum(g == group for g, _ in some) <= sizes[group][1] for group in (0, 1)) for some in sets)
-        assert survival(sizes, lost) == pytest.approx(good / len(sets))
+def test_goodput_at_its_ends():
+    assert goodput(0.02, 0.0, 0.0, DAY_S) == pytest.approx(0.98)
+    assert goodput(0.0, 1.0, 1e6, 1.0) == 0.0  # it never comes to a step
 
 
-def test_more_failures_and_a_longer_window_need_storage_more_often():
-    groups = [(8, 2)] * 256
-    shares = [unprotected_share(groups, rate, 300) for rate in (1e-5, 1e-4, 1e-3, 1e-2)]
-    assert shares == sorted(shares)
-    assert unprotected_share([(1, 0)] * 4, 1e-4, 300) == 1.0
-    assert unprotected_share([(2, 1)], 1e-9, 300) == pytest.approx(3e-7, rel=1e-3)
-
-
-def test_goodput_without_failures_is_what_captures_leave():
-    assert goodput(0.02, []) == 0.98
-    assert goodput(0.0, [Loss(1.0, 1.0, 1.0, restart_s=1e5)]) == 0.0  # it never comes to a step
-
-
-LONG = {"step_s": 30.0}
-CASES = {
-    "one node": facts_of(1, None, rate=40 / DAY_S, node_share=0.3, **LONG),
-    "16 nodes alone": facts_of(16, None, rate=60 / DAY_S, **LONG),
-    "16 nodes in pairs": facts_of(16, Redundancy(group_size=2), rate=100 / DAY_S, **LONG),
-    "64 nodes": facts_of(64, Redundancy(parity=2), rate=40 / DAY_S, **LONG),
-    "slow captures": facts_of(64, Redundancy(parity=2), rate=30 / DAY_S, stall_s=2.0, **LONG),
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("facts", CASES.values(), ids=CASES)
-def test_goodput_is_what_a_simulation_of_every_step_gives(facts):
-    """Ten seeded runs of six days: within three standard errors of their mean, and 0.1 % of the time."""
-    found = compare(facts, 6 * DAY_S, range(10))
-
-    assert found["failures"] > 1000
-    assert bound(found) < 0.012  # else the test would say nothing
-    assert abs(found["formula"] - found["simulated"]) < bound(found)
-    assert found["lost_per_week"] == pytest.approx(found["lost_per_week_simulated"], rel=0.15)
-
-
-def test_goodput_of_blocking_checkpoints_is_what_daly_says():
-    found = compare_blocking(facts_of(64, None, rate=30 / DAY_S, **LONG), 10 * DAY_S, range(10))
-    assert bound(found) < 0.015
-    assert abs(found["formula"] - found["simulated"]) < bound(found)
+def test_captures_take_at_most_their_share():
+    assert steps_within(0.01, 1.0, 0.001) == 1
+    assert steps_within(0.01, 2.0, 0.06) == 3

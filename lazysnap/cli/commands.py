@@ -10,10 +10,9 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import lazysnap
-from lazysnap.cli.advise import RATES
 from lazysnap.cli.chaos import FAULTS, STEP_LINE, parse_faults
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
-from lazysnap.cli.sizes import DTYPES, OPTIMIZERS, parse_params, parse_rate, parse_time
+from lazysnap.cli.sizes import DTYPES, OPTIMIZERS, parse_params, parse_time
 from lazysnap.cli.stores import parse_option
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.exports.target import FORMATS
@@ -132,28 +131,18 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     add("--same-exit-within", type=float, default=30.0, metavar="SECONDS", help=same)
     add("words", **_COMMAND)
     command("worker", "a warm start inside a launcher such as torchrun", common).add_argument("words", **_COMMAND)
-    advise = command("advise", "how often to capture and store, what it costs", any_level)
-    add = advise.add_argument_group("what is known; a run's own times need not be given").add_argument
+    advise = command("advise", "how often to capture and store, memory, goodput", any_level)
+    add = advise.add_argument_group("times; those of a run are measured").add_argument
     add("--mtbf", type=parse_time, metavar="TIME", help="mean time between failures of the whole training: 3h")
-    add("--like", choices=sorted(RATES), help="failures per node as published (llama3, if a run saw too few)")
-    add("--node-share", type=float, metavar="X", help="share of failures that take the memory of a node along")
     add("--step", type=parse_time, metavar="TIME", help="time of a step: 0.4s")
-    add("--stall", type=parse_time, metavar="TIME", help="time that training waits for a capture: 0.002s")
     add("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s")
-    add("--restart", type=parse_time, metavar="TIME", help="time from a failure to the next step (300s)")
     add = advise.add_argument_group("a training that is not started yet").add_argument
-    add("--params", type=parse_params, metavar="N", help="parameters: 7b, 350m, 125000000")
-    add("--trainable", type=parse_params, metavar="N", help="how many are trained (LoRA); default: all")
+    add("--params", type=parse_params, metavar="N", help="parameters that are trained: 7b, 350m, 125000000")
     add("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
-    add("--dtype", choices=sorted(DTYPES), default="fp32", help="of the weights (fp32)")
-    add("--state-dtype", choices=sorted(DTYPES), help="of the optimizer's state (as the weights)")
-    add("--ranks", type=int, help="processes of the training (those of the run, or 1)")
+    add("--dtype", choices=sorted(DTYPES), default="fp32", help="of weights and optimizer state (fp32)")
+    add("--ranks", type=int, help="processes of the training (those of the run, or 1 for each node)")
     add("--nodes", type=int, help="machines they run on (those of the run, or 1)")
     add("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)")
-    add("--every-n-steps", type=int, default=1, help="steps between captures in memory (1)")
-    add("--cpu", action="store_true", help="ranks train on CPUs, not on GPUs")
-    add("--no-redundancy", action="store_true", help="nodes do not protect each other")
-    add("--rate", type=parse_rate, metavar="RATE", help="bytes that storage takes from one node: 2GB/s")
     return root
 
 
