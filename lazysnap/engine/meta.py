@@ -12,10 +12,13 @@ from lazysnap.capture.plan import CapturePlan
 from lazysnap.config import SnapshotConfig
 from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.world import World
+from lazysnap.restore.level import newest_id
 from lazysnap.shard.manifest import FrozenReference
 from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.walk import Walk
 
+_LISTING_S = 3.0
+"""Seconds for which a start waits for the names at its levels."""
 _PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning")
 
 
@@ -45,12 +48,29 @@ class MetaWriter:
     def agreed(cls, world: World, config: SnapshotConfig) -> "MetaWriter":
         """Return a writer for a run that begins now, with the same ids on all ranks. Collective.
 
+        Both ids are greater than those at the levels: a clock may have been set back, and "latest" means the run with
+        the greatest id. Blocks: for other ranks, and at most ``_LISTING_S`` for the names at the levels.
         Raises: ConfigError, if ranks are configured differently.
         """
-        told = world.exchange("making the engine", [common_settings(config), new_id(), new_id()])
-        check_alike([settings for settings, *_ in told])
-        _, run_id, start = told[0]
+
+        def describe() -> list[Any]:
+            newest = ""
+            if world.place.local_rank == 0:
+                newest = newest_id(config.levels, _LISTING_S)
+            return [common_settings(config), new_id(), new_id(), newest]
+
+        answers = world.exchange_after("making the engine", describe)
+        check_alike([settings for settings, *_ in answers])
+        _, run_id, start, _ = answers[0]
+        newest = max(rank_newest for *_, rank_newest in answers)
+        if newest:
+            run_id = id_after(run_id, newest)
+            start = id_after(start, newest)
         return cls(run_id, start, world.rank, world.size)
+
+    def begin_after(self, newest_run: str) -> None:
+        """Begin a run that is newer than ``newest_run``. The same on all ranks."""
+        self.run_id = id_after(self.run_id, newest_run)
 
     def follow(self, newest: str | None) -> None:
         """Begin another start, later than this one and ``newest``: steps that are passed again are other snapshots than

@@ -1,6 +1,5 @@
 """The run that an engine trains: the snapshot it resumed, its beginning, and what it leaves in memory."""
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.messages import Event
 from lazysnap.engine.parts import Parts
-from lazysnap.errors import JobBusy, KeeperUnavailable, LevelError, SnapshotNotFound
+from lazysnap.errors import JobBusy, KeeperUnavailable, SnapshotNotFound
 from lazysnap.keeper.events import MemoryEntry
 from lazysnap.keeper.protocol import Run as RunMessage
 from lazysnap.ranks.checks import together
@@ -76,6 +75,8 @@ class Run:
         found = fetch(which, restart or self.restart)
         if isinstance(found, Absence):
             self._absence = found
+            if found.newest_run is not None and not self.is_begun:
+                self.meta.begin_after(found.newest_run)
             return None
         return found
 
@@ -90,9 +91,13 @@ class Run:
         finally:
             memory.close()
         for answer in answers:
-            with contextlib.suppress(LevelError):
-                whole = [SnapshotName.parse(one.name) for one in answer().directories if one.is_whole]
-                held |= {(name.run_id, name.step) for name in whole if name is not None}
+            try:
+                directories = answer().directories
+            except Exception as error:  # noqa: BLE001  storage packages may raise anything
+                logger.info("all_steps() leaves a level out: %s", error)
+                continue
+            whole = [SnapshotName.parse(directory.name) for directory in directories if directory.is_whole]
+            held |= {(name.run_id, name.step) for name in whole if name is not None}
         newest = max((run_id for run_id, _ in held), default="")
         run_id = self.meta.run_id if self.is_begun else newest
         return sorted(step for of_run, step in held if of_run == run_id)

@@ -1,8 +1,9 @@
 """A level as a restart reads it. What hangs there is given up after the level's deadline."""
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from lazysnap.config import PersistentLevel
@@ -13,8 +14,11 @@ from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.resolver import Entry, Inventory, Item
 from lazysnap.shard.manifest import Manifest
+from lazysnap.shard.names import SnapshotName
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenShard, open_shard
+
+logger = logging.getLogger("lazysnap.engine")
 
 _Result = TypeVar("_Result")
 
@@ -75,6 +79,20 @@ class Level:
         """Start to list what the level has by its name alone. Does not block."""
         return self._begin("listing", lambda beat: list_names(self._open().storage, marked=marked))
 
+    def begin_newest_id(self) -> Answer[str]:
+        """Start to find the greatest id of a run or start in the names of its directories; "" without any. Does not
+        block."""
+
+        def newest_id(beat: Beat) -> str:
+            newest = ""
+            for directory in self._open().storage.list():
+                name = SnapshotName.parse(directory)
+                if name is not None:
+                    newest = max(newest, name.run_id, name.start)
+            return newest
+
+        return self._begin("listing", newest_id)
+
     def begin_look(self, listing: Listing, share: tuple[int, int]) -> Answer[Inventory]:
         """Start to find out what a share of that offers. Does not block."""
 
@@ -97,3 +115,22 @@ class Level:
         except BaseException:
             blocks.close()
             raise
+
+
+def newest_id(levels: Sequence[PersistentLevel], timeout_s: float) -> str:
+    """Return the greatest id of a run or start at any of these levels; "" if there is none.
+
+    A level that fails, or does not answer within ``timeout_s``, is left out. Blocks.
+    """
+    until = time.monotonic() + timeout_s
+    answers = [Level(level, 0).begin_newest_id() for level in levels]
+    newest = ""
+    for level, answer in zip(levels, answers, strict=True):
+        if not answer.comes(until):
+            logger.info("%s did not answer in %g s: its runs are not known yet", shown(level.url), timeout_s)
+            continue
+        try:
+            newest = max(newest, answer())
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
+            logger.info("%s: its runs are not known yet: %s", shown(level.url), error)
+    return newest

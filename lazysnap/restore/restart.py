@@ -109,6 +109,7 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             unreadable=tuple(sorted(held)),
             uncommitted=search.survey.uncommitted,
             is_partial=bool(search.problems),
+            newest_run=next(iter(runs_in(inventories)), None),
         )
 
 

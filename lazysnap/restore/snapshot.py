@@ -77,3 +77,5 @@ class Absence:
     """The number of snapshot directories without any manifest, by level, where there are some."""
     is_partial: bool = False
     """True if not every place could be looked at; messages before said which."""
+    newest_run: str | None = None
+    """The newest run of which a part was found, in memory or at a level."""

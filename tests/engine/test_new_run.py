@@ -2,8 +2,11 @@
 
 import os
 import signal
+import time
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
 from support.waiting import until
@@ -202,3 +205,52 @@ def test_a_fresh_start_in_a_used_directory_leaves_the_run_that_is_there(job, tmp
 
     back = job.start(tmp_path, ready=False).engine
     assert back.restore(f"run:{old}").step == 8
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_after_a_clock_was_set_back_latest_is_still_the_run_that_began_last(job, tmp_path, monkeypatch, restores):
+    now = time.time_ns
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time_ns", lambda: now() + 86_400 * 10**9)
+        ahead = job.start(tmp_path)
+        train(ahead, 1, 2)
+        assert ahead.engine.close()
+    if restores:  # nothing of that run can be read
+        for manifest in tmp_path.glob("step-*/*.json"):
+            manifest.unlink()
+
+    fresh = job.start(tmp_path, ready=False)
+    if restores:
+        assert fresh.engine.restore("latest") is None
+    assert fresh.engine.wait_ready(TIMEOUT_S)
+    train(fresh, 1, 1)
+    assert fresh.engine.close()
+
+    assert job.start(tmp_path, ready=False).engine.restore("latest").step == 1
+    assert max(path.name.split("-")[2] for path in tmp_path.glob("step-*")) == other_run(tmp_path)
+
+
+class Shattered(MemoryFileSystem):
+    """A storage whose package raises an error of its own at each listing."""
+
+    protocol = ("webhdfs",)
+
+    def ls(self, path, detail=True, **settings):
+        raise FileExistsError("the endpoint speaks another protocol")
+
+
+@pytest.fixture
+def shattered():
+    fsspec.register_implementation("webhdfs", Shattered, clobber=True)
+    yield "webhdfs://host/run"
+    fsspec.register_implementation("webhdfs", "fsspec.implementations.webhdfs.WebHDFS", clobber=True)
+
+
+def test_all_steps_leaves_out_a_level_whose_package_raises_anything(job, tmp_path, shattered):
+    training = job.start(tmp_path)
+    train(training, 1, 2)
+    assert training.engine.close()
+
+    both = job.start(shattered, tmp_path, ready=False)
+
+    assert both.engine.all_steps() == [1, 2]
