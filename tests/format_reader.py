@@ -106,6 +106,9 @@ class Snapshot:
             return {key: self._decoded(item, rank) for key, item in value.items()}
         if kind == "tensor":
             return self.tensor(value["v"], rank)
+        if kind == "array":
+            tensor = self._decoded(value["v"], rank)
+            return np.frombuffer(tensor.tobytes(), value["dtype"]).reshape(value["shape"])
         if kind in ("tuple", "torch.Size"):
             return tuple(self._decoded(item, rank) for item in value["v"])
         if kind in ("dict", "OrderedDict", "defaultdict", "Counter"):

@@ -82,6 +82,11 @@ class Event(enum.Enum):
         "Lightning also on_save_checkpoint), or raise every_n_steps",
         topic="collecting",
     )
+    SLOW_ENCODING = Row(
+        "encoding the small state (%(size)s of text) took %(ms).0f ms, at every snapshot; keep long lists of numbers "
+        "in NumPy arrays or tensors, which are copied, or raise every_n_steps",
+        topic="encoding",
+    )
     REPLANNED = Row("the capture plan is made anew: %(cause)s", logging.INFO, counter="replans")
     PACE = Row(
         'every_n_steps="auto": every %(every)d steps are captured from here on (so far %(before)d): training waits '

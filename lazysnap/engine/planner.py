@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+from rich.filesize import decimal
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -32,6 +33,10 @@ class Planner:
         self._lazy: set[Key] = set()
         self._has_dtensors: tuple[list[str], bool] = ([], False)
         """Names of tensors, and True if there are DTensors among them."""
+        self._collected_slowly = False
+        """True if collecting the state took long at the last capture."""
+        self._encoded_slowly = False
+        """True if encoding the small state took long at the last capture."""
         self.plan: CapturePlan | None = None
         self.parameters: dict[str, list[str]] | None = None
         """See ``names_of_parameters``."""
@@ -51,9 +56,17 @@ class Planner:
         started = time.perf_counter()
         state = self._source.collect()
         seconds = time.perf_counter() - started
-        if seconds > _SLOW_S:
+        # Not the first one alone: a framework may import or set up something there.
+        if seconds > _SLOW_S and self._collected_slowly:
             self._messages.tell(Event.SLOW_STATE, ms=seconds * 1e3)
-        return self._walker.walk(state)
+        self._collected_slowly = seconds > _SLOW_S
+        started = time.perf_counter()
+        walked = self._walker.walk(state)
+        seconds = time.perf_counter() - started
+        if seconds > _SLOW_S and self._encoded_slowly:
+            self._messages.tell(Event.SLOW_ENCODING, ms=seconds * 1e3, size=decimal(len(walked.text)))
+        self._encoded_slowly = seconds > _SLOW_S
+        return walked
 
     def own_part(self, everything: Walk) -> Walk:
         """Return this rank's part of the state. With several ranks collective the first time."""

@@ -81,7 +81,7 @@ class Slots:
         """True if there are as many as captures need at least, of the size that was asked for."""
         if self._asked is None:
             return False
-        fitting = [slot for slot in self._client.slots() if capacity_fits(slot.image_capacity, self._asked[1])]
+        fitting = [slot for slot in self._client.slots() if fits(slot, *self._asked)]
         return len(fitting) >= self._least
 
     # ---------------------------------------------------------------- asking and returning
@@ -115,14 +115,14 @@ class Slots:
         """
         if meta_bytes > self._meta_capacity:
             self._meta_capacity = 2 * meta_bytes
-        slots, before = self.fitting(image_bytes, meta_bytes), self._asked
-        if not slots or before is None or not capacity_fits(before[1], image_bytes):
-            # Also where some fit that an earlier start left: those asked for so far would not be enough.
+        before = self._asked
+        # Decided by what was asked for, not by the slots that fit: one that an earlier start left may fit, too.
+        if before is None or before[0] != self._meta_capacity or not capacity_fits(before[1], image_bytes):
             self.ask(image_bytes)
         if self._expects_first_step and self._asked == before:
             self.ask_again()
         self._expects_first_step = False
-        return slots
+        return self.fitting(image_bytes, meta_bytes)
 
     def fitting(self, image_bytes: int, meta_bytes: int) -> list[Slot]:
         """Return the slots that a capture fits, without those that are returned here."""

@@ -14,7 +14,7 @@ from lazysnap.shard.manifest import TAG
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import into, room_for
-from lazysnap.state.codec import decode, tensor_names
+from lazysnap.state.codec import array_tensor_names, decode, tensor_names
 
 Choose = Callable[[Any], Any]
 """A function that returns a part of an encoded state."""
@@ -88,7 +88,14 @@ class Outline:
         """Return the part of the state that ``choose`` returns. Blocks. Raises: ShardCorrupt."""
         with self._whole.snapshot.naming():
             encoded = with_stack(lambda: choose(self._whole.meta.state))
-        return _decoded(self._whole, encoded, lambda name: self._outline(self._whole.tensor(name)))
+            names = array_tensor_names(encoded)
+        # NumPy has no outlines: arrays are read.
+        arrays = read_tensors({name: self._whole.tensor(name) for name in names})
+        return _decoded(self._whole, encoded, lambda name: self._tensor(name, arrays))
+
+    def _tensor(self, name: str, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        array = arrays.get(name)
+        return self._outline(self._whole.tensor(name)) if array is None else array
 
     def _outline(self, tensor: JoinedTensor) -> torch.Tensor:
         if tensor.key not in self._made:

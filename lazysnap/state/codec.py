@@ -27,6 +27,11 @@ TensorSink = Callable[[torch.Tensor, tuple[Any, ...]], str]
 TensorSource = Callable[[str], torch.Tensor]
 
 _EXACT_INT = 1 << 53
+_ARRAY_BYTES = 64 << 10
+"""NumPy arrays of this size and more are tensors of the shard. Smaller ones are text, which costs less than a tensor of
+its own."""
+_TORCH_KINDS = "biuf"
+"""Kinds of NumPy dtypes that torch has, up to 8 bytes an element."""
 _FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _PATH_SHOWN = 6
@@ -76,7 +81,7 @@ def is_known(value: Any) -> bool:
         return True
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        return not (value.dtype.hasobject or value.dtype.names)
+        return _is_plain_numpy(value, numpy)
     try:
         encode(value, tensor=lambda tensor, path: "")
     except UnsupportedState:
@@ -184,12 +189,25 @@ class Encoder:
             return self._tensor(value)
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic, numpy.dtype)):
-            encoded = _encode_numpy(value, numpy)
+            encoded = self._numpy(value, numpy)
             if encoded is not None:
                 return encoded
         if isinstance(value, pathlib.PurePath):
             return {TAG: "Path", "v": str(value)}
         return self._unknown(f"{kind.__module__}.{kind.__qualname__}")
+
+    def _numpy(self, value: Any, numpy: Any) -> Any:
+        """Return a NumPy value encoded; ``None`` if it is of an unknown kind."""
+        if isinstance(value, numpy.dtype):
+            return None if value.hasobject or value.names else {TAG: "np.dtype", "v": value.str}
+        if not _is_plain_numpy(value, numpy):
+            return None
+        facts = {"dtype": value.dtype.str, "shape": list(value.shape)}
+        if not isinstance(value, numpy.ndarray):
+            return {TAG: "npscalar", **facts, "v": _text64(value.tobytes())}
+        if value.nbytes < _ARRAY_BYTES:
+            return {TAG: "ndarray", **facts, "v": _text64(value.tobytes())}
+        return {TAG: "array", **facts, "v": self._tensor(_as_tensor(value, numpy))}
 
     def _unknown(self, what: str) -> NoReturn:
         raise UnsupportedState(
@@ -206,13 +224,25 @@ def _text64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _encode_numpy(value: Any, numpy: Any) -> Any:
-    if isinstance(value, numpy.dtype):
-        return None if value.hasobject or value.names else {TAG: "np.dtype", "v": value.str}
-    if value.dtype.hasobject or value.dtype.names:
-        return None
-    tag = "ndarray" if isinstance(value, numpy.ndarray) else "npscalar"
-    return {TAG: tag, "dtype": value.dtype.str, "shape": list(value.shape), "v": _text64(value.tobytes())}
+def _is_plain_numpy(value: Any, numpy: Any) -> bool:
+    """True if dtype, shape and bytes say all about an array or a scalar."""
+    dtype = value.dtype
+    if dtype.hasobject or dtype.names or numpy.dtype(dtype.str) != dtype:
+        return False
+    # A masked array has a mask besides.
+    return not isinstance(value, numpy.ndarray) or type(value) in (numpy.ndarray, numpy.memmap)
+
+
+def _as_tensor(array: Any, numpy: Any) -> torch.Tensor:
+    """Return a tensor over the memory of ``array``, or over a copy where torch cannot use that: of the same dtype if
+    torch has it, else of its bytes."""
+    array = numpy.asarray(array, order="C")
+    if not array.flags.writeable:
+        array = array.copy()  # torch warns of memory that it must not write to
+    dtype = array.dtype
+    if not dtype.isnative or dtype.kind not in _TORCH_KINDS or dtype.itemsize > 8:
+        array = array.reshape(-1).view(numpy.uint8)
+    return torch.from_numpy(array)
 
 
 _LEAF_ENCODERS: dict[type, Callable[[Any], Any]] = {
@@ -256,6 +286,12 @@ def tensor_names(encoded: Any) -> list[str]:
     return [_str(item.get("v")) for item in _tagged(encoded) if item[TAG] == "tensor"]
 
 
+def array_tensor_names(encoded: Any) -> list[str]:
+    """Return the names of the tensors that are NumPy arrays in the state. Raises: ShardCorrupt."""
+    arrays = [item.get("v") for item in _tagged(encoded) if item[TAG] == "array"]
+    return tensor_names(arrays)
+
+
 def registered_names(encoded: Any) -> set[str]:
     """Return the names of all registered types in an encoding."""
     return {str(item.get("n")) for item in _tagged(encoded) if item[TAG] == "registered"}
@@ -281,6 +317,7 @@ class _Decoder:
         self.depth = 0
         self.tags: dict[str, Callable[[dict[str, Any]], Any]] = {
             "tensor": lambda item: self.tensor(_str(item["v"])),
+            "array": self.array,
             "tuple": lambda item: tuple(self.list_(item["v"])),
             "set": lambda item: set(self.list_(item["v"])),
             "frozenset": lambda item: frozenset(self.list_(item["v"])),
@@ -332,6 +369,15 @@ class _Decoder:
         self.depth -= 1
         return result
 
+    def array(self, item: dict[str, Any]) -> Any:
+        tensor = self.any(item["v"])
+        if not isinstance(tensor, torch.Tensor):
+            raise ShardCorrupt("the small state has an array without a tensor")
+        dtype = _numpy_dtype(item["dtype"])
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # A copy: the tensor's memory is not the program's.
+        return flat.numpy().view(dtype).reshape(item["shape"]).copy()
+
     def registered(self, item: dict[str, Any]) -> Any:
         name = item["n"]
         if name not in _decoders:
@@ -351,14 +397,21 @@ def _str(value: Any) -> str:
     return value
 
 
+def _numpy_dtype(name: Any) -> Any:
+    import numpy  # only where a snapshot holds such values
+
+    dtype = numpy.dtype(_str(name))
+    if dtype.hasobject:
+        raise ShardCorrupt("the small state has an array of Python objects")
+    return dtype
+
+
 def _decode_numpy(item: dict[str, Any]) -> Any:
     import numpy  # only where a snapshot holds such values
 
     if item[TAG] == "np.dtype":
         return numpy.dtype(_str(item["v"]))
-    dtype = numpy.dtype(_str(item["dtype"]))
-    if dtype.hasobject:
-        raise ShardCorrupt("the small state has an array of Python objects")
+    dtype = _numpy_dtype(item["dtype"])
     array = numpy.frombuffer(base64.b64decode(item["v"], validate=True), dtype).reshape(item["shape"]).copy()
     return array if item[TAG] == "ndarray" else array[()]
 

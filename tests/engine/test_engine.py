@@ -3,6 +3,7 @@
 import gc
 import time
 
+import numpy as np
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
@@ -206,6 +207,26 @@ def test_a_state_that_takes_long_to_collect_is_named_once(job, caplog):
 
     warnings = [record for record in caplog.records if "collecting the training state took" in record.message]
     assert [record.levelname for record in warnings if record.levelname == "WARNING"] == ["WARNING"]
+
+
+def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(job):
+    """The slot that fits is the newest capture, which may not be written over: others are asked for at once."""
+    losses = {"losses": [0.1 * number for number in range(100_000)], "buffer": np.arange(1 << 20)}
+    first = job.start(extra={"log": losses})
+    first.run(1, 4)
+    job.crash(first)
+
+    log = {"losses": [], "buffer": None}
+    second = job.start(ready=False, extra={"log": log})
+    snapshot = second.engine.restore("latest")
+    second.run(5, 9)
+
+    assert (snapshot.step, snapshot.level) == (4, "memory")
+    assert log["losses"] == losses["losses"]
+    assert log["buffer"].tobytes() == losses["buffer"].tobytes()
+    statistics = second.engine.statistics()
+    assert statistics.whole == 5
+    assert statistics.shard_bytes > losses["buffer"].nbytes
 
 
 @pytest.mark.parametrize("call", ["restore", "boundary"])

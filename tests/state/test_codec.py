@@ -201,6 +201,9 @@ def test_a_registered_type_comes_back_and_its_name_is_taken(monkeypatch):
         {"$": "ndarray", "dtype": ",", "shape": [0], "v": ""},
         {"$": "ndarray", "dtype": "O", "shape": [1], "v": "AAAAAAAAAAA="},
         {"$": "ndarray", "dtype": "f8", "shape": [5], "v": "AAAA"},
+        {"$": "array", "dtype": "O", "shape": [], "v": {"$": "tensor", "v": "x"}},
+        {"$": "array", "dtype": "f4", "shape": [5], "v": {"$": "tensor", "v": "x"}},
+        {"$": "array", "dtype": "f4", "shape": [1], "v": "x"},
         {"$": "torch.dtype", "v": "load"},
         {"$": "torch.device", "v": "nonsense"},
         {"$": "bytes", "v": "%%%"},
@@ -213,6 +216,35 @@ def test_a_registered_type_comes_back_and_its_name_is_taken(monkeypatch):
 def test_an_encoding_that_nobody_wrote_is_refused(encoded):
     with pytest.raises(ShardCorrupt):
         decode({"a": [encoded]}, tensor=lambda name: torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(1 << 16, dtype="f4").reshape(2, -1),
+        np.arange(1 << 16, dtype=">i4"),
+        np.arange(1 << 16).astype("M8[s]"),
+        np.full(1 << 14, "text"),
+        np.arange(1 << 16)[::2],
+        np.asfortranarray(np.ones((256, 256))),
+        np.frombuffer(bytes(range(256)) * 512, "u2"),
+    ],
+    ids=["plain", "other byte order", "dates", "text", "strided", "columns", "read-only"],
+)
+def test_a_large_array_is_a_tensor_and_comes_back_as_it_was(array):
+    walked = walk({"buffer": array})
+    [tensor] = walked.tensors
+
+    found = decode(json.loads(walked.text), tensor={"buffer": tensor}.__getitem__)["buffer"]
+
+    assert len(walked.text) < 200
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert not np.shares_memory(found, array)
+
+
+def test_an_array_whose_mask_would_be_lost_is_refused():
+    with pytest.raises(UnsupportedState, match=r"\$\.masked: numpy\.ma"):
+        walk({"masked": np.ma.masked_array([1, 2], [True, False])})
 
 
 def big_state(step: int) -> dict:
