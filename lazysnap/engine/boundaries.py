@@ -196,7 +196,7 @@ class Boundaries:
     def capture(self, step: int, started: float) -> bool:
         """Capture ``step``; ``True`` if that began. ``started``: when this boundary began. Under ``lock``.
 
-        Raises: UnsupportedState, at the first capture; JobBusy.
+        Raises: UnsupportedState, at the first capture; JobBusy; what code of the program raises.
         """
         recorder, statistics, tell = self._recorder, self._parts.statistics, self._parts.messages.tell
         waited_before_s = statistics.memory_wait_s
@@ -214,7 +214,9 @@ class Boundaries:
             tell(Event.UNSUPPORTED, step=step, text=error)
         except JobBusy:
             raise
-        except Exception as error:  # noqa: BLE001  whatever a capture meets, training goes on
+        except Exception as error:
+            if not _is_of_capture(error):
+                raise
             tell(Event.NOT_CAPTURED, step=step, text=f"{type(error).__name__}: {error}")
             began = recorder.skip("error")
         seconds = time.perf_counter() - started
@@ -349,3 +351,22 @@ class Boundaries:
         self._recorder.close()
         self._parts.source.release()
         self._weights = []
+
+
+_LIBRARIES = ("lazysnap", "torch", "numpy", "msgspec")
+"""Packages whose errors in a capture cost that capture, not the training."""
+
+
+def _is_of_capture(error: Exception) -> bool:
+    """True if lazysnap, or a package that it captures with, raised an error.
+
+    Others are the program's: a signal handler runs in the middle of any call, and its exception is meant for the loop.
+    """
+    if isinstance(error, LazySnapError):
+        return True
+    trace = error.__traceback__
+    assert trace is not None  # it was caught
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in _LIBRARIES

@@ -195,7 +195,7 @@ class SnapshotEngine:
         Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
         also what ``check_memory`` raises; SystemExit, when a notice ends the training here (docs/operations.md).
-        Nothing else.
+        Also what code of the program raises in it, such as its signal handlers and ``state_dict``. Nothing else.
         """
         self.session.check_open("boundary")
         return self.session.boundaries.boundary(self.step + 1 if step is None else step, force=force)

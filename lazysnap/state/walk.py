@@ -83,7 +83,7 @@ class StateWalker:
         if self._known is not None:
             try:
                 return _WalkAgain(self._known).of(state)
-            except Exception:  # noqa: BLE001  whatever differs, the full walk finds and names it
+            except (_Changed, UnsupportedState, UnicodeEncodeError, RecursionError):  # the full walk names what differs
                 self._known = None
         self._known = walk(state)
         return self._known
@@ -144,7 +144,7 @@ class _WalkAgain(Encoder):
 
     def _name(self, tensor: torch.Tensor, path: _Path) -> str:
         number = len(self._tensors)
-        if path != self._known.paths[number]:
+        if number == len(self._known.paths) or path != self._known.paths[number]:
             raise _Changed
         self._tensors.append(tensor)
         return self._known.names[number]

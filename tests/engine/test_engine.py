@@ -1,6 +1,7 @@
 """What an engine promises a plain training loop."""
 
 import gc
+import signal
 import time
 
 import numpy as np
@@ -10,7 +11,7 @@ from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, register_type
 from lazysnap.errors import ConfigError, JobBusy, UnsupportedState
 from lazysnap.levels import open_store
 from lazysnap.memory.arena import Word
@@ -209,15 +210,73 @@ def test_a_state_that_takes_long_to_collect_is_named_once(job, caplog):
     assert [record.levelname for record in warnings if record.levelname == "WARNING"] == ["WARNING"]
 
 
-def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(job):
+class Preempted(Exception):
+    """Raised by a signal handler of the program."""
+
+
+class Interrupted:
+    """A signal arrives while its state is collected, or while it is encoded."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def state_dict(self):
+        self.steps += 1
+        if self.steps == 3:
+            signal.raise_signal(signal.SIGUSR2)
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Encoded:
+    """A value of a registered type."""
+
+    steps = 0
+
+
+def encode_interrupted(value):
+    Encoded.steps += 1
+    if Encoded.steps == 3:
+        signal.raise_signal(signal.SIGUSR2)
+    return 0
+
+
+def preempt(number, frame):
+    raise Preempted
+
+
+@pytest.mark.parametrize("when", ["collecting", "encoding"])
+def test_an_exception_of_the_programs_signal_handler_in_a_boundary_reaches_the_loop(job, when, restored_signal):
+    register_type(Encoded, name="tests.Encoded", encode=encode_interrupted, decode=lambda value: Encoded())
+    Encoded.steps = 0
+    training = job.start(extra={"extra": Interrupted() if when == "collecting" else {"value": Encoded()}})
+    training.run(1, 2)
+
+    with pytest.raises(Preempted):
+        training.run(3, 3)
+
+    training.run(4, 5)
+    assert training.began == [True] * 4
+
+
+@pytest.fixture
+def restored_signal():
+    before = signal.signal(signal.SIGUSR2, preempt)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(job, tmp_path):
     """The slot that fits is the newest capture, which may not be written over: others are asked for at once."""
-    losses = {"losses": [0.1 * number for number in range(100_000)], "buffer": np.arange(1 << 20)}
-    first = job.start(extra={"log": losses})
+    losses = {"losses": [0.1 * number for number in range(100_000)], "buffer": np.arange(1 << 14)}
+    first = job.start(tmp_path, extra={"log": losses})
     first.run(1, 4)
     job.crash(first)
 
     log = {"losses": [], "buffer": None}
-    second = job.start(ready=False, extra={"log": log})
+    second = job.start(tmp_path, ready=False, extra={"log": log})
     snapshot = second.engine.restore("latest")
     second.run(5, 9)
 
