@@ -8,6 +8,7 @@ import seaweed
 import torch
 from cli_level import put, run, run_json
 
+pytestmark = pytest.mark.slow  # a real server
 URL = f"s3://{seaweed.BUCKET}/cli/run"
 
 

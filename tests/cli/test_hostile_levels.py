@@ -30,6 +30,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_change_of_any_file_crashes_a_reader_or_takes_its_memory():
     """The same changes in every run; LAZYSNAP_TEST_SEED and LAZYSNAP_TEST_CHANGES choose others, and more."""

@@ -23,6 +23,7 @@ from lazysnap.integrations.lightning import state as lightning_state
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("lightning export"),  # one training for all of them
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
