@@ -43,10 +43,7 @@ class NodeFiles:
     @property
     def name(self) -> NodeName:
         """The name of the file that the node writes."""
-        team = self.team
-        if len(team.node_ranks) == 1:
-            return NodeName(team.node_ranks[0], team.world_size)
-        return NodeName(team.node, team.nodes)
+        return NodeName(self.team.node, self.team.nodes)
 
     def found(self, storage: Storage, step: int) -> Manifest:
         """Read the manifest of the node's committed file. Blocks.

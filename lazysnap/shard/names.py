@@ -122,10 +122,7 @@ def parse_events_file_name(file: str) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class NodeName:
-    """The common part of the names of a node's file and its manifest: number of the node, and of how many.
-
-    A rank that stores its shard by itself, for want of a keeper's memory, counts as a node: rank of world size.
-    """
+    """The common part of the names of a node's file and its manifest: number of the node, and of how many."""
 
     node: int
     nodes: int

@@ -8,12 +8,14 @@ import pytest
 from snapshots import Image, meta
 from support.catalogue import inventory_of
 from support.image import write_shard
-from support.names import START, directory_of
+from support.names import RUN, START, directory_of
 
+from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.levels import open_store
 from lazysnap.levels.listing import Directory, Listing, list_names
 from lazysnap.shard.names import NodeName
 from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.topology import Team, places
 
 WORLD = 5
 
@@ -75,3 +77,16 @@ def test_a_directory_of_two_worlds_names_all():
 
     nodes = [NodeName(1, 2), NodeName(1, 4), NodeName(3, 4)]
     assert list(directory.nodes((1, 2))) == nodes
+
+
+def test_nodes_with_different_numbers_of_ranks_make_one_whole_directory(tmp_path):
+    all_places = places(["first", "second", "second"])
+    (tmp_path / directory_of(1)).mkdir()
+    for rank in (0, 1):
+        files = NodeFiles(Team.of(all_places, rank), RUN, START, is_shared=True)
+        (tmp_path / directory_of(1) / files.name.manifest).write_text("{}")
+
+    [directory] = list_names(open_store(str(tmp_path)).storage).directories
+
+    assert directory.is_whole
+    assert list(directory.nodes()) == [NodeName(0, 2), NodeName(1, 2)]
