@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import lazysnap.console  # noqa: F401  warnings say whose they are
 from lazysnap.config import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig
-from lazysnap.errors import LazySnapError
+from lazysnap.errors import (
+    ConfigError,
+    FormatError,
+    JobBusy,
+    KeeperError,
+    LazySnapError,
+    LevelError,
+    SnapshotNotFound,
+    StateError,
+    WaitTimeout,
+)
 
 if TYPE_CHECKING:
     from lazysnap.data import ResumableLoader
@@ -27,11 +37,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConfigError",
     "ExportOptions",
+    "FormatError",
+    "JobBusy",
+    "KeeperError",
     "LazyAccelerator",
     "LazySnapError",
     "LazySnapshotCallback",
     "LazyTrainerCallback",
+    "LevelError",
     "LossSpike",
     "LossWatch",
     "MemoryLevel",
@@ -41,6 +56,9 @@ __all__ = [
     "ResumableLoader",
     "SnapshotConfig",
     "SnapshotEngine",
+    "SnapshotNotFound",
+    "StateError",
+    "WaitTimeout",
     "attach",
     "export",
     "latest_path",

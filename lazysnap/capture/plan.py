@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lazysnap.capture.devices import has_copier
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
 from lazysnap.capture.frozen import FrozenSet
-from lazysnap.errors import UnsupportedState
+from lazysnap.errors import StateError
 from lazysnap.memory.arena import Slot
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.strides import order_of
@@ -241,7 +241,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_kinds(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Before anything is trained: raises UnsupportedState for a live tensor that no snapshot can hold."""
+    """Before anything is trained: raises StateError for a live tensor that no snapshot can hold."""
     for name, tensor in named:
         problem = _problem(tensor)
         if tensor.device.type == "meta":
@@ -250,25 +250,25 @@ def check_kinds(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise _unsupported(name, problem)
 
 
-def _on_meta(where: str) -> UnsupportedState:
-    return UnsupportedState(
+def _on_meta(where: str) -> StateError:
+    return StateError(
         f"{where}: a tensor on the meta device has no values; give the model memory, with model.to_empty(device=...), "
         "and initialise it, before a snapshot is restored or taken"
     )
 
 
-def _unsupported(where: str, problem: str) -> UnsupportedState:
-    return UnsupportedState(
+def _unsupported(where: str, problem: str) -> StateError:
+    return StateError(
         f"{where}: {problem} cannot be captured yet; keep it out of the state, or convert it in state_dict()"
     )
 
 
 def check_walk(walk: Walk) -> None:
-    """Raises: UnsupportedState, naming a tensor of the state that cannot be captured."""
+    """Raises: StateError, naming a tensor of the state that cannot be captured."""
     for tensor, path in zip(walk.tensors, walk.paths, strict=True):
         problem = _problem(tensor)
         if is_uninitialised(tensor):
-            raise UnsupportedState(
+            raise StateError(
                 f"{path_text(path)}: a parameter of a lazy module that has seen no batch yet has no values; run one "
                 "batch through the model before the first snapshot"
             )
@@ -288,7 +288,7 @@ def make_plan(
     """Work the plan out; tensors of ``frozen`` stand in an image of their own. ``lazy``: default ``lazy_keys``.
 
     ``tied``: names that are not in ``walk``, each with one that is and stands for it.
-    Raises: UnsupportedState, naming a tensor that cannot be captured.
+    Raises: StateError, naming a tensor that cannot be captured.
     """
     check_walk(walk)
     lazy = lazy_keys(source) if lazy is None else lazy

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from lazysnap.cli.chaos_training import Training
 from lazysnap.cli.output import Output, command_words, count_of
-from lazysnap.errors import ConfigError, LazySnapError, ShardCorrupt
+from lazysnap.errors import ConfigError, FormatError, LazySnapError
 from lazysnap.shard.checksum import digest
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.limits import MAX_HEADER_BYTES
@@ -521,7 +521,7 @@ def _of_safetensors(path: pathlib.Path, length: int) -> Iterator[tuple[str, str]
     with path.open("rb") as file:
         try:
             layout = Layout.parse(file.read(8 + min(length, MAX_HEADER_BYTES)), path.stat().st_size, str(path))
-        except ShardCorrupt:
+        except FormatError:
             return
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
             file.seek(offset)

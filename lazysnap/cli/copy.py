@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import Output, count_of
 from lazysnap.cli.stores import open_existing, open_place
-from lazysnap.errors import ConfigError, FormatError, LevelUnavailable, ShardCorrupt, SnapshotNotFound
+from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import FrozenEntry, Item, RestartPlan, Wanted
@@ -112,7 +112,7 @@ def _copy_file(
 ) -> int:
     """Copy one node's file, or frozen tensors, unless they are there and whole. Return the bytes written.
 
-    Raises: ShardCorrupt, if it is damaged where it is read; FileNotFoundError; LevelError.
+    Raises: FormatError, if it is damaged where it is read; FileNotFoundError; LevelError.
     """
     place = source.place(entry)
     moved = 0
@@ -127,7 +127,7 @@ def _copy_file(
         bytes_read = VerifiedSource(blocks, count)
         if isinstance(entry, FrozenEntry):
             if target.has_frozen(entry.digest):
-                with contextlib.suppress(ShardCorrupt):  # then it is withdrawn, and written again
+                with contextlib.suppress(FormatError):  # then it is withdrawn, and written again
                     target.verify_frozen(entry.digest)
             written = target.write_frozen(manifest.shards[0], bytes_read, entry.digest)
         else:
@@ -136,7 +136,5 @@ def _copy_file(
         try:
             read_node_file(target.place(entry), written, beat=advance)
         except (FormatError, FileNotFoundError) as error:
-            raise LevelUnavailable(
-                f"{target.url}/{entry.location}: reads back other bytes than were written"
-            ) from error
+            raise LevelError(f"{target.url}/{entry.location}: reads back other bytes than were written") from error
     return moved

@@ -21,7 +21,7 @@ from rich.filesize import decimal
 from lazysnap.cli.output import Output
 from lazysnap.cli.stores import open_place
 from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.errors import ConfigError, LazySnapError, LevelError, MemoryBoundExceeded
+from lazysnap.errors import ConfigError, LazySnapError, LevelError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.local import LocalStorage
@@ -29,6 +29,7 @@ from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage, probe, probe_name
 from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.memory.arena import Slot
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.limits import available_bytes
 from lazysnap.memory.slot_files import check_room
 from lazysnap.shard.checksum import BLOCK_BYTES

@@ -14,7 +14,7 @@ from lazysnap.snapshots.reader import look_again
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Export. Blocks. Raises: SnapshotNotFound, ShardCorrupt, UnsupportedState, ConfigError, LevelError, OSError."""
+    """Export. Blocks. Raises: SnapshotNotFound, FormatError, StateError, ConfigError, LevelError, OSError."""
     options = ExportOptions(only=args.only, config=args.config, keep_types=args.keep_types, force=args.force)
     job = Job(args.to, format_of(args.to, args.format), options, output.bar)
     options.check(job.format)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lazysnap.config import SnapshotConfig, resolve_url
-from lazysnap.errors import KeeperUnavailable
+from lazysnap.errors import KeeperError
 from lazysnap.keeper.asking import answers
 from lazysnap.keeper.held import NodeState
 from lazysnap.keeper.identity import JobIdentity
@@ -63,7 +63,7 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None
     deadline = time.monotonic() + timeout_s
     try:
         connection = try_connect(identity)
-    except KeeperUnavailable as error:
+    except KeeperError as error:
         return FoundKeeper(identity, 0, problem=str(error))
     if connection is None:  # many may have asked one that is stopped
         return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s)) if _is_stopped(pid) else None
@@ -75,7 +75,7 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None
         return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s))
     except OtherVersion as error:
         return FoundKeeper(identity, pid, problem=f"keeper {pid} is of another version of lazysnap: {error}")
-    except KeeperUnavailable as error:
+    except KeeperError as error:
         return FoundKeeper(identity, pid, problem=str(error))
     except OSError:
         return None  # it ended

@@ -132,9 +132,8 @@ class Output:
 
     def error(self, error: BaseException) -> None:
         """Print the error because of which the command has no result."""
-        kind = type(error).__name__
-        self._messages.print(Text.assemble((f"{kind}:", "red"), " ", self.cell(error)), soft_wrap=True)
-        self.result(ok=False, error=f"{kind}: {error}")
+        self._messages.print(Text.assemble(("error:", "red"), " ", self.cell(error)), soft_wrap=True)
+        self.result(ok=False, error=str(error))
 
     @contextlib.contextmanager
     def screen(self) -> Iterator[Callable[[Sequence[RenderableType]], None]]:

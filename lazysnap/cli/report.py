@@ -15,7 +15,7 @@ from lazysnap.cli.history import GOODBYE, levels_of, ranks_in, value_at
 from lazysnap.cli.output import Output, count_of, percent, when
 from lazysnap.cli.stores import open_existing
 from lazysnap.console import duration
-from lazysnap.errors import ConfigError, LevelUnavailable, SnapshotNotFound
+from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
 from lazysnap.events import PHASES, Alert, Event, EventFile, LevelFailed, Notice, read
 
 _BINS, _BARS, _WIDTH = 120, " ▁▂▃▄▅▆▇█", 32
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     run_id, files = load(args.urls, args.storage_option, args.run)
     result = account(files)
     if result is None:
-        raise LevelUnavailable(f"{' and '.join(args.urls)}: run {run_id} has events, but no training named itself yet")
+        raise LevelError(f"{' and '.join(args.urls)}: run {run_id} has events, but no training named itself yet")
     report = Report(run_id, [output.hide(url) for url in args.urls], files, result)
     if args.html:
         from lazysnap.cli.report_page import page

@@ -23,7 +23,7 @@ _MOST_LEVELS = 40
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Show. Blocks: reads manifests and the first blocks. Raises: SnapshotNotFound, ShardCorrupt, LevelError."""
+    """Show. Blocks: reads manifests and the first blocks. Raises: SnapshotNotFound, FormatError, LevelError."""
     store = open_existing(args.url, args.storage_option)
 
     def opened(catalogue: Catalogue) -> tuple[Catalogue, OpenSnapshot]:

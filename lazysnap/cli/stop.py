@@ -8,7 +8,7 @@ import time
 
 from lazysnap.cli.keepers import identities
 from lazysnap.cli.output import Output
-from lazysnap.errors import KeeperUnavailable
+from lazysnap.errors import KeeperError
 from lazysnap.keeper.asking import answers
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
@@ -52,7 +52,7 @@ def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) ->
         return None, ""
     pid, deadline = connection.peer_pid, max(deadline, time.monotonic() + _ANSWER_S)
     reply: Message | None = None
-    with contextlib.closing(connection), contextlib.suppress(OSError, KeeperUnavailable):
+    with contextlib.closing(connection), contextlib.suppress(OSError, KeeperError):
         reply, _ = next(answers(connection, identity, Stop(force=is_forced), deadline))
     if reply is None:
         return pid, (

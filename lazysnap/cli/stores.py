@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from lazysnap.errors import ConfigError, FormatError, LevelError, LevelUnavailable
+from lazysnap.errors import ConfigError, FormatError, LevelError
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.shard.names import SnapshotName
@@ -30,7 +30,7 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:
-    """Return the store at a path or URL. Raises: LevelUnavailable, ConfigError."""
+    """Return the store at a path or URL. Raises: LevelError, ConfigError."""
     chosen = {key: value for pairs in options for key, value in pairs or ()}
     if not url:
         raise ConfigError("an empty URL: name a directory or an fsspec URL")
@@ -40,12 +40,12 @@ def open_place(url: str, *options: Iterable[tuple[str, Any]] | None) -> Snapshot
 def open_existing(url: str, *options: Iterable[tuple[str, Any]] | None) -> SnapshotStore:
     """Like ``open_place``, for reading: a directory that does not exist is more likely misspelt than empty.
 
-    Raises: also LevelUnavailable, if a local directory does not exist.
+    Raises: also LevelError, if a local directory does not exist.
     """
     store = open_place(url, *options)
     if isinstance(store.storage, LocalStorage) and not os.path.isdir(store.url):
         what = "is not a directory" if os.path.exists(store.url) else "does not exist"
-        raise LevelUnavailable(f"{store.url} {what}: name the directory of a level, which holds step-…")
+        raise LevelError(f"{store.url} {what}: name the directory of a level, which holds step-…")
     return store
 
 

@@ -16,7 +16,7 @@ from lazysnap.engine.messages import Event
 from lazysnap.engine.notice import Notice
 from lazysnap.engine.parts import Parts
 from lazysnap.engine.run import Run
-from lazysnap.errors import ConfigError, JobBusy, KeeperUnavailable, LazySnapError, UnsupportedState
+from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, StateError
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.ranks.checks import together
 from lazysnap.state.gc_pause import collector_paused
@@ -81,7 +81,7 @@ class Boundaries:
     def check_memory(self) -> None:
         """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
 
-        Blocks: until it is there. Raises: KeeperUnavailable, JobBusy or MemoryBoundExceeded, if there is none; with
+        Blocks: until it is there. Raises: KeeperError, JobBusy or MemoryBoundExceeded, if there is none; with
         several ranks an error on one of them is raised on all.
         """
         if self._parts.config.require_memory:
@@ -98,7 +98,7 @@ class Boundaries:
             return error is not None
 
         if not self._await_slots(config.io_timeout_s + config.collective_timeout_s, is_refused):
-            error = found[0] if found else KeeperUnavailable("the keeper did not make its slots ready in time")
+            error = found[0] if found else KeeperError("the keeper did not make its slots ready in time")
             raise type(error)(f"SnapshotConfig(require_memory=True): {error}")
 
     def _await_slots(self, timeout_s: float, is_refused: Callable[[], bool]) -> bool:
@@ -196,7 +196,7 @@ class Boundaries:
     def capture(self, step: int, started: float) -> bool:
         """Capture ``step``; ``True`` if that began. ``started``: when this boundary began. Under ``lock``.
 
-        Raises: UnsupportedState, at the first capture; JobBusy; what code of the program raises.
+        Raises: StateError, at the first capture; JobBusy; what code of the program raises.
         """
         recorder, statistics, tell = self._recorder, self._parts.statistics, self._parts.messages.tell
         waited_before_s = statistics.memory_wait_s
@@ -207,7 +207,7 @@ class Boundaries:
                 self._look_at_weights()
             with collector_paused():
                 began = recorder.begin(step)
-        except UnsupportedState as error:
+        except StateError as error:
             began = recorder.skip("unsupported state")
             if not recorder.encoded_once:
                 raise

@@ -119,7 +119,7 @@ class SnapshotEngine:
         answer within its ``timeout_s`` is passed over. Where memory has the whole of ``"latest"``, a level has 3 s; if
         it answers later and has a newer one, a warning says so. With several ranks collective: all get the same one,
         or none.
-        Raises: JobBusy, if this job runs already; StateMismatch, if the snapshot is of another model;
+        Raises: JobBusy, if this job runs already; StateError, if the snapshot is of another model;
         SnapshotNotFound, if a step, name or run was asked for that is not there; ConfigError, for a bad name;
         WaitTimeout, if another rank is missing.
         """
@@ -134,7 +134,7 @@ class SnapshotEngine:
         begins there. What was captured after it stays. ``"latest"`` means the new run as soon as that has a complete
         snapshot.
         Blocks; collective with several ranks.
-        Raises: as ``fetch``; UnsupportedState, as ``prepare``; what ``load_state_dict`` raises. With several ranks, an
+        Raises: as ``fetch``; StateError, as ``prepare``; what ``load_state_dict`` raises. With several ranks, an
         error on one of them is raised on all; one that is not of this package as StateError.
         """
         self.session.check_open("restore")
@@ -161,7 +161,7 @@ class SnapshotEngine:
         Does not block, unless memory is required (``SnapshotConfig.require_memory``): then one rank that is alone waits
         for it, several do at their first boundary or in ``check_memory``. Optional: ``with engine`` does it, or else
         the first ``boundary``.
-        Raises: UnsupportedState, for a tensor of the model that no snapshot can hold; as ``check_memory``.
+        Raises: StateError, for a tensor of the model that no snapshot can hold; as ``check_memory``.
         """
         self.session.check_open("prepare")
         self.session.boundaries.prepare()
@@ -192,7 +192,7 @@ class SnapshotEngine:
         before it is whole.
         With several ranks the first is collective, the others not. Where storage holds all slots, they wait for one,
         at most ``io_timeout_s`` altogether; then storage gets fewer snapshots.
-        Raises: UnsupportedState at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
+        Raises: StateError at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
         also what ``check_memory`` raises; SystemExit, when a notice ends the training here (docs/operations.md).
         Also what code of the program raises in it, such as its signal handlers and ``state_dict``. Nothing else.

@@ -7,7 +7,7 @@ from rich.filesize import decimal
 from lazysnap.config import SnapshotConfig, due_every, least_interval
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.protection import Protection
-from lazysnap.errors import KeeperUnavailable
+from lazysnap.errors import KeeperError
 from lazysnap.events import Alert, Complete, LevelFailed, NameFailed, Protected, Stored
 from lazysnap.keeper.events import (
     KeeperAnswers,
@@ -88,7 +88,7 @@ class KeeperEvents:
                     self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again
                 case KeeperUnreachable():
                     self._statistics.keepers_lost += 1
-                    self._protection.lost(KeeperUnavailable(event.text), is_told=event.is_refusal)
+                    self._protection.lost(KeeperError(event.text), is_told=event.is_refusal)
                 case KeeperReady():
                     self._messages.over("keeper", "silent")
                 case KeeperSilent():

@@ -12,10 +12,11 @@ from lazysnap import faults
 from lazysnap.capture.frozen import FrozenSet, Parameters, digest_of, frozen_parameters, slices_of
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.meta import MetaWriter
-from lazysnap.errors import CaptureAborted, FormatError, LazySnapError, MemoryBoundExceeded
+from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import Return
 from lazysnap.memory.arena import Slot, SlotPhase, Word
+from lazysnap.memory.failures import CaptureAborted, MemoryBoundExceeded
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.state.sharding import held_part, local_of
 from lazysnap.state.source import StateSource

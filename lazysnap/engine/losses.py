@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lazysnap.engine.engine import SnapshotEngine
 from lazysnap.engine.rollback import Rollback
-from lazysnap.errors import ConfigError, RollbackFailed
+from lazysnap.errors import ConfigError, LazySnapError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class NonFinite:
     steps: int = 1
     """Steps to go back, see ``SnapshotEngine.rollback``; 1: to the last boundary, if that was captured."""
     max_rollbacks: int = 3
-    """Rollbacks without a new step in between; the next one raises RollbackFailed."""
+    """Rollbacks without a new step in between; the next one raises LazySnapError."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("max_rollbacks", 0)):
@@ -121,14 +121,14 @@ class LossWatch:
     def go_back(self) -> Rollback:
         """Roll back after a bad loss. Collective. Blocks: see ``SnapshotEngine.rollback``.
 
-        Raises: RollbackFailed, if it was done ``max_rollbacks`` times and no step was added since; as ``rollback``.
+        Raises: LazySnapError, if it was done ``max_rollbacks`` times and no step was added since; as ``rollback``.
         """
         self.is_spoilt, reached = False, self._engine.step
         if reached > self._furthest:
             self._furthest, self._rollbacks = reached, 0
         policy = self._policy
         if self._rollbacks >= policy.max_rollbacks:
-            raise RollbackFailed(
+            raise LazySnapError(
                 f"{self._reason}, after {self._rollbacks} rollbacks without a step beyond {self._furthest} "
                 f"({type(policy).__name__}.max_rollbacks). The snapshots are as they were; look at the data since that "
                 "step and at the learning rate, or go further back with steps"

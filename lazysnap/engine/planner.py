@@ -52,7 +52,7 @@ class Planner:
     # ---------------------------------------------------------------- the state
 
     def collect(self) -> Walk:
-        """Return the whole present state. Raises: UnsupportedState."""
+        """Return the whole present state. Raises: StateError."""
         started = time.perf_counter()
         state = self._source.collect()
         seconds = time.perf_counter() - started

@@ -22,11 +22,11 @@ from lazysnap.engine.planner import Planner
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.report import Sizes
 from lazysnap.engine.slots import Slots
-from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import SlotsChanged, Store
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 from lazysnap.memory.budget import NODE
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.ranks.world import World
 from lazysnap.state.source import StateSource
 
@@ -167,7 +167,7 @@ class Recorder:
         """Begin the capture; ``False``, and the reason counted, if it cannot be.
 
         Blocks: the first one until its memory is there, at most ``io_timeout_s``.
-        Raises: UnsupportedState; JobBusy; whatever a capture meets.
+        Raises: StateError; JobBusy; whatever a capture meets.
         """
         try:
             return self._begin(step)

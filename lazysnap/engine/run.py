@@ -10,7 +10,7 @@ from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.messages import Event
 from lazysnap.engine.parts import Parts
-from lazysnap.errors import JobBusy, KeeperUnavailable, SnapshotNotFound
+from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
 from lazysnap.keeper.events import MemoryEntry
 from lazysnap.keeper.protocol import Run as RunMessage
 from lazysnap.ranks.checks import together
@@ -228,7 +228,7 @@ class Run:
         """Drop captures in memory; ``point`` is passed before each. Blocks: asks the keeper."""
         try:
             held = self._parts.client.inventory(self._parts.config.io_timeout_s).entries
-        except KeeperUnavailable as error:
+        except KeeperError as error:
             logger.info("nothing in memory to go through: %s", error)
             return
         for item in filter(is_unwanted, held):

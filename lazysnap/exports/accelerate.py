@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lazysnap import faults
-from lazysnap.errors import StateMismatch, UnsupportedState
+from lazysnap.errors import StateError
 from lazysnap.exports.job import Job
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.states import Outline, parts_of, read_state
@@ -50,8 +50,8 @@ def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
 def write_stock(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write the files of ``save_state`` into the directory ``path``; return notes for the user: none.
 
-    Blocks. Raises: StateMismatch, if this is no state of an Accelerator; UnsupportedState, for a value that cannot be
-    pickled, or weights that safetensors refuses; ShardCorrupt; LevelError; OSError.
+    Blocks. Raises: StateError, if this is no state of an Accelerator, or for a value that cannot be
+    pickled, or weights that safetensors refuses; FormatError; LevelError; OSError.
     """
     outline, reads = Outline(whole), Reads()
     state = outline.state(parts_of(None))
@@ -59,7 +59,7 @@ def write_stock(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     ranks = [outline.read({part: state.get(part) for part in OF_EVERY_RANK})]
     ranks += [read_state(rank, parts_of(OF_EVERY_RANK)) for rank in others]
     if not all(isinstance(rank.get(part), Mapping) for rank in ranks for part in OF_EVERY_RANK):
-        raise StateMismatch(
+        raise StateError(
             f"a snapshot of an Accelerator has the parts {list(OF_EVERY_RANK)}, this one has {sorted(state)}: "
             "export it in another format"
         )
@@ -109,7 +109,7 @@ def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
     rng = rank[RNG]
     missing = {"python", "numpy", "torch"} - set(rng)
     if missing:
-        raise StateMismatch(f"rank {index} has no random state of {sorted(missing)}, which load_state() asks for")
+        raise StateError(f"rank {index} has no random state of {sorted(missing)}, which load_state() asks for")
     return {"step": rank[FACTS].get("step", 0), **{_RNG_NAMES[name]: rng[name] for name in _RNG_NAMES if name in rng}}
 
 
@@ -117,7 +117,7 @@ def _tensors_of(weights: Mapping[str, Any], outline: Outline) -> dict[str, Joine
     """Return the weights to write: of tied ones the first, as Accelerate does; ``load_state`` ties them again."""
     others = sorted(name for name, value in weights.items() if not isinstance(value, torch.Tensor))
     if others:
-        raise UnsupportedState(
+        raise StateError(
             f"safetensors holds tensors only, the weights have {others[:3]}: use save_state(safe_serialization=False)"
         )
     found = {name: source for name, value in weights.items() if (source := outline.source(value)) is not None}

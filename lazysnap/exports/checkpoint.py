@@ -39,7 +39,7 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
 
 
 def stock_state(whole: WholeSnapshot, outline: Outline) -> tuple[dict[str, Any], list[str]]:
-    """Return the state as other programs read it, and notes for the user. Blocks. Raises: ShardCorrupt; LevelError.
+    """Return the state as other programs read it, and notes for the user. Blocks. Raises: FormatError; LevelError.
 
     Of Lightning: the dictionary that ``Trainer.save_checkpoint`` would have written at that moment. It has no place for
     what the callback adds (position in the data, random streams, flags).
@@ -60,7 +60,7 @@ def stock_state(whole: WholeSnapshot, outline: Outline) -> tuple[dict[str, Any],
 def write_checkpoint(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write a new file; return one line for each kind of value that was converted.
 
-    Blocks. Raises: OSError; UnsupportedState, for a value that cannot be pickled; ShardCorrupt; LevelError.
+    Blocks. Raises: OSError; StateError, for a value that cannot be pickled; FormatError; LevelError.
     """
     outline = Outline(whole)
     content, notes = stock_state(whole, outline)

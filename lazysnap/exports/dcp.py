@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from lazysnap.errors import LazySnapError, UnsupportedState
+from lazysnap.errors import LazySnapError, StateError
 from lazysnap.exports.checkpoint import stock_state
 from lazysnap.exports.job import Job
 from lazysnap.exports.states import Outline
@@ -31,7 +31,7 @@ def write_distributed(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write a new directory; return notes for the user. No process group is needed.
 
     Optimizers are in the form of ``get_state_dict`` where the snapshot has the names of their parameters.
-    Blocks. Raises: OSError; UnsupportedState, if two values get one name (DCP joins keys with points); ShardCorrupt;
+    Blocks. Raises: OSError; StateError, if two values get one name (DCP joins keys with points); FormatError;
     LevelError.
     """
     outline = Outline(whole)
@@ -44,7 +44,7 @@ def write_distributed(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
             warnings.simplefilter("ignore")  # it warns that there is no process group
             save(state, storage_writer=writer, planner=_Planner(outline, beat), no_dist=True)
     except ValueError as error:
-        raise UnsupportedState(f"torch.distributed.checkpoint cannot hold this state: {error}") from error
+        raise StateError(f"torch.distributed.checkpoint cannot hold this state: {error}") from error
     except CheckpointException as error:
         cause = next((failure for failure, _ in error.failures.values()), error)
         if isinstance(cause, (LazySnapError, OSError, KeyboardInterrupt)):

@@ -62,7 +62,7 @@ def export(
 
     Sharded tensors are whole, bit for bit. Memory stays below 1 GB whatever the size. The training that writes there
     may go on; no keeper and no process group is needed. The result has its name when it is whole and durable.
-    Blocks. Raises: SnapshotNotFound; ShardCorrupt; UnsupportedState, for a value that the format cannot hold;
+    Blocks. Raises: SnapshotNotFound; FormatError; StateError, for a value that the format cannot hold;
     StateError; ConfigError; LevelError; OSError.
     """
     options = options or ExportOptions()

@@ -34,7 +34,7 @@ def fill(url: str, name: str, options: Mapping[str, Any], wait_s: float) -> None
 
     ``url``, ``options``: the level; ``name``: given by ``SnapshotEngine.keep``; ``wait_s``: the time that the level has
     to store the snapshot.
-    Blocks. Raises: SnapshotNotFound, if the level has not stored it in time; ShardCorrupt; LevelError; StateError;
+    Blocks. Raises: SnapshotNotFound, if the level has not stored it in time; FormatError; LevelError; StateError;
     OSError, also if the current directory was deleted.
     """
     store = open_store(url, options=options or None)

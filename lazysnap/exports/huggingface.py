@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
-from lazysnap.errors import ConfigError, ShardCorrupt
+from lazysnap.errors import ConfigError, FormatError
 from lazysnap.exports.job import Job
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.weights import EXTRAS, chosen_tensors, place_of_weights
@@ -38,7 +38,7 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     The weights are those of one model, in files of at most ``shard_bytes`` with an index; of a PEFT model the adapter
     alone. Of tied tensors the first is written. ``config.json`` and the other files come from ``ExportOptions.config``,
     else from the snapshot.
-    Blocks. Raises: ConfigError, without a config; ShardCorrupt; UnsupportedState; LevelError; OSError.
+    Blocks. Raises: ConfigError, without a config; FormatError; StateError; LevelError; OSError.
     """
     state, only = whole.meta.state, job.options.only
     facts = _facts(state, only)
@@ -48,7 +48,7 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
         chosen = {name: chosen[held] for name, held in adapter.items() if held in chosen}
         if len(chosen) < len(adapter):
             missing = next(held for held in adapter.values() if held not in chosen.values())
-            raise ShardCorrupt(f"{whole.snapshot.plan.level}: the adapter's tensor {missing!r} is not in the state")
+            raise FormatError(f"{whole.snapshot.plan.level}: the adapter's tensor {missing!r} is not in the state")
     files = _copied(job.options.config)
     needed = "config.json" if adapter is None else "adapter_config.json"
     if needed not in files and needed not in facts["files"]:
@@ -88,7 +88,7 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
 
 
 def _facts(state: Any, only: str | None) -> dict[str, Any]:
-    """Return the files and names of the chosen model that the snapshot holds, checked. Raises: ShardCorrupt."""
+    """Return the files and names of the chosen model that the snapshot holds, checked. Raises: FormatError."""
     extras = state.get(EXTRAS) if isinstance(state, dict) else None
     text = extras.get(_PRETRAINED) if isinstance(extras, dict) else None
     if text is None:
@@ -100,9 +100,9 @@ def _facts(state: Any, only: str | None) -> dict[str, Any]:
         is_good = all(_NOTED.fullmatch(name) and isinstance(one, str) for name, one in facts["files"].items())
         is_good = is_good and all(isinstance(held, str) for held in weights.values())
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ShardCorrupt(f"the small state has no valid {EXTRAS}.{_PRETRAINED}: {error!r}") from error
+        raise FormatError(f"the small state has no valid {EXTRAS}.{_PRETRAINED}: {error!r}") from error
     if not is_good:
-        raise ShardCorrupt(f"the small state has names in {EXTRAS}.{_PRETRAINED} that no training writes")
+        raise FormatError(f"the small state has names in {EXTRAS}.{_PRETRAINED} that no training writes")
     return dict(facts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lazysnap.config import checked_url
-from lazysnap.errors import FormatError, SnapshotNotFound, StateError, StateMismatch
+from lazysnap.errors import FormatError, SnapshotNotFound, StateError
 from lazysnap.exports.states import read_state
 from lazysnap.exports.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
@@ -39,8 +39,8 @@ def load_weights(
     Reads only the weights, from files of any number of ranks, and compares checksums. ``"latest"`` skips a snapshot
     that is damaged or has no such part, with a warning. No keeper and no process group is needed. If the training that
     writes there deletes the snapshot meanwhile, the next newest is read.
-    Blocks. Raises: SnapshotNotFound; StateMismatch, if no snapshot has such a part; ShardCorrupt, for a step, name or
-    run; UnsupportedState, for a value of a type that is not registered here; LevelError; ConfigError.
+    Blocks. Raises: SnapshotNotFound; StateError, if no snapshot has such a part; FormatError, for a step, name or
+    run; StateError, for a value of a type that is not registered here; LevelError; ConfigError.
     """
     store = open_store(checked_url("load_weights", url), options=storage_options)
     return look_again(store, lambda catalogue: _load(catalogue, which, part))
@@ -78,12 +78,12 @@ def _read(snapshot: OpenSnapshot, part: str | None) -> dict[str, Any]:
 
 
 def _part(state: Any, part: str | None, where: str) -> Any:
-    """Return the encoded state dict of one object of the state. Raises: StateMismatch."""
+    """Return the encoded state dict of one object of the state. Raises: StateError."""
     objects = state if isinstance(state, dict) and TAG not in state else {}
     name = part if part is not None else LIGHTNING_WEIGHTS if is_lightning(objects) else MODEL
     if name not in objects:
         found = sorted(objects.keys() - {KEY})
-        raise StateMismatch(
+        raise StateError(
             f"{where} has no part {name!r}, its parts are {found}: name one, as load_weights(..., part=...)"
         )
     return objects[name]

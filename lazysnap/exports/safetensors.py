@@ -4,7 +4,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 
-from lazysnap.errors import FormatError, UnsupportedState
+from lazysnap.errors import FormatError, StateError
 from lazysnap.exports.job import Job, behind
 from lazysnap.exports.weights import chosen_tensors
 from lazysnap.levels.files import pwrite_all
@@ -21,7 +21,7 @@ def write_safetensors(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
 
     Tied tensors are stored once, under the alphabetically first name; the header's ``__metadata__`` holds the other
     names, as with ``safetensors.torch.save_model``.
-    Blocks. Raises: ConfigError; ShardCorrupt; UnsupportedState, for a dtype that safetensors does not have; LevelError;
+    Blocks. Raises: ConfigError; FormatError; StateError, for a dtype that safetensors does not have; LevelError;
     OSError.
     """
     chosen = chosen_tensors(whole.meta.state, job.options.only)
@@ -54,18 +54,18 @@ def add_file(
 ) -> None:
     """Make a file of these tensors, which is filled when ``reads`` runs; it is open until ``files`` ends.
 
-    Raises: UnsupportedState, for a dtype or a name that safetensors does not have; OSError.
+    Raises: StateError, for a dtype or a name that safetensors does not have; OSError.
     """
     for name, tensor in tensors.items():
         if tensor.first.logical is not None:
-            raise UnsupportedState(
+            raise StateError(
                 f"tensor {name!r} is {tensor.first.logical}, which safetensors cannot hold; export to .ckpt or a DCP "
                 "directory, or choose other tensors with the option `only`"
             )
     try:
         layout = Layout.plan([one.spec(name) for name, one in tensors.items()], {**FORMAT, **metadata})
     except FormatError as error:
-        raise UnsupportedState(f"{path}: safetensors cannot hold these tensors: {error}") from error
+        raise StateError(f"{path}: safetensors cannot hold these tensors: {error}") from error
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
     files.callback(os.close, handle)
     os.ftruncate(handle, layout.size_bytes)

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.shard.limits import with_stack
 from lazysnap.shard.manifest import TAG
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
@@ -25,7 +25,7 @@ def parts_of(names: Collection[str] | None) -> Choose:
 
     def choose(encoded: Any) -> dict[str, Any]:
         if not isinstance(encoded, dict):
-            raise ShardCorrupt(f"the small state is {type(encoded).__name__}, expected a dict")
+            raise FormatError(f"the small state is {type(encoded).__name__}, expected a dict")
         return {name: unregistered(part) for name, part in encoded.items() if names is None or name in names}
 
     return choose
@@ -45,7 +45,7 @@ def unregistered(encoded: Any) -> Any:
 def read_state(whole: WholeSnapshot, choose: Choose) -> dict[str, Any]:
     """Return the part of the state that ``choose`` returns, its tensors read and verified; tied ones are one tensor.
 
-    Blocks. Raises: ShardCorrupt; LevelError; what ``choose`` raises.
+    Blocks. Raises: FormatError; LevelError; what ``choose`` raises.
     """
     with whole.snapshot.naming():
         encoded = with_stack(lambda: choose(whole.meta.state))
@@ -58,12 +58,12 @@ def _decoded(whole: WholeSnapshot, encoded: Any, tensor: Callable[[str], torch.T
     with whole.snapshot.naming():
         state = decode(encoded, tensor=tensor)
         if not isinstance(state, dict):
-            raise ShardCorrupt(f"the state is {type(state).__name__}, expected a dict")
+            raise FormatError(f"the state is {type(state).__name__}, expected a dict")
     return state
 
 
 def read_tensors(tensors: Mapping[str, JoinedTensor]) -> dict[str, torch.Tensor]:
-    """Return tensors in memory, tied ones once. Blocks. Raises: ShardCorrupt; LevelError."""
+    """Return tensors in memory, tied ones once. Blocks. Raises: FormatError; LevelError."""
     reads, made = Reads(), {}
     keys = {name: tensor.key for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
@@ -85,7 +85,7 @@ class Outline:
         """The tensors that outlines stand for, by ``identity_of`` the outline's memory."""
 
     def state(self, choose: Choose) -> dict[str, Any]:
-        """Return the part of the state that ``choose`` returns. Blocks. Raises: ShardCorrupt."""
+        """Return the part of the state that ``choose`` returns. Blocks. Raises: FormatError."""
         with self._whole.snapshot.naming():
             encoded = with_stack(lambda: choose(self._whole.meta.state))
             names = array_tensor_names(encoded)
@@ -118,7 +118,7 @@ class Outline:
         return self._sources.get(identity_of(storage))
 
     def read(self, value: Any) -> Any:
-        """Return a value with tensors in memory in place of outlines. Blocks. Raises: ShardCorrupt; LevelError."""
+        """Return a value with tensors in memory in place of outlines. Blocks. Raises: FormatError; LevelError."""
         leaves = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
         wanted = {str(id(one)): source for one in leaves if (source := self.source(one)) is not None}
         found = read_tensors(wanted)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.errors import UnsupportedState
+from lazysnap.errors import StateError
 from lazysnap.exports.job import behind
 from lazysnap.exports.states import Outline, bytes_of, identity_of
 from lazysnap.levels.files import pwrite_all
@@ -28,7 +28,7 @@ class TorchFile:
     def __init__(self, value: Any, path: str, outline: Outline, files: ExitStack, reads: Reads) -> None:
         """Tensors that ``outline`` knows are added to ``reads``, the others are written now. ``files`` closes the file.
 
-        Blocks. Raises: UnsupportedState, for a value that cannot be pickled; OSError.
+        Blocks. Raises: StateError, for a value that cannot be pickled; OSError.
         """
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -36,7 +36,7 @@ class TorchFile:
                 storages.dump(value)
                 torch.save(value, path)
         except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
-            raise UnsupportedState(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
+            raise StateError(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
         except RuntimeError as error:  # so torch's writer reports a full disk
             raise OSError(f"{path}: torch.save failed: {error}") from error
         self._handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)

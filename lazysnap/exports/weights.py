@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lazysnap.errors import ConfigError, ShardCorrupt
+from lazysnap.errors import ConfigError, FormatError
 from lazysnap.shard.manifest import TAG
 
 MODEL = "model"
@@ -25,7 +25,7 @@ def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
 
     Chosen are tensors below ``only`` (a path in the state, joined with dots), without that prefix; else Lightning's
     ``state_dict``; else the object named ``model``; else all.
-    Raises: ConfigError, if there are none below ``only``; ShardCorrupt, if two get one name.
+    Raises: ConfigError, if there are none below ``only``; FormatError, if two get one name.
     """
     paths = list(_tensors(state, ()))
     prefix = place_of_weights(state, only)
@@ -37,7 +37,7 @@ def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
                 continue
             text = text[len(prefix) + 1 :]
         if text in found or text == "__metadata__":
-            raise ShardCorrupt(f"two tensors would be called {text!r}; choose fewer with the option `only`")
+            raise FormatError(f"two tensors would be called {text!r}; choose fewer with the option `only`")
         found[text] = name
     if not found and prefix is not None:
         tops = sorted({path[0] for path, _ in paths if path})

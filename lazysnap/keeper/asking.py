@@ -18,7 +18,7 @@ def answers(
     """Do the handshake, send the question, and yield each message that comes back, with its descriptors.
 
     Descriptors of messages that are not taken are closed. ``deadline``: by the monotonic clock. Blocks: until then.
-    Raises: TimeoutError, if nothing more comes in time; other OSErrors, if the keeper ends; KeeperUnavailable, if it
+    Raises: TimeoutError, if nothing more comes in time; other OSErrors, if the keeper ends; KeeperError, if it
     cannot prove itself or sends no messages of this protocol.
     """
     poll = select.poll()

@@ -9,7 +9,7 @@ from functools import partial
 
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import JobBusy, KeeperUnavailable
+from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import Starting, start_keeper, try_connect
@@ -45,7 +45,7 @@ def attach(
 
     Memory is handed over with the hello, not after the answer: until then it is lost if this process dies.
     Blocks: at most ``io_timeout_s``, longer for a keeper that runs slowly (``patience``), if it is known to be one.
-    Raises: JobBusy, if another trainer is attached; KeeperUnavailable.
+    Raises: JobBusy, if another trainer is attached; KeeperError.
     """
     deadline = time.monotonic() + config.io_timeout_s
     patience = patience or Patience(config.io_timeout_s)
@@ -94,8 +94,8 @@ def attach(
             start_at = max(start_at, time.monotonic() + _BUSY_START_S)
         if time.monotonic() > patience.extend(deadline):
             if connection is not None and was_there and reply is None:
-                raise KeeperUnavailable(_why_silent(identity, config, connection.peer_pid, is_known or is_proven))
-            raise KeeperUnavailable(_why_none(identity, outcome))
+                raise KeeperError(_why_silent(identity, config, connection.peer_pid, is_known or is_proven))
+            raise KeeperError(_why_none(identity, outcome))
         time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
 
 
@@ -148,13 +148,13 @@ def _explained(connection: Connection) -> Iterator[None]:
         return
     except OtherVersion as error:
         connection.close()
-        raise KeeperUnavailable(
+        raise KeeperError(
             f"process {pid}, which has the name of this job's keeper, is of another version of lazysnap ({error}); end "
             f"it with `kill {pid}`: it stores what it holds, then leaves"
         ) from error
-    except KeeperUnavailable as error:
+    except KeeperError as error:
         connection.close()
-        raise KeeperUnavailable(
+        raise KeeperError(
             f"process {pid} has the name of this job's keeper, and is none: {error}; end it, or give the job another "
             "name with SnapshotConfig(job_id=...)"
         ) from error

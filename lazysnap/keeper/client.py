@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import KeeperUnavailable, MemoryBoundExceeded
+from lazysnap.errors import KeeperError
 from lazysnap.keeper import protocol
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.events import KeeperEvent, MemoryInventory
@@ -22,6 +22,7 @@ from lazysnap.keeper.trainer_state import TrainerState
 from lazysnap.links.listener import ReservedPort
 from lazysnap.links.secret import Secret
 from lazysnap.memory.arena import Slot
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.topology import Team
 
 _FROZEN_S = 600.0
@@ -162,13 +163,13 @@ class KeeperClient(KeeperLink):
     def inventory(self, timeout_s: float) -> MemoryInventory:
         """Whole captures that the keeper holds, of this or of a dead trainer, and what they refer to. Blocks.
 
-        Raises: KeeperUnavailable, if there is no answer in time; a keeper that runs slowly has more of it.
+        Raises: KeeperError, if there is no answer in time; a keeper that runs slowly has more of it.
         """
         reply = self._questions.ask(
             protocol.AskInventory(local_rank=self._team.local_rank), timeout_s, patience=Patience(timeout_s)
         )
         if not isinstance(reply, protocol.Inventory):
-            raise KeeperUnavailable(f"the keeper did not tell what it holds within {timeout_s:g} s")
+            raise KeeperError(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._state.lock:
             return MemoryInventory.of(reply, self._slots.get)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import FormatError, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
@@ -259,7 +259,7 @@ class FrozenWriter:
         if digest not in self._whole:
             try:
                 store.verify_frozen(digest, beat)
-            except ShardCorrupt as error:
+            except FormatError as error:
                 logger.warning("%s; they are written again if memory or a faster level still has them", error)
                 return False
             self._whole.add(digest)
@@ -306,7 +306,7 @@ class FrozenWriter:
             yield shard_of(own, held), held
             return
         if origin is None:
-            raise LevelUnavailable(f"the frozen tensors {frozen.digest} of step {step} are gone from memory")
+            raise LevelError(f"the frozen tensors {frozen.digest} of step {step} are gone from memory")
         entry = FrozenEntry(origin.url, origin.speed, frozen.digest, frozen_directory_name(frozen.digest))
         try:
             manifest = origin.read_manifest(entry)
@@ -314,6 +314,6 @@ class FrozenWriter:
             blocks.header(shard)
         except (FormatError, FileNotFoundError) as error:
             where = shown(origin.url)
-            raise LevelUnavailable(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
+            raise LevelError(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
         with contextlib.closing(blocks):
             yield shard, VerifiedSource(blocks, lambda count: beat())

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lazysnap.config import SnapshotConfig, resolve_url
-from lazysnap.errors import ConfigError, KeeperUnavailable
+from lazysnap.errors import ConfigError, KeeperError
 from lazysnap.keeper.trouble import private_directory
 from lazysnap.levels.redaction import shown
 from lazysnap.links.secret import Secret
@@ -69,7 +69,7 @@ class JobIdentity:
 
     @functools.cached_property
     def secret(self) -> Secret:
-        """The secret of the job's processes on this node. Raises: KeeperUnavailable, if the user has none."""
+        """The secret of the job's processes on this node. Raises: KeeperError, if the user has none."""
         text = "\0".join([owner_secret(), self.job_id, str(self.uid), self.node])
         return Secret(hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest())
 
@@ -104,7 +104,7 @@ _LENGTH = 64
 
 
 def owner_secret() -> str:
-    """Return the secret of this user, drawn if there is none. Raises: KeeperUnavailable, if it can be kept nowhere."""
+    """Return the secret of this user, drawn if there is none. Raises: KeeperError, if it can be kept nowhere."""
     given = os.environ.get(ENVIRONMENT)
     if given:
         return given
@@ -120,7 +120,7 @@ def owner_secret() -> str:
                     refusals[str(error)] = None
             except OSError as error:
                 refusals[str(error)] = None
-    raise KeeperUnavailable(
+    raise KeeperError(
         f"there is no place for the secret by which this user's processes know a keeper ({'; '.join(refusals)}): set "
         f"{ENVIRONMENT}, the same for all processes of the job, or make one of these places writable for this user"
     )

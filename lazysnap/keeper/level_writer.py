@@ -15,7 +15,7 @@ from typing import Any
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import CaptureAborted, ConfigError, LazySnapError, LevelHangs
+from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.events import LevelFailed, NameFailed, Stored
 from lazysnap.grants.messages import StepKey
 from lazysnap.grants.node import NodeLevel, Write
@@ -31,8 +31,9 @@ from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.storage import probe
-from lazysnap.levels.watchdog import Beat, Watchdog, WriteCancelled
+from lazysnap.levels.watchdog import Beat, LevelHangs, Watchdog, WriteCancelled
 from lazysnap.memory.arena import Slot
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -324,7 +325,7 @@ class LevelWriter:
     def _read_back(self, manifest: Manifest) -> float:
         """Read the file back, if the level does that (``PersistentLevel.verify``). Return the seconds that it took.
 
-        Raises: ShardCorrupt, and it is no snapshot any more; LevelError.
+        Raises: FormatError, and it is no snapshot any more; LevelError.
         """
         store = self._store
         if store is None:

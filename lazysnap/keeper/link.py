@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import JobBusy, KeeperUnavailable
+from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.events import KeeperAnswers, KeeperLost, KeeperReady, KeeperSilent, KeeperUnreachable
 from lazysnap.keeper.heartbeat import Heartbeat, Patience
@@ -91,18 +91,18 @@ class KeeperLink:
     def connect(self, timeout_s: float) -> None:
         """Connect, starting a keeper if there is none. Blocks: at most ``timeout_s``, longer for one that runs slowly.
 
-        Raises: JobBusy, if another trainer of this job is attached; KeeperUnavailable.
+        Raises: JobBusy, if another trainer of this job is attached; KeeperError.
         """
         self._begin()
         deadline = time.monotonic() + timeout_s
         with self._state.lock:
             while self._connection is None:
                 if self._is_leaving() or self._fatal is not None:
-                    raise self._fatal or KeeperUnavailable("this connection was closed: make another client")
+                    raise self._fatal or KeeperError("this connection was closed: make another client")
                 remaining = self._patience.extend(deadline) - time.monotonic()
                 is_woken = self._state.lock.wait(max(0.0, remaining))
                 if not is_woken and time.monotonic() >= self._patience.extend(deadline):
-                    raise KeeperUnavailable(
+                    raise KeeperError(
                         f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s"
                     )
 
@@ -141,10 +141,10 @@ class KeeperLink:
                 attached_at = time.monotonic()
                 self._listen(connection)
                 died_early = died_early + 1 if time.monotonic() - attached_at < _EARLY_S else 0
-        except (KeeperUnavailable, JobBusy) as error:
+        except (KeeperError, JobBusy) as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001  the last handler of the thread: training goes on without a memory level
-            self._fail(KeeperUnavailable(f"the keeper's client failed: {type(error).__name__}: {error}"))
+            self._fail(KeeperError(f"the keeper's client failed: {type(error).__name__}: {error}"))
 
     def _leave_late(self, connection: Connection, goodbye: Leave) -> None:
         """Leave a keeper that was reached too late: nobody uses its slots."""
@@ -173,7 +173,7 @@ class KeeperLink:
                         self._say_silent(connection)
                 try:
                     received = connection.receive()
-                except (OSError, KeeperUnavailable):
+                except (OSError, KeeperError):
                     received = None
                 if received is None:
                     break

@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from lazysnap.errors import KeeperUnavailable
+from lazysnap.errors import KeeperError
 from lazysnap.keeper.protocol import PROTOCOL, Message, decode, encode
 from lazysnap.links.listener import Violation
 from lazysnap.links.secret import Secret, handshake
@@ -54,7 +54,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-class OtherVersion(KeeperUnavailable):
+class OtherVersion(KeeperError):
     """The other end is of another version of lazysnap."""
 
     def __init__(self, protocol: int) -> None:
@@ -78,7 +78,7 @@ class Connection:
         self.peer_pid, uid = peer_credentials(sock)
         if uid != os.getuid():
             sock.close()
-            raise KeeperUnavailable(
+            raise KeeperError(
                 f"the name of this job's keeper is taken by process {self.peer_pid} of user {uid}, expected user "
                 f"{os.getuid()}: refused; give the job another name with SnapshotConfig(job_id=...) or LAZYSNAP_JOB_ID"
             )
@@ -148,7 +148,7 @@ class Connection:
 
         With ``wait=False`` it does not block; ``None`` if nothing is there.
 
-        Raises: KeeperUnavailable, if the bytes are no messages; OtherVersion.
+        Raises: KeeperError, if the bytes are no messages; OtherVersion.
         """
         try:
             # Not recv_fds(): it drops the flags (Python 3.11), and descriptors would leak into programs started later.
@@ -169,18 +169,16 @@ class Connection:
                 if protocol != PROTOCOL:
                     raise OtherVersion(protocol)
                 if length > MAX_MESSAGE_BYTES:
-                    raise KeeperUnavailable(
-                        f"a message of {length} bytes was announced; the limit is {MAX_MESSAGE_BYTES}"
-                    )
+                    raise KeeperError(f"a message of {length} bytes was announced; the limit is {MAX_MESSAGE_BYTES}")
                 end = _HEADER.size + length
                 if len(self._buffer) < end:
                     break
                 if count > len(self._fds):
-                    raise KeeperUnavailable(f"{count} descriptors were announced, {len(self._fds)} came")
+                    raise KeeperError(f"{count} descriptors were announced, {len(self._fds)} came")
                 message = decode(bytes(self._buffer[_HEADER.size : end]))
                 messages.append((message, tuple(self._fds.popleft() for _ in range(count))))
                 del self._buffer[:end]
-        except KeeperUnavailable:
+        except KeeperError:
             with Unclaimed(messages):  # nobody gets to know of these
                 raise
         return messages
@@ -209,7 +207,7 @@ class Greeting:
     def read(self) -> bool:
         """Read what is there. True once the other end has proven itself.
 
-        Raises: KeeperUnavailable, if it cannot; OSError, if it is gone.
+        Raises: KeeperError, if it cannot; OSError, if it is gone.
         """
         sock = self._connection.sock
         try:
@@ -226,7 +224,7 @@ class Greeting:
             except StopIteration:
                 return True
             except Violation as error:
-                raise KeeperUnavailable(f"process {self._connection.peer_pid} is refused: {error}") from error
+                raise KeeperError(f"process {self._connection.peer_pid} is refused: {error}") from error
             self._received = b""
             if data:
                 sock.send(data)
@@ -236,7 +234,7 @@ class Greeting:
 def prove(connection: Connection, secret: Secret, wait: Callable[[], bool], *, is_server: bool = False) -> bool:
     """Do the whole handshake. Blocks: in ``wait``, which is true when something can be read, and false to give up.
 
-    Raises: KeeperUnavailable, if the other end cannot prove itself; OSError, if it is gone.
+    Raises: KeeperError, if the other end cannot prove itself; OSError, if it is gone.
     """
     greeting = Greeting(connection, secret, is_server=is_server)
     while wait():

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 
-from lazysnap.errors import KeeperUnavailable
+from lazysnap.errors import KeeperError
 from lazysnap.keeper.asking import answers
 from lazysnap.keeper.client_slots import MappedSlots
 from lazysnap.keeper.events import MemoryInventory
@@ -18,17 +18,17 @@ class NeighbourMemory:
     """The captures of one rank in a keeper, readable while this is open, even if the keeper ends."""
 
     def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
-        """Blocks: at most ``timeout_s``. Raises: KeeperUnavailable, if there is no keeper, or it does not answer."""
+        """Blocks: at most ``timeout_s``. Raises: KeeperError, if there is no keeper, or it does not answer."""
         self._local_rank = local_rank
         self._slots = MappedSlots(threading.Condition())
         connection = try_connect(identity)
         if connection is None:
-            raise KeeperUnavailable(f"no keeper of job {identity.job_id!r}")
+            raise KeeperError(f"no keeper of job {identity.job_id!r}")
         try:
             self.inventory = self._ask(connection, identity, timeout_s)
         except OSError as error:
             self.close()
-            raise KeeperUnavailable(f"the keeper of job {identity.job_id!r}: no answer: {error}") from error
+            raise KeeperError(f"the keeper of job {identity.job_id!r}: no answer: {error}") from error
         except BaseException:
             self.close()
             raise

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lazysnap.errors import CaptureAborted, FormatError, ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.grants.messages import StepKey
 from lazysnap.keeper.frozen import FrozenTurn, FrozenWriter
 from lazysnap.levels import SnapshotStore
@@ -17,6 +17,7 @@ from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, R
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.memory.slot_source import SlotSource, open_slot
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -48,7 +49,7 @@ class NodeFiles:
     def found(self, storage: Storage, step: int) -> Manifest:
         """Read the manifest of the node's committed file. Blocks.
 
-        Raises: FileNotFoundError, if it or a shard of its ranks is missing; ShardCorrupt; LevelUnavailable.
+        Raises: FileNotFoundError, if it or a shard of its ranks is missing; FormatError; LevelError.
         """
         place = self.place(storage, step)
         manifest = place.read_manifest()
@@ -204,7 +205,7 @@ class FileWriter:
         return paced
 
     def check(self, store: SnapshotStore, step: int, beat: Beat) -> None:
-        """Read a file back. Raises: ShardCorrupt, and it is no snapshot any more."""
+        """Read a file back. Raises: FormatError, and it is no snapshot any more."""
         place = self._files.place(store.storage, step)
         try:
             for entry in entries_of(place.read_manifest(), store.url, store.speed, place.directory):
@@ -215,7 +216,7 @@ class FileWriter:
                 place.withdraw()
             if not place.is_link():
                 place.delete_or_leave()  # a place where all is read back damaged would fill up
-            raise ShardCorrupt(f"{store.url}: step {step}: it was read back damaged: {error}") from error
+            raise FormatError(f"{store.url}: step {step}: it was read back damaged: {error}") from error
 
     def listed(self, store: SnapshotStore, beat: Beat) -> set[int]:
         """Return the steps of this start that the node has, by their manifests and the sizes of their files.

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lazysnap.errors import CaptureAborted, ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.levels.shared_part import SharedPart, held_by_few, is_held_by_few
 from lazysnap.levels.source import BlockSource, MemorySource
 from lazysnap.memory.arena import Slot
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.memory.slot_source import SlotSource, open_slot
 from lazysnap.shard.limits import MAX_RANKS
 
@@ -96,31 +97,31 @@ def _slot(slots: NodeSlots, step: int, number: int) -> Slot | None:
 
 
 def read_index(read: Callable[[int, int], memoryview], size_bytes: int) -> list[tuple[int, int, int, str | None]]:
-    """The index of a part; ``read`` gives bytes of it, from an offset. Blocks. Raises: ShardCorrupt."""
+    """The index of a part; ``read`` gives bytes of it, from an offset. Blocks. Raises: FormatError."""
     length = int.from_bytes(read(0, _LENGTH_BYTES), "little")
     if not 0 < length <= min(_MAX_INDEX_BYTES, size_bytes - _LENGTH_BYTES):
-        raise ShardCorrupt(f"a node's part: an index of {length} bytes in {size_bytes}")
+        raise FormatError(f"a node's part: an index of {length} bytes in {size_bytes}")
     try:
         index = json.loads(bytes(read(_LENGTH_BYTES, length)))
     except ValueError as error:
-        raise ShardCorrupt(f"a node's part: its index is no JSON: {error}") from error
+        raise FormatError(f"a node's part: its index is no JSON: {error}") from error
     is_index = isinstance(index, list) and len(index) <= MAX_RANKS
     if not is_index or not all(_is_entry(entry) for entry in index):
-        raise ShardCorrupt("a node's part: its index is no list of ranks and sizes")
+        raise FormatError("a node's part: its index is no list of ranks and sizes")
     if sum(meta_bytes + shard_bytes for _, meta_bytes, shard_bytes, _ in index) + _LENGTH_BYTES + length != size_bytes:
-        raise ShardCorrupt(f"a node's part: its shards do not end with it, at byte {size_bytes}")
+        raise FormatError(f"a node's part: its shards do not end with it, at byte {size_bytes}")
     return [(rank, meta_bytes, shard_bytes, frozen) for rank, meta_bytes, shard_bytes, frozen in index]
 
 
 def find_shard(read: Callable[[int, int], memoryview], size_bytes: int, rank: int) -> tuple[bytes, int, int]:
-    """Metadata of a rank's shard, and offset and bytes of the shard itself. Blocks. Raises: ShardCorrupt."""
+    """Metadata of a rank's shard, and offset and bytes of the shard itself. Blocks. Raises: FormatError."""
     index = read_index(read, size_bytes)
     at = size_bytes - sum(meta_bytes + shard_bytes for _, meta_bytes, shard_bytes, _ in index)
     for other, meta_bytes, shard_bytes, _ in index:
         if other == rank:
             return bytes(read(at, meta_bytes)), at + meta_bytes, shard_bytes
         at += meta_bytes + shard_bytes
-    raise ShardCorrupt(f"a node's part: nothing of rank {rank} is in it")
+    raise FormatError(f"a node's part: nothing of rank {rank} is in it")
 
 
 def _is_entry(entry: Any) -> bool:

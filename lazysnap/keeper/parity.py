@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import xxhash
 
-from lazysnap.errors import CaptureAborted, LazySnapError
+from lazysnap.errors import LazySnapError
 from lazysnap.keeper.held import HeldMember, HeldParity
 from lazysnap.keeper.node_part import open_part, read_index
 from lazysnap.keeper.node_slots import NodeSlots
@@ -26,6 +26,7 @@ from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf
 from lazysnap.links.secret import Secret
 from lazysnap.memory.budget import NODE
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 
-from lazysnap.errors import CaptureAborted, ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.node_part import open_part
@@ -16,6 +16,7 @@ from lazysnap.links.messages import FrozenOf, ParityOf, PartOf, What
 from lazysnap.links.secret import Secret
 from lazysnap.links.server import PeerServer
 from lazysnap.memory.arena import Slot, SlotPhase, Word
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.checksum import Checksums
 
 
@@ -99,7 +100,7 @@ class PeerReads:
         if what.digest not in self._compared:
             found = Checksums.of(slot.read(0, slot.word(Word.IMAGE_BYTES))).whole
             if found != what.digest:
-                raise ShardCorrupt(f"frozen tensors {what.digest}: their checksum in memory is {found}")
+                raise FormatError(f"frozen tensors {what.digest}: their checksum in memory is {found}")
             self._compared.add(what.digest)
         return _of_slot(slot, is_meta=what.part == "meta")
 

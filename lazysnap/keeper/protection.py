@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.config import due_every
-from lazysnap.errors import CaptureAborted, LazySnapError, LevelUnavailable, MemoryBoundExceeded, PeerRefused
+from lazysnap.errors import LazySnapError, LevelError
 from lazysnap.events import Event, Protected
 from lazysnap.grants.core import Action, Begin, Hold, Learn, ReleaseStalePins
 from lazysnap.grants.node import NodeLevel, RankView, Write, whole_before_newest
@@ -26,7 +26,9 @@ from lazysnap.keeper.protocol import Parity, Run
 from lazysnap.keeper.reminder import Reminder
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
+from lazysnap.links.messages import PeerRefused
 from lazysnap.memory.arena import SlotPhase, Word
+from lazysnap.memory.failures import CaptureAborted, MemoryBoundExceeded
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
@@ -248,10 +250,10 @@ class NodeProtection:
         self._store.add(done)
 
     def _check_frozen(self, held: HeldParity) -> None:
-        """Frozen tensors are not in the parity. Raises: LevelUnavailable, if those of a lost node would be lost."""
+        """Frozen tensors are not in the parity. Raises: LevelError, if those of a lost node would be lost."""
         digests = {frozenset(filter(None, member.frozen)) for member in held.members}
         if len(digests) > 1 and not self._context.has_stored():
-            raise LevelUnavailable(
+            raise LevelError(
                 "each node holds frozen tensors of its own, which parity leaves to storage, and they are not stored "
                 "yet: give SnapshotConfig(levels=...), or wait for the first snapshot there"
             )

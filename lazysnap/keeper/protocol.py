@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from lazysnap.config import MemoryLevel, PersistentLevel
-from lazysnap.errors import KeeperUnavailable
+from lazysnap.errors import KeeperError
 from lazysnap.events import Alert, NameFailed
 from lazysnap.keeper.held import HeldCapture, HeldParity, LevelStatus, NodeState, TrainerEnd
 from lazysnap.links.secret import Secret
@@ -291,9 +291,9 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """Raises: KeeperUnavailable, if it is none of these messages."""
+    """Raises: KeeperError, if it is none of these messages."""
     try:
         message: Message = msgspec.convert(json.loads(body), _ANY)
     except (ValueError, RecursionError) as error:  # msgspec.ValidationError is one
-        raise KeeperUnavailable(f"the other end sent no message of this protocol: {error}") from error
+        raise KeeperError(f"the other end sent no message of this protocol: {error}") from error
     return message

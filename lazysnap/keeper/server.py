@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from lazysnap import faults
-from lazysnap.errors import KeeperUnavailable, LazySnapError
+from lazysnap.errors import KeeperError, LazySnapError
 from lazysnap.events import Alert
 from lazysnap.keeper import protocol
 from lazysnap.keeper.event_log import EventLog
@@ -281,7 +281,7 @@ class Server:
         """Read what comes there from now on, if it is of the same user and has the secret."""
         try:
             connection = Connection(sock)
-        except KeeperUnavailable as error:
+        except KeeperError as error:
             logger.warning("refused a connection: %s", error)
             return
         if not is_proven:
@@ -299,7 +299,7 @@ class Server:
         try:
             if self._greetings[connection][0].read():
                 del self._greetings[connection]
-        except (OSError, KeeperUnavailable) as error:
+        except (OSError, KeeperError) as error:
             logger.warning("refused a connection: %s", error)
             self._close(connection)
         return False
@@ -321,7 +321,7 @@ class Server:
             with contextlib.suppress(OSError):
                 connection.send(protocol.Done())  # what it says does not matter: it comes with our version
             messages = None
-        except (KeeperUnavailable, OSError) as error:
+        except (KeeperError, OSError) as error:
             logger.warning("closing a connection: %s", error)
             messages = None
         if messages is None:

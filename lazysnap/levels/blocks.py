@@ -61,7 +61,7 @@ class Blocks(Protocol):
     block_bytes: int
 
     def block(self, index: int, buffers: Buffers) -> AbstractContextManager[memoryview]:
-        """Return one block, compared. Blocks. Raises: ShardCorrupt, naming it; LevelError; FileNotFoundError."""
+        """Return one block, compared. Blocks. Raises: FormatError, naming it; LevelError; FileNotFoundError."""
         ...
 
     def rest(self) -> None:
@@ -162,7 +162,7 @@ class MemoryBlocks(Blocks):
         yield data
 
     def verify(self, size_bytes: int) -> None:
-        """Compare the blocks of the first bytes with their checksums. Blocks. Raises: ShardCorrupt."""
+        """Compare the blocks of the first bytes with their checksums. Blocks. Raises: FormatError."""
         upto = min(size_bytes, self.size_bytes)
         fill({self: [Wanted(0, upto, lambda at, data: None)]})
 
@@ -179,7 +179,7 @@ class VerifiedSource:
         """The block that was read last: a header is read from it in small parts."""
 
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. Raises: ShardCorrupt."""
+        """See ``BlockSource.view``. Raises: FormatError."""
         out, size = map_anonymous(length), self._blocks.block_bytes
         stop = min(offset + length, self.size_bytes)
         for index in range(offset // size, -(-stop // size)):
@@ -207,7 +207,7 @@ def read_node_file(place: FilePlace, manifest: Manifest, *, beat: Callable[[int]
     """Read a whole committed file, and compare every block with its checksum.
 
     Blocks; ``beat`` receives the bytes of each block, and may raise.
-    Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelError.
+    Raises: FormatError, naming file and block; FileNotFoundError; LevelError.
     """
     place.check_size(manifest.size_bytes)
     blocks = FileBlocks(place, manifest)
@@ -222,7 +222,7 @@ def fill(jobs: Mapping[Blocks, Sequence[Wanted]], *, beat: Callable[[int], None]
 
     ``beat`` receives the bytes of each block, in several threads, and may raise. Files that do not stay open are closed
     in the end.
-    Raises: ShardCorrupt, naming file and block; LevelError; FileNotFoundError; what ``put`` raises.
+    Raises: FormatError, naming file and block; LevelError; FileNotFoundError; what ``put`` raises.
     """
     buffers = Buffers()
     parts: dict[tuple[Blocks, int], list[Wanted]] = defaultdict(list)

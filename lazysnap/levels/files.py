@@ -8,7 +8,7 @@ import re
 import stat
 
 from lazysnap import faults
-from lazysnap.errors import LevelFull, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.storage import level_error
 
 TEMPORARY = re.compile(r"\.(.+)\.tmp-[0-9]{1,10}-[0-9a-f]{8}")
@@ -31,13 +31,13 @@ _NEXT_STEPS = {
 }
 
 
-def local_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
+def local_error(url: str, what: str, error: OSError) -> LevelError:
     """Return ``error`` as a LevelError that names the place, the operation, and what to do."""
     next_step = _NEXT_STEPS.get(error.errno or 0)
     if next_step is None:
         return level_error(url, what, error)
     next_step = next_step.format(user=os.geteuid())
-    return LevelUnavailable(f"{url}: {what}: {error}; {next_step}")
+    return LevelError(f"{url}: {what}: {error}; {next_step}")
 
 
 def temp_name(name: str) -> str:
@@ -119,11 +119,11 @@ def open_direct(path: str, flags: int) -> int:
 
 
 def open_regular(path: str) -> int:
-    """Open a regular file to read; never hangs on a pipe. Raises: ShardCorrupt, if it is something else."""
+    """Open a regular file to read; never hangs on a pipe. Raises: FormatError, if it is something else."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise ShardCorrupt(f"{path}: not a regular file")
+        raise FormatError(f"{path}: not a regular file")
     return handle
 
 

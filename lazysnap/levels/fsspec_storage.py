@@ -18,7 +18,7 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from lazysnap import faults
-from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.files import temp_name
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, level_error, probe_name
@@ -63,7 +63,7 @@ class FsspecStorage(Storage):
     """See ``levels.storage.Storage``, whose methods these are; each stands beside what drivers do otherwise."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        """Raises: LevelUnavailable, if there is no such driver, or it refuses an option."""
+        """Raises: LevelError, if there is no such driver, or it refuses an option."""
         self.url = url
         self._options = dict(options or {})
         self._redaction = Redaction(url, self._options)
@@ -102,7 +102,7 @@ class FsspecStorage(Storage):
         if isinstance(error, OSError) and error.errno is not None:
             text = self._redaction.clean(error.strerror or error)
             return level_error(url, what, OSError(error.errno, text))
-        return LevelUnavailable(f"{url}: {what}: {type(error).__name__}: {text}")
+        return LevelError(f"{url}: {what}: {type(error).__name__}: {text}")
 
     def _path(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
@@ -215,7 +215,7 @@ class FsspecStorage(Storage):
         """Download a small object."""
         size = self.size(path)
         if size > MAX_SMALL_BYTES:
-            raise ShardCorrupt(f"{self.url}/{path}: {size} bytes, a manifest has at most {MAX_SMALL_BYTES}")
+            raise FormatError(f"{self.url}/{path}: {size} bytes, a manifest has at most {MAX_SMALL_BYTES}")
         return bytes(self._call(f"reading {path}", "cat_file", self._path(path)))
 
     def reader(self, path: str) -> "FsspecReader":
@@ -223,7 +223,7 @@ class FsspecStorage(Storage):
         return FsspecReader(self, path)
 
     def read_range(self, path: str, offset: int, out: memoryview) -> None:
-        """Download one range. Raises: ShardCorrupt, if the object ends before."""
+        """Download one range. Raises: FormatError, if the object ends before."""
         what, end = f"reading {path} at {offset}", offset + len(out)
         if not len(out):
             return
@@ -234,7 +234,7 @@ class FsspecStorage(Storage):
                 raise
             data = b""  # some drivers fail where others return what there is
         if len(data) != len(out):
-            raise ShardCorrupt(f"{self.url}/{path}: ends before byte {end}")
+            raise FormatError(f"{self.url}/{path}: ends before byte {end}")
         out[:] = data
 
     def _info(self, path: str, method: str) -> Any:
@@ -246,7 +246,7 @@ class FsspecStorage(Storage):
         """Return the bytes of an object."""
         size = self._info(path, "size")
         if size is None:
-            raise ShardCorrupt(f"{self.url}/{path}: not an object with a size")
+            raise FormatError(f"{self.url}/{path}: not an object with a size")
         return int(size)
 
     def _age_by_our_clock(self, path: str) -> float | None:
@@ -360,7 +360,7 @@ class FsspecWriter:
         """Close the file, rename it if it has a temporary name, and compare its size."""
         storage, path = self._storage, self._path
         if self._done != self._size:
-            raise ShardCorrupt(f"{storage.url}/{path}: {self._done} bytes were written of {self._size}")
+            raise FormatError(f"{storage.url}/{path}: {self._done} bytes were written of {self._size}")
         storage.reach("upload", path)
         storage.call(f"ending {path}", self._file.close)
         if self._temp:
@@ -370,7 +370,7 @@ class FsspecWriter:
         size = storage.size(path)
         if size != self._size:
             storage.delete(path)
-            raise LevelUnavailable(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
+            raise LevelError(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
         self._file = None
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class Listing:
 def list_names(storage: Storage, *, marked: bool = False, beat: Beat = lambda: None) -> Listing:
     """Return the names at a level. Blocks: one listing per directory, each behind a ``beat``, which may raise.
 
-    Raises: LevelUnavailable, if the level does not answer.
+    Raises: LevelError, if the level does not answer.
     """
     problems: list[str] = []
     found = []

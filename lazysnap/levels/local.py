@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 
 from lazysnap import faults
-from lazysnap.errors import LevelError, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.files import (
     allocate,
     close,
@@ -139,7 +139,7 @@ class LocalWriter:
         Raises: LevelError, also if a write or an earlier attempt failed.
         """
         if self._failure is not None:
-            raise LevelUnavailable(f"{self._root}: {self._final} is not published, it failed before: {self._failure}")
+            raise LevelError(f"{self._root}: {self._final} is not published, it failed before: {self._failure}")
         try:
             # Cuts off the padding of the last block.
             os.ftruncate(self._buffered, self._size)
@@ -213,7 +213,7 @@ class LocalReader:
                 raise FileNotFoundError(errno.ENOENT, "deleted while it was read", self._name) from error
             raise local_error(self._root, f"reading {self._name} at {offset}", error) from error
         if done != len(out):
-            raise ShardCorrupt(f"{self._name}: ends after {offset + done} bytes, expected {offset + len(out)}")
+            raise FormatError(f"{self._name}: ends after {offset + done} bytes, expected {offset + len(out)}")
 
     def close(self) -> None:
         """Close both descriptors."""
@@ -261,9 +261,7 @@ class LocalStorage(Storage):
                     sync_directory(os.path.dirname(self.url))
                 self._is_root_durable = self._was_there = True
             if self.is_link(path):
-                raise LevelUnavailable(
-                    f"{self.url}: {path} is, or is behind, a symbolic link: nothing is written through it"
-                )
+                raise LevelError(f"{self.url}: {path} is, or is behind, a symbolic link: nothing is written through it")
             return LocalWriter(self.url, path, size_bytes)
         except OSError as error:
             raise self._error(f"creating {path} of {size_bytes} bytes", error) from error
@@ -291,7 +289,7 @@ class LocalStorage(Storage):
         with self._naming(f"reading {path}"), open(open_regular(name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_SMALL_BYTES:
-                raise ShardCorrupt(f"{name}: {size} bytes, a manifest has at most {MAX_SMALL_BYTES}")
+                raise FormatError(f"{name}: {size} bytes, a manifest has at most {MAX_SMALL_BYTES}")
             return file.read(MAX_SMALL_BYTES)
 
     def reader(self, path: str) -> LocalReader:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from lazysnap import faults
-from lazysnap.errors import CaptureAborted, FormatError, LevelError, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.leftovers import is_settled
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watchdog import Beat, WriteCancelled
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import PAGE
@@ -56,21 +57,21 @@ class FilePlace:
         return f"{shown(self.storage.url)}/{self.file_path}"
 
     def read_manifest(self) -> Manifest:
-        """Read the manifest. Raises: ShardCorrupt, also if it is of another place; FileNotFoundError; LevelError."""
+        """Read the manifest. Raises: FormatError, also if it is of another place; FileNotFoundError; LevelError."""
         where = f"{self.storage.url}/{self.manifest_path}"
         manifest = Manifest.decode(self.storage.get(self.manifest_path), where)
         meta, frozen = manifest.meta, parse_frozen_directory_name(self.directory)
         if frozen is not None and manifest.checksums.whole != frozen:
-            raise ShardCorrupt(f"{where}: holds {manifest.checksums.whole}, its name says otherwise")
+            raise FormatError(f"{where}: holds {manifest.checksums.whole}, its name says otherwise")
         if frozen is None and (meta.name != SnapshotName.parse(self.directory) or manifest.name != self.name):
-            raise ShardCorrupt(f"{where}: holds {meta.name.directory} in {manifest.name.file}, its name says otherwise")
+            raise FormatError(f"{where}: holds {meta.name.directory} in {manifest.name.file}, its name says otherwise")
         return manifest
 
     def check_size(self, size_bytes: int) -> None:
-        """Raises: ShardCorrupt, if the file has another size; FileNotFoundError; LevelUnavailable."""
+        """Raises: FormatError, if the file has another size; FileNotFoundError; LevelError."""
         size = self.storage.size(self.file_path)
         if size != size_bytes:
-            raise ShardCorrupt(f"{self.where}: {size} bytes, the manifest says {size_bytes}")
+            raise FormatError(f"{self.where}: {size} bytes, the manifest says {size_bytes}")
 
     def is_link(self) -> bool:
         """True if a file is a symbolic link, or is behind one: then it is not deleted."""
@@ -137,7 +138,7 @@ def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> li
 def read_committed(place: FilePlace) -> Manifest:
     """Return the manifest at a place, whose file is there in its full size; the file is not read.
 
-    Raises: ShardCorrupt, also if the file is lost; FileNotFoundError, if nothing is committed; LevelUnavailable.
+    Raises: FormatError, also if the file is lost; FileNotFoundError, if nothing is committed; LevelError.
     """
     manifest = place.read_manifest()
     try:
@@ -145,7 +146,7 @@ def read_committed(place: FilePlace) -> Manifest:
     except FileNotFoundError as error:
         # The manifest is deleted first: only one that is still there says that something is lost.
         place.storage.size(place.manifest_path)
-        raise ShardCorrupt(f"{place.where}: a manifest without its file: {_loss(manifest)}") from error
+        raise FormatError(f"{place.where}: a manifest without its file: {_loss(manifest)}") from error
     return manifest
 
 
@@ -167,7 +168,7 @@ def write_node_file(
     """Write and commit a node's file. On return file and manifest are durable.
 
     Existing files of these names are replaced: they hold the same bytes, or were not committed.
-    Raises: ShardCorrupt, if the bytes do not have the ``expected`` digest; LevelError, CaptureAborted, OSError, what
+    Raises: FormatError, if the bytes do not have the ``expected`` digest; LevelError, CaptureAborted, OSError, what
     ``beat`` raises. On an error nothing of the file stays.
     """
     faults.point("level.store.begin")
@@ -183,7 +184,7 @@ def write_node_file(
             checksums = _write_blocks(place, writer, source)
             source.finish()
             if expected is not None and checksums.whole != expected:
-                raise ShardCorrupt(f"{place.where}: {checksums.whole} was read, expected {expected}")
+                raise FormatError(f"{place.where}: {checksums.whole} was read, expected {expected}")
             faults.point("level.store.publish_shard")
             writer.publish()
             is_published = True
@@ -224,7 +225,7 @@ def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource) -> Chec
     def one(offset: int, length: int) -> tuple[str, float]:
         block = source.view(offset, -(-length // PAGE) * PAGE)
         if len(block) < length:
-            raise ShardCorrupt(f"{place.where}: {len(block)} bytes at {offset}, expected {length}")
+            raise FormatError(f"{place.where}: {len(block)} bytes at {offset}, expected {length}")
         began = time.perf_counter()
         checksum = digest(block[:length])
         took_s = time.perf_counter() - began

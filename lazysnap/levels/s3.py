@@ -20,7 +20,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from obstore.fsspec import FsspecStore
 
-from lazysnap.errors import LevelError, LevelFull, LevelUnavailable
+from lazysnap.errors import LevelError
 from lazysnap.levels.fsspec_storage import Abilities, FsspecStorage
 from lazysnap.levels.leftovers import is_node_file_path
 from lazysnap.levels.storage import SETTLED, is_probe, probe_name
@@ -211,7 +211,7 @@ class S3Storage(FsspecStorage):
     parallel_reads = 4
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        """Make no request. Raises: LevelUnavailable."""
+        """Make no request. Raises: LevelError."""
         conf = fsspec.config.conf.get("s3", {})
         super().__init__(
             url, {**{name: conf[name] for name in _KNOWN["storage_options"] if name in conf}, **(options or {})}
@@ -221,13 +221,13 @@ class S3Storage(FsspecStorage):
         global _pid
         _pid = _pid or os.getpid()
         if _pid != os.getpid():
-            raise LevelUnavailable(
+            raise LevelError(
                 f"this process was forked from process {_pid}, which had used S3, and obstore does not survive a fork; "
                 "start processes by the method 'spawn' or 'forkserver'"
             )
         parts = urlsplit(self.url)
         if not parts.netloc:
-            raise LevelUnavailable("the URL names no bucket; write s3://bucket/prefix")
+            raise LevelError("the URL names no bucket; write s3://bucket/prefix")
         return S3Driver(parts.netloc, self._options), f"{parts.netloc}/{parts.path.strip('/')}"
 
     def _error(self, what: str, error: BaseException) -> LevelError:
@@ -239,9 +239,8 @@ class S3Storage(FsspecStorage):
         if not code and (" retries, " in text or "HTTP error" in text):
             named = "Unanswered"
         advice = next((text for codes, text in _ADVICE.items() if re.fullmatch(codes, named)), named)
-        kind = LevelFull if re.fullmatch(_FULL, named) else LevelUnavailable
         bucket = repr(urlsplit(self.url).netloc)
-        return kind(f"{self._redaction.clean(self.url)}: {what}: {advice.format(bucket)} ({text})")
+        return LevelError(f"{self._redaction.clean(self.url)}: {what}: {advice.format(bucket)} ({text})")
 
     def call(self, what: str, method: Any, *arguments: Any, **options: Any) -> Any:
         """See ``FsspecStorage.call``. A missing bucket is a LevelError, not a missing object."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.levels.source import BlockSource, header_of, map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES
 from lazysnap.shard.layout import PAGE, Layout, TensorSpec
@@ -44,7 +44,7 @@ class SharedPart:
         """``offset`` and ``size_bytes``: the place of the shard in ``source``; default: all of it. ``cut``: default: to
         the rows that this node stores at shared levels.
 
-        Blocks: until the header is written. Raises: CaptureAborted; ShardCorrupt, if there is no header.
+        Blocks: until the header is written. Raises: CaptureAborted; FormatError, if there is no header.
         """
         size = source.size_bytes if size_bytes is None else size_bytes
         layout = Layout.parse(header_of(source, offset, size), size, f"rank {meta.rank}")
@@ -124,14 +124,14 @@ def _rows(facts: Any) -> Any:
 
 
 def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
-    """Return the rows of a tensor that are in the part, and its first row there. Raises: ShardCorrupt."""
+    """Return the rows of a tensor that are in the part, and its first row there. Raises: FormatError."""
     rows = _rows(facts)
     if rows is None:
         return spec, 0
     bound = spec.shape[0] if spec.shape else 1
     is_pair = isinstance(rows, list) and len(rows) == 2 and all(type(row) is int for row in rows)
     if not is_pair or not 0 <= rows[0] <= rows[1] <= bound or (rows[0] and not facts.get("offsets")):
-        raise ShardCorrupt(f"rank {rank}: tensor {spec.name!r}: bad shared_rows {rows!r:.50}")
+        raise FormatError(f"rank {rank}: tensor {spec.name!r}: bad shared_rows {rows!r:.50}")
     start, stop = rows
     if start == stop:
         return None, 0

@@ -58,7 +58,7 @@ class NodeSource:
     """The file of a node with several ranks: a header, and the shards one behind the other."""
 
     def __init__(self, sources: Sequence[tuple[CaptureMeta, BlockSource]]) -> None:
-        """Blocks: until the headers are written. Raises: CaptureAborted; ShardCorrupt, if one is no header."""
+        """Blocks: until the headers are written. Raises: CaptureAborted; FormatError, if one is no header."""
         layouts = []
         for meta, source in sources:
             layouts.append(

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from lazysnap.errors import LevelFull, LevelUnavailable
+from lazysnap.errors import LevelError
 from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.limits import MAX_MANIFEST_BYTES
 
@@ -46,7 +46,7 @@ class Reader(Protocol):
     """One object that is being read. It stays readable, where the place allows, even if it is deleted."""
 
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill ``out`` from ``offset``. Blocks; thread-safe. Raises: ShardCorrupt, if the object ends before."""
+        """Fill ``out`` from ``offset``. Blocks; thread-safe. Raises: FormatError, if the object ends before."""
         ...
 
     def close(self) -> None:
@@ -60,8 +60,8 @@ class Storage(ABC):
     Every place implements the abstract methods. The others have defaults for a place without locks, links and
     directories, where only an object's age shows whether its writer is dead.
 
-    Every method blocks and raises LevelUnavailable or LevelFull. A name that does not exist raises FileNotFoundError;
-    one that is no object of ours (a pipe, too large) raises ShardCorrupt.
+    Every method blocks and raises LevelError or LevelError. A name that does not exist raises FileNotFoundError;
+    one that is no object of ours (a pipe, too large) raises FormatError.
     """
 
     url: str
@@ -176,7 +176,7 @@ def is_probe(name: str) -> bool:
 
 
 def probe(storage: Storage, beat: Beat) -> None:
-    """Write a small object, read it back and delete it. Blocks. Raises: LevelUnavailable; what the storage raises."""
+    """Write a small object, read it back and delete it. Blocks. Raises: LevelError; what the storage raises."""
     path, text = probe_name(), os.urandom(8).hex()
     storage.put(path, text.encode())
     beat()
@@ -185,11 +185,11 @@ def probe(storage: Storage, beat: Beat) -> None:
     finally:
         storage.delete(path)
     if found != text.encode():
-        raise LevelUnavailable(f"{path}: what was written was read back as {found!r:.40}")
+        raise LevelError(f"{path}: what was written was read back as {found!r:.40}")
 
 
-def level_error(url: str, what: str, error: OSError) -> LevelUnavailable | LevelFull:
+def level_error(url: str, what: str, error: OSError) -> LevelError:
     """Return ``error`` as a LevelError that names the place and the operation."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return LevelFull(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
-    return LevelUnavailable(f"{url}: {what}: {error}")
+        return LevelError(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
+    return LevelError(f"{url}: {what}: {error}")

@@ -19,14 +19,7 @@ from urllib.parse import urlsplit
 
 from lazysnap import faults
 from lazysnap.config import check_s3_url, is_path, resolve_url
-from lazysnap.errors import (
-    ConfigError,
-    FormatError,
-    LazySnapError,
-    LevelError,
-    LevelUnavailable,
-    ShardCorrupt,
-)
+from lazysnap.errors import ConfigError, FormatError, LazySnapError, LevelError
 from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.leftovers import IsOurs, is_given_by_a_run, sweep
 from lazysnap.levels.listing import list_names
@@ -57,7 +50,7 @@ logger = logging.getLogger(__name__)
 def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
     """Return the store at a path or fsspec URL. Does no I/O for local paths.
 
-    Raises: LevelUnavailable, if fsspec does not know the protocol or lacks its package; ConfigError, for an ``s3://``
+    Raises: LevelError, if fsspec does not know the protocol or lacks its package; ConfigError, for an ``s3://``
     URL that holds credentials.
     """
     url = resolve_url(url)
@@ -69,7 +62,7 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
         try:
             from lazysnap.levels.s3 import S3Storage
         except ImportError as error:
-            raise LevelUnavailable(f"{url}: needs obstore: pip install 'lazysnap[s3]'") from error
+            raise LevelError(f"{url}: needs obstore: pip install 'lazysnap[s3]'") from error
         return SnapshotStore(S3Storage(url, options), speed=speed)
     from lazysnap.levels.fsspec_storage import FsspecStorage
 
@@ -133,7 +126,7 @@ class SnapshotStore:
     def write_frozen(self, shard: Shard, source: BlockSource, digest: str, beat: Beat = lambda: None) -> Manifest:
         """Write and commit frozen tensors, unless they are there already.
 
-        Blocks; ``beat`` is called meanwhile. Raises: ShardCorrupt, if the bytes do not have that digest; LevelError;
+        Blocks; ``beat`` is called meanwhile. Raises: FormatError, if the bytes do not have that digest; LevelError;
         CaptureAborted.
         """
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
@@ -153,19 +146,19 @@ class SnapshotStore:
         return True
 
     def verify_frozen(self, digest: str, beat: Beat = lambda: None) -> None:
-        """Read frozen tensors in full. Damaged ones lose their manifest. Raises: ShardCorrupt."""
+        """Read frozen tensors in full. Damaged ones lose their manifest. Raises: FormatError."""
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         try:
             self.verify(place, beat)
         except (FormatError, FileNotFoundError) as error:
             with contextlib.suppress(FileNotFoundError):
                 place.withdraw()
-            raise ShardCorrupt(f"{self.url}: the frozen tensors {digest} are damaged: {error}") from error
+            raise FormatError(f"{self.url}: the frozen tensors {digest} are damaged: {error}") from error
 
     def check_frozen(self, entry: Entry, beat: Beat) -> None:
-        """Raises: ShardCorrupt, if frozen tensors of a snapshot are missing. Blocks: as ``has_frozen``."""
+        """Raises: FormatError, if frozen tensors of a snapshot are missing. Blocks: as ``has_frozen``."""
         if entry.frozen is not None and not self.has_frozen(entry.frozen, beat):
-            raise ShardCorrupt(f"{self.url}: the frozen tensors {entry.frozen} are lost or damaged")
+            raise FormatError(f"{self.url}: the frozen tensors {entry.frozen} are lost or damaged")
 
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
@@ -191,7 +184,7 @@ class SnapshotStore:
     def verify(self, place: FilePlace, beat: Beat = lambda: None) -> Manifest:
         """Read every byte of a node's file, compare it with the checksums, and return its manifest.
 
-        Raises: ShardCorrupt, naming file and block; FileNotFoundError; LevelUnavailable.
+        Raises: FormatError, naming file and block; FileNotFoundError; LevelError.
         """
         manifest = place.read_manifest()
         read_node_file(place, manifest, beat=lambda count: beat())

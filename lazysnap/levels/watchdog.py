@@ -5,13 +5,18 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from lazysnap.errors import CaptureAborted, LevelHangs
+from lazysnap.errors import LevelError
+from lazysnap.memory.failures import CaptureAborted
 
 Result = TypeVar("Result")
 Beat = Callable[[], None]
 """Reports progress of work that may hang. It may raise, which ends the work."""
 
 _CHECK_S = 0.25
+
+
+class LevelHangs(LevelError, TimeoutError):
+    """An operation at the level moved no byte for ``PersistentLevel.timeout_s``."""
 
 
 class WriteCancelled(CaptureAborted):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import xxhash
 from msgspec import Struct, msgpack
 
-from lazysnap.errors import ConfigError, PeerRefused, PeerUnreachable, ShardCorrupt
+from lazysnap.errors import ConfigError, FormatError, KeeperError
 from lazysnap.links.channel import Channel, connect, shut
 from lazysnap.links.listener import Violation, reason
 from lazysnap.links.messages import (
@@ -20,6 +20,7 @@ from lazysnap.links.messages import (
     Finished,
     Open,
     Opened,
+    PeerRefused,
     Read,
     Refusal,
     What,
@@ -35,7 +36,7 @@ _decoder: msgpack.Decoder[Answer] = msgpack.Decoder(Answer)
 class PeerReader:
     """One connection to a peer. Not thread-safe.
 
-    Every call may raise PeerRefused (the request failed at the peer) or PeerUnreachable (the connection is closed then,
+    Every call may raise PeerRefused (the request failed at the peer) or KeeperError (the connection is closed then,
     and every later call raises it as well).
     """
 
@@ -43,7 +44,7 @@ class PeerReader:
         """Connect. Blocks: at most ``timeout_s`` for each of connection and handshake.
 
         ``timeout_s``: a peer that is silent for so long counts as gone, at any time; one that says only that it is
-        alive, for ``ANSWER_S``. Raises: PeerUnreachable.
+        alive, for ``ANSWER_S``. Raises: KeeperError.
         """
         self._timeout_s = timeout_s
         self._peer = f"{address[0]}:{address[1]}"
@@ -73,7 +74,7 @@ class PeerReader:
     def read_into(self, offset: int, out: memoryview) -> int:
         """Fill ``out`` with what stands at ``offset``; xxh3_64 of it, computed by the peer and compared here.
 
-        Blocks: until the bytes are there. Raises: ShardCorrupt, if other bytes arrived than the peer has; ConfigError.
+        Blocks: until the bytes are there. Raises: FormatError, if other bytes arrived than the peer has; ConfigError.
         """
         out = out.cast("B")
         if not 1 <= len(out) <= MAX_READ_BYTES:
@@ -84,7 +85,7 @@ class PeerReader:
                 raise Violation(f"the answer to a read of {len(out)} bytes is {answer}")
             self._channel.receive_into(out, self._timeout_s)
         if (got := xxhash.xxh3_64_intdigest(out)) != answer.checksum:
-            raise ShardCorrupt(
+            raise FormatError(
                 f"{self._peer}: bytes [{offset}, {offset + len(out)}) of {self.what}: xxh3_64 is {got:016x}, "
                 f"the peer says {answer.checksum:016x}: they changed while they were read, or on their way"
             )
@@ -129,7 +130,7 @@ class PeerReader:
             raise
         except (OSError, EOFError, Violation) as error:
             self.close()
-            raise PeerUnreachable(f"{self._peer} cannot be read from: {reason(error)}") from error
+            raise KeeperError(f"{self._peer} cannot be read from: {reason(error)}") from error
         except BaseException:
             self.close()
             raise

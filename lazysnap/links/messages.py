@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from lazysnap.errors import KeeperError
 from lazysnap.grants.messages import MAX_NODES, StartId, Step
 
 MAX_READ_BYTES = 16 << 20
@@ -22,6 +23,10 @@ MAX_TEXT = 4096
 """Characters of a refusal."""
 
 Size = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class PeerRefused(KeeperError):
+    """The keeper of another node answered that it cannot give what was asked for; the message is that keeper's."""
 
 
 class PartOf(Struct, frozen=True, tag="part", forbid_unknown_fields=True):

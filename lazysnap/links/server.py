@@ -14,7 +14,7 @@ from collections.abc import Callable
 import xxhash
 from msgspec import Struct, msgpack
 
-from lazysnap.errors import LazySnapError, PeerRefused
+from lazysnap.errors import LazySnapError
 from lazysnap.levels.source import BlockSource
 from lazysnap.links.channel import Channel, authenticate, keep_alive, shut
 from lazysnap.links.links import Hello, Links
@@ -26,6 +26,7 @@ from lazysnap.links.messages import (
     Finished,
     Open,
     Opened,
+    PeerRefused,
     Read,
     Refusal,
     Request,

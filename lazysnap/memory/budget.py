@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from rich.filesize import decimal
 
-from lazysnap.errors import MemoryBoundExceeded
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.limits import available_bytes
 
 _RESERVE_BYTES = 256 << 20

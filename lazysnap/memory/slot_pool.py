@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from rich.filesize import decimal
 
 from lazysnap import faults
-from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.memory.arena import Slot, Word, capacity_fits
 from lazysnap.memory.budget import NODE
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.slot_files import check_room
 
 logger = logging.getLogger(__name__)

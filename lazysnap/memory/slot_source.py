@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 
-from lazysnap.errors import CaptureAborted, FormatError
+from lazysnap.errors import FormatError
 from lazysnap.memory.arena import Slot, SlotPhase, SlotStatus, Word
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.manifest import CaptureMeta
 
 _POLL_S = 0.001

@@ -6,19 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import (
-    ConfigError,
-    JobBusy,
-    KeeperUnavailable,
-    LazySnapError,
-    LevelUnavailable,
-    MemoryBoundExceeded,
-    StateError,
-    StateMismatch,
-    UnsupportedState,
-)
+from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, LevelError, StateError
 from lazysnap.keeper.identity import given_job_id
 from lazysnap.levels.redaction import shown
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.ranks.world import World
 
 Settings = dict[str, Any]
@@ -39,11 +30,10 @@ MAY_DIFFER = {
 _SHARED = (
     ConfigError,
     JobBusy,
-    KeeperUnavailable,
-    LevelUnavailable,
+    KeeperError,
+    LevelError,
     MemoryBoundExceeded,
-    StateMismatch,
-    UnsupportedState,
+    StateError,
 )
 _KINDS: dict[str, type[LazySnapError]] = {kind.__name__: kind for kind in _SHARED}
 

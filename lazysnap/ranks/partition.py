@@ -66,7 +66,7 @@ class Partition:
     ) -> None:
         """``replicated``: memory that holds the same on every rank; ``nodes``: of every rank; ``untrained``: names of
         DTensors of which each rank captures its whole local shard, because frozen tensors are stored by their content.
-        Raises: UnsupportedState.
+        Raises: StateError.
         """
         self._of = walk.names
         self.facts: dict[str, dict[str, Any]] = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from lazysnap.errors import JobBusy, LazySnapError, ShardCorrupt
+from lazysnap.errors import FormatError, JobBusy, LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
@@ -32,16 +32,16 @@ class RankMemory:
             slot = self._held.frozen.get(of_item)
             checksums = None if slot is None else Checksums.of(_image(slot))
             if checksums is not None and checksums.whole != item.digest:
-                raise ShardCorrupt(f"{where}: their checksum is {checksums.whole}, expected {item.digest}")
+                raise FormatError(f"{where}: their checksum is {checksums.whole}, expected {item.digest}")
         else:
             held = next((one for one in self._held.entries if one.sequence == int(of_item)), None)
             slot, checksums = (None, None) if held is None else (held.slot, held.checksums)
         if slot is None:
-            raise ShardCorrupt(f"{where}: it is not there any more")
+            raise FormatError(f"{where}: it is not there any more")
         image, meta = _image(slot), CaptureMeta.from_bytes(slot.read_meta(), where)
         # Without checksums nothing can be compared: the keeper has not computed them yet.
         if checksums is not None and checksums.size_bytes != len(image):
-            raise ShardCorrupt(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
+            raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
         blocks = MemoryBlocks(image, None if isinstance(item, FrozenEntry) else checksums, where)
         blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
         return OpenShard(meta.rank, meta, Layout.parse(image, len(image), where), blocks)

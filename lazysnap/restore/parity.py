@@ -10,7 +10,7 @@ from itertools import islice
 import xxhash
 
 from lazysnap import faults
-from lazysnap.errors import LazySnapError, ShardCorrupt
+from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.node_part import find_shard
 from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
 from lazysnap.levels.watchdog import Beat
@@ -97,14 +97,14 @@ class ParityBlocks(Blocks):
             yield out[:length]
 
     def _compute(self, stripe: int, block: int, out: memoryview, spare: memoryview, length: int) -> None:
-        """Blocks. Raises: ShardCorrupt."""
+        """Blocks. Raises: FormatError."""
         faults.point("restore.compute")
         column = self._lost.pieces.group.data(stripe).index(self._lost.position)
         while True:
             chosen = list(islice(self._left(stripe), self._code.pieces))
             if len(chosen) < self._code.pieces:
                 reasons = "; ".join(list(self._bad.values())) or "too few"
-                raise ShardCorrupt(f"{self.where}: not enough of its group is left: {reasons}")
+                raise FormatError(f"{self.where}: not enough of its group is left: {reasons}")
             weights = self._code.recovery(column, tuple(piece.number for piece in chosen))
             bad, reason = self._sum(stripe, block, list(zip(chosen, weights, strict=True)), out, spare)
             if bad is None:
@@ -162,7 +162,7 @@ class ParityBlocks(Blocks):
     def _checksum(self, stripe: int, block: int, column: int, holders: Sequence[PeerFile] = ()) -> int:
         """Return the checksum of a block as the first of these holders of the stripe (default: all) knows it.
 
-        Raises: ShardCorrupt, if none does.
+        Raises: FormatError, if none does.
         """
         pieces, reasons = self._lost.pieces, []
         for file in holders or [files[stripe] for files in self._parities.values() if stripe in files]:
@@ -173,14 +173,14 @@ class ParityBlocks(Blocks):
                 return int.from_bytes(self._table(stripe, file)[offset : offset + CHECKSUM_BYTES], "little")
             except LazySnapError as error:
                 reasons.append(str(error))
-        raise ShardCorrupt(f"{self.where}: its checksums cannot be had: {'; '.join(reasons)}")
+        raise FormatError(f"{self.where}: its checksums cannot be had: {'; '.join(reasons)}")
 
     def _table(self, stripe: int, file: PeerFile) -> memoryview:
         with self._lock:
             if file not in self._known:
                 pieces = self._lost.pieces
                 if file.size_bytes != pieces.stripe_bytes:
-                    raise ShardCorrupt(
+                    raise FormatError(
                         f"parity of stripe {stripe}: {file.size_bytes} bytes, expected {pieces.stripe_bytes}"
                     )
                 self._known[file] = file.read(pieces.piece_bytes, pieces.stripe_bytes - pieces.piece_bytes)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.errors import LazySnapError, ShardCorrupt
+from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, RestartPlan
 from lazysnap.restore.snapshot import Snapshot
@@ -47,7 +47,7 @@ class PartReader:
     def read(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> Snapshot | Failure:
         """Read this rank's part. ``chosen``: for each rank within reach where its shard is.
 
-        Blocks. Raises: StateMismatch.
+        Blocks. Raises: StateError.
         """
         own, where = self._world.rank % plan.world_size, f"step {plan.step}"
         mine = self._open(plan, chosen[own])
@@ -56,7 +56,7 @@ class PartReader:
         meta, expected = mine[0].meta, self._source.expected()
         try:
             named = tensor_names(meta.state)
-        except ShardCorrupt as error:
+        except FormatError as error:
             return self._sources.refuse(chosen[own], error)
         target = target_of(self._source, expected, named)
         assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
@@ -72,7 +72,7 @@ class PartReader:
                 return shards
             try:
                 facts.update({name: facts_of(stored) for name, stored in assembly.add(shards).items()})
-            except ShardCorrupt as error:
+            except FormatError as error:
                 return self._sources.refuse(chosen[rank], error)
             added.append(rank)
             return None
@@ -111,7 +111,7 @@ class PartReader:
         reads, made = Reads(), Made()
         try:
             tensors = {name: room(name, made, reads) for name in tensor_names(small)}
-        except ShardCorrupt as error:
+        except FormatError as error:
             return self._sources.refuse(own, error)
         for shard, wanted in reads.jobs().items():
             failure = self._sources.read(shard, wanted)
@@ -149,7 +149,7 @@ class PartReader:
 def _room(
     assembly: Assembly, target_of_name: Callable[[str], torch.Tensor | None], name: str, made: Made, reads: Reads
 ) -> torch.Tensor:
-    """Return the tensor that ``reads`` will fill; tied ones once. Raises: ShardCorrupt.
+    """Return the tensor that ``reads`` will fill; tied ones once. Raises: FormatError.
 
     With a DTensor as its target it is one of the same placement; all others are whole.
     """

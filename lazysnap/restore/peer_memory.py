@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 
-from lazysnap.errors import PeerUnreachable
+from lazysnap.errors import KeeperError
 from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
 from lazysnap.levels.source import header_of
 from lazysnap.levels.watchdog import Beat
@@ -37,7 +37,7 @@ class Connections:
 
     @contextlib.contextmanager
     def reader(self, node: str, what: What) -> Iterator[PeerReader]:
-        """A connection by which this is read, for one thread. Blocks. Raises: PeerUnreachable; PeerRefused."""
+        """A connection by which this is read, for one thread. Blocks. Raises: KeeperError; PeerRefused."""
         reader = self._taken(node, what) or PeerReader(self.discovery.secret, self.discovery.reads[node])
         try:
             reader.read_from(what)
@@ -64,9 +64,9 @@ class Connections:
         return node in self.discovery.reads
 
     def file(self, node: str, what: What) -> "PeerFile":
-        """Return what that node has. Raises: PeerUnreachable."""
+        """Return what that node has. Raises: KeeperError."""
         if not self.reaches(node):
-            raise PeerUnreachable(f"the keeper of {node.split('/')[0]} cannot be reached")
+            raise KeeperError(f"the keeper of {node.split('/')[0]} cannot be reached")
         return PeerFile(self, node, what)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class PeerFile:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Blocks the first time. Raises: PeerUnreachable; PeerRefused."""
+        """Blocks the first time. Raises: KeeperError; PeerRefused."""
         with self._connections.reader(self._node, self._what) as reader:
             return reader.size_bytes
 

@@ -18,7 +18,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.errors import JobBusy, SnapshotNotFound, StateMismatch
+from lazysnap.errors import JobBusy, SnapshotNotFound, StateError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.held import HeldParity, TrainerEnd
 from lazysnap.keeper.identity import JobIdentity
@@ -74,7 +74,7 @@ class Restart:
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
     """See ``SnapshotEngine.fetch``; in place of ``None``, why there is none. Collective. Blocks.
 
-    Raises: StateMismatch on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
+    Raises: StateError on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
     """
     choice = Choice.of(which)
     with contextlib.ExitStack() as stack:
@@ -199,7 +199,7 @@ class _Search:
 
         What vanished between listing and reading is listed again; so are levels that were not waited for, if what
         memory has cannot be read. ``is_patient``: see ``_list``.
-        Collective. Blocks. Raises: StateMismatch; JobBusy; WaitTimeout.
+        Collective. Blocks. Raises: StateError; JobBusy; WaitTimeout.
         """
         for tries_left in reversed(range(_LISTINGS)):
             self.problems.clear()
@@ -294,7 +294,7 @@ class _Search:
     def _attempt(self, plan: RestartPlan, flaw: Callable[[Snapshot], str]) -> tuple[Snapshot | None, bool]:
         """Read this rank's part of a snapshot; ``None`` on all ranks, if one of them could not, or found a flaw.
 
-        The second is true if something vanished that was listed. Collective. Raises: StateMismatch, on all ranks.
+        The second is true if something vanished that was listed. Collective. Raises: StateError, on all ranks.
         """
         found: list[Snapshot] = []
         self._sources.has_vanished = False
@@ -309,7 +309,7 @@ class _Search:
                     failure = flaw(part)
                 else:
                     failure = part.text
-            except StateMismatch as error:
+            except StateError as error:
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)
@@ -324,7 +324,7 @@ class _Search:
             return None, any(gone for *_, gone in told)
         mismatches = [text for text, *_ in told if text]
         if mismatches:
-            raise StateMismatch(mismatches[0])
+            raise StateError(mismatches[0])
         return found[0], False
 
     def _read(self, plan: RestartPlan) -> Snapshot | Failure:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import Blocks, Wanted
 from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Beat, Watchdog
@@ -160,7 +160,7 @@ def _opened(source: Source, item: Item, where: str, beat: Beat) -> OpenShard:
 
 
 def _compare(item: Item, shard: OpenShard, where: str) -> None:
-    """Raises: ShardCorrupt, if a shard is of another snapshot than was listed."""
+    """Raises: FormatError, if a shard is of another snapshot than was listed."""
     meta = shard.meta
     if isinstance(item, Entry) and (meta.run_id, meta.step, meta.rank, meta.world_size, meta.start) != (
         item.run_id,
@@ -169,4 +169,4 @@ def _compare(item: Item, shard: OpenShard, where: str) -> None:
         item.world_size,
         item.start,
     ):
-        raise ShardCorrupt(f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}")
+        raise FormatError(f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}")

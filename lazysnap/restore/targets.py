@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from lazysnap.errors import StateMismatch
+from lazysnap.errors import StateError
 from lazysnap.shard.pieces import Extent
 from lazysnap.snapshots.assembly import JoinedTensor
 from lazysnap.snapshots.tensors import Facts, room_for
@@ -27,7 +27,7 @@ def room_on_device(tensor: JoinedTensor, target: "torch.Tensor | None") -> torch
 
     The optimizer keeps the tensors of its state. Parameters are copied: until the restart is over the device holds two
     of each, as much as their gradients will take. Where it has no room, and for scalars (``step`` of most optimizers
-    stays on the CPU), it is host memory. Raises: ShardCorrupt.
+    stays on the CPU), it is host memory. Raises: FormatError.
     """
     if target is not None and tensor.box[1] and not is_uninitialised(target) and tuple(target.shape) == tensor.shape:
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -70,7 +70,7 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: I
 def check_fits(
     held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str, *, casts: bool
 ) -> None:
-    """Compare a snapshot with the live model. Raises: StateMismatch, naming the first tensors that differ.
+    """Compare a snapshot with the live model. Raises: StateError, naming the first tensors that differ.
 
     ``held``: every tensor of the snapshot, ``None`` where its facts are not known yet. ``casts``: one floating dtype
     may stand for another, since loading converts the values.
@@ -94,7 +94,7 @@ def check_fits(
     differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in known]
     if differences:
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        raise StateMismatch(
+        raise StateError(
             f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
             'it was taken from, another directory, or start fresh without "latest"'
         )

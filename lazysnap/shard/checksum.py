@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 
 ALGORITHM = "xxh3-128"
 BLOCK_BYTES = 16 << 20
@@ -49,12 +49,12 @@ class Checksums:
     def verify_block(self, index: int, data: "bytes | memoryview", where: str) -> None:
         """Compare one block.
 
-        Raises: ShardCorrupt, naming ``where``, the block, what was expected and what was found.
+        Raises: FormatError, naming ``where``, the block, what was expected and what was found.
         """
         got = digest(data)
         if got != self.blocks[index]:
             offset = index * self.block_bytes
-            raise ShardCorrupt(
+            raise FormatError(
                 f"{where}: block {index} (bytes {offset} to {min(offset + self.block_bytes, self.size_bytes)}): "
                 f"{ALGORITHM} is {got}, the manifest says {self.blocks[index]}"
             )

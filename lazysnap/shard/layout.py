@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lazysnap.errors import FormatError, ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.shard.limits import MAX_DIMS, MAX_HEADER_BYTES, MAX_HEADER_NESTING, MAX_NAME, MAX_TENSORS, load_json
 
 PAGE = 4096
@@ -86,38 +86,38 @@ class Layout:
     def parse(cls, head: "bytes | memoryview", size_bytes: int, where: str = "shard") -> "Layout":
         """Parse the untrusted header at the start of a shard of ``size_bytes``.
 
-        Raises: ShardCorrupt, naming ``where``, if it is not exactly what ``plan`` may write.
+        Raises: FormatError, naming ``where``, if it is not exactly what ``plan`` may write.
         """
         if size_bytes < 8 or len(head) < 8:
-            raise ShardCorrupt(f"{where}: {size_bytes} bytes, too short for a header")
+            raise FormatError(f"{where}: {size_bytes} bytes, too short for a header")
         length = int.from_bytes(bytes(head[:8]), "little")
         if length > MAX_HEADER_BYTES or 8 + length > size_bytes or 8 + length > len(head):
-            raise ShardCorrupt(
+            raise FormatError(
                 f"{where}: the header claims {length} bytes, the file has {size_bytes} (of which {len(head)} read)"
             )
         header = bytes(head[: 8 + length])
         try:
             entries = load_json(header[8:], MAX_HEADER_NESTING, _no_duplicates)
         except ValueError as error:
-            raise ShardCorrupt(f"{where}: the header is no JSON: {error}") from error
+            raise FormatError(f"{where}: the header is no JSON: {error}") from error
         if not isinstance(entries, dict):
-            raise ShardCorrupt(f"{where}: the header is no JSON object")
+            raise FormatError(f"{where}: the header is no JSON object")
         metadata = _checked_metadata(entries.pop("__metadata__", {}), where)
         if len(entries) > MAX_TENSORS:
-            raise ShardCorrupt(f"{where}: {len(entries)} tensors, the limit is {MAX_TENSORS}")
+            raise FormatError(f"{where}: {len(entries)} tensors, the limit is {MAX_TENSORS}")
         placed = sorted(
             (_checked_entry(name, entry, where) for name, entry in entries.items()), key=lambda item: item[1:]
         )
         position = 0
         for spec, start, end in placed:
             if start != position or end - start != spec.nbytes:
-                raise ShardCorrupt(
+                raise FormatError(
                     f"{where}: tensor {spec.name!r} lies at [{start}, {end}), expected "
                     f"[{position}, {position + spec.nbytes}): tensors must neither overlap nor leave holes"
                 )
             position = end
         if len(header) + position != size_bytes:
-            raise ShardCorrupt(
+            raise FormatError(
                 f"{where}: header and tensors take {len(header) + position} bytes, the file has {size_bytes}"
             )
         return cls(
@@ -138,10 +138,10 @@ class Layout:
     def find(self, name: str) -> tuple[TensorSpec, int]:
         """Return the tensor called ``name`` and its absolute offset.
 
-        Raises: ShardCorrupt, if there is none (the manifest refers to it, so the two do not belong together).
+        Raises: FormatError, if there is none (the manifest refers to it, so the two do not belong together).
         """
         if name not in self._index:
-            raise ShardCorrupt(f"the shard has no tensor {name!r}")
+            raise FormatError(f"the shard has no tensor {name!r}")
         index = self._index[name]
         return self.specs[index], self.offsets[index]
 
@@ -199,7 +199,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _checked_metadata(metadata: Any, where: str) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ShardCorrupt(f"{where}: __metadata__ must map strings to strings")
+        raise FormatError(f"{where}: __metadata__ must map strings to strings")
     return metadata
 
 
@@ -209,14 +209,14 @@ def _is_size(value: Any) -> bool:
 
 def _checked_entry(name: str, entry: Any, where: str) -> tuple[TensorSpec, int, int]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ShardCorrupt(f"{where}: tensor {name!r}: expected dtype, shape and data_offsets, got {entry!r:.200}")
+        raise FormatError(f"{where}: tensor {name!r}: expected dtype, shape and data_offsets, got {entry!r:.200}")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
-        raise ShardCorrupt(f"{where}: tensor {name!r}: unknown dtype {dtype!r:.50}")
+        raise FormatError(f"{where}: tensor {name!r}: unknown dtype {dtype!r:.50}")
     if len(name) > MAX_NAME:
-        raise ShardCorrupt(f"{where}: a tensor's name of {len(name)} characters, the limit is {MAX_NAME}")
+        raise FormatError(f"{where}: a tensor's name of {len(name)} characters, the limit is {MAX_NAME}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(size) for size in shape):
-        raise ShardCorrupt(f"{where}: tensor {name!r}: bad shape {shape!r:.100}")
+        raise FormatError(f"{where}: tensor {name!r}: bad shape {shape!r:.100}")
     if not isinstance(span, list) or len(span) != 2 or not all(_is_size(offset) for offset in span):
-        raise ShardCorrupt(f"{where}: tensor {name!r}: bad data_offsets {span!r:.100}")
+        raise FormatError(f"{where}: tensor {name!r}: bad data_offsets {span!r:.100}")
     return TensorSpec(name, dtype, tuple(shape)), span[0], span[1]

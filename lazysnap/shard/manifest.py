@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from lazysnap.errors import FormatError, FormatTooNew, ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.shard.checksum import ALGORITHM, Checksums, digest
 from lazysnap.shard.layout import PAGE, Layout
 from lazysnap.shard.limits import (
@@ -103,20 +103,20 @@ class CaptureMeta:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "capture") -> "CaptureMeta":
-        """Raises: ShardCorrupt, if a key is missing, unknown or of the wrong type."""
+        """Raises: FormatError, if a key is missing, unknown or of the wrong type."""
         return cls.from_fields(_load(data, where), where)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], where: str) -> "CaptureMeta":
-        """Check parsed JSON. Raises: ShardCorrupt."""
+        """Check parsed JSON. Raises: FormatError."""
         missing = set(cls.__dataclass_fields__) ^ {*fields, *_OPTIONAL}
         if missing:
-            raise ShardCorrupt(f"{where}: keys missing or unknown: {sorted(missing)!s:.500}")
+            raise FormatError(f"{where}: keys missing or unknown: {sorted(missing)!s:.500}")
         meta: CaptureMeta = _checked(fields, cls, where)
         if meta.rank >= meta.world_size:
-            raise ShardCorrupt(f"{where}: rank {meta.rank} of {meta.world_size}")
+            raise FormatError(f"{where}: rank {meta.rank} of {meta.world_size}")
         if len(meta.tensors) + len(meta.aliases) > MAX_TENSORS or not all(map(_is_facts, meta.tensors.values())):
-            raise ShardCorrupt(f"{where}: tensors must be at most {MAX_TENSORS} objects of {', '.join(_FACTS)}")
+            raise FormatError(f"{where}: tensors must be at most {MAX_TENSORS} objects of {', '.join(_FACTS)}")
         return meta
 
 
@@ -150,7 +150,7 @@ class Shard:
     header_bytes: int
 
     def layout(self, head: "bytes | memoryview", where: str) -> Layout:
-        """Return the places of the tensors in the shard, from the header at its start. Raises: ShardCorrupt."""
+        """Return the places of the tensors in the shard, from the header at its start. Raises: FormatError."""
         return Layout.parse(head, self.size_bytes, where)
 
 
@@ -175,11 +175,11 @@ class Manifest:
         return self.shards[0].meta
 
     def of(self, rank: int) -> Shard:
-        """Return the shard of a rank. Raises: ShardCorrupt, if it is not in the file."""
+        """Return the shard of a rank. Raises: FormatError, if it is not in the file."""
         for shard in self.shards:
             if shard.meta.rank == rank:
                 return shard
-        raise ShardCorrupt(f"{self.name.file}: holds no shard of rank {rank}")
+        raise FormatError(f"{self.name.file}: holds no shard of rank {rank}")
 
     def encode(self) -> bytes:
         """Return the bytes of the manifest file."""
@@ -224,28 +224,28 @@ class Manifest:
     def decode(cls, data: bytes, where: str) -> "Manifest":
         """Read and check a manifest file; ``where`` names it in errors.
 
-        Raises: ShardCorrupt, if any byte is not as it was written; FormatTooNew, if a later version wrote it.
+        Raises: FormatError, if any byte is not as it was written; FormatError, if a later version wrote it.
         """
         body = data[_BODY_START : -len(_TAIL)]
         got = digest(body).encode()
         if data != _HEAD + got + _MIDDLE + body + _TAIL:
-            raise ShardCorrupt(f"{where}: the manifest is damaged: {_damage(data, got.decode())}")
+            raise FormatError(f"{where}: the manifest is damaged: {_damage(data, got.decode())}")
         fields = _load(body, where)
         if fields.pop("format", None) != FORMAT:
-            raise ShardCorrupt(f"{where}: not a lazysnap manifest")
+            raise FormatError(f"{where}: not a lazysnap manifest")
         version = _checked(fields.pop("version", None), Count, f"{where}: version")
         if version > FORMAT_VERSION:
-            raise FormatTooNew(
+            raise FormatError(
                 f"{where}: format version {version}, this lazysnap reads version {FORMAT_VERSION}; upgrade lazysnap"
             )
         created_ns = _checked(fields.pop("created_ns", None), Count, f"{where}: created_ns")
         file: _FileFields = _checked(fields.pop("file", None), _FileFields, f"{where}: file")
         name = NodeName.parse(file.name.removesuffix(".safetensors"))
         if name is None or name.file != file.name:
-            raise ShardCorrupt(f"{where}: unexpected name of a file {file.name!r:.100}")
+            raise FormatError(f"{where}: unexpected name of a file {file.name!r:.100}")
         shards = fields.pop("shards", None)
         if fields or not isinstance(shards, list) or not 1 <= len(shards) <= MAX_RANKS:
-            raise ShardCorrupt(f"{where}: expected a list of shards and no other keys, got {sorted(fields)!s:.500}")
+            raise FormatError(f"{where}: expected a list of shards and no other keys, got {sorted(fields)!s:.500}")
         manifest = cls(name, tuple(_shard(shard, where) for shard in shards), _checksums(file, where), created_ns)
         _check_places(manifest, where)
         return manifest
@@ -269,11 +269,11 @@ for _kind in (CaptureMeta, _FileFields, _PlaceFields):
 
 
 def _checked(value: Any, kind: Any, where: str) -> Any:
-    """Return ``value`` as an object of that type. Raises: ShardCorrupt, naming the field that does not fit."""
+    """Return ``value`` as an object of that type. Raises: FormatError, naming the field that does not fit."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeError) as error:  # the second for half of a surrogate pair
-        raise ShardCorrupt(f"{where}: {error}") from error
+        raise FormatError(f"{where}: {error}") from error
 
 
 def _dump(fields: dict[str, Any]) -> bytes:
@@ -288,9 +288,9 @@ def _load(data: bytes, where: str) -> dict[str, Any]:
     try:
         fields = load_json(data, MAX_NESTING)
     except ValueError as error:
-        raise ShardCorrupt(f"{where}: no JSON: {error}") from error
+        raise FormatError(f"{where}: no JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ShardCorrupt(f"{where}: expected a JSON object, got {type(fields).__name__}")
+        raise FormatError(f"{where}: expected a JSON object, got {type(fields).__name__}")
     return fields
 
 
@@ -309,10 +309,10 @@ def _is_facts(facts: Any) -> bool:
 
 def _shard(fields: Any, where: str) -> Shard:
     if not isinstance(fields, dict):
-        raise ShardCorrupt(f"{where}: a shard must be an object, got {fields!r:.100}")
+        raise FormatError(f"{where}: a shard must be an object, got {fields!r:.100}")
     place: _PlaceFields = _checked(fields.pop("place", None), _PlaceFields, f"{where}: place")
     if not 8 <= place.header_bytes <= min(place.size_bytes, 8 + MAX_HEADER_BYTES):
-        raise ShardCorrupt(f"{where}: a header of {place.header_bytes} bytes in {place.size_bytes}")
+        raise FormatError(f"{where}: a header of {place.header_bytes} bytes in {place.size_bytes}")
     return Shard(CaptureMeta.from_fields(fields, where), place.offset, place.size_bytes, place.header_bytes)
 
 
@@ -320,24 +320,24 @@ def _check_places(manifest: Manifest, where: str) -> None:
     """Check that the shards are of one snapshot and of different ranks, and fill the file one behind the other."""
     end = 0
     if len(manifest.shards) == 1 and manifest.shards[0].offset:
-        raise ShardCorrupt(f"{where}: the only shard begins at byte {manifest.shards[0].offset}")
+        raise FormatError(f"{where}: the only shard begins at byte {manifest.shards[0].offset}")
     for shard in manifest.shards:
         if (shard.meta.name, shard.meta.world_size) != (manifest.meta.name, manifest.meta.world_size):
-            raise ShardCorrupt(f"{where}: shards of different snapshots: {shard.meta.name}, {manifest.meta.name}")
+            raise FormatError(f"{where}: shards of different snapshots: {shard.meta.name}, {manifest.meta.name}")
         if shard.offset < end or shard.offset % PAGE:
-            raise ShardCorrupt(f"{where}: the shard of rank {shard.meta.rank} begins at byte {shard.offset}")
+            raise FormatError(f"{where}: the shard of rank {shard.meta.rank} begins at byte {shard.offset}")
         end = shard.offset + shard.size_bytes
     if end != manifest.size_bytes:
-        raise ShardCorrupt(f"{where}: the shards end at byte {end}, the file has {manifest.size_bytes}")
+        raise FormatError(f"{where}: the shards end at byte {end}, the file has {manifest.size_bytes}")
     if len({shard.meta.rank for shard in manifest.shards}) != len(manifest.shards):
-        raise ShardCorrupt(f"{where}: several shards of one rank")
+        raise FormatError(f"{where}: several shards of one rank")
 
 
 def _checksums(file: _FileFields, where: str) -> Checksums:
     fields = file.checksum
     if len(fields.blocks) != -(-file.size_bytes // fields.block_bytes):
-        raise ShardCorrupt(f"{where}: the number of block checksums does not fit {file.size_bytes} bytes")
+        raise FormatError(f"{where}: the number of block checksums does not fit {file.size_bytes} bytes")
     checksums = Checksums(file.size_bytes, fields.block_bytes, fields.blocks)
     if checksums.whole != fields.whole:
-        raise ShardCorrupt(f"{where}: the checksum over the block checksums does not agree")
+        raise FormatError(f"{where}: the checksum over the block checksums does not agree")
     return checksums

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 
 Extent = tuple[int, ...]
 
@@ -33,15 +33,15 @@ class Overlap:
 def extent_of(facts: dict[str, Any], shape: Sequence[int], where: str) -> tuple[Extent, Extent]:
     """Global shape and offsets that a manifest's ``tensors`` entry gives for a stored tensor of ``shape``.
 
-    Raises: ShardCorrupt, if they do not fit each other.
+    Raises: FormatError, if they do not fit each other.
     """
     whole, offsets = facts.get("global_shape"), facts.get("offsets")
     if not _are_sizes(whole, len(shape)) or not _are_sizes(offsets, len(shape)):
-        raise ShardCorrupt(f"{where}: bad global_shape {whole!r:.80} or offsets {offsets!r:.80}")
+        raise FormatError(f"{where}: bad global_shape {whole!r:.80} or offsets {offsets!r:.80}")
     assert whole is not None
     assert offsets is not None
     if any(at + size > bound for at, size, bound in zip(offsets, shape, whole, strict=True)):
-        raise ShardCorrupt(f"{where}: a piece of shape {list(shape)} at {offsets} lies outside {whole}")
+        raise FormatError(f"{where}: a piece of shape {list(shape)} at {offsets} lies outside {whole}")
     return tuple(whole), tuple(offsets)
 
 

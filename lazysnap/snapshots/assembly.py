@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lazysnap.errors import ShardCorrupt, StateError
+from lazysnap.errors import FormatError, StateError
 from lazysnap.shard.layout import ITEM_BITS, TensorSpec
 from lazysnap.shard.pieces import Cover, Extent, Overlap, Piece
 from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored
@@ -64,12 +64,12 @@ class JoinedTensor:
         self._parts: dict[int, Stored] = {}
 
     def add(self, rank: int, stored: Stored) -> None:
-        """Add the part of a rank. Raises: ShardCorrupt, if it does not fit the others."""
+        """Add the part of a rank. Raises: FormatError, if it does not fit the others."""
         shape, offsets = stored.extent
         first = self.first
         found, expected = (stored.spec.dtype, stored.logical, shape), (first.spec.dtype, first.logical, self.shape)
         if found != expected or len(stored.spec.shape) != len(first.spec.shape):
-            raise ShardCorrupt(
+            raise FormatError(
                 f"{stored.shard.where}: tensor {stored.name} is {_text(*found)}, elsewhere {_text(*expected)}"
             )
         self._parts[rank] = stored
@@ -115,11 +115,11 @@ class JoinedTensor:
                 yield tile.rows(start, min(start + rows, tile.shape[0]))
 
     def check(self) -> None:
-        """Raises: ShardCorrupt, if a part is missing. No format notices that: it would leave garbage."""
+        """Raises: FormatError, if a part is missing. No format notices that: it would leave garbage."""
         if not self.is_whole:
             total = math.prod(self.box[1])
             filled, shape = total - self._cover.missing, list(self.shape)
-            raise ShardCorrupt(f"tensor {self.name}: its pieces cover {filled} of {total} elements of {shape}")
+            raise FormatError(f"tensor {self.name}: its pieces cover {filled} of {total} elements of {shape}")
 
 
 def _text(dtype: str, logical: str | None, shape: Extent) -> str:
@@ -152,7 +152,7 @@ class Assembly:
         """Add the shard of a rank, and the frozen tensors that it refers to; the own rank's first.
 
         Returns a part of each tensor, wanted or not, that was in no shard before.
-        Raises: ShardCorrupt, if they do not fit each other, or others.
+        Raises: FormatError, if they do not fit each other, or others.
         """
         _check_apart(shards)
         self._shards += shards
@@ -168,7 +168,7 @@ class Assembly:
         return new
 
     def want(self, names: Iterable[str]) -> None:
-        """Look for these tensors in all shards, and in those that are added later. Raises: ShardCorrupt."""
+        """Look for these tensors in all shards, and in those that are added later. Raises: FormatError."""
         for name in names:
             if name not in self._tensors:
                 self._missing[name] = None
@@ -193,21 +193,21 @@ class Assembly:
         return name in self._tensors
 
     def tensor(self, name: str) -> JoinedTensor:
-        """Return a tensor that was wanted. Raises: ShardCorrupt, if no shard has it, or parts are missing."""
+        """Return a tensor that was wanted. Raises: FormatError, if no shard has it, or parts are missing."""
         if name not in self._tensors:
-            raise ShardCorrupt(f"no shard has the tensor {name!r}")
+            raise FormatError(f"no shard has the tensor {name!r}")
         self._tensors[name].check()
         return self._tensors[name]
 
 
 def _check_apart(shards: Sequence[OpenShard]) -> None:
-    """Raises: ShardCorrupt, if a shard and its frozen tensors have a name in common."""
+    """Raises: FormatError, if a shard and its frozen tensors have a name in common."""
     seen: Counter[str] = Counter()
     for shard in shards if len(shards) > 1 else ():
         seen.update(shard.names)
         twice = next((name for name, count in seen.items() if count > 1), None)
         if twice is not None:
-            raise ShardCorrupt(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")
+            raise FormatError(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")
 
 
 class WholeSnapshot:
@@ -216,7 +216,7 @@ class WholeSnapshot:
     def __init__(self, snapshot: OpenSnapshot, rank: int = 0) -> None:
         """``rank``: whose small state and own tensors are used.
 
-        Raises: StateError, if the ranks number their parameters in different ways; ShardCorrupt.
+        Raises: StateError, if the ranks number their parameters in different ways; FormatError.
         """
         self.snapshot = snapshot
         self.meta = snapshot.meta(rank)
@@ -235,7 +235,7 @@ class WholeSnapshot:
             self._assembly.add(held)
 
     def tensor(self, name: str) -> JoinedTensor:
-        """Return a tensor. Raises: ShardCorrupt, if shards lack a part of it, or do not fit each other."""
+        """Return a tensor. Raises: FormatError, if shards lack a part of it, or do not fit each other."""
         with self.snapshot.naming():
             self._assembly.want([name])
             return self._assembly.tensor(name)

@@ -61,7 +61,7 @@ def latest_path(url: "str | os.PathLike[Any]") -> str | None:
     file with ``lazysnap export URL latest --to FILE.ckpt``.
 
     Blocks: lists the level and reads manifests; no shard is read or verified.
-    Raises: LevelUnavailable, if the level does not answer; ConfigError, if ``url`` is no path or URL.
+    Raises: LevelError, if the level does not answer; ConfigError, if ``url`` is no path or URL.
     """
     store = open_store(checked_url("latest_path", url))
     plan = next(Catalogue(store).plans(), None)
@@ -314,7 +314,7 @@ class Catalogue:
         """Return what can be restored from here, and what cannot and why.
 
         ``share``: number, of how many; only that part of the files is looked at.
-        Blocks. Raises: LevelUnavailable, if the level does not answer. Nothing found there makes it raise.
+        Blocks. Raises: LevelError, if the level does not answer. Nothing found there makes it raise.
         """
         entries = [entry for entry, _ in self._shards(self._list(lambda at: True), share)]
         frozen = self._frozen(self._digests) if share is None or share[0] == 0 else []

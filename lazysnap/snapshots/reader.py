@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-from lazysnap.errors import ShardCorrupt, SnapshotNotFound
+from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.node_file import FilePlace
@@ -57,21 +57,21 @@ class OpenShard:
         return None
 
     def stored(self, name: str) -> "Stored":
-        """One of its tensors. Raises: ShardCorrupt, if there is none, or if its entry in the manifest is wrong."""
+        """One of its tensors. Raises: FormatError, if there is none, or if its entry in the manifest is wrong."""
         if name not in self.layout:
-            raise ShardCorrupt(
+            raise FormatError(
                 f"{self.where}: the manifest refers to a tensor {name!r}, the shard has none of that name"
             )
         spec, offset = self.layout.find(name)
         facts = self.meta.tensors.get(name, {})
         if not isinstance(facts, dict):
-            raise ShardCorrupt(f"{self.where}: tensor {name}: expected an object, the manifest says {facts!r:.50}")
+            raise FormatError(f"{self.where}: tensor {name}: expected an object, the manifest says {facts!r:.50}")
         logical = facts.get("dtype")
         if not isinstance(logical, (str, type(None))):
-            raise ShardCorrupt(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
+            raise FormatError(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
         found = Stored(self, name, spec, self.offset + offset, facts)
         if "order" in facts and not is_order(facts["order"], len(found.shape)):
-            raise ShardCorrupt(
+            raise FormatError(
                 f"{self.where}: tensor {name}: order must be the numbers of its {len(found.shape)} dimensions, each "
                 f"once, the manifest says {facts['order']!r:.100}"
             )
@@ -120,7 +120,7 @@ class Stored:
 
     @cached_property
     def extent(self) -> tuple[Extent, Extent]:
-        """Shape of the whole tensor, and where this box lies in it. Raises: ShardCorrupt."""
+        """Shape of the whole tensor, and where this box lies in it. Raises: FormatError."""
         if not self.is_scoped:
             return self.shape, (0,) * len(self.shape)
         return extent_of(dict(self.facts), self.shape, f"{self.shard.where}: tensor {self.name}")
@@ -147,17 +147,17 @@ class OpenSnapshot:
         """Add level and step to errors in its small state."""
         try:
             yield
-        except ShardCorrupt as error:
+        except FormatError as error:
             if str(error).startswith(self.plan.level):
                 raise
-            raise ShardCorrupt(f"{self.plan.level}: step {self.plan.step}: {error}") from error
+            raise FormatError(f"{self.plan.level}: step {self.plan.step}: {error}") from error
 
 
 def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
     """Read the header of a rank's shard, and compare it with its checksum: now (``verify``), or in ``read``.
 
     ``blocks``: of the file, which stays open.
-    Blocks: reads the header alone, or with ``verify`` its blocks. Raises: ShardCorrupt; FileNotFoundError;
+    Blocks: reads the header alone, or with ``verify`` its blocks. Raises: FormatError; FileNotFoundError;
     LevelError.
     """
     shard = blocks.manifest.of(rank)
@@ -171,7 +171,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
 
     The files stay open until the snapshot is closed (of very many the first ones): where the place allows, they can be
     read even if retention deletes them meanwhile. ``plan``: of this catalogue.
-    Blocks. Raises: ShardCorrupt, naming a shard that is damaged; LevelError; FileNotFoundError.
+    Blocks. Raises: FormatError, naming a shard that is damaged; LevelError; FileNotFoundError.
     """
     ranks, found = catalogue.shards(plan), catalogue.frozen(plan)
     wanted: dict[FilePlace, list[int]] = defaultdict(list)
@@ -240,6 +240,6 @@ def _compared(shard: OpenShard, header: memoryview) -> Wanted:
 
     def put(at: int, data: memoryview) -> None:
         if header[at : at + len(data)] != data:
-            raise ShardCorrupt(f"{shard.where}: the header changed while it was read")
+            raise FormatError(f"{shard.where}: the header changed while it was read")
 
     return Wanted(shard.offset, shard.offset + len(header), put)

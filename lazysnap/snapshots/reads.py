@@ -152,7 +152,7 @@ class Reads:
     def run(self, beat: Callable[[int], None] = lambda count: None) -> None:
         """Read everything, with checksums; ``beat`` as for ``jobs``. Call it once.
 
-        Blocks. Raises: ShardCorrupt; LevelError; FileNotFoundError; what a ``Use`` raises.
+        Blocks. Raises: FormatError; LevelError; FileNotFoundError; what a ``Use`` raises.
         """
         read(self.jobs(beat))
 

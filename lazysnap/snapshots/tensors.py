@@ -3,7 +3,7 @@
 import torch
 
 from lazysnap.capture.dtypes import DTYPES, logical_facts
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.shard.pieces import Extent
 from lazysnap.shard.strides import strides_of
 from lazysnap.snapshots.assembly import JoinedTensor
@@ -15,19 +15,19 @@ Facts = tuple[torch.dtype, Extent]
 
 
 def facts_of(stored: Stored) -> Facts:
-    """Return dtype and global shape in the program. Raises: ShardCorrupt, if torch has no such dtype."""
+    """Return dtype and global shape in the program. Raises: FormatError, if torch has no such dtype."""
     where, logical = f"{stored.shard.where}: tensor {stored.name}", stored.logical
     if stored.spec.dtype not in DTYPES:
-        raise ShardCorrupt(f"{where}: torch has no dtype for {stored.spec.dtype}")
+        raise FormatError(f"{where}: torch has no dtype for {stored.spec.dtype}")
     try:
         dtype, _ = logical_facts(DTYPES[stored.spec.dtype], stored.spec.shape, logical)
     except ValueError as error:
-        raise ShardCorrupt(f"{where}: {error}") from error
+        raise FormatError(f"{where}: {error}") from error
     return dtype, stored.extent[0]
 
 
 def room_for(tensor: JoinedTensor, device: torch.device | None = None, *, is_row_major: bool = False) -> torch.Tensor:
-    """Return a new tensor for the wanted box, with dtype and memory order of the stored one. Raises: ShardCorrupt."""
+    """Return a new tensor for the wanted box, with dtype and memory order of the stored one. Raises: FormatError."""
     shape = tensor.box[1]
     order = None if is_row_major else tensor.first.order
     try:
@@ -36,7 +36,7 @@ def room_for(tensor: JoinedTensor, device: torch.device | None = None, *, is_row
         if 0 not in shape:
             raise  # no memory
         # A shape like [0, 2**61, 2**61] is damaged.
-        raise ShardCorrupt(f"{tensor.first.shard.where}: tensor {tensor.name}: {error}") from error
+        raise FormatError(f"{tensor.first.shard.where}: tensor {tensor.name}: {error}") from error
 
 
 def into(target: torch.Tensor) -> Use:

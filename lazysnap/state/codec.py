@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lazysnap.errors import ShardCorrupt, UnsupportedState
+from lazysnap.errors import FormatError, StateError
 from lazysnap.shard.limits import MAX_STATE_DEPTH, with_stack
 from lazysnap.shard.manifest import TAG
 
@@ -69,7 +69,7 @@ def path_text(path: Collection[Any]) -> str:
 def encode(value: Any, *, tensor: TensorSink) -> Any:
     """Return ``value`` as plain JSON values; ``tensor(tensor, path)`` receives each tensor and returns its name.
 
-    Raises: UnsupportedState, with the path of the first value that has an unknown type or is nested more than
+    Raises: StateError, with the path of the first value that has an unknown type or is nested more than
     ``MAX_STATE_DEPTH`` deep. RecursionError, if the stack is too small for that (``with_stack``).
     """
     return Encoder(tensor).any(value)
@@ -84,7 +84,7 @@ def is_known(value: Any) -> bool:
         return _is_plain_numpy(value, numpy)
     try:
         encode(value, tensor=lambda tensor, path: "")
-    except UnsupportedState:
+    except StateError:
         return False
     return True
 
@@ -128,7 +128,7 @@ class Encoder:
         self._depth += 1
         if self._depth > MAX_STATE_DEPTH:
             where = path_text(self.path[:_PATH_SHOWN])
-            raise UnsupportedState(
+            raise StateError(
                 f"{where}…: nested more than {MAX_STATE_DEPTH} deep, or it contains itself; "
                 "no snapshot can hold that. Store it flat, such as a list of parts, or keep it out of the state"
             )
@@ -210,7 +210,7 @@ class Encoder:
         return {TAG: "array", **facts, "v": self._tensor(_as_tensor(value, numpy))}
 
     def _unknown(self, what: str) -> NoReturn:
-        raise UnsupportedState(
+        raise StateError(
             f"{path_text(self.path)}: {what}: the safe encoding does not know this type, and a resume needs the value; "
             "add it with lazysnap.register_type(cls, name=..., encode=..., decode=...), or keep it out of the state"
         )
@@ -269,25 +269,25 @@ _PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
     """Return the value that was encoded; ``tensor(name)`` returns each tensor.
 
-    Raises: ShardCorrupt, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; UnsupportedState, if a
+    Raises: FormatError, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; StateError, if a
     type is not registered in this process.
     """
     try:
         return with_stack(lambda: _Decoder(tensor).any(encoded))
     # SyntaxError: NumPy parses the names of dtypes.
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, SyntaxError) as error:
-        if isinstance(error, (ShardCorrupt, UnsupportedState)):
+        if isinstance(error, (FormatError, StateError)):
             raise
-        raise ShardCorrupt(f"the small state is no valid encoding: {type(error).__name__}: {error}") from error
+        raise FormatError(f"the small state is no valid encoding: {type(error).__name__}: {error}") from error
 
 
 def tensor_names(encoded: Any) -> list[str]:
-    """Return the names of all tensors in an encoding, in order. Calls no registered decoder. Raises: ShardCorrupt."""
+    """Return the names of all tensors in an encoding, in order. Calls no registered decoder. Raises: FormatError."""
     return [_str(item.get("v")) for item in _tagged(encoded) if item[TAG] == "tensor"]
 
 
 def array_tensor_names(encoded: Any) -> list[str]:
-    """Return the names of the tensors that are NumPy arrays in the state. Raises: ShardCorrupt."""
+    """Return the names of the tensors that are NumPy arrays in the state. Raises: FormatError."""
     arrays = [item.get("v") for item in _tagged(encoded) if item[TAG] == "array"]
     return tensor_names(arrays)
 
@@ -338,14 +338,14 @@ class _Decoder:
         """Like ``Encoder._enter``."""
         self.depth += 1
         if self.depth > MAX_STATE_DEPTH:
-            raise ShardCorrupt(f"the small state is nested more than {MAX_STATE_DEPTH} deep")
+            raise FormatError(f"the small state is nested more than {MAX_STATE_DEPTH} deep")
 
     def any(self, item: Any) -> Any:
         if type(item) is dict:
             if TAG in item:
                 tag = item[TAG]
                 if tag not in self.tags:
-                    raise ShardCorrupt(f"the small state has an unknown tag {tag!r:.50}")
+                    raise FormatError(f"the small state has an unknown tag {tag!r:.50}")
                 return self.tags[tag](item)
             self.enter()
             result = {key: self.any(value) for key, value in item.items()}
@@ -357,7 +357,7 @@ class _Decoder:
 
     def list_(self, items: Any) -> list[Any]:
         if type(items) is not list:
-            raise ShardCorrupt(f"the small state has {type(items).__name__} where a list must be")
+            raise FormatError(f"the small state has {type(items).__name__} where a list must be")
         self.enter()
         result = [self.any(item) for item in items]
         self.depth -= 1
@@ -372,7 +372,7 @@ class _Decoder:
     def array(self, item: dict[str, Any]) -> Any:
         tensor = self.any(item["v"])
         if not isinstance(tensor, torch.Tensor):
-            raise ShardCorrupt("the small state has an array without a tensor")
+            raise FormatError("the small state has an array without a tensor")
         dtype = _numpy_dtype(item["dtype"])
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         # A copy: the tensor's memory is not the program's.
@@ -381,7 +381,7 @@ class _Decoder:
     def registered(self, item: dict[str, Any]) -> Any:
         name = item["n"]
         if name not in _decoders:
-            raise UnsupportedState(
+            raise StateError(
                 f"the snapshot holds a value of the registered type {name!r}, which is not registered in this "
                 "process; call lazysnap.register_type(..., name=...) before the restore"
             )
@@ -393,7 +393,7 @@ class _Decoder:
 
 def _str(value: Any) -> str:
     if type(value) is not str:
-        raise ShardCorrupt(f"the small state has {type(value).__name__} where a name must be")
+        raise FormatError(f"the small state has {type(value).__name__} where a name must be")
     return value
 
 
@@ -402,7 +402,7 @@ def _numpy_dtype(name: Any) -> Any:
 
     dtype = numpy.dtype(_str(name))
     if dtype.hasobject:
-        raise ShardCorrupt("the small state has an array of Python objects")
+        raise FormatError("the small state has an array of Python objects")
     return dtype
 
 
@@ -420,7 +420,7 @@ def _torch_constant(kind: type) -> Callable[[dict[str, Any]], Any]:
     def lookup(item: dict[str, Any]) -> Any:
         value = getattr(torch, _str(item["v"]), None)
         if not isinstance(value, kind):
-            raise ShardCorrupt(f"torch has no {kind.__name__} called {item['v']!r:.50}")
+            raise FormatError(f"torch has no {kind.__name__} called {item['v']!r:.50}")
         return value
 
     return lookup

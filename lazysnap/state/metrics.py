@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.errors import StateMismatch
+from lazysnap.errors import StateError
 from lazysnap.state.scalars import pack, unpack
 
 METRICS = "metrics"
@@ -52,20 +52,20 @@ def collect_metrics(modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
 
 
 def check_metrics(modules: Mapping[str, torch.nn.Module], state: Mapping[str, Any]) -> None:
-    """Raises: StateMismatch, if a metric is not in the snapshot, or has other states there. Nothing is loaded."""
+    """Raises: StateError, if a metric is not in the snapshot, or has other states there. Nothing is loaded."""
     for module_name, module in modules.items():
         saved = state.get(module_name, {})
         for name, metric in metrics_in(module).items():
             path = f"{module_name}.{name}" if name else module_name
             if name not in saved:
-                raise StateMismatch(
+                raise StateError(
                     f"{path}: the snapshot has no state of this metric ({type(metric).__qualname__}). Nothing was "
                     "loaded. Give the state the metrics that it had when the snapshot was taken"
                 )
             expected = sorted(metric._defaults)
             present = sorted(saved[name]["states"])
             if expected != present:
-                raise StateMismatch(
+                raise StateError(
                     f"{path}: this {type(metric).__qualname__} has the states {expected}, in the snapshot it has "
                     f"{present}. Nothing was loaded. Make the metric with the arguments of the earlier start"
                 )

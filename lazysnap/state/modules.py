@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from lazysnap.errors import StateMismatch
+from lazysnap.errors import StateError
 from lazysnap.shard.strides import order_of
 from lazysnap.state.wrappers import without_compiled
 
@@ -37,10 +37,10 @@ def held_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
 
 
 def check_loadable(expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raises: StateMismatch, if live tensors have no memory to load values into."""
+    """Raises: StateError, if live tensors have no memory to load values into."""
     empty = [name for name, tensor in expected.items() if tensor.device.type == "meta"]
     if empty:
-        raise StateMismatch(
+        raise StateError(
             f"{where} cannot be loaded: {len(empty)} tensors of the live model ({empty[0]}, …) are on the meta device. "
             "Nothing was loaded. Give the model memory first, with model.to_empty(device=...), then restore"
         )
@@ -50,7 +50,7 @@ def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[st
     """Return ``saved`` in the form that ``module.load_state_dict`` expects. Expanded tensors of the module are filled
     here, and its tensors get the memory order of those in ``saved`` that are not row-major.
 
-    Raises: StateMismatch, for values that differ where the live tensor has only one; nothing was changed then.
+    Raises: StateError, for values that differ where the live tensor has only one; nothing was changed then.
     """
     live = _live(module)
     names = held_names(live, saved)
@@ -125,7 +125,7 @@ def _check_expanded(name: str, tensor: torch.Tensor, value: Any) -> None:
         return  # load_state_dict reports it
     whole, repeated = value.contiguous(), value[_once(tensor)].expand_as(value).contiguous()
     if not torch.equal(whole.view(torch.uint8), repeated.view(torch.uint8)):
-        raise StateMismatch(
+        raise StateError(
             f"{name}: the live tensor is expanded (strides {list(tensor.stride())}), and the values in the snapshot "
             "differ where it has one place. Nothing was loaded. Make it a tensor of its own first, with .contiguous()"
         )

@@ -10,7 +10,7 @@ from lazysnap.data.resumable import ResumableLoader
 from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loader
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
-from lazysnap.errors import ConfigError, StateMismatch
+from lazysnap.errors import ConfigError, StateError
 from lazysnap.state.metrics import METRICS, check_metrics, collect_metrics, restore_metrics
 from lazysnap.state.modules import fitted, recorded_orders
 from lazysnap.state.optimizers import check_optimizers, classes_of, put_back
@@ -97,7 +97,7 @@ class ObjectState(StateSource):
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
 
-        Raises: UnsupportedState, at the first call, for what FSDP 1, DeepSpeed or similar packages shard; for local
+        Raises: StateError, at the first call, for what FSDP 1, DeepSpeed or similar packages shard; for local
         SGD.
         """
         if not self._checked:
@@ -121,7 +121,7 @@ class ObjectState(StateSource):
         return modules
 
     def check_averages_gradients(self) -> None:
-        """Raises: UnsupportedState, if optimizer steps are taken within ``no_sync()``."""
+        """Raises: StateError, if optimizer steps are taken within ``no_sync()``."""
         for name, value in self._objects.items():
             if (module := ddp_of(value)) is not None:
                 check_averages_gradients(name, module)
@@ -140,12 +140,12 @@ class ObjectState(StateSource):
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
         """See ``StateSource.load``. Data loaders are objects of torch's class, or with ``is_data_position = True``.
 
-        Raises: StateMismatch, before anything is loaded, if the snapshot lacks a named object, or has an optimizer of
+        Raises: StateError, before anything is loaded, if the snapshot lacks a named object, or has an optimizer of
         another class or with other parameter groups.
         """
         missing = [name for name in self._objects if name not in state]
         if missing:
-            raise StateMismatch(
+            raise StateError(
                 f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {_RNG, KEY})}: "
                 "name the objects as when it was taken, or give another training a directory of its own"
             )

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lazysnap.errors import StateMismatch
+from lazysnap.errors import StateError
 from lazysnap.shard.strides import Order, order_of
 from lazysnap.state.sharding import like, local_of
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource, parameters_of
@@ -31,7 +31,7 @@ def check_optimizers(
 ) -> None:
     """Compare every optimizer with what a snapshot has for it; nothing is changed.
 
-    ``parameters``: as for ``check_order``. Raises: StateMismatch, if classes, parameter groups, their keys, or the
+    ``parameters``: as for ``check_order``. Raises: StateError, if classes, parameter groups, their keys, or the
     order of parameters differ.
     """
     known = _recorded(state)
@@ -79,7 +79,7 @@ def _check_class(path: str, there: str, here: str) -> None:
         return name.rpartition(".")[2], name.startswith("torch.")
 
     if kind(there) != kind(here):
-        raise StateMismatch(f"{path}: the snapshot is of {there}, the live optimizer is {here}. {_ELSE}")
+        raise StateError(f"{path}: the snapshot is of {there}, the live optimizer is {here}. {_ELSE}")
 
 
 def _fills_groups(optimizer: torch.optim.Optimizer) -> bool:
@@ -89,22 +89,22 @@ def _fills_groups(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _check_keys(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises: StateMismatch, if settings are missing. Switches may be missing: torch adds some with each release."""
+    """Raises: StateError, if settings are missing. Switches may be missing: torch adds some with each release."""
     groups = saved["param_groups"]
     needed = {key for key, value in optimizer.defaults.items() if value is not None and not isinstance(value, bool)}
     missing = sorted(key for key in needed if any(key not in group for group in groups))
     if missing:
-        raise StateMismatch(
+        raise StateError(
             f"{path}: the live {type(optimizer).__qualname__} needs {', '.join(missing)} in every parameter group, the "
             f"snapshot has {', '.join(sorted({key for group in groups for key in group} - {'params'}))}. {_ELSE}"
         )
 
 
 def _check_state(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises: StateMismatch, if both have state, and no key in common."""
+    """Raises: StateError, if both have state, and no key in common."""
     here, there = (_state_keys(state) for state in (optimizer.state, saved.get("state")))
     if here and there and not here & there:
-        raise StateMismatch(
+        raise StateError(
             f"{path}: the live {type(optimizer).__qualname__} holds {', '.join(sorted(here))} for its parameters, the "
             f"snapshot {', '.join(sorted(there))}. {_ELSE}"
         )
@@ -119,7 +119,7 @@ def _check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[st
     there = [len(group["params"]) for group in saved["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
-        raise StateMismatch(
+        raise StateError(
             f"{name}: the snapshot has {_groups(there)}, the live {type(optimizer).__qualname__} has {_groups(here)}. "
             "Groups that were added in the middle of the training (add_param_group) have to be "
             'there before the restore: engine.fetch("latest").step tells how far it had come'
@@ -127,7 +127,7 @@ def _check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[st
 
 
 def check_order(source: StateSource, there: Mapping[str, Sequence[str]] | None) -> None:
-    """Raises: StateMismatch, if a live optimizer has as many parameters as in a snapshot, but in other places.
+    """Raises: StateError, if a live optimizer has as many parameters as in a snapshot, but in other places.
 
     ``there``: names by optimizer. The state of an optimizer refers to parameters only by number.
     """
@@ -138,7 +138,7 @@ def check_order(source: StateSource, there: Mapping[str, Sequence[str]] | None) 
             continue
         number = next((i for i, pair in enumerate(zip(listed, here, strict=True)) if pair[0] != pair[1]), None)
         if number is not None:
-            raise StateMismatch(
+            raise StateError(
                 f"{path}: parameter {number} is {here[number]}, in the snapshot it is {listed[number]}: it would get "
                 "the state of another one. Nothing of the optimizer was loaded. Give it its parameters in the old order"
             )

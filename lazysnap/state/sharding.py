@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lazysnap.errors import UnsupportedState
+from lazysnap.errors import StateError
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class HeldPart:
 def held_part(tensor: torch.Tensor, name: str) -> HeldPart | None:
     """Return this rank's part of a DTensor, ``None`` for a plain tensor. No communication.
 
-    Raises: UnsupportedState, for a DTensor with pending reductions.
+    Raises: StateError, for a DTensor with pending reductions.
     """
     if not isinstance(tensor, DTensor):
         return None
     if any(placement.is_partial() for placement in tensor.placements):
-        raise UnsupportedState(f"{name}: a DTensor with partial values cannot be captured; reduce it before")
+        raise StateError(f"{name}: a DTensor with partial values cannot be captured; reduce it before")
     mesh = tensor.device_mesh
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
     local = tensor.to_local().detach()
     if mesh.get_coordinate() is None:
         return HeldPart(local, tuple(tensor.shape), (0,) * tensor.dim(), ())
     if tuple(local.shape) != tuple(shape):
-        raise UnsupportedState(f"{name}: its local shard is {list(local.shape)}, its placements say {list(shape)}")
+        raise StateError(f"{name}: its local shard is {list(local.shape)}, its placements say {list(shape)}")
     return HeldPart(local, tuple(tensor.shape), tuple(offsets), replicas_of(tensor))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lazysnap.errors import UnsupportedState
+from lazysnap.errors import StateError
 from lazysnap.state.source import parameters_of
 
 _FSDP1 = "FSDP 1"
@@ -53,7 +53,7 @@ _INSIDE = ("_optimizer", "optimizer", "optim")
 def check_supported(objects: Mapping[str, Any]) -> None:
     """Refuse what cannot be captured in ``objects``: modules, optimizers and others, by name. Walks all modules.
 
-    Raises: UnsupportedState, if FSDP 1, DeepSpeed or a similar package shards one of them, or a module in it, or if
+    Raises: StateError, if FSDP 1, DeepSpeed or a similar package shards one of them, or a module in it, or if
     one of them is trained by local SGD.
     """
     for name, value in objects.items():
@@ -64,13 +64,13 @@ def check_supported(objects: Mapping[str, Any]) -> None:
 
 
 def check_averages_gradients(path: str, module: DistributedDataParallel) -> None:
-    """Refuse a module that is within ``no_sync()`` at a boundary. Cheap: for every step. Raises: UnsupportedState."""
+    """Refuse a module that is within ``no_sync()`` at a boundary. Cheap: for every step. Raises: StateError."""
     if not module.require_backward_grad_sync:
         raise _refusal(path, module, _LOCAL_SGD)
 
 
-def _refusal(path: str, part: object, package: str) -> UnsupportedState:
-    return UnsupportedState(
+def _refusal(path: str, part: object, package: str) -> StateError:
+    return StateError(
         f"{path}: {type(part).__qualname__} ({package}) cannot be captured: {_WHY[package]}, so a restart would not "
         f"restore what was trained. {_AVERAGE if package == _LOCAL_SGD else _SHARD}"
     )

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lazysnap.errors import UnsupportedState
+from lazysnap.errors import StateError
 from lazysnap.shard.limits import with_stack
 from lazysnap.state.codec import Encoder
 
@@ -58,12 +58,12 @@ class _Changed(Exception):
 def walk(state: Any) -> Walk:
     """Walk ``state``, without copying anything.
 
-    Raises: UnsupportedState, naming the path of a value that the safe encoding does not know.
+    Raises: StateError, naming the path of a value that the safe encoding does not know.
     """
     try:
         return with_stack(lambda: _FullWalk().of(state))
     except RecursionError as error:
-        raise UnsupportedState(
+        raise StateError(
             "the state needs more than Python's stack: an encode function that was given to "
             "lazysnap.register_type never returns"
         ) from error
@@ -78,12 +78,12 @@ class StateWalker:
     def walk(self, state: dict[str, Any]) -> Walk:
         """Like ``walk``. While the structure is the same, ``names`` and ``paths`` are the same objects as before.
 
-        Raises: UnsupportedState, naming the path of a value that the safe encoding does not know.
+        Raises: StateError, naming the path of a value that the safe encoding does not know.
         """
         if self._known is not None:
             try:
                 return _WalkAgain(self._known).of(state)
-            except (_Changed, UnsupportedState, UnicodeEncodeError, RecursionError):  # the full walk names what differs
+            except (_Changed, StateError, UnicodeEncodeError, RecursionError):  # the full walk names what differs
                 self._known = None
         self._known = walk(state)
         return self._known

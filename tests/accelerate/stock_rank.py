@@ -20,7 +20,7 @@ from support.waiting import until
 
 import lazysnap
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.errors import LevelUnavailable
+from lazysnap.errors import LevelError
 from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import begin
 from lazysnap.integrations.accelerate import saving
@@ -134,7 +134,7 @@ def block(settings: dict) -> dict:
 
     try:
         Directories(accelerator, None).save_at_once(settings["directory"], Wanted(None, fail))
-    except (OSError, LevelUnavailable) as error:
+    except (OSError, LevelError) as error:
         bits["error"] = str(error)
     return bits
 

@@ -11,7 +11,7 @@ SCRIPT = str(Path(__file__).with_name("hooked.py"))
     ("way", "expected", "unexpected"),
     [
         ("hooks", "save_average): what only these hooks save", "Traceback"),
-        ("batch_size", "starting fresh: free_memory() ended the training", "StateMismatch"),
+        ("batch_size", "starting fresh: free_memory() ended the training", "StateError"),
         ("notebook", "newest: step 8", "training failed"),
     ],
 )

@@ -11,7 +11,7 @@ from support.saving import put
 import lazysnap
 from lazysnap import ExportOptions
 from lazysnap.data.streams import collect_rng
-from lazysnap.errors import StateMismatch, UnsupportedState
+from lazysnap.errors import StateError
 from lazysnap.exports.folder import mark_of
 from lazysnap.exports.target import MARK
 from lazysnap.state.wrappers import wrapper_prefix
@@ -142,10 +142,10 @@ def test_weights_that_safetensors_cannot_hold_are_refused_by_name(tmp_path):
     model = torch.nn.Linear(2, 2)
     state = state_of(model, torch.optim.SGD(model.parameters()))
     state["model"]["_extra_state"] = {"scale": 1.0}
-    with pytest.raises(UnsupportedState, match=r"_extra_state.*safe_serialization=False"):
+    with pytest.raises(StateError, match=r"_extra_state.*safe_serialization=False"):
         export(state, tmp_path)
 
 
 def test_a_snapshot_of_another_loop_is_refused(tmp_path):
-    with pytest.raises(StateMismatch, match="a snapshot of an Accelerator has the parts"):
+    with pytest.raises(StateError, match="a snapshot of an Accelerator has the parts"):
         export({"model": {}, "rng": collect_rng()}, tmp_path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lazysnap.capture.plan import make_plan, optimizer_signature
-from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.errors import ConfigError, StateError
 from lazysnap.memory.arena import Slot
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
@@ -178,12 +178,12 @@ def test_untied_weights_are_noticed():
     ids=["sparse", "meta"],
 )
 def test_a_tensor_that_cannot_be_captured_is_refused_with_its_place(tensor):
-    with pytest.raises(UnsupportedState, match=r"\$\.values\.odd"):
+    with pytest.raises(StateError, match=r"\$\.values\.odd"):
         plan_of(ObjectState({"values": {"odd": tensor}}))
 
 
 def test_an_unknown_object_is_refused_with_its_place():
-    with pytest.raises(UnsupportedState, match=r"\$\.values\.thing"):
+    with pytest.raises(StateError, match=r"\$\.values\.thing"):
         walk(ObjectState({"values": {"thing": object()}}).collect())
 
 

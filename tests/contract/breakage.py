@@ -14,12 +14,12 @@ from support.faulty import FaultyStorage
 from support.place import BLOCK, WAIT_S, MakeStorage, Place, everything, write_object
 from support.snapshots import RUN, SHARD, Snapshot, directory, look
 
-from lazysnap.errors import LazySnapError, LevelError, LevelHangs
+from lazysnap.errors import LazySnapError, LevelError
 from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.source import RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.levels.watchdog import Watchdog
+from lazysnap.levels.watchdog import LevelHangs, Watchdog
 from lazysnap.resolver import candidates
 from lazysnap.shard.manifest import FrozenReference
 

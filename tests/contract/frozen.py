@@ -7,7 +7,7 @@ from support.catalogue import inventory_of
 from support.place import MakeStorage, Place, at_once, everything
 from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, look, overwrite, read_image, verified
 
-from lazysnap.errors import LevelError, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.source import shard_of
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import candidates
@@ -63,7 +63,7 @@ class FrozenContract(Place):
     def test_frozen_tensors_of_another_content_are_not_committed(self, store: SnapshotStore) -> None:
         """Their content is their name."""
         base = base_of()
-        with pytest.raises(ShardCorrupt):
+        with pytest.raises(FormatError):
             store.write_frozen(shard_of(base.meta, base_of(2).source()), base_of(2).source(), base.digest)
         assert everything(store.storage) == []
 
@@ -111,5 +111,5 @@ class FrozenContract(Place):
         data = store.storage.get(path)
         overwrite(store.storage, path, data[:-1] + bytes([data[-1] ^ 1]))
 
-        with pytest.raises(ShardCorrupt):
+        with pytest.raises(FormatError):
             verified(make_store(), image)

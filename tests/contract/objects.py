@@ -18,7 +18,7 @@ from support.place import (
     write_object,
 )
 
-from lazysnap.errors import LevelError, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage
 
@@ -165,7 +165,7 @@ class ObjectContract(Place):
         write_object(storage, "step-00000001/large", pattern(limit + 1))
 
         assert storage.get("step-00000001/fits") == pattern(limit)
-        with pytest.raises(ShardCorrupt):
+        with pytest.raises(FormatError):
             storage.get("step-00000001/large")
 
     @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ class ObjectContract(Place):
         storage.put("step-00000001/object", pattern(size))
         with (
             contextlib.closing(storage.reader("step-00000001/object")) as reader,
-            pytest.raises(ShardCorrupt),
+            pytest.raises(FormatError),
         ):
             reader.read_into(offset, map_anonymous(length))
 
@@ -250,7 +250,7 @@ class ObjectContract(Place):
             make_storage().delete("step-00000001/object")
             try:
                 reader.read_into(PAGE, out)
-            except (FileNotFoundError, LevelError, ShardCorrupt):
+            except (FileNotFoundError, LevelError, FormatError):
                 pass
             else:
                 assert out == old[PAGE:]

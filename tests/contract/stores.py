@@ -11,9 +11,10 @@ from support.place import BLOCK, PAGE, WAIT_S, at_once, everything, in_another_p
 from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, look, read_whole
 
 from contract.frozen import FrozenContract
-from lazysnap.errors import CaptureAborted, ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.store import SnapshotStore
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.resolver import Wanted, candidates
 
 
@@ -216,7 +217,7 @@ class StoreContract(FrozenContract):
                 if entry.step != 1:
                     assert "shard" in steps[directory(entry.step)]
                     assert "flipped" in steps[directory(entry.step)], "what is lost or cut is not even offered"
-                    with pytest.raises(ShardCorrupt):
+                    with pytest.raises(FormatError):
                         client.verify(client.place(entry))
 
     def test_nothing_is_left_of_what_is_deleted(self, make_store: Callable[[], SnapshotStore]) -> None:

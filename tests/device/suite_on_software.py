@@ -19,7 +19,7 @@ from support import accelerator
 
 from lazysnap.capture import device, devices, reader
 from lazysnap.capture.capture import Phase
-from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.errors import ConfigError, StateError
 from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.memory.arena import SlotPhase
 from lazysnap.state.objects import ObjectState
@@ -93,9 +93,7 @@ def test_a_tensor_on_a_device_without_streams_is_refused_by_name(bench):  # noqa
         model, optimizer = make()
         engine = engine_of(model, optimizer)
         train(model, optimizer)
-        with pytest.raises(
-            UnsupportedState, match=rf"model\['0\.weight'\]: a tensor on the device {DEVICE}:0.*keep it out"
-        ):
+        with pytest.raises(StateError, match=rf"model\['0\.weight'\]: a tensor on the device {DEVICE}:0.*keep it out"):
             engine.boundary(1)
         engine.abandon()
     finally:

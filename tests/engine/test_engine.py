@@ -12,7 +12,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, register_type
-from lazysnap.errors import ConfigError, JobBusy, UnsupportedState
+from lazysnap.errors import ConfigError, JobBusy, StateError
 from lazysnap.levels import open_store
 from lazysnap.memory.arena import Word
 
@@ -169,7 +169,7 @@ def test_several_optimizers_are_all_gated(job):
 def test_an_unknown_value_is_refused_at_the_first_boundary(job):
     training = job.start(extra={"odd": {"thing": object()}})
 
-    with pytest.raises(UnsupportedState, match=r"\$\.odd\.thing"):
+    with pytest.raises(StateError, match=r"\$\.odd\.thing"):
         training.engine.boundary(1)
 
 

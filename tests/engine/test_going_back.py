@@ -3,7 +3,7 @@
 import pytest
 from small_training import TIMEOUT_S
 
-from lazysnap.errors import LevelUnavailable
+from lazysnap.errors import LevelError
 from lazysnap.levels import open_store
 from lazysnap.levels.listing import list_names
 
@@ -32,7 +32,7 @@ def test_a_file_in_the_place_of_a_level_is_not_taken_for_an_empty_one(job, tmp_p
     path = tmp_path / "level"
     path.write_text("not a directory")
 
-    with pytest.raises(LevelUnavailable, match=r"level: listing .*Not a directory"):
+    with pytest.raises(LevelError, match=r"level: listing .*Not a directory"):
         list_names(open_store(str(path)).storage)
 
     assert job.start(path, ready=False).engine.restore() is None

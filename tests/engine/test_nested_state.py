@@ -9,7 +9,7 @@ from small_training import TIMEOUT_S
 
 from lazysnap import register_type
 from lazysnap.cli import main
-from lazysnap.errors import UnsupportedState
+from lazysnap.errors import StateError
 from lazysnap.shard.limits import MAX_STATE_DEPTH
 from lazysnap.state import codec
 
@@ -116,7 +116,7 @@ def test_what_is_nested_deeper_is_refused_at_the_first_boundary_by_its_path(job,
     training = job.start(tmp_path, extra={"deep": {"values": value}})
     training.train()
 
-    with pytest.raises(UnsupportedState, match=r"^\$\.deep\.values.{0,90}…: nested more than 100 deep"):
+    with pytest.raises(StateError, match=r"^\$\.deep\.values.{0,90}…: nested more than 100 deep"):
         training.engine.boundary(1)
 
     assert not training.engine.flush(TIMEOUT_S)

@@ -10,7 +10,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 
 from lazysnap import SnapshotEngine
-from lazysnap.errors import UnsupportedState
+from lazysnap.errors import StateError
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_what_another_package_has_cut_is_refused(case, asked, group, make_engine
     calls = {"boundary": lambda: engine.boundary(1), "prepare": engine.prepare, "restore": engine.restore}
 
     for _ in range(2):  # it is no better the second time
-        with pytest.raises(UnsupportedState, match=f"{message}.*cannot be captured.*fully_shard"):
+        with pytest.raises(StateError, match=f"{message}.*cannot be captured.*fully_shard"):
             calls[asked]()
 
     assert not engine.statistics().began
@@ -123,7 +123,7 @@ def test_local_sgd_is_refused(make, group, make_engine):
     engine = make_engine(make())
 
     for _ in range(2):
-        with pytest.raises(UnsupportedState, match=r"local SGD\) cannot be captured.*Average the gradients at every"):
+        with pytest.raises(StateError, match=r"local SGD\) cannot be captured.*Average the gradients at every"):
             engine.prepare()
 
 
@@ -132,7 +132,7 @@ def test_optimizer_steps_within_no_sync_are_refused_and_accumulation_is_not(grou
     engine = make_engine({"model": torch.compile(model)})
     assert engine.wait_ready(TIMEOUT_S)
 
-    with model.no_sync(), pytest.raises(UnsupportedState, match=r"model: .*local SGD\) cannot be captured"):
+    with model.no_sync(), pytest.raises(StateError, match=r"model: .*local SGD\) cannot be captured"):
         engine.boundary(1)
 
     assert not engine.statistics().began

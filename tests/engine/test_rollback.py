@@ -12,7 +12,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import LossSpike, LossWatch, MemoryLevel, NonFinite, PersistentLevel, ResumableLoader, SnapshotConfig
-from lazysnap.errors import ConfigError, RollbackFailed, SnapshotNotFound
+from lazysnap.errors import ConfigError, LazySnapError, SnapshotNotFound
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
@@ -328,7 +328,7 @@ def test_spikes_are_not_judged_before_the_window_is_full(job):
 
 def test_it_gives_up_after_as_many_rollbacks_without_progress_as_the_policy_says(job):
     training = job.start()
-    with pytest.raises(RollbackFailed, match="the loss is nan, after 2 rollbacks without a step beyond 3"):
+    with pytest.raises(LazySnapError, match="the loss is nan, after 2 rollbacks without a step beyond 3"):
         run_watched(training, batches_of(10, bad=range(3, 10)), NonFinite(max_rollbacks=2))
     assert training.engine.statistics().rollbacks == 2
 

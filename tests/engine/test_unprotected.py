@@ -21,9 +21,10 @@ from lazysnap import MemoryLevel, PersistentLevel
 from lazysnap.engine.messages import Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
-from lazysnap.errors import KeeperUnavailable, MemoryBoundExceeded
+from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels import open_store
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.slot_pool import refusal
 
 SQUATTER = """
@@ -236,7 +237,7 @@ def test_without_memory_or_levels_the_end_says_that_nothing_is_saved(job, caplog
 def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
     now = 0.0
     told = Protection(job.config("/level"), Messages(Statistics()), clock=lambda: now)
-    told.lost(KeeperUnavailable("no keeper"))
+    told.lost(KeeperError("no keeper"))
     times = []
     for now in range(2000):
         caplog.clear()
@@ -283,7 +284,7 @@ def test_memory_that_is_required_and_cannot_be_had_ends_the_training_at_its_star
 def test_a_keeper_that_is_required_and_cannot_be_started_ends_the_training_at_its_start(job, tmp_path, monkeypatch):
     with no_interpreter(tmp_path, monkeypatch):
         training = job.start(ready=False, require_memory=True, io_timeout_s=3)
-        with pytest.raises(KeeperUnavailable, match="ended with status 3"):
+        with pytest.raises(KeeperError, match="ended with status 3"):
             training.engine.prepare()
 
 

@@ -10,7 +10,7 @@ from support.catalogue import inventory_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig
-from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.errors import ConfigError, StateError
 from lazysnap.levels import open_store
 
 
@@ -192,7 +192,7 @@ def test_what_the_first_boundary_refuses_leaves_the_block(start):
     training = start()
     training.counters["odd"] = object()
 
-    with pytest.raises(UnsupportedState), training.engine:
+    with pytest.raises(StateError), training.engine:
         train(training, 1)
 
 

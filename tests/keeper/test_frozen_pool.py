@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.names import START
 
-from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.memory.arena import Slot, SlotPhase, Word
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 
 ONE, TWO, THREE = ("1" * 32, "2" * 32, "3" * 32)

@@ -12,13 +12,14 @@ import pytest
 from raw_peer import WAIT_S, announced, authenticated, exactly, frame, is_closed, peak_kib, preamble, prove, refusals
 from support.waiting import TIMEOUT_S, until
 
-from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable
+from lazysnap.errors import ConfigError, KeeperError
 from lazysnap.links.client import PeerReader
 from lazysnap.links.links import Hello, Links
 from lazysnap.links.listener import MAX_UNKNOWN, Deadlines
-from lazysnap.links.messages import Open, SlotOf
+from lazysnap.links.messages import Open, PeerRefused, SlotOf
 from lazysnap.links.secret import draw_secret
 from lazysnap.links.server import PeerServer
+from lazysnap.memory.failures import CaptureAborted
 
 PATIENT = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0)
 
@@ -93,7 +94,7 @@ def open_port(request, secret):
             address, slot = one.listen("127.0.0.1"), SlotOf(0, 7, "image")
 
             def ask():
-                with contextlib.suppress(PeerUnreachable):  # strangers may just be leaving
+                with contextlib.suppress(KeeperError):  # strangers may just be leaving
                     reader = PeerReader(secret, address, timeout_s=TIMEOUT_S)
                     with contextlib.closing(reader), contextlib.suppress(PeerRefused):
                         reader.open(slot)

@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.errors import ConfigError, KeeperUnavailable
+from lazysnap.errors import ConfigError, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, OtherVersion
 from lazysnap.keeper.protocol import PROTOCOL, HandOver, MemoryRefused, Ping, decode, encode
@@ -84,7 +84,7 @@ def test_what_is_no_message_is_refused(pair, data):
     one, two = pair
     one.sock.sendall(data)
 
-    with pytest.raises(KeeperUnavailable):
+    with pytest.raises(KeeperError):
         read_on(two)
 
 

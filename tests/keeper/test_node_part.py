@@ -6,10 +6,11 @@ import pytest
 from support.node_rig import RUN, STARTS, Rank, image_of
 from support.waiting import until
 
-from lazysnap.errors import CaptureAborted, ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.keeper.node_part import find_shard, open_part, read_index
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.memory.arena import Slot
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -141,5 +142,5 @@ def test_what_more_nodes_hold_than_may_be_lost_is_left_out(most_lost, names):
     ],
 )
 def test_an_index_that_is_none_is_refused(data):
-    with pytest.raises(ShardCorrupt, match="a node's part"):
+    with pytest.raises(FormatError, match="a node's part"):
         read_index(lambda offset, length: memoryview(data[offset : offset + length]), max(len(data), 9))

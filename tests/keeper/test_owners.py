@@ -19,7 +19,7 @@ from test_strange_answers import proven
 
 from lazysnap.cli import main
 from lazysnap.config import PersistentLevel, SnapshotConfig
-from lazysnap.errors import FormatError, KeeperUnavailable
+from lazysnap.errors import FormatError, KeeperError
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.heartbeat import Patience
 from lazysnap.keeper.identity import ENVIRONMENT, JobIdentity, owner_secret
@@ -115,7 +115,7 @@ def test_a_process_without_the_secret_is_shown_no_memory(job, greets):
     with contextlib.closing(try_connect(job.identity)) as connection:
         connection.sock.settimeout(WAIT_S)
         if greets:
-            with pytest.raises((KeeperUnavailable, OSError)):
+            with pytest.raises((KeeperError, OSError)):
                 prove(connection, OTHERS, reader(connection))
         else:
             connection.send(AskInventory(local_rank=0))
@@ -148,7 +148,7 @@ def test_who_has_the_name_of_a_keeper_and_not_the_secret_is_told_nothing_and_nam
         listener.bind(identity.address)
         listener.listen()
         listening = squatter.submit(listen, listener)
-        with pytest.raises(KeeperUnavailable, match="does not have the secret"):
+        with pytest.raises(KeeperError, match="does not have the secret"):
             attach(identity, config, Team())
         listening.result(WAIT_S)
 
@@ -238,7 +238,7 @@ def test_without_any_place_for_a_secret_there_is_no_keeper_and_the_way_out_is_na
         path.write_text("in the way")
     identity = JobIdentity.from_config(config := SnapshotConfig(job_id="a"))
 
-    with pytest.raises(KeeperUnavailable, match=ENVIRONMENT):
+    with pytest.raises(KeeperError, match=ENVIRONMENT):
         attach(identity, config, Team())
 
 
@@ -280,7 +280,7 @@ def test_who_has_the_name_of_a_keeper_and_says_nothing_is_not_waited_for_though_
     identity = JobIdentity.from_config(config)
     patience = Patience(config.io_timeout_s)
 
-    with silent_at(identity, {}) as squatter, pytest.raises(KeeperUnavailable) as refused:
+    with silent_at(identity, {}) as squatter, pytest.raises(KeeperError) as refused:
         attach(identity, config, Team(), patience=patience)
 
     assert f"process {squatter.pid} has the name of the keeper" in str(refused.value)
@@ -311,7 +311,7 @@ def test_a_keeper_that_is_stopped_before_it_proves_itself_is_named_with_the_way_
     os.kill(keeper, signal.SIGSTOP)
     config = SnapshotConfig(job_id=job.job_id, io_timeout_s=0.5)
 
-    with pytest.raises(KeeperUnavailable, match=f"did not answer .* `kill -CONT {keeper}`"):
+    with pytest.raises(KeeperError, match=f"did not answer .* `kill -CONT {keeper}`"):
         attach(job.identity, config, Team())
 
 

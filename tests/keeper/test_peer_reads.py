@@ -25,7 +25,7 @@ from raw_peer import (
 )
 from support.waiting import TIMEOUT_S, until
 
-from lazysnap.errors import CaptureAborted, ConfigError, PeerRefused, PeerUnreachable, ShardCorrupt
+from lazysnap.errors import ConfigError, FormatError, KeeperError
 from lazysnap.links import client as peer_client
 from lazysnap.links import server as peer_server
 from lazysnap.links.channel import MAX_FRAME_BYTES
@@ -41,11 +41,13 @@ from lazysnap.links.messages import (
     Opened,
     ParityOf,
     PartOf,
+    PeerRefused,
     Read,
     SlotOf,
 )
 from lazysnap.links.secret import draw_secret
 from lazysnap.links.server import PeerServer
+from lazysnap.memory.failures import CaptureAborted
 
 PATIENT = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.1, silence_s=60.0)
 """Nothing fails by time, except what a test has shortened."""
@@ -320,14 +322,14 @@ def test_what_cannot_be_read_is_refused_and_logged(serve, connect, caplog):
 def test_another_starts_secret_is_refused_by_both_sides(connect, address, impostor, caplog):
     """The reader asks nothing of a server that it does not know, and the server lets no such reader in."""
     stranger = draw_secret()
-    with pytest.raises(PeerUnreachable, match=rf"127.0.0.1:{address[1]}"):
+    with pytest.raises(KeeperError, match=rf"127.0.0.1:{address[1]}"):
         connect(address, secret=stranger)
     until(lambda: refusals(caplog))
     assert "it does not have the secret of this start" in refusals(caplog)[0]
     assert_still_serves(connect, address)
 
     asked = []
-    with pytest.raises(PeerUnreachable, match="it does not have the secret of this start"):
+    with pytest.raises(KeeperError, match="it does not have the secret of this start"):
         connect(impostor(lambda peer, stop: asked.append(peer.recv(1)), secret=stranger))
     until(lambda: asked == [b""])
 
@@ -497,16 +499,16 @@ def test_a_server_that_fails_in_the_middle_is_given_up_in_time(impostor, connect
     if hangs:
         reader._timeout_s = 2.0
     begin = time.monotonic()
-    with pytest.raises(PeerUnreachable, match=rf"127.0.0.1:{address[1]}.*{'in time' if hangs else 'closed'}"):
+    with pytest.raises(KeeperError, match=rf"127.0.0.1:{address[1]}.*{'in time' if hangs else 'closed'}"):
         reader.read_into(0, memoryview(bytearray(1 << 20)))
     assert time.monotonic() - begin < 30.0
 
-    with pytest.raises(PeerUnreachable, match="Bad file descriptor"):  # it is closed: nobody knows what would come next
+    with pytest.raises(KeeperError, match="Bad file descriptor"):  # it is closed: nobody knows what would come next
         reader.open(SLOT)
 
 
 def test_a_server_that_never_answers_is_given_up_in_time(connect):
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PeerUnreachable, match="in time"):
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(KeeperError, match="in time"):
         connect(silent.getsockname(), timeout_s=1.0)
 
 
@@ -520,7 +522,7 @@ def test_a_server_that_says_only_that_it_is_alive_is_given_up_in_time(impostor, 
 
     reader = connect(impostor(answer))
     reader.open(SLOT)
-    with pytest.raises(PeerUnreachable, match="in time"):
+    with pytest.raises(KeeperError, match="in time"):
         reader.read_into(0, memoryview(bytearray(1)))
 
 
@@ -553,10 +555,10 @@ def test_a_read_that_is_interrupted_fails_at_once(serve, connect):
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(PeerUnreachable):
+    with pytest.raises(KeeperError):
         reader.read_into(0, memoryview(bytearray(1)))
     thread.join()
-    with pytest.raises(PeerUnreachable):
+    with pytest.raises(KeeperError):
         reader.open(SLOT)
     source.set(upto=1)
 
@@ -564,7 +566,7 @@ def test_a_read_that_is_interrupted_fails_at_once(serve, connect):
 def test_nobody_there_is_unreachable(connect):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         address = gone.getsockname()
-    with pytest.raises(PeerUnreachable, match=rf"127.0.0.1:{address[1]}.*refused"):
+    with pytest.raises(KeeperError, match=rf"127.0.0.1:{address[1]}.*refused"):
         connect(address)
 
 
@@ -582,7 +584,7 @@ def test_other_bytes_than_the_source_has_are_corrupt(impostor, connect):
     address, out = impostor(answer), bytearray(1000)
     reader = connect(address)
     reader.open(SLOT)
-    with pytest.raises(ShardCorrupt, match=rf"127.0.0.1:{address[1]}: bytes \[500, 1500\) of SlotOf"):
+    with pytest.raises(FormatError, match=rf"127.0.0.1:{address[1]}: bytes \[500, 1500\) of SlotOf"):
         reader.read_into(500, memoryview(out))
     reader.read_into(500, memoryview(out))
     assert out == data
@@ -611,7 +613,7 @@ def test_a_server_that_answers_what_is_no_answer_is_left(impostor, connect, sent
     reader = connect(impostor(answer))
     reader.open(SLOT)
     before = peak_kib(since_now=True)
-    with pytest.raises(PeerUnreachable):
+    with pytest.raises(KeeperError):
         reader.read_into(0, memoryview(bytearray(1000)))
     assert peak_kib() - before < 64 << 10
 
@@ -642,7 +644,7 @@ def test_close_leaves_no_thread_and_no_socket(secret):
     server.close()
 
     for reader in readers:
-        with pytest.raises(PeerUnreachable):
+        with pytest.raises(KeeperError):
             reader.finish()
     plain.close()
     until(lambda: of_this_process() == (threads_before, sockets_before))
@@ -681,7 +683,7 @@ def test_close_does_not_wait_for_a_source_that_hangs(secret, monkeypatch):
     def read():
         try:
             reader.read_into(0, memoryview(bytearray(1)))
-        except PeerUnreachable as error:
+        except KeeperError as error:
             errors.append(error)
 
     thread = threading.Thread(target=read)

@@ -13,7 +13,7 @@ from support.waiting import TIMEOUT_S, until
 
 from lazysnap import SnapshotConfig
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import CaptureAborted, PeerError, PeerRefused
+from lazysnap.errors import KeeperError
 from lazysnap.events import Alert, Protected
 from lazysnap.grants.coordinator import Coordinator, LevelGrants, LocalView
 from lazysnap.grants.messages import LevelOrder, LevelReport, Order, Progress, Report, StepKey
@@ -28,9 +28,10 @@ from lazysnap.keeper.protocol import Run, Status
 from lazysnap.levels.source import RateLimiter
 from lazysnap.links import client as peer_client
 from lazysnap.links.client import PeerReader
-from lazysnap.links.messages import PartOf
+from lazysnap.links.messages import PartOf, PeerRefused
 from lazysnap.links.server import Deadlines, PeerServer
 from lazysnap.memory.arena import SlotPhase
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces
 from lazysnap.topology import Team
@@ -266,7 +267,7 @@ def test_reads_that_wait_for_a_capture_end_with_their_server(rig):
     def read():
         try:
             reader.open(PartOf(STARTS[0], 100, 1))
-        except PeerError as error:
+        except KeeperError as error:
             errors.append(error)
 
     reading = threading.Thread(target=read)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lazysnap.errors import MemoryBoundExceeded
 from lazysnap.memory.arena import SlotPhase
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.slot_pool import SlotPool
 
 PAGE = 4096

@@ -3,8 +3,9 @@
 from support.names import START
 from support.node_rig import RUN
 
-from lazysnap.errors import CaptureAborted, FormatError
+from lazysnap.errors import FormatError
 from lazysnap.memory.arena import Slot
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.memory.slot_source import SlotSource
 from lazysnap.shard.manifest import CaptureMeta
 

@@ -11,7 +11,7 @@ import pytest
 from support.waiting import until
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import FormatError, KeeperUnavailable
+from lazysnap.errors import FormatError, KeeperError
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
@@ -166,7 +166,7 @@ def test_descriptors_before_bytes_that_are_no_message_are_closed():
     with contextlib.closing(Connection(ours)) as connection, theirs, open(os.memfd_create("sent")) as sent:
         socket.send_fds(theirs, [data], [sent.fileno()])
 
-        with pytest.raises(KeeperUnavailable):
+        with pytest.raises(KeeperError):
             connection.receive()
 
         assert copies(sent.fileno()) == 1

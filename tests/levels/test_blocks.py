@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import MemoryBlocks, VerifiedSource, Wanted, fill
 from lazysnap.shard.checksum import Checksums
 
@@ -127,5 +127,5 @@ def test_what_is_read_to_be_written_elsewhere_is_verified_whatever_the_blocks_th
     damaged[3 * BLOCK] ^= 1
     source = VerifiedSource(MemoryBlocks(memoryview(damaged), checksums, "image"), lambda count: None)
     source.view(0, 3 * BLOCK)
-    with pytest.raises(ShardCorrupt, match="image: block 3"):
+    with pytest.raises(FormatError, match="image: block 3"):
         source.view(3 * BLOCK, 10)

@@ -19,7 +19,7 @@ from support.waiting import until
 
 from lazysnap.cli import main
 from lazysnap.config import PersistentLevel
-from lazysnap.errors import ConfigError, LevelUnavailable
+from lazysnap.errors import ConfigError, LevelError
 from lazysnap.levels import open_store
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.node_file import delete_files
@@ -101,13 +101,13 @@ def test_a_storage_neither_deletes_nor_writes_through_a_link(level, linked):
         with pytest.raises(Exception, match="deleting"):
             storage.delete(path)
         assert not storage.delete_abandoned(path)
-    with pytest.raises(LevelUnavailable, match="symbolic link"):
+    with pytest.raises(LevelError, match="symbolic link"):
         storage.create(f"{directory_of(4)}/node-00000-of-00002.safetensors", 10)
-    with pytest.raises(LevelUnavailable, match="symbolic link"):
+    with pytest.raises(LevelError, match="symbolic link"):
         storage.put(f"{directory_of(1)}/keep-best", RUN.encode())
     storage.delete_directory(directory_of(4))
     assert content(linked) == before
-    with pytest.raises(LevelUnavailable, match="symbolic link"):
+    with pytest.raises(LevelError, match="symbolic link"):
         write_shard(open_store(str(level)), meta(4), Image(4))
     assert content(linked) == before
     assert whole(open_store(str(level))) == [1, 2, 3]

@@ -10,7 +10,7 @@ from support.faulty import FaultyStorage
 from support.place import everything, pattern, read_object, read_range, write_object
 from support.snapshots import Snapshot, look
 
-from lazysnap.errors import LazySnapError, LevelFull, LevelUnavailable, ShardCorrupt
+from lazysnap.errors import FormatError, LazySnapError, LevelError
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.local import LocalStorage
 
@@ -57,10 +57,10 @@ def test_what_is_truncated_lost_its_end(local, claims_success):
 
     out = memoryview(bytearray(1000))
     works = {
-        "put": (lambda: storage("put").put("step-00000001/put", data), LevelUnavailable),
-        "get": (lambda: storage("get").get("step-00000001/whole"), ShardCorrupt),
-        "read_into": (lambda: read_range(storage("read_into"), "step-00000001/whole", 0, out), ShardCorrupt),
-        "write": (lambda: write_object(storage("write"), "step-00000001/written", data), LevelUnavailable),
+        "put": (lambda: storage("put").put("step-00000001/put", data), LevelError),
+        "get": (lambda: storage("get").get("step-00000001/whole"), FormatError),
+        "read_into": (lambda: read_range(storage("read_into"), "step-00000001/whole", 0, out), FormatError),
+        "write": (lambda: write_object(storage("write"), "step-00000001/written", data), LevelError),
     }
     for work, error in works.values():
         if not claims_success:
@@ -112,7 +112,7 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(
         for step, n in enumerate(range(1, len(dry.operations) + 1), 3):
             before = everything(local)
             full = SnapshotStore(FaultyStorage(local, FaultPlan(Act(n, action=fill))))
-            with pytest.raises(LevelFull, match="free space"):
+            with pytest.raises(LevelError, match="free space"):
                 Snapshot(step).write(full)
 
             # Also while it is still full what was there can be read.

@@ -16,7 +16,7 @@ from snapshots import Image, files, meta, mount, whole
 from support.catalogue import inventory_of
 from support.image import write_shard
 
-from lazysnap.errors import LevelUnavailable
+from lazysnap.errors import LevelError
 from lazysnap.levels import open_store
 from lazysnap.levels.local import LocalStorage
 
@@ -129,7 +129,7 @@ def test_a_writer_that_fails_after_the_rename_takes_the_name_back(storage, monke
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", of_directories)
-    with pytest.raises(LevelUnavailable):
+    with pytest.raises(LevelError):
         writer.publish()
     writer.close()
 
@@ -141,7 +141,7 @@ def test_a_writer_that_fails_after_the_rename_takes_the_name_back(storage, monke
 def test_a_quota_or_full_disk_at_the_first_byte_is_called_full(storage, child, error):
     writer = child("snapshots", storage.url, f"refuse=fallocate:{error}")
 
-    assert writer.line().startswith("LevelFull")
+    assert writer.line().startswith("LevelError")
     assert files(pathlib.Path(storage.url)) == []
 
 
@@ -149,7 +149,7 @@ def test_a_quota_or_full_disk_at_the_first_byte_is_called_full(storage, child, e
 def test_a_quota_that_ends_in_the_middle_of_a_write_is_called_full(storage, child):
     writer = child("snapshots", storage.url, "refuse=pwrite64:EDQUOT")
 
-    assert writer.line().startswith("LevelFull")
+    assert writer.line().startswith("LevelError")
     assert files(pathlib.Path(storage.url)) == []
 
 
@@ -166,7 +166,7 @@ def test_after_an_fsync_that_failed_nothing_is_published(storage, child):
     writer = child("snapshots", storage.url, "refuse=fdatasync:EIO")
 
     answer = writer.line()
-    assert answer.startswith("LevelUnavailable")
+    assert answer.startswith("LevelError")
     assert "the disk failed" in answer
     assert files(pathlib.Path(storage.url)) == []
 
@@ -192,7 +192,7 @@ def test_a_read_only_remount_costs_the_snapshots_until_it_is_undone(tmpfs):
     store = open_store(str(tmpfs / "run"))
     write_shard(store, meta(1), Image(1))
     subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
-    with pytest.raises(LevelUnavailable, match=r"creating step-00000002-.*Read-only.*remount it"):
+    with pytest.raises(LevelError, match=r"creating step-00000002-.*Read-only.*remount it"):
         write_shard(store, meta(2), Image(2))
     assert whole(store) == [1]
     subprocess.run(["mount", "-o", "remount,rw", tmpfs], check=True)
@@ -229,7 +229,7 @@ def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk
             fcntl.ioctl(handle, 0x8004587D, bytes([2, 0, 0, 0]))  # EXT4_IOC_SHUTDOWN, without writing the journal
             os.close(handle)
 
-    with pytest.raises(LevelUnavailable, match=r"the disk failed|read-only"):
+    with pytest.raises(LevelError, match=r"the disk failed|read-only"):
         write_shard(store, meta(2), Dies(2, 200_000))
     subprocess.run(["umount", path], check=True)
     subprocess.run(attach, check=True)
@@ -250,7 +250,7 @@ def test_rights_lost_in_the_middle_of_a_run_are_named_and_come_back(open_to_all,
     os.chown(run, 0, 0)
     writer.go()
     answer = writer.line()
-    assert answer.startswith("LevelUnavailable")
+    assert answer.startswith("LevelError")
     assert f"owner and mode of the directory for user {NOBODY}" in answer
     run.chmod(0o777)
     writer.go()
@@ -265,9 +265,7 @@ def test_a_file_where_a_directory_has_to_be_is_named_with_what_to_do(tmp_path, b
     (tmp_path / "file").touch()
     store = open_store(str(tmp_path / "file" / below))
     for work in (lambda: inventory_of(store), lambda: write_shard(store, meta(1), Image(1))):
-        with pytest.raises(
-            LevelUnavailable, match=r"Not a directory: .*; a file is where a directory has to be: move it"
-        ):
+        with pytest.raises(LevelError, match=r"Not a directory: .*; a file is where a directory has to be: move it"):
             work()
 
 
@@ -284,9 +282,9 @@ def test_a_mount_whose_server_is_gone_says_so_and_is_taken_up_again(tmp_path):
     if failed:
         pytest.skip("mounting FUSE is not allowed here")
     try:
-        with pytest.raises(LevelUnavailable, match="what serves this mount is gone: unmount it"):
+        with pytest.raises(LevelError, match="what serves this mount is gone: unmount it"):
             write_shard(store, meta(2), Image(2))
-        with pytest.raises(LevelUnavailable, match="what serves this mount is gone"):
+        with pytest.raises(LevelError, match="what serves this mount is gone"):
             inventory_of(store)
     finally:
         subprocess.run(["umount", "-l", tmp_path / "mount"], check=True)
@@ -321,11 +319,11 @@ def test_a_directory_that_a_program_removed_with_all_around_it_is_not_made_again
     storage.put("one/a", b"a")
     writer = storage.create("two/b", 4096)
     shutil.rmtree(root)
-    with pytest.raises(LevelUnavailable):
+    with pytest.raises(LevelError):
         writer.publish()
     writer.close()
     for _ in range(2):
-        with pytest.raises(LevelUnavailable, match="No such file"):
+        with pytest.raises(LevelError, match="No such file"):
             storage.put("three/c", b"c")
         assert not root.exists()
 

@@ -8,10 +8,11 @@ from support.image import write_shard
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START, lone_manifest
 
-from lazysnap.errors import CaptureAborted, LevelError, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, Wanted, fill
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -176,7 +177,7 @@ def test_a_file_of_other_ranks_is_never_written_over(shards, tmp_path):
 def test_a_manifest_whose_shards_cannot_be_is_refused(written, change, said):
     _, manifest = written
     wrong = dataclasses.replace(manifest, shards=change(manifest.shards))
-    with pytest.raises(ShardCorrupt, match=said):
+    with pytest.raises(FormatError, match=said):
         Manifest.decode(wrong.encode(), "here")
 
 
@@ -187,5 +188,5 @@ def test_a_lone_shard_begins_its_file(shards):
     wrong = dataclasses.replace(
         good, shards=(dataclasses.replace(good.shards[0], offset=PAGE, size_bytes=size - PAGE),)
     )
-    with pytest.raises(ShardCorrupt, match="the only shard begins at byte"):
+    with pytest.raises(FormatError, match="the only shard begins at byte"):
         Manifest.decode(wrong.encode(), "here")

@@ -31,7 +31,7 @@ from s3_work import (
 from support.names import directory_of
 from support.place import read_range
 
-from lazysnap.errors import LevelUnavailable, ShardCorrupt
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels import fsspec_storage, open_store, s3
 from lazysnap.levels.fsspec_storage import MAX_PARTS, part_bytes
 from lazysnap.levels.s3 import S3Storage
@@ -96,7 +96,7 @@ def test_what_is_given_up_leaves_no_upload(storage, s3_server, s3_url):
     with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         for offset, block in blocks(data)[:-1]:
             writer.write(offset, block)
-        with pytest.raises(ShardCorrupt, match="were written of"):
+        with pytest.raises(FormatError, match="were written of"):
             writer.publish()
 
     assert storage.list(directory_of(1)) == []
@@ -166,7 +166,7 @@ def test_over_tls_a_server_must_be_who_it_says(s3_proxy, s3_server, s3_url, tmp_
 
     assert download(known) == data
     monkeypatch.setattr(s3, "PATIENCE_S", 0.1)
-    with pytest.raises(LevelUnavailable, match="does not answer"):
+    with pytest.raises(LevelError, match="does not answer"):
         read_range(S3Storage(s3_url, options), SHARD, 0, memoryview(bytearray(10)))
 
 
@@ -184,7 +184,7 @@ def test_a_bucket_that_refuses_is_named_and_what_to_do(s3_server, s3_url, change
     caplog.set_level(logging.DEBUG, "lazysnap")
     options = {**s3_server.options(), **change}
     storage = S3Storage(url or s3_url, options)
-    with pytest.raises(LevelUnavailable, match=expected) as caught:
+    with pytest.raises(LevelError, match=expected) as caught:
         upload(storage, pattern(100))
 
     shown = "".join(traceback.format_exception(caught.value)) + caplog.text + repr(storage)
@@ -198,7 +198,7 @@ def test_without_credentials_it_says_where_they_are_looked_for(s3_server, s3_url
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     storage = S3Storage(s3_url, {"endpoint_url": s3_server.endpoint})
-    with pytest.raises(LevelUnavailable, match="no credentials for bucket 'lazysnap'; give key and secret"):
+    with pytest.raises(LevelError, match="no credentials for bucket 'lazysnap'; give key and secret"):
         storage.list()
 
 
@@ -219,13 +219,13 @@ def test_without_credentials_it_says_where_they_are_looked_for(s3_server, s3_url
 )
 def test_options_that_cannot_work_are_refused_at_once(options, expected):
     secret = uuid.uuid4().hex  # tracebacks quote this file
-    with pytest.raises(LevelUnavailable, match=f"correct storage_options.*{expected}") as caught:
+    with pytest.raises(LevelError, match=f"correct storage_options.*{expected}") as caught:
         S3Storage("s3://bucket/run", {"key": "one-key", "secret": secret, **options})
     assert secret not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_url_without_a_bucket_is_refused_at_once():
-    with pytest.raises(LevelUnavailable, match="names no bucket"):
+    with pytest.raises(LevelError, match="names no bucket"):
         S3Storage("s3://")
 
 
@@ -259,7 +259,7 @@ def test_options_of_s3fs_reach_the_server(s3_proxy, s3_server, s3_url, tmp_path,
 
 def test_without_credentials_requests_are_not_signed(s3_proxy, s3_url):
     storage = S3Storage(s3_url, {"anon": True, "endpoint_url": s3_proxy.endpoint})
-    with pytest.raises(LevelUnavailable, match="access to bucket 'lazysnap' was refused"):
+    with pytest.raises(LevelError, match="access to bucket 'lazysnap' was refused"):
         storage.list()
 
     assert {request.access_key for request in s3_proxy.requests} == {""}
@@ -283,7 +283,7 @@ pid = os.fork()
 if pid == 0:
     try:
         storage.get(f"{directory_of(1)}/object")
-    except LevelUnavailable as error:
+    except LevelError as error:
         say(error)
     finally:
         os._exit(0)
@@ -293,7 +293,7 @@ say(storage.get(f"{directory_of(1)}/object").decode())
 
 
 def test_a_forked_process_is_refused_instead_of_hanging(s3_server, s3_url):
-    with child(s3_url, s3_server.options(), "from lazysnap.errors import LevelUnavailable\n" + FORK) as forks:
+    with child(s3_url, s3_server.options(), "from lazysnap.errors import LevelError\n" + FORK) as forks:
         assert "was forked from process" in next_line(forks)
         assert next_line(forks) == "before"
 
@@ -311,4 +311,4 @@ from lazysnap.levels import open_store
 open_store("s3://bucket/run")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert "LevelUnavailable: s3://bucket/run: needs obstore: pip install 'lazysnap[s3]'" in done.stderr
+    assert "LevelError: s3://bucket/run: needs obstore: pip install 'lazysnap[s3]'" in done.stderr

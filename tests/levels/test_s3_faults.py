@@ -21,7 +21,7 @@ from s3_work import (
 )
 from support.names import directory_of
 
-from lazysnap.errors import LevelFull, LevelUnavailable
+from lazysnap.errors import LevelError
 from lazysnap.levels import s3
 from lazysnap.levels.s3 import S3Storage
 from lazysnap.levels.store import SnapshotStore
@@ -119,7 +119,7 @@ def test_what_lasts_is_given_up_for_this_snapshot_and_leaves_nothing(
 ):
     storage = through(s3_proxy, s3_server, s3_url)
     s3_proxy.rule("part", act)
-    with pytest.raises(LevelUnavailable, match=expected):
+    with pytest.raises(LevelError, match=expected):
         upload(storage, DATA)
     s3_proxy.clear()
 
@@ -134,7 +134,7 @@ def test_a_server_that_accepts_and_never_answers_is_given_up(s3_proxy, s3_server
     stall = fault_proxy.Stall()
     s3_proxy.rule(operation, stall)
     try:
-        with pytest.raises(LevelUnavailable, match="does not answer"):
+        with pytest.raises(LevelError, match="does not answer"):
             upload(storage, DATA)
         assert stall.reached.is_set()
     finally:
@@ -156,7 +156,7 @@ def test_a_peer_that_stops_reading_in_the_middle_of_a_part_is_given_up(s3_proxy,
 
     s3_proxy.rule("part", act)
     try:
-        with pytest.raises(LevelUnavailable, match="does not answer"):
+        with pytest.raises(LevelError, match="does not answer"):
             upload(storage, DATA)
     finally:
         stall.released.set()
@@ -165,7 +165,7 @@ def test_a_peer_that_stops_reading_in_the_middle_of_a_part_is_given_up(s3_proxy,
 def test_a_full_bucket_says_so(s3_proxy, s3_server, s3_url):
     storage = through(s3_proxy, s3_server, s3_url)
     s3_proxy.rule("part", fault_proxy.answer(403, "QuotaExceeded"))
-    with pytest.raises(LevelFull, match="free space there or lower keep_last"):
+    with pytest.raises(LevelError, match="free space there or lower keep_last"):
         upload(storage, DATA)
 
 
@@ -197,7 +197,7 @@ def test_a_server_that_stays_dead_costs_this_snapshot_only(s3_server, s3_url, im
         s3_server.kill()
         try:
             writer.write(*blocks(DATA)[1])
-            with pytest.raises(LevelUnavailable, match="does not answer"):
+            with pytest.raises(LevelError, match="does not answer"):
                 writer.publish()
             writer.close()
         finally:
@@ -238,9 +238,9 @@ def test_credentials_that_expire_in_the_middle_cost_this_snapshot_and_are_read_a
         writer.write(*data[0])
         s3_proxy.rule(lambda request: request.access_key == seaweed.WRITER, fault_proxy.answer(400, "ExpiredToken"))
         writer.write(*data[1])
-        with pytest.raises(LevelUnavailable, match="credentials for bucket 'lazysnap' have expired; renew") as caught:
+        with pytest.raises(LevelError, match="credentials for bucket 'lazysnap' have expired; renew") as caught:
             writer.publish()
-    with pytest.raises(LevelUnavailable):
+    with pytest.raises(LevelError):
         storage.size(SHARD)  # HEAD, whose refusal has no body
     give(seaweed.SECOND)
     storage.abort_stale()
@@ -267,7 +267,7 @@ def test_a_download_that_breaks_for_ever_is_given_up(s3_proxy, s3_server, s3_url
     storage = through(s3_proxy, s3_server, s3_url)
     upload(storage, DATA)
     s3_proxy.rule("GET", fault_proxy.cut_answer(after_bytes=0))
-    with pytest.raises(LevelUnavailable, match="does not answer"):
+    with pytest.raises(LevelError, match="does not answer"):
         download(storage)
 
 

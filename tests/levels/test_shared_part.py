@@ -6,7 +6,7 @@ from support.image import write_shard
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
@@ -127,7 +127,7 @@ def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
     blocks = FileBlocks(place, manifest)
     part = SharedPart(meta(), VerifiedSource(blocks, lambda count: None))
 
-    with pytest.raises(ShardCorrupt, match="block 4"):
+    with pytest.raises(FormatError, match="block 4"):
         write_shard(shared, part.meta, part)
 
     blocks.close()
@@ -138,5 +138,5 @@ def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
 def test_rows_that_cannot_be_are_refused(image, rows):
     layout, room = image
 
-    with pytest.raises(ShardCorrupt, match="'part': bad shared_rows"):
+    with pytest.raises(FormatError, match="'part': bad shared_rows"):
         SharedPart(meta(part=fact((9, 3), rows)), MemorySource(room, layout.size_bytes))

@@ -13,11 +13,12 @@ from support.image import write_shard
 from support.names import directory_of
 from support.snapshots import Snapshot
 
-from lazysnap.errors import CaptureAborted, LevelUnavailable
+from lazysnap.errors import LevelError
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import Wanted
 from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.storage import probe_name
+from lazysnap.memory.failures import CaptureAborted
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot, read
 
@@ -51,7 +52,7 @@ def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_named():
-    with pytest.raises(LevelUnavailable, match="/proc/lazysnap"):
+    with pytest.raises(LevelError, match="/proc/lazysnap"):
         write_shard(open_store("/proc/lazysnap"), meta(1), Image(1))
 
 
@@ -60,7 +61,7 @@ def test_a_directory_that_is_removed_costs_one_snapshot_and_is_made_again(tmp_pa
     store = open_store(str(tmp_path / "run"))
     write_shard(store, meta(1), Image(1))
     subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
-    with pytest.raises(LevelUnavailable, match="No such file"):
+    with pytest.raises(LevelError, match="No such file"):
         write_shard(store, meta(2), Image(2))
     write_shard(store, meta(3), Image(3))
 
@@ -74,7 +75,7 @@ def test_a_directory_that_is_removed_while_a_snapshot_is_written_is_made_again(t
 
     store = open_store(str(tmp_path / "run"))
     for step, image in ((1, Removes(1)), (2, Image(2))):
-        with pytest.raises(LevelUnavailable):
+        with pytest.raises(LevelError):
             write_shard(store, meta(step), image)
     write_shard(store, meta(3), Image(3))
 

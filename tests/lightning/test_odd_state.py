@@ -5,7 +5,7 @@ import pytest
 import torch
 from test_callback import DieAt, finish, fit, raising
 
-from lazysnap.errors import StateMismatch, UnsupportedState
+from lazysnap.errors import StateError
 
 
 class Convolutional(pl.LightningModule):
@@ -91,7 +91,7 @@ class Turned(Grouped):
 def test_an_optimizer_of_other_groups_or_another_order_is_refused_by_name(tmp_path, kind, first, then, said):
     fit(tmp_path, model=kind(first))
 
-    with pytest.raises(StateMismatch, match=rf"optimizer_states\.0: {said}"):
+    with pytest.raises(StateError, match=rf"optimizer_states\.0: {said}"):
         fit(tmp_path, model=kind(then), max_epochs=3)
 
 
@@ -112,7 +112,7 @@ class Sparse(Convolutional):
 def test_a_tensor_that_cannot_be_captured_is_refused_before_the_first_batch(tmp_path):
     model = Sparse()
 
-    with pytest.raises(UnsupportedState, match=r"state_dict\.odd: .*layout torch\.sparse_coo"):
+    with pytest.raises(StateError, match=r"state_dict\.odd: .*layout torch\.sparse_coo"):
         fit(tmp_path, model=model)
 
     assert model.steps == 0

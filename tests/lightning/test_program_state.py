@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from test_callback import DieAt, Plain, finish, fit, raising
 
 from lazysnap import register_type
-from lazysnap.errors import UnsupportedState
+from lazysnap.errors import StateError
 from lazysnap.state import codec
 
 
@@ -120,7 +120,7 @@ class Scheduled(Plain):
 
 
 def test_an_unknown_type_in_a_schedule_is_refused_at_the_first_boundary(tmp_path):
-    with pytest.raises(UnsupportedState, match=r"\$\.lr_schedulers\[0\]\.normalizer: .*Normalizer"):
+    with pytest.raises(StateError, match=r"\$\.lr_schedulers\[0\]\.normalizer: .*Normalizer"):
         fit(tmp_path, model=Scheduled())
 
 

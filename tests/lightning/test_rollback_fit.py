@@ -9,7 +9,7 @@ from test_callback import DieAt, Ready, make_trainer, raising
 from torch.utils.data import DataLoader, Dataset
 
 from lazysnap import LazySnapshotCallback, NonFinite
-from lazysnap.errors import ConfigError, RollbackFailed
+from lazysnap.errors import ConfigError, LazySnapError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Encountered `nan` values in tensor:UserWarning")  # torchmetrics
 
@@ -143,7 +143,7 @@ def test_at_either_end_of_an_epoch_the_schedules_stay_right(tmp_path, bad, model
 
 
 def test_it_gives_up_after_the_rollbacks_that_the_policy_allows_and_latest_goes_on(tmp_path):
-    with pytest.raises(RollbackFailed, match="after 2 rollbacks without a step beyond 5"):
+    with pytest.raises(LazySnapError, match="after 2 rollbacks without a step beyond 5"):
         fit(tmp_path, Batches(range(20), bad=range(5, 20)), policy=NonFinite(max_rollbacks=2))
     trainer, *_ = fit(tmp_path, Batches(range(20)), seed=99)
     assert trainer.global_step == 20

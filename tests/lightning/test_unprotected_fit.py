@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from test_callback import finish, loaders, make_trainer
 
 from lazysnap import LazySnapshotCallback, MemoryLevel, PersistentLevel, SnapshotConfig
-from lazysnap.errors import MemoryBoundExceeded
+from lazysnap.memory.failures import MemoryBoundExceeded
 
 
 class Steps(Callback):

@@ -11,7 +11,7 @@ import support.keepers
 from support.waiting import TIMEOUT_S
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.errors import KeeperUnavailable
+from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.neighbour import NeighbourMemory
@@ -58,7 +58,7 @@ def local_ranks(job, node=None):
     try:
         with contextlib.closing(NeighbourMemory(identity, 0, TIMEOUT_S)) as neighbour:
             return list(neighbour.inventory.local_ranks)
-    except KeeperUnavailable:
+    except KeeperError:
         return []
 
 

@@ -33,8 +33,8 @@ def test_memory_that_was_estimated_too_small_is_waited_for_at_the_first_boundary
 
 
 REFUSALS = [
-    ("sparse", "UnsupportedState: rank 1: model.odd: a tensor with layout"),
-    ("swapped", "StateMismatch: rank 1: optimizer: parameter 0 is"),
+    ("sparse", "StateError: rank 1: model.odd: a tensor with layout"),
+    ("swapped", "StateError: rank 1: optimizer: parameter 0 is"),
     ("unloadable", "StateError: rank 1: RuntimeError: not today"),
 ]
 

@@ -4,7 +4,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from lazysnap.errors import MemoryBoundExceeded
+from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.slot_pool import SlotPool
 
 RANKS = 8

@@ -15,7 +15,7 @@ from support.snapshots import lone_manifest
 from lazysnap.capture.capture import Capture
 from lazysnap.capture.copier import copy_eager
 from lazysnap.capture.plan import make_plan
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, MemoryBlocks, VerifiedSource
 from lazysnap.levels.files import open_direct, pwrite_all
@@ -173,7 +173,7 @@ def test_a_flipped_byte_behind_4_gib_is_found_when_all_is_read(snapshot):
         file.flush()
         try:
             # All blocks before it are as they should be.
-            with pytest.raises(ShardCorrupt, match=rf"block {4 * GIB // BLOCK_BYTES} \(bytes {4 * GIB} to"):
+            with pytest.raises(FormatError, match=rf"block {4 * GIB // BLOCK_BYTES} \(bytes {4 * GIB} to"):
                 store.verify(store.place(entry))
         finally:
             file.seek(-1, os.SEEK_END)

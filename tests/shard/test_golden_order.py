@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.strides import order_of, strides_of
 
@@ -52,7 +52,7 @@ def test_an_order_that_is_no_permutation_of_the_dimensions_is_refused_before_any
         assert shard.stored("bases.0").order == (1, 0)
         shard.meta.tensors["bases.0"]["order"] = order
 
-        with pytest.raises(ShardCorrupt, match=r"tensor bases\.0: order must be the numbers of its 2 dimensions"):
+        with pytest.raises(FormatError, match=r"tensor bases\.0: order must be the numbers of its 2 dimensions"):
             golden.read_back(whole)
 
 

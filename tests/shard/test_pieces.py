@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.shard.pieces import Cover, Piece, extent_of, overlap
 
 
@@ -96,7 +96,7 @@ def test_nodes_that_cut_the_same_shards_at_other_rows_hold_replicas(shape, colum
     ],
 )
 def test_places_that_cannot_be_are_refused(facts):
-    with pytest.raises(ShardCorrupt, match="there"):
+    with pytest.raises(FormatError, match="there"):
         extent_of(facts, (4,), "there")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lazysnap.errors import StateMismatch
+from lazysnap.errors import StateError
 from lazysnap.state.objects import ObjectState
 
 
@@ -64,7 +64,7 @@ def test_another_class_is_refused_and_nothing_is_loaded(there, here, options, st
     state["model"]["weight"] += 1
     before = model.weight.clone(), [group["lr"] for group in optimizer.param_groups], len(optimizer.state)
 
-    with pytest.raises(StateMismatch, match=rf"optimizer: .*{there.__name__}.*{here.__name__}.*Nothing") as caught:
+    with pytest.raises(StateError, match=rf"optimizer: .*{there.__name__}.*{here.__name__}.*Nothing") as caught:
         source.load(state)
 
     assert "engine.fetch" in str(caught.value)
@@ -81,7 +81,7 @@ def test_a_snapshot_that_does_not_tell_the_class_is_compared_by_keys(there, here
     if there is here:
         source.load(state)
     else:
-        with pytest.raises(StateMismatch, match=f"optimizer: the live {here.__name__} needs"):
+        with pytest.raises(StateError, match=f"optimizer: the live {here.__name__} needs"):
             source.load(state)
 
 
@@ -91,7 +91,7 @@ def test_other_state_of_a_class_by_that_name_is_refused():
         one["columns"] = one.pop("rows")
     source, _, _ = made(AdamW)
 
-    with pytest.raises(StateMismatch, match="holds rows for its parameters, the snapshot columns"):
+    with pytest.raises(StateError, match="holds rows for its parameters, the snapshot columns"):
         source.load(state)
 
 
@@ -139,5 +139,5 @@ def test_the_second_of_two_optimizers_is_compared_too():
             }
         )
 
-    with pytest.raises(StateMismatch, match=r"of\.b: the snapshot is of .*Adagrad, .*SGD"):
+    with pytest.raises(StateError, match=r"of\.b: the snapshot is of .*Adagrad, .*SGD"):
         two(torch.optim.SGD).load(two(torch.optim.Adagrad).collect())

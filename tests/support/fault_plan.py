@@ -30,7 +30,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Fail(Fault):
-    """Raises what a real place would: LevelFull or LevelUnavailable; FileNotFoundError for ``ENOENT``.
+    """Raises what a real place would: LevelError or LevelError; FileNotFoundError for ``ENOENT``.
 
     ``delete_directory`` never raises: there it does nothing.
     """
@@ -48,7 +48,7 @@ class Truncate(Fault):
     """
 
     claims_success: bool = field(default=False, kw_only=True)
-    """Say nothing of it. Else a write raises LevelUnavailable, a read ShardCorrupt. (A listing says nothing ever.)"""
+    """Say nothing of it. Else a write raises LevelError, a read FormatError. (A listing says nothing ever.)"""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from typing import NoReturn
 
-from lazysnap.errors import ShardCorrupt
+from lazysnap.errors import FormatError
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Reader, Storage, Writer, level_error
 from support.fault_plan import Act, Fail, Fault, FaultPlan, Flip, Hang, Truncate
@@ -84,7 +84,7 @@ class _Operation:
     def end_read(self) -> None:
         """Raise what follows a read."""
         if self.truncation is not None and not self.claims_success:
-            raise ShardCorrupt(f"{self._url}: {self._what}: ends before")
+            raise FormatError(f"{self._url}: {self._what}: ends before")
         self.fail(after=True)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from lazysnap.engine import SnapshotEngine
-from lazysnap.errors import LevelUnavailable, SnapshotNotFound
+from lazysnap.errors import LevelError, SnapshotNotFound
 from lazysnap.exports.accelerate_folders import delete_superseded, newest_complete, next_iteration, number_of
 from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import begin, filled, give_up, is_unfinished
@@ -78,7 +78,7 @@ class Directories:
         """Let Accelerate write a checkpoint, which is complete or not there: an earlier one stays as it was.
 
         All ranks see the same file system. Collective. Blocks. Raises: OSError and what Accelerate raises on this rank;
-        LevelUnavailable, if another rank failed.
+        LevelError, if another rank failed.
         """
         project = self._accelerator.project_configuration
         with contextlib.ExitStack() as main:
@@ -259,7 +259,7 @@ class Directories:
 def _together(directory: str, work: Callable[[], Any]) -> list[Any]:
     """Do ``work`` on every rank, and return the results of all ranks. Collective.
 
-    An error on any rank is raised on all. Raises: what ``work`` raises; LevelUnavailable, if another rank failed.
+    An error on any rank is raised on all. Raises: what ``work`` raises; LevelError, if another rank failed.
     """
     result, failure = None, None
     try:
@@ -271,5 +271,5 @@ def _together(directory: str, work: Callable[[], Any]) -> list[Any]:
         raise failure
     others = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(results) if text is not None]
     if others:
-        raise LevelUnavailable(f"{directory!r}: {'; '.join(others)}")
+        raise LevelError(f"{directory!r}: {'; '.join(others)}")
     return [result for result, _ in results]

@@ -141,7 +141,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             session.start(trainer.global_step, prepare)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Judge the loss, if ``rollback_on`` is set. Raises: RollbackFailed; as ``SnapshotEngine.rollback``."""
+        """Judge the loss, if ``rollback_on`` is set. Raises: LazySnapError; as ``SnapshotEngine.rollback``."""
         session, epoch_loop = self.session, trainer.fit_loop.epoch_loop
         if session is None or session.watch is None:
             return

@@ -40,7 +40,7 @@ class Latest:
         """Replace the connector's ``resume_start``: any other path goes to the original.
 
         Blocks: reads and verifies one snapshot. Raises: SnapshotNotFound, if there is none and nothing to train, or if
-        a run was chosen that is not there; ConfigError, as ``means_snapshot`` and ``check_path``; StateMismatch, if it
+        a run was chosen that is not there; ConfigError, as ``means_snapshot`` and ``check_path``; StateError, if it
         is of another model; JobBusy, if this training runs already.
         """
         if not means_snapshot(path):

@@ -18,7 +18,7 @@ import torch
 
 from lazysnap.data.streams import RandomStreams
 from lazysnap.data.workers import running_workers, start_workers
-from lazysnap.errors import StateMismatch
+from lazysnap.errors import StateError
 from lazysnap.integrations.lightning.extras import (
     ModuleExtras,
     collect_callbacks,
@@ -247,10 +247,10 @@ class LightningState(StateSource):
     def admit(self, state: dict[str, Any]) -> None:
         """Take a collected state in: the connector restores its part of it, the rest waits for ``load`` and ``land``.
 
-        Raises: StateMismatch, if it was not collected by this class.
+        Raises: StateError, if it was not collected by this class.
         """
         if KEY not in state or "loops" not in state:
-            raise StateMismatch(
+            raise StateError(
                 "the snapshot was not taken by LazySnapshotCallback (it has no state of Lightning's loops); restore it "
                 "with the loop that took it, or use another directory"
             )

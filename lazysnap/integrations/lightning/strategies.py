@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.errors import ConfigError, UnsupportedState
+from lazysnap.errors import ConfigError, StateError
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.patches import Patches
 from lazysnap.state.scalars import state_of_scaler
@@ -57,7 +57,7 @@ def check_parts(trainer: Any) -> None:
     optimizers = {f"optimizer {number}": one for number, one in enumerate(trainer.strategy.optimizers)}
     try:
         check_supported({"the module": trainer.lightning_module, **optimizers})
-    except UnsupportedState as error:
+    except StateError as error:
         raise ConfigError(f"LazySnapshotCallback: {error}; in Lightning ModelParallelStrategy is FSDP2") from error
 
 

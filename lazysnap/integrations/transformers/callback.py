@@ -19,7 +19,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.data import with_position
-from lazysnap.errors import ConfigError, StateMismatch
+from lazysnap.errors import ConfigError, StateError
 from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments, check_path
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
@@ -172,7 +172,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _init_training_state(
         self, original: Callable[..., Any], max_steps: int, steps_in_epoch: int, num_epochs: int, *rest: Any
     ) -> Any:
-        """Blocks: reads one snapshot. Raises: as ``SnapshotEngine.fetch``; StateMismatch."""
+        """Blocks: reads one snapshot. Raises: as ``SnapshotEngine.fetch``; StateError."""
         found = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
         engine = self.begin(self._state, self._trainer.args.output_dir).engine
@@ -180,7 +180,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if self._snapshot is None:
             return found
         if self._snapshot.world_size != self._trainer.args.world_size:
-            raise StateMismatch(
+            raise StateError(
                 f"the snapshot is of a training with {self._snapshot.world_size} processes, this one has "
                 f"{self._trainer.args.world_size}: resume it with as many, or begin with its weights "
                 "(lazysnap.load_weights)"

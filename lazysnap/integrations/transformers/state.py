@@ -18,7 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from lazysnap.data import Position
 from lazysnap.data.streams import restore_rng
-from lazysnap.errors import ShardCorrupt, StateMismatch, UnsupportedState
+from lazysnap.errors import FormatError, StateError
 from lazysnap.integrations.transformers.logged import LoggedRuns
 from lazysnap.state.codec import decode, encode, path_text
 from lazysnap.state.objects import ObjectState
@@ -121,7 +121,7 @@ class TrainingState(ObjectState):
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
         """See ``StateSource.load``; what the ``Trainer`` sets anew after this waits for ``land``.
 
-        Raises: StateMismatch, if it is the state of another kind of training.
+        Raises: StateError, if it is the state of another kind of training.
         """
         if self._is_at_epoch_end:  # the next iteration begins an epoch
             state = {**state, "data": {**state["data"], "given": None}}
@@ -131,10 +131,10 @@ class TrainingState(ObjectState):
 
     def admit(self, state: dict[str, Any]) -> None:
         """Take over the counters of ``TrainerState``, so that callbacks see them when training begins; the rest follows
-        in ``load`` and ``land``. Raises: StateMismatch, if it was not taken from a ``Trainer``.
+        in ``load`` and ``land``. Raises: StateError, if it was not taken from a ``Trainer``.
         """
         if "trainer" not in state or "data" not in state:
-            raise StateMismatch(
+            raise StateError(
                 f"the snapshot was not taken from a Trainer: it holds {', '.join(sorted(state))}; give this training a "
                 "dirpath of its own"
             )
@@ -261,7 +261,7 @@ class History:
 
 
 def _read_history(text: str) -> list[dict[str, Any]]:
-    """The entries of a ``text``. Raises: ShardCorrupt."""
+    """The entries of a ``text``. Raises: FormatError."""
     return [decode(json.loads(line), tensor=_no_tensor) for line in text.split("\n") if line]
 
 
@@ -276,8 +276,8 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _refuse(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
-    raise UnsupportedState(f"a tensor is logged within {path_text(path)}: log numbers instead, such as its item()")
+    raise StateError(f"a tensor is logged within {path_text(path)}: log numbers instead, such as its item()")
 
 
 def _no_tensor(name: str) -> torch.Tensor:
-    raise ShardCorrupt(f"the log holds a tensor {name!r}, which no snapshot has there")
+    raise FormatError(f"the log holds a tensor {name!r}, which no snapshot has there")
