@@ -66,8 +66,17 @@ def _write(message: str) -> None:
     if sys.stderr is not None:  # it is None in a windowed program
         # A closed or full stderr must not end a training.
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"lazysnap: {message}\n")
-            sys.stderr.flush()
+            _write_line(f"lazysnap: {message}")
+
+
+def _write_line(line: str) -> None:
+    """Write a line to stderr that is its own, also while bars of tqdm are shown there."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if getattr(tqdm, "_instances", None):
+        tqdm.write(line, file=sys.stderr)  # type: ignore[union-attr]
+    else:
+        sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def duration(seconds: float) -> str:

@@ -2,10 +2,12 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 
 import pytest
+from tqdm import tqdm
 
 from lazysnap.console import say
 
@@ -22,6 +24,16 @@ def test_without_logging_they_go_to_stderr(monkeypatch, capsys):
     say("a line")
 
     assert capsys.readouterr().err == "lazysnap: a line\n"
+
+
+def test_while_a_bar_of_tqdm_is_shown_a_message_has_a_line_of_its_own(monkeypatch, capsys):
+    unconfigure(monkeypatch)
+    with tqdm(total=3, ncols=40, file=sys.stderr) as bar:
+        bar.update()
+        say("a line")
+
+    lines = re.split("[\\r\\n]", capsys.readouterr().err)
+    assert "lazysnap: a line" in lines
 
 
 PROGRAM = """

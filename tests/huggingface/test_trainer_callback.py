@@ -137,6 +137,30 @@ def test_a_tensor_in_the_log_is_stored_as_a_number_and_training_goes_on(new_trai
     assert logged == [{"aux": 1.5, "parts": [[1, 2]], "step": step} for step in range(1, 5)]
 
 
+def test_completions_that_several_steps_train_are_resumed(new_trainer):
+    """Trainers of TRL that generate (GRPO) keep them in this attribute."""
+    generated = [{"ids": torch.tensor([[1, 2], [3, 4]]), "texts": ["a", "b"], "images": None}]
+    lazy = lazysnap.LazyTrainerCallback()
+    trainer = new_trainer(lazy, Fail(lazy, 4), max_steps=6)
+    trainer._buffered_inputs = generated
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    again = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=6)
+    again._buffered_inputs = None
+    again.train(resume_from_checkpoint="latest")
+    assert digest([again._buffered_inputs]) == digest([generated])
+
+
+def test_the_directory_of_a_snapshot_is_refused_with_what_resumes_it(new_trainer, tmp_path):
+    new_trainer(lazysnap.LazyTrainerCallback(), max_steps=2).train()
+    directory = next((tmp_path / "out" / "lazysnap").glob("step-*[!n]"))
+    if directory.is_file():
+        directory = directory.with_suffix("")
+    trainer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=2)
+    with pytest.raises(ConfigError, match='resume_from_checkpoint="latest" resumes the newest snapshot'):
+        trainer.train(resume_from_checkpoint=str(directory))
+
+
 @pytest.mark.parametrize(
     ("limit", "short", "long"),
     [("max_steps", 8, 14), ("num_train_epochs", 1, 2)],

@@ -20,7 +20,7 @@ from lazysnap.data import Position
 from lazysnap.data.streams import restore_rng
 from lazysnap.errors import FormatError, StateError
 from lazysnap.integrations.transformers.logged import LoggedRuns
-from lazysnap.state.codec import decode, encode, path_text
+from lazysnap.state.codec import decode, encode, is_known, path_text
 from lazysnap.state.objects import ObjectState
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_s
 _OF_A_SESSION = {*_COUNTERS, "_initial_num_input_tokens_seen", "current_gradient_accumulation_steps"}
 """Numbers of ``Trainer`` itself that a restart needs not, or that are restored by name."""
 _MOST_NUMBERS = 1000
+_COMPLETIONS = "_buffered_inputs"
+"""Attribute of TRL's GRPO and RLOO trainers: batches of completions that several steps train."""
 
 
 class TrainingState(ObjectState):
@@ -60,6 +62,7 @@ class TrainingState(ObjectState):
         self.logged = LoggedRuns(trainer)
         self._history = History()
         self._is_at_epoch_end = False
+        self._completions_reported = False
         self._numbers_at_start: dict[str, str] = {}
         self.began_s = time.time()
         self.earlier_s = 0.0
@@ -100,6 +103,7 @@ class TrainingState(ObjectState):
                 if repr(value) != self._numbers_at_start.get(name)
             },
             "loss": trainer._tr_loss,
+            "completions": self._completions(),
             "logged": self.logged.collect(),
             "epoch": self.epoch,
             "given": position.given,
@@ -117,6 +121,21 @@ class TrainingState(ObjectState):
             return {}
         found = {name: value for name, value in vars(trainer).items() if name not in _OF_A_SESSION}
         return {name: value for name, value in found.items() if _are_numbers(value)}
+
+    def _completions(self) -> Any:
+        """Return what TRL's online trainers (GRPO, RLOO) generated for the steps to come; ``None`` without it."""
+        completions = getattr(self._trainer, _COMPLETIONS, None)
+        if completions is None or is_known(completions):
+            return completions
+        if not self._completions_reported:
+            self._completions_reported = True
+            logger.warning(
+                "%s.%s holds values of types that no snapshot can hold: after a restart between two generations the "
+                "completions are generated anew, so the restart is not exact; lazysnap.register_type(...) adds a type",
+                type(self._trainer).__qualname__,
+                _COMPLETIONS,
+            )
+        return None
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
         """See ``StateSource.load``; what the ``Trainer`` sets anew after this waits for ``land``.
@@ -200,6 +219,8 @@ class TrainingState(ObjectState):
         for name, value in {**parts["counters"], **parts["numbers"]}.items():
             setattr(trainer, name, value)
         trainer._tr_loss.copy_(parts["loss"])
+        if parts["completions"] is not None:
+            setattr(trainer, _COMPLETIONS, _copied_to(parts["completions"], trainer.args.device))
         for name, value in parts["control"].items():
             setattr(trainer.control, name, value)
         if not self.end_reason:
@@ -272,6 +293,16 @@ def _without_tensors(value: Any) -> Any:
         return {key: _without_tensors(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_without_tensors(item) for item in value)
+    return value
+
+
+def _copied_to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True)
+    if type(value) is dict:
+        return {key: _copied_to(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied_to(item, device) for item in value)
     return value
 
 
