@@ -145,6 +145,12 @@ def test_what_is_being_stored_is_shown_with_its_progress(job, of_job):
     assert 0 <= level["moved_bytes"] <= level["total_bytes"] == 12_004_096
 
 
+def all_threads_stopped(pid):
+    """Whether a signal to stop, which reaches one thread after the other, has reached all."""
+    texts = [path.read_text() for path in pathlib.Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in texts)
+
+
 @pytest.mark.slow
 def test_a_keeper_that_is_stopped_is_one_line_within_the_deadline(job, status, capsys):
     trainer = job.trainer()
@@ -153,6 +159,7 @@ def test_a_keeper_that_is_stopped_is_one_line_within_the_deadline(job, status, c
     keeper = job.keeper_pid()
     os.kill(keeper, signal.SIGSTOP)
     try:
+        until(lambda: all_threads_stopped(keeper))
         code, said = status(job.job_id)
         main(["status", job.job_id])
         lines = capsys.readouterr().out.split("\n")
