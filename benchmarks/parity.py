@@ -277,7 +277,7 @@ def again(job: Line) -> None:
     engine = state.engine(job)
     tell(job, "met")
     dist.barrier()  # what is timed waits for nobody
-    found = engine.fetch()
+    found = engine._fetch()
     if found is None:
         raise RuntimeError("nothing was restored")
     tell(job, "fetched")

@@ -185,7 +185,7 @@ class Lazysnap(Nothing):
         self.until = "durable" if level == "disk" else "captured"
         job = {**job, "level": level, "url": job["directory"]}
         self.engine = engine_of(job, training.objects(), every_n_steps=job["every"], keep_last=10_000)
-        self.engine.prepare()
+        self.engine._prepare()
 
     def save(self, number: int) -> bool:
         return self.engine.boundary(number + 1)

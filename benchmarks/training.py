@@ -136,7 +136,7 @@ def engine_of(job: Line, state: Line, **settings: Any) -> Any:
 
 def ready(engine: Any) -> None:
     """Wait until captures need not wait for memory."""
-    if not engine.wait_ready(DEADLINE_S):
+    if not engine._wait_ready(DEADLINE_S):
         raise RuntimeError(f"the keeper made no slots: {engine.statistics()}")
 
 

@@ -121,7 +121,7 @@ def lightning_nan():
 
         def on_train_batch_start(self, trainer, *_):
             [lazy] = (one for one in trainer.callbacks if isinstance(one, lazysnap.LazySnapshotCallback))
-            assert lazy.engine.wait_ready(240)
+            assert lazy.engine._wait_ready(240)
 
     names = {}
     yield names

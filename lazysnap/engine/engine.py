@@ -40,8 +40,8 @@ class SnapshotEngine:
     Its methods are the calls of users, each explained here and done elsewhere.
 
     One engine per process, used on the training thread. With ``torch.distributed`` initialised, every rank makes one
-    at the same point; making it, ``fetch``, ``restore``, the first ``boundary`` and ``close`` are collective then.
-    ``keep``, ``wait`` and ``flush`` do not wait for other ranks, but all ranks have to call them. Whatever fails in a
+    at the same point; making it, ``restore``, the first ``boundary`` and ``close`` are collective then.
+    ``keep`` and ``wait`` do not wait for other ranks, but all ranks have to call them. Whatever fails in a
     keeper or a level never raises into training: it is logged once, counted in ``statistics()``, and tried again.
     """
 
@@ -63,12 +63,13 @@ class SnapshotEngine:
     def __enter__(self) -> "SnapshotEngine":
         """Begin training. Memory is made ready in the background, after ``restore`` if that comes later.
 
-        Raises: as ``prepare``.
+        Raises: StateError, for a tensor of the model that no snapshot can hold; KeeperError, where memory is required
+        and cannot be had.
         """
         self.session.check_open("with engine")
         self._is_training = True
         if self.session.run.has_told_start:
-            self.prepare()
+            self._prepare()
         return self
 
     def __exit__(
@@ -85,15 +86,6 @@ class SnapshotEngine:
         """The step of the last boundary, or of the snapshot that was restored after it; 0 before the first."""
         return self._recorder.seen_step or 0
 
-    @property
-    def stop_requested(self) -> bool:
-        """True once a notice says that this process is about to be killed (docs/operations.md): end the training well.
-
-        Read it on every rank, from before the first step: such a program ends itself, and no boundary raises SystemExit
-        then. It becomes true on all ranks, though not at the same step: agree on one before you leave the loop.
-        """
-        return self.session.notice.is_requested()
-
     def all_steps(self) -> list[int]:
         """Return the steps that a restart could go on from, in ascending order: those of which this rank's memory has
         its capture, or a level all files. Of this run; before ``restore`` or the first boundary, of the newest one.
@@ -105,13 +97,9 @@ class SnapshotEngine:
         self.session.check_open("all_steps")
         return self.session.run.steps()
 
-    def latest_step(self) -> int | None:
-        """Return the greatest of ``all_steps``; ``None``, if there is none. Blocks, and raises, as that."""
-        return max(self.all_steps(), default=None)
-
     # ---------------------------------------------------------------- restart
 
-    def fetch(self, which: int | str = "latest") -> Snapshot | None:
+    def _fetch(self, which: int | str = "latest") -> Snapshot | None:
         """Read the freshest snapshot that verifies, or that of one step, name or run. The live state stays as it is.
 
         ``which``: see ``restore``.
@@ -127,24 +115,31 @@ class SnapshotEngine:
         return self.session.run.fetch(which)
 
     def restore(self, which: int | str = "latest") -> Snapshot | None:
-        """``fetch``, then load into the live objects and continue that run. ``None``: nothing there, start fresh.
+        """Resume the freshest snapshot that verifies, or that of one step, name or run.
+
+        ``None``: there is nothing, start fresh.
 
         ``which``: ``"latest"``, a step, a name that ``keep`` gave, ``"run:1f3a"`` (the newest snapshot of the run whose
         id begins so) or ``"run:1f3a@200"`` (that step of it). If another snapshot than the newest is chosen, a new run
         begins there. What was captured after it stays. ``"latest"`` means the new run as soon as that has a complete
         snapshot.
-        Blocks; collective with several ranks.
-        Raises: as ``fetch``; StateError, as ``prepare``; what ``load_state_dict`` raises. With several ranks, an
-        error on one of them is raised on all; one that is not of this package as StateError.
+        Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot, and loads it into the
+        live objects. A level that does not answer within its ``timeout_s`` is passed over. Where memory has the whole
+        of ``"latest"``, a level has 3 s; if it answers later and has a newer one, a warning says so. With several ranks
+        collective: all get the same one, or none.
+        Raises: JobBusy, if this job runs already; StateError, if the snapshot is of another model, or the model has a
+        tensor that no snapshot can hold; SnapshotNotFound, if a step, name or run was asked for that is not there;
+        ConfigError, for a bad name; WaitTimeout, if another rank is missing; what ``load_state_dict`` raises. With
+        several ranks, an error on one of them is raised on all; one that is not of this package as StateError.
         """
         self.session.check_open("restore")
         self.session.together("checking the model", lambda: check_kinds(self.session.parts.source.expected().items()))
         snapshot = self.session.run.restore(which)
         if self._is_training:
-            self.prepare()
+            self._prepare()
         return snapshot
 
-    def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
+    def _resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
         """Continue the run that ``snapshot`` is of, or begin a new one there (see ``restore``), and print that; for
         callers of ``fetch`` that loaded the state.
 
@@ -155,27 +150,27 @@ class SnapshotEngine:
 
     # ---------------------------------------------------------------- training
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Start the keeper and let it make memory ready in the background: the first capture waits less for it.
 
         Does not block, unless memory is required (``SnapshotConfig.require_memory``): then one rank that is alone waits
-        for it, several do at their first boundary or in ``check_memory``. Optional: ``with engine`` does it, or else
-        the first ``boundary``.
-        Raises: StateError, for a tensor of the model that no snapshot can hold; as ``check_memory``.
+        for it, several do at their first boundary or in ``Boundaries.check_memory``. Optional: ``with engine`` does it,
+        or else the first ``boundary``.
+        Raises: StateError, for a tensor of the model that no snapshot can hold; as ``Boundaries.check_memory``.
         """
         self.session.check_open("prepare")
         self.session.boundaries.prepare()
         if self.session.parts.world.is_alone:
             self.session.boundaries.check_memory()
 
-    def wait_ready(self, timeout_s: float) -> bool:
+    def _wait_ready(self, timeout_s: float) -> bool:
         """Block until all memory is there, frozen tensors in it; ``False`` after the deadline, or as soon as the
         keeper refuses it.
 
         For tests and benchmarks: in training the first boundary waits for what it needs. After this call the next one
         does, too.
         """
-        self.prepare()
+        self._prepare()
         return self.session.boundaries.wait_ready(timeout_s)
 
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
@@ -194,7 +189,8 @@ class SnapshotEngine:
         at most ``io_timeout_s`` altogether; then storage gets fewer snapshots.
         Raises: StateError at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
-        also what ``check_memory`` raises; SystemExit, when a notice ends the training here (docs/operations.md).
+        also KeeperError, where memory is required and
+        cannot be had; SystemExit, when a notice ends the training here (docs/operations.md).
         Also what code of the program raises in it, such as its signal handlers and ``state_dict``. Nothing else.
         """
         self.session.check_open("boundary")
@@ -240,7 +236,7 @@ class SnapshotEngine:
         Where the last boundary was not captured, or an optimizer stepped since (as in a validation of Lightning), the
         next one is named, and captured, due or not. Then the step returned is the least that it can have. A name is
         never given to another snapshot than that one. If it is lost before it is stored (a torn copy, memory that
-        died), a warning says so, and ``lost_names``.
+        died), a warning says so.
         Blocks: where storage has not taken the snapshot named before, until it has, at most ``io_timeout_s``; not
         again, once that has failed. Raises: ConfigError, for a bad name, or without persistent levels.
         """
@@ -252,7 +248,7 @@ class SnapshotEngine:
             return self._recorder.keep(name, is_over=not self.session.boundaries.has_stepped)
 
     @property
-    def lost_names(self) -> Mapping[str, str]:
+    def _lost_names(self) -> Mapping[str, str]:
         """Names that ``keep`` gave whose snapshot the first level will never have, and why, if that is known."""
         return self._recorder.events.lost_names
 
@@ -298,7 +294,7 @@ class SnapshotEngine:
         shutdown = self.session.shutdown
         return (shutdown.wait_durable if until == "durable" else shutdown.wait_protected)(step, timeout_s)
 
-    def flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
+    def _flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
         """Block until the newest capture is durable at every level.
 
         ``False`` after the deadline, if it was dropped, or if nothing at all was captured of what was due. With several

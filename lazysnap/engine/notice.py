@@ -11,7 +11,7 @@
 
 A boundary comes soon if it comes within twice the time of the last step, counted from the last boundary, and within
 half of the budget. When the budget is over, the line says what is not durable and where it is, and the process ends.
-A program that handles the signal itself, or that reads ``engine.stop_requested``, ends itself: then the newest capture
+A program that handles the signal itself ends itself: then the newest capture
 is stored, and the rest is up to the program.
 """
 
@@ -102,7 +102,7 @@ class Notice:
         """The source of the notice."""
         self._stored = -1
         """The step that was stored after the notice."""
-        self._is_polled = self._is_closing = self._is_raised = self._is_telling = False
+        self._is_closing = self._is_raised = self._is_telling = False
         self._arrived = threading.Event()
         """Set when the training thread is at a boundary."""
         self._telling = threading.Lock()
@@ -131,11 +131,6 @@ class Notice:
     def listens(self) -> bool:
         """True after ``listen``."""
         return self._client is not None
-
-    def is_requested(self) -> bool:
-        """True once a notice came. The program that asks ends its training itself, from now on."""
-        self._is_polled = True
-        return self._way is not None
 
     @property
     def cuts(self) -> bool:
@@ -201,7 +196,7 @@ class Notice:
         threading.Thread(target=self._guard, args=(ends_at,), name="lazysnap-budget", daemon=True).start()
         if self._is_closing:
             self._way = _Way.CLOSE
-        elif self._is_polled or self.listener.is_of_program(what):
+        elif self.listener.is_of_program(what):
             self._way = _Way.PROGRAM
         else:
             self._way = _Way.CUT

@@ -34,7 +34,7 @@ class Session:
         def work() -> None:
             prepare()
             self.step = step
-            self.engine.prepare()
+            self.engine._prepare()
 
         self.engine.session.together("preparing", work)
         self.engine.session.boundaries.check_memory()

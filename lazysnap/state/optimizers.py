@@ -15,7 +15,7 @@ from lazysnap.state.wrappers import stepping
 
 _ELSE = (
     "Nothing of the optimizer was loaded. Use the optimizer of the snapshot; to go on with another one, load the model "
-    'alone from engine.fetch("latest").state, or begin with the weights of an exported checkpoint'
+    "alone with lazysnap.load_weights(place), or begin with the weights of an exported checkpoint"
 )
 
 
@@ -122,7 +122,7 @@ def _check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[st
         raise StateError(
             f"{name}: the snapshot has {_groups(there)}, the live {type(optimizer).__qualname__} has {_groups(here)}. "
             "Groups that were added in the middle of the training (add_param_group) have to be "
-            'there before the restore: engine.fetch("latest").step tells how far it had come'
+            "there before the restore: engine.all_steps() tells how far it had come"
         )
 
 

@@ -30,7 +30,7 @@ def train(accelerator, model, optimizer, loader, way="end"):
         optimizer.step()
         optimizer.zero_grad()
         if way != "end":  # steps this short are over before there is memory to capture into
-            assert accelerator.engine.wait_ready(60)
+            assert accelerator.engine._wait_ready(60)
         if number == 4 and way == "exception":
             raise RuntimeError("in mid-training")
         if number == 4 and way == "ctrl-c":
@@ -56,7 +56,7 @@ def named(directory):
     for number, (_, values) in enumerate(loader):
         accelerator.backward((model(values) - values).square().mean())
         optimizer.step()
-        assert accelerator.engine.wait_ready(60)
+        assert accelerator.engine._wait_ready(60)
         if number in (1, 3):
             accelerator.save_state()
 

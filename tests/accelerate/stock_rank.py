@@ -36,7 +36,7 @@ def save(settings: dict) -> dict:
     config = SnapshotConfig(levels=(level,), job_id=settings["level"], memory=MemoryLevel(linger_s=5))
     engine = SnapshotEngine(config, prepared.objects())
     prepared.train(3)
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     assert engine.boundary(3, force=True)
     engine.keep(settings["name"])
     prepared.accelerator.save_state(settings["stock"])
@@ -70,7 +70,7 @@ def door(settings: dict) -> dict:
     level = PersistentLevel(settings["level"], every_n_steps=1000)
     config = SnapshotConfig(levels=(level,), job_id=settings["level"], memory=MemoryLevel(linger_s=5))
     lazysnap.attach(accelerator, config)
-    assert accelerator.engine.wait_ready(TIMEOUT_S)
+    assert accelerator.engine._wait_ready(TIMEOUT_S)
     prepared.train(3)
     Accelerator.save_state(accelerator, settings["stock"])
     bits = prepared.bits(draw=False)
@@ -90,7 +90,7 @@ def slow(settings: dict) -> dict:
     accelerator = prepared.accelerator
     config = SnapshotConfig(levels=(PersistentLevel(settings["level"], every_n_steps=1000),), job_id=settings["level"])
     lazysnap.attach(accelerator, config)
-    assert accelerator.engine.wait_ready(TIMEOUT_S)
+    assert accelerator.engine._wait_ready(TIMEOUT_S)
     prepared.train(3)
     os.environ["LAZYSNAP_FAULT"] = "export.folder.whole:1:stop"  # of the process that makes the checkpoint
     accelerator.save_state(settings["directory"])

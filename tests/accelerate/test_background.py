@@ -43,7 +43,7 @@ def trained(tmp_path_factory):
     facts = {"step": 0, "iteration": 0}
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "accelerate": facts})
     weights = {}
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     for step, name in enumerate("abc", 1):
         model(torch.ones(1, 5)).sum().backward()
         optimizer.step()

@@ -187,7 +187,7 @@ def test_wherever_a_script_counts_its_epochs_a_restart_loses_and_repeats_none(tm
     for epochs in (1, 2, 4):
         script = Script(data, project_dir=str(tmp_path / "cut"))
         script.accelerator.load_state("latest")
-        assert script.accelerator.engine.wait_ready(60)
+        assert script.accelerator.engine._wait_ready(60)
         train(script, epochs, trained)
         script.accelerator.end_training()
     assert trained == expected
@@ -212,7 +212,7 @@ def test_with_one_batch_per_epoch_a_restart_loses_and_repeats_none(tmp_path, tra
     for epochs in (1, 3, 4):
         script = Script(ONE, project_dir=tmp_path)
         script.accelerator.load_state("latest")
-        assert script.accelerator.engine.wait_ready(60)
+        assert script.accelerator.engine._wait_ready(60)
         train(script, epochs, trained)
         script.accelerator.end_training()
     assert [epoch for epoch, _ in trained] == [0, 1, 2, 3]
@@ -312,7 +312,7 @@ def test_a_checkpoint_that_is_loaded_right_behind_a_step_does_not_tear_its_snaps
 def test_averages_that_are_swapped_in_behind_an_epoch_are_never_captured(with_large):
     script = with_large()
     script.epoch()
-    assert script.accelerator.engine.wait_ready(60)  # memory for every step from here on
+    assert script.accelerator.engine._wait_ready(60)  # memory for every step from here on
     script.epoch()
     trained = script.weights()
     for one in script.model.parameters():

@@ -38,7 +38,7 @@ class Script:
         )
         self.batches = iter(self.loader)
         if lazy:
-            assert self.accelerator.engine.wait_ready(60)
+            assert self.accelerator.engine._wait_ready(60)
 
     def train(self, steps=1):
         for _ in range(steps):
@@ -224,7 +224,7 @@ def test_an_optimizer_may_keep_more_than_a_state_per_parameter(tmp_path, monkeyp
     accelerator = LazyAccelerator(cpu=True, project_dir=str(tmp_path), snapshots=config)
     model = torch.nn.Linear(4, 4)
     model, optimizer = accelerator.prepare(model, WithMore(model.parameters(), lr=0.1, momentum=0.9))
-    assert accelerator.engine.wait_ready(60)
+    assert accelerator.engine._wait_ready(60)
     for _ in range(2):
         accelerator.backward(model(torch.ones(1, 4)).sum())
         optimizer.step()

@@ -23,7 +23,7 @@ def train(directory, values, policy, accumulation=1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, DataLoader(values, 4))
-    assert accelerator.engine.wait_ready(60)
+    assert accelerator.engine._wait_ready(60)
     try:
         for batch in loader:
             with accelerator.accumulate(model):

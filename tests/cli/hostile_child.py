@@ -223,8 +223,8 @@ class Readers:
                 f"load_weights {which}",
                 lambda which=which: self.raises(lambda: lazysnap.load_weights(self.root, which)),
             )
-        yield "restart", lambda: self.raises(lambda: self.engine.fetch("latest"))
-        yield "restart by name", lambda: self.raises(lambda: self.engine.fetch("best"))
+        yield "restart", lambda: self.raises(lambda: self.engine._fetch("latest"))
+        yield "restart by name", lambda: self.raises(lambda: self.engine._fetch("best"))
 
     def raises(self, work: Callable[[], object]) -> str:
         with contextlib.suppress(LazySnapError):
@@ -239,7 +239,7 @@ def run(place: Path, seed: int, count: int) -> None:
         levels=(PersistentLevel(str(root)),), job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=1)
     )
     engine = SnapshotEngine(config, {"model": torch.nn.Linear(2, 2)})
-    engine.wait_ready(60)
+    engine._wait_ready(60)
     shutil.copytree(good, root)
     for name, reader in Readers(root, scratch, engine).all():
         scratch.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ def test_what_is_planned_is_what_a_training_takes(capsys, tmp_path):
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
     model(torch.ones(2, 1000)).sum().backward()
     optimizer.step()
-    assert engine.wait_ready(60)
+    assert engine._wait_ready(60)
     assert engine.boundary(1)
     assert engine.wait(1, until="captured", timeout_s=60)
 

@@ -38,7 +38,7 @@ class Wait(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         engine = self.snapshots.engine
-        if engine is None or not engine.wait_ready(20):
+        if engine is None or not engine._wait_ready(20):
             pytest.fail("the keeper is not ready")
         if trainer.global_step and not engine.wait(trainer.global_step, timeout_s=20):
             pytest.fail("a snapshot did not reach the disk")

@@ -35,7 +35,7 @@ def tuned(tmp_path_factory):
     config = SnapshotConfig(levels=(level,), job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=60))
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
     try:
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         for step in (1, 2, 3):
             model(torch.randn(4, 700)).square().mean().backward()
             optimizer.step()

@@ -124,7 +124,7 @@ def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_in_us
     model = torch.nn.Linear(1000, 1000)
     level = PersistentLevel(url, every_n_steps=1, verify=verify)
     engine = SnapshotEngine(SnapshotConfig(every_n_steps="auto", levels=(level,)), {"model": model})
-    assert engine.wait_ready(60)
+    assert engine._wait_ready(60)
     for step in range(1, 40):
         engine.boundary(step)
         engine.gate()

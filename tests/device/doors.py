@@ -54,7 +54,7 @@ class Trace:
     def begin(self, engine: SnapshotEngine, step: int | None) -> None:
         """Note that the training goes on behind ``step``. From here on it may die."""
         self.add(resumed=step)
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         torch.accelerator.synchronize()
         accelerator.SOFTWARE.configure(seed=self.seed, dies_at=self.dies_at, report_to=self.races.fileno())
 

@@ -85,8 +85,8 @@ def train(training: RankTraining, job: str, meeting: pathlib.Path, plan: dict, p
     begins = 0 if found is None else found.step
     file.write(json.dumps({"resumed": begins, "digest": training.digest()}) + "\n")
     file.flush()
-    engine.prepare()
-    assert engine.wait_ready(TIMEOUT_S)
+    engine._prepare()
+    assert engine._wait_ready(TIMEOUT_S)
     torch.accelerator.synchronize()
     dist.barrier()
     accelerator.SOFTWARE.configure(

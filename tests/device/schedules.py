@@ -104,8 +104,8 @@ class Start:
         begins = 0 if found is None else found.step
         file.write(json.dumps({"resumed": begins, "digest": training.digest()}) + "\n")
         file.flush()
-        engine.prepare()
-        assert engine.wait_ready(TIMEOUT_S)
+        engine._prepare()
+        assert engine._wait_ready(TIMEOUT_S)
         reload(faults)  # armed only now: what a start does before is not what dies here
         os.environ["LAZYSNAP_FAULT"] = ""
         torch.accelerator.synchronize()

@@ -105,14 +105,14 @@ def test_boundary_and_gate_make_no_call_that_waits_for_the_device():
     model, optimizer = make()
     scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0)
     engine = engine_of(model, optimizer, scaler=scaler)
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     calls = []
     for step in range(1, 6):
         scaler.scale(model(torch.randn(16, 256, device=DEVICE)).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        engine.wait_ready(TIMEOUT_S)
+        engine._wait_ready(TIMEOUT_S)
         before = accelerator.SOFTWARE.synchronisations()
         assert engine.boundary(step)
         engine.gate()
@@ -132,10 +132,10 @@ def test_threads_that_wait_for_a_device_neither_spin_nor_touch_another_device():
         optimizer = torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()])
         before, blocking = software.counters(), software.Event.blocking_waits
         engine = engine_of(model, optimizer)
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         for step in range(1, 4):
             train(model, optimizer)
-            assert engine.wait_ready(TIMEOUT_S)
+            assert engine._wait_ready(TIMEOUT_S)
             assert engine.boundary(step)
         assert engine.wait(3, until="captured", timeout_s=TIMEOUT_S)
         assert engine.statistics().frozen_bytes
@@ -177,7 +177,7 @@ def test_the_scaler_of_a_lightning_trainer_is_read_without_waiting_for_the_devic
 def test_a_step_captured_into_a_graph_needs_a_gate_before_each_replay_and_a_boundary_outside():
     model, optimizer = make()
     engine = engine_of(model, optimizer)
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     train(model, optimizer)
     assert engine.boundary(1)
     with accelerator.SOFTWARE.capturing_graph():

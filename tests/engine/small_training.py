@@ -81,7 +81,7 @@ class Starter:
         training = Training(self.config(*levels, **settings), width, **(extra or {}))
         self.trainings.append(training)
         if ready:
-            assert training.engine.wait_ready(TIMEOUT_S)
+            assert training.engine._wait_ready(TIMEOUT_S)
         return training
 
     def crash(self, training):

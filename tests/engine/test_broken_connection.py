@@ -60,11 +60,11 @@ def test_flush_and_wait_tell_of_a_capture_that_the_keeper_has(job, tmp_path, lev
     begin_and_cut(training, 0.0)
 
     assert training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
 
     assert training.engine.statistics().last_whole_step == 4
     job.crash(training)
-    assert job.start(ready=False, **LARGE).engine.fetch("latest").step == 4
+    assert job.start(ready=False, **LARGE).engine._fetch("latest").step == 4
 
 
 def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_path):
@@ -79,7 +79,7 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
     assert slot.status().phase is SlotPhase.VOID
     assert training.engine.statistics().last_whole_step == 3
     assert not training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
-    assert not training.engine.flush(TIMEOUT_S)
+    assert not training.engine._flush(TIMEOUT_S)
     assert not training.engine.close()
     assert 4 not in steps_at(tmp_path)
 
@@ -91,7 +91,7 @@ def named(path):
 def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     pid = training.engine._client.keeper_pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -105,7 +105,7 @@ def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job,
         os.kill(pid, signal.SIGCONT)
 
     training.run(5, 5)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     assert training.engine.statistics().keepers_lost == 0
     until(lambda: named(tmp_path) == [4], lambda: str(named(tmp_path)))
     assert training.engine.close()

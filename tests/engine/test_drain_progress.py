@@ -10,7 +10,7 @@ def test_progress_of_the_end_is_told_in_bytes_of_all_levels(tmp_path):
     model = torch.nn.Linear(3000, 3000)
     levels = [PersistentLevel(str(tmp_path / name), every_n_steps=1000, max_bytes_per_s=80_000_000) for name in "ab"]
     engine = SnapshotEngine(SnapshotConfig(levels=tuple(levels)), {"model": model})
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     assert engine.boundary(1)
     assert engine.wait(1, timeout_s=TIMEOUT_S)  # the first is stored in any case
     assert engine.boundary(2)

@@ -34,7 +34,7 @@ def test_a_restart_from_memory_continues_bit_for_bit(job, expected):
 
     second = job.start(ready=False)
     snapshot = second.engine.restore("latest")
-    second.engine.wait_ready(TIMEOUT_S)
+    second.engine._wait_ready(TIMEOUT_S)
     second.run(5, 6)
 
     assert (snapshot.step, snapshot.level) == (4, "memory")
@@ -48,12 +48,12 @@ def test_a_restart_from_storage_continues_bit_for_bit(job, expected, tmp_path):
 
     second = job.start(tmp_path, ready=False)
     snapshot = second.engine.restore("latest")
-    second.engine.wait_ready(TIMEOUT_S)
+    second.engine._wait_ready(TIMEOUT_S)
     second.run(5, 6)
 
     assert (snapshot.step, snapshot.level) == (4, str(tmp_path))
     assert second.facts() == expected
-    assert snapshot.run_id == second.engine.fetch("latest").run_id
+    assert snapshot.run_id == second.engine._fetch("latest").run_id
 
 
 def test_captures_do_not_change_the_training(job, expected):
@@ -72,7 +72,7 @@ def test_what_follows_the_boundary_does_not_reach_the_snapshot(job):
     for _ in range(3):
         training.train()
 
-    held = training.engine.fetch("latest")
+    held = training.engine._fetch("latest")
 
     assert held.step == 3
     assert held.state["counters"] == {"seen": seen}
@@ -83,7 +83,7 @@ def test_what_follows_the_boundary_does_not_reach_the_snapshot(job):
 def test_a_restored_state_shares_no_memory_with_the_slots(job):
     training = job.start()
     training.run(1, 1)
-    held = training.engine.fetch("latest")
+    held = training.engine._fetch("latest")
     copy = held.state["model"]["0.weight"].clone()
 
     training.run(2, 8)
@@ -131,7 +131,7 @@ def test_a_step_beside_the_copy_drops_that_snapshot_and_the_next_is_whole(job):
         big.grad = torch.ones_like(big)
         training.train()
         training.engine.boundary(1)
-        assert training.engine.wait_ready(TIMEOUT_S)
+        assert training.engine._wait_ready(TIMEOUT_S)
     step = 2
     while not training.engine.boundary(step):
         step += 1
@@ -147,7 +147,7 @@ def test_a_step_beside_the_copy_drops_that_snapshot_and_the_next_is_whole(job):
     statistics = training.engine.statistics()
     # The copy of 48 MB may have won the race; then the snapshot is whole and true.
     assert statistics.torn + statistics.whole == whole + 1
-    held = training.engine.fetch("latest")
+    held = training.engine._fetch("latest")
     weights = held.state["optimizer"]["state"]
     assert held.step in (step, step + 1)
     assert len({float(weights[index]["step"]) for index in weights if "step" in weights[index]}) <= 2
@@ -309,17 +309,17 @@ def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
 
     calls = [
         engine.__enter__,
-        engine.prepare,
-        lambda: engine.wait_ready(1),
+        engine._prepare,
+        lambda: engine._wait_ready(1),
         engine.boundary,
         engine.restore,
-        engine.fetch,
+        engine._fetch,
         engine.session.fetch_to_read,
         engine.rollback,
         lambda: engine.keep("a"),
         lambda: engine.release("a"),
         lambda: engine.wait(timeout_s=1),
-        lambda: engine.flush(1),
+        lambda: engine._flush(1),
         engine.session.replan,
     ]
     for call in calls:
@@ -338,8 +338,8 @@ def test_a_fresh_start_beside_memory_of_an_earlier_one_is_stored_from_its_first_
     job.crash(first)
 
     second = job.start(tmp_path, ready=False)
-    second.engine.prepare()
-    assert second.engine.wait_ready(TIMEOUT_S)
+    second.engine._prepare()
+    assert second.engine._wait_ready(TIMEOUT_S)
     second.run(1, 1)
     slots = second.engine._client.slots()
     assert until(lambda: max(slot.word(Word.GRANT) for slot in slots)) - 1 < 30
@@ -394,7 +394,7 @@ def test_a_step_that_retention_asks_for_is_persisted_even_while_another_is_being
     config = SnapshotConfig(levels=(level,), job_id=job.job_id, memory=MemoryLevel(linger_s=60))
     training = Training(config)
     job.trainings.append(training)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
 
     training.run(1, 1)
     assert training.engine.wait(until="durable", timeout_s=TIMEOUT_S)  # else the level may look at step 4 first

@@ -108,7 +108,7 @@ class Training:
                 self.optimizers[name].zero_grad()
             self.models["turning"].base = torch.linalg.qr(self.models["turning"].weight.detach())[0]
             self.plain["table"] = columns(5, 3, 4)
-            assert self.engine.wait_ready(TIMEOUT_S)
+            assert self.engine._wait_ready(TIMEOUT_S)
             assert self.engine.boundary(step)
         self.engine.gate()
 
@@ -188,7 +188,7 @@ def test_a_rollback_puts_back_state_whose_elements_share_memory(job):
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight]["share"] = torch.full((1,), 0.5).expand(3)
     with SnapshotEngine(job.config(), {"model": model, "optimizer": optimizer}) as engine:
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         for step in (1, 2):
             assert engine.boundary(step)
             assert engine.wait(step, until="captured", timeout_s=TIMEOUT_S)

@@ -48,7 +48,7 @@ def test_the_first_capture_after_a_restore_waits_as_well(job):
 def test_memory_that_was_prepared_before_the_first_boundary_is_waited_for(job):
     """An optimizer of a kind that is not known: its state is larger than was estimated."""
     training = job.start(ready=False, extra={"large": {"table": list(range(200_000))}})
-    training.engine.prepare()
+    training.engine._prepare()
     training.run(1, 1)
 
     assert training.began == [True]
@@ -83,7 +83,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
     training = job.start(ready=False, io_timeout_s=10 * TIMEOUT_S)
     client = training.engine._client
     of_no_keeper = client._heartbeat
-    training.engine.prepare()
+    training.engine._prepare()
     until(lambda: client._heartbeat is not of_no_keeper)
     client._heartbeat._timeout_s = 3  # only now: it had as long as it took to start
     keeper = client.keeper_pid
@@ -136,4 +136,4 @@ def test_a_job_that_runs_already_ends_the_second_start_at_its_first_boundary(job
     with pytest.raises(JobBusy, match="runs already"):
         second.engine.boundary(9)
 
-    assert first.engine.fetch("latest").step == 2
+    assert first.engine._fetch("latest").step == 2

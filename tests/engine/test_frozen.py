@@ -21,7 +21,7 @@ class FrozenStarter(Starter):
         tuning = Tuning(self.config(*levels, **settings), width, layers, extra)
         self.trainings.append(tuning)
         if ready:
-            assert tuning.engine.wait_ready(TIMEOUT_S)
+            assert tuning.engine._wait_ready(TIMEOUT_S)
         return tuning
 
 
@@ -91,7 +91,7 @@ def test_a_snapshot_costs_the_adapters_only_and_memory_holds_the_base_once(job):
     assert base < statistics.frozen_bytes < base + SMALL
     assert len(images_of(tuning)) == 1
     assert memory_of(keeper_pid(tuning)) < base + 2 * (statistics.shard_bytes + 12 * SMALL)
-    assert matches(tuning, tuning.engine.fetch("latest"))
+    assert matches(tuning, tuning.engine._fetch("latest"))
 
 
 def test_a_restart_goes_on_bit_for_bit_and_nothing_is_copied_again(job):
@@ -103,7 +103,7 @@ def test_a_restart_goes_on_bit_for_bit_and_nothing_is_copied_again(job):
 
     second = job.start(ready=False)
     snapshot = second.engine.restore("latest")
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     second.run(5, 6)
 
     assert (snapshot.step, snapshot.level) == (4, "memory")
@@ -127,7 +127,7 @@ def test_a_killed_keeper_is_replaced_and_gets_the_image_from_its_trainer(job):
     assert image_of(tuning).status().sequence == 1
     assert len(images_of(tuning)) == 1
     job.crash(tuning)
-    snapshot = job.start(ready=False).engine.fetch("latest")
+    snapshot = job.start(ready=False).engine._fetch("latest")
     assert snapshot.step == step
     assert matches(tuning, snapshot)
 
@@ -144,12 +144,12 @@ def test_a_frozen_teacher_that_is_averaged_in_place_is_noticed_and_every_snapsho
 
     tuning.run(1, 2)
     assert tuning.began == [True, True]
-    assert matches(tuning, tuning.engine.fetch("latest"))
+    assert matches(tuning, tuning.engine._fetch("latest"))
     tuning.after_step = average
     for step in range(3, 40):
         tuning.run(step, step)
-        tuning.engine.wait_ready(TIMEOUT_S)
-        snapshot = tuning.engine.fetch("latest")
+        tuning.engine._wait_ready(TIMEOUT_S)
+        snapshot = tuning.engine._fetch("latest")
         assert matches(tuning, snapshot)
         if sum(tuning.began[2:]) >= 4:
             break
@@ -182,7 +182,7 @@ def test_a_base_that_is_unfrozen_in_the_middle_is_captured_from_then_on(job):
     tuning.run(last + 1, last + 3)
     last += 3
     until(lambda: len(images_of(tuning)) == 1)  # what no capture in memory refers to any more is let go
-    snapshot = tuning.engine.fetch("latest")
+    snapshot = tuning.engine._fetch("latest")
     assert snapshot.step == last
     assert matches(tuning, snapshot)
     job.crash(tuning)
@@ -207,12 +207,12 @@ def test_a_damaged_image_in_memory_gives_way_to_the_one_on_storage_and_is_replac
     assert any("frozen tensors" in problem and "memory" in problem for problem in snapshot.skipped)
     assert matches(tuning, snapshot)
 
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     second.run(4, 4)
 
     assert second.began == [True]
     assert image_of(second).status().phase is SlotPhase.WHOLE
-    assert matches(second, second.engine.fetch("latest"))
+    assert matches(second, second.engine._fetch("latest"))
 
 
 def test_a_fresh_run_in_the_same_memory_uses_the_image_of_the_last_one(job, tmp_path):
@@ -226,7 +226,7 @@ def test_a_fresh_run_in_the_same_memory_uses_the_image_of_the_last_one(job, tmp_
     assert second.engine.close()
 
     reader = job.start(tmp_path, ready=False)
-    snapshot = reader.engine.fetch("latest")
+    snapshot = reader.engine._fetch("latest")
     assert snapshot.step == 3
     assert matches(second, snapshot)
 
@@ -239,7 +239,7 @@ def test_parts_that_survive_at_different_levels_make_one_snapshot(job, tmp_path)
     for gone in [*fast.glob("frozen-*/*"), *slow.glob("step-*/*")]:
         gone.unlink()
 
-    snapshot = job.start(fast, slow, ready=False).engine.fetch("latest")
+    snapshot = job.start(fast, slow, ready=False).engine._fetch("latest")
 
     assert (snapshot.step, snapshot.level) == (2, str(fast))
     assert matches(first, snapshot)
@@ -247,7 +247,7 @@ def test_parts_that_survive_at_different_levels_make_one_snapshot(job, tmp_path)
 
 def test_too_little_memory_for_the_image_is_said_once_and_training_goes_on(job, caplog):
     tuning = job.start(ready=False, width=1024, memory=MemoryLevel(max_bytes=10 << 20, linger_s=60))
-    tuning.engine.prepare()
+    tuning.engine._prepare()
     tuning.run(1, 1)
 
     def is_said():
@@ -274,7 +274,7 @@ def test_weights_that_are_loaded_before_the_first_capture_are_stored_apart_all_t
     statistics = tuning.engine.statistics()
     assert statistics.frozen_changed == 0
     assert statistics.shard_bytes < SMALL < statistics.frozen_bytes
-    assert matches(tuning, tuning.engine.fetch("latest"))
+    assert matches(tuning, tuning.engine._fetch("latest"))
 
 
 def test_a_teacher_that_is_averaged_from_the_first_step_on_is_part_of_every_snapshot(job):
@@ -290,8 +290,8 @@ def test_a_teacher_that_is_averaged_from_the_first_step_on_is_part_of_every_snap
     step = tuning.run_until_captured(1)
     last = tuning.run_until_captured(step + 1)
 
-    assert matches(tuning, tuning.engine.fetch("latest"))
-    assert tuning.engine.fetch("latest").step == last
+    assert matches(tuning, tuning.engine._fetch("latest"))
+    assert tuning.engine._fetch("latest").step == last
     assert tuning.engine._recorder.frozen.names >= {"model.0.base.weight", "teacher.bias"}
     assert "teacher.weight" not in tuning.engine._recorder.frozen.names
 
@@ -309,7 +309,7 @@ def test_a_flipped_bit_of_the_base_on_storage_is_mended_by_the_next_start(job, t
     second = job.start(tmp_path, ready=False)
     if restores:
         assert second.engine.restore("latest").step == 2
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     second.run(3, 3)
 
     assert second.engine.wait(3, until="durable", timeout_s=TIMEOUT_S)

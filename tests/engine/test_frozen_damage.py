@@ -67,7 +67,7 @@ def test_a_restart_from_a_slower_level_repairs_the_faster_one(job, tmp_path, how
     snapshot = second.engine.restore("latest")
     assert snapshot.step == first
     assert matches(tuning, snapshot)
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     last = run_until_durable(second, first + 1)
     assert second.engine.close()
 

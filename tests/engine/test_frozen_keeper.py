@@ -30,7 +30,7 @@ def test_one_rank_trains_and_captures_on_beside_a_frozen_keeper(job, tmp_path, c
     finally:
         os.kill(keeper, signal.SIGCONT)
     until(lambda: said(training, caplog, "answers again"))
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     training.run(101, 110)
     assert training.engine.wait(until="durable", timeout_s=TIMEOUT_S)
     assert training.engine.statistics().last_durable_step[str(tmp_path)] == 110

@@ -15,7 +15,7 @@ def start(job, url):
     levels = (PersistentLevel(str(url), every_n_steps=1000),)
     tuning = Tuning(SnapshotConfig(job_id=job.job_id, levels=levels, memory=MemoryLevel(linger_s=1)), width=512)
     job.trainings.append(tuning)
-    assert tuning.engine.wait_ready(TIMEOUT_S)
+    assert tuning.engine._wait_ready(TIMEOUT_S)
     return tuning
 
 
@@ -60,4 +60,4 @@ def test_a_snapshot_that_is_named_after_the_fact_is_stored_while_training_goes_o
     tuning.engine.abandon()
     keeper_gone(keeper)
 
-    assert start(job, tmp_path).engine.fetch("warm").step == last
+    assert start(job, tmp_path).engine._fetch("warm").step == last

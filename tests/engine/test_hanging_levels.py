@@ -38,7 +38,7 @@ def test_a_level_that_does_not_answer_is_passed_over_and_named(job, tmp_path, de
 
     second = Training(config(job, PersistentLevel(dead, timeout_s=0.5), PersistentLevel(str(good))))
     job.trainings.append(second)
-    snapshot = second.engine.fetch("latest")
+    snapshot = second.engine._fetch("latest")
 
     assert (snapshot.step, snapshot.level) == (2, str(good))
     assert any(dead in problem and "did not move" in problem for problem in snapshot.skipped)
@@ -148,7 +148,7 @@ def test_a_late_level_is_waited_for_if_what_memory_has_is_damaged(job, tmp_path,
 
     answering = threading.Thread(target=answer_the_second_question)
     answering.start()
-    snapshot = second.engine.fetch("latest")
+    snapshot = second.engine._fetch("latest")
     answering.join()
 
     assert (snapshot.step, snapshot.level) == (2, "webhdfs://run")

@@ -80,7 +80,7 @@ def test_a_name_is_given_though_no_level_would_take_that_step(job, tmp_path):
     config = SnapshotConfig(job_id=job.job_id, levels=(level,), memory=memory, io_timeout_s=TIMEOUT_S)
     training = Training(config)
     job.trainings.append(training)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     training.run(1, 6)
 
     assert training.engine.keep("six") == 6
@@ -101,7 +101,7 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     os.kill(keeper, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
     assert training.engine.keep("kept") == 4
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     durable(training, 5, 8)
 
     assert training.engine.close()
@@ -119,7 +119,7 @@ def test_a_name_of_a_stored_snapshot_that_the_keeper_died_before_writing_is_give
     path.unlink()  # as if it had not come so far
     os.kill(keeper, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     durable(training, 4, 8)
 
     assert training.engine.close()
@@ -167,7 +167,7 @@ def slow_training(job, tmp_path, **settings):
     memory = job.config().memory
     training = Training(SnapshotConfig(job_id=job.job_id, levels=(level,), memory=memory, **settings), width=256)
     job.trainings.append(training)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     return training
 
 
@@ -193,11 +193,11 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
     assert "step 2 ('b')" in caplog.text
     training.run(4, 30)
     # The level takes half a minute for each.
-    until(lambda: training.engine.statistics() and training.engine.lost_names, timeout_s=3 * TIMEOUT_S)
+    until(lambda: training.engine.statistics() and training.engine._lost_names, timeout_s=3 * TIMEOUT_S)
 
     assert training.engine.close()
     assert named(tmp_path) == {"a": 1, "b": 2}
-    assert [*training.engine.lost_names] == ["c"]
+    assert [*training.engine._lost_names] == ["c"]
     assert "the name 'c' is lost: the snapshot of step 3 was" in caplog.text
 
 
@@ -212,7 +212,7 @@ def test_names_that_are_not_stored_at_the_end_are_told_and_stored_while_memory_s
     training.run(3, 9)
 
     assert not training.engine.close()
-    told = {*training.engine.lost_names} | ({"next"} if "['early', 'next'] are lost, unless" in caplog.text else set())
+    told = {*training.engine._lost_names} | ({"next"} if "['early', 'next'] are lost, unless" in caplog.text else set())
     assert told == {"next"}
     assert "the names ['early'" in caplog.text
     place.unlink()
@@ -252,7 +252,7 @@ def test_a_name_that_nothing_has_is_not_found(job, tmp_path):
     assert training.engine.close()
 
     with pytest.raises(SnapshotNotFound, match=r"called 'nowhere'; there are steps \[1\]"):
-        job.start(tmp_path, ready=False).engine.fetch("nowhere")
+        job.start(tmp_path, ready=False).engine._fetch("nowhere")
 
 
 def test_a_name_that_is_given_in_a_step_that_is_not_over_is_of_that_step(job, tmp_path):

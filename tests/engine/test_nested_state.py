@@ -86,7 +86,7 @@ def test_what_is_nested_as_deep_as_allowed_is_stored_shown_verified_and_restored
     assert with_little_stack(lambda: first.engine.boundary(1))
     first.train()
     assert with_little_stack(lambda: first.engine.boundary(2))
-    assert first.engine.flush(TIMEOUT_S)
+    assert first.engine._flush(TIMEOUT_S)
     assert first.engine.close()
 
     level, copy = str(tmp_path / "level"), str(tmp_path / "copy")
@@ -119,7 +119,7 @@ def test_what_is_nested_deeper_is_refused_at_the_first_boundary_by_its_path(job,
     with pytest.raises(StateError, match=r"^\$\.deep\.values.{0,90}…: nested more than 100 deep"):
         training.engine.boundary(1)
 
-    assert not training.engine.flush(TIMEOUT_S)
+    assert not training.engine._flush(TIMEOUT_S)
     assert not training.engine.wait(timeout_s=TIMEOUT_S)
     assert not training.engine.close()
 

@@ -38,7 +38,7 @@ def start_with_a_named_step(job, path):
     train(training, 1, 4)
     training.engine.keep("x")
     train(training, 5, 8)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     until(lambda: steps_at(path) == [[8, 7, 4]])  # deletions may follow
     return training
 
@@ -59,7 +59,7 @@ def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_beh
     assert snapshot.step == 4
     assert f"begins at step 4 of run {snapshot.run_id[:8]}" in caplog.text
     assert f'restore("run:{snapshot.run_id[:8]}' in caplog.text
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     train(training, 5, 5)
     assert training.engine.statistics().last_durable_step == {str(tmp_path): 5}
     assert steps_at(tmp_path) == [[5], [8, 7, 4]]
@@ -71,8 +71,8 @@ def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_beh
     last = job.start(tmp_path, ready=False).engine
     assert last.restore("latest").step == 7
     # Named in both runs or in one: the newest run that has it is meant.
-    assert last.fetch("x").step == 4
-    assert last.fetch(8).run_id == snapshot.run_id
+    assert last._fetch("x").step == 4
+    assert last._fetch(8).run_id == snapshot.run_id
 
 
 def other_run(path):
@@ -86,14 +86,14 @@ def test_until_the_branch_has_a_snapshot_latest_is_what_it_was_and_the_branch_po
     job.crash(training)
     second = job.start(tmp_path, ready=False)
     assert second.engine.restore("x").step == 4
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     job.crash(second)
 
     third = job.start(tmp_path, ready=False)
 
     assert third.engine.restore("latest").step == 8
     assert third.facts() == old
-    assert third.engine.fetch("x").step == 4
+    assert third.engine._fetch("x").step == 4
 
 
 def test_memory_of_what_was_left_behind_outlasts_the_way_back_but_not_the_branch(job):
@@ -106,9 +106,9 @@ def test_memory_of_what_was_left_behind_outlasts_the_way_back_but_not_the_branch
     assert training.engine.restore(back).step == back
     job.crash(training)
     second = job.start(ready=False)
-    assert second.engine.fetch("latest").step == 6
+    assert second.engine._fetch("latest").step == 6
     assert second.engine.restore(back).step == back
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     second.run(2, 2)
     job.crash(second)
 
@@ -126,19 +126,19 @@ def test_a_capture_of_the_run_that_was_left_deletes_no_branch_point_when_storage
         return training
 
     training = start()
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     train(training, 1, 1)
     path.rename(away)
     path.write_text("not a directory")
     training.run(2, 2)
-    assert not training.engine.flush(TIMEOUT_S)
+    assert not training.engine._flush(TIMEOUT_S)
     job.crash(training)
     second = start()
 
     assert second.engine.restore(1).new_run is not None
     path.unlink()
     away.rename(path)
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     train(second, 2, 3)
     assert second.engine.close()
     assert steps_at(path) == [[3], [1]]
@@ -157,13 +157,13 @@ def test_a_name_given_on_the_branch_just_before_the_keeper_dies_is_not_taken_for
     assert engine.keep("y") == 5
     os.kill(keeper, signal.SIGKILL)
     until(lambda: engine.statistics().keepers_lost == 1)
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
 
     train(training, 6, 9)
 
     assert engine.close()
     until(lambda: steps_at(tmp_path) == [[9, 8, 5], [8, 7, 4]])  # a keeper deletes after close, too
-    assert job.start(tmp_path, ready=False).engine.fetch("y").step == 5
+    assert job.start(tmp_path, ready=False).engine._fetch("y").step == 5
 
 
 def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
@@ -175,21 +175,21 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
     third = job.start(tmp_path, ready=False).engine
     new, old = (plan.run_id for plan in candidates([inventory_of(open_store(str(tmp_path)))]) if plan.step in (2, 8))
 
-    assert third.fetch("latest").step == 2
-    assert third.fetch(f"run:{old}").step == 8
-    assert third.fetch(f"run:{old.upper()}@4").step == 4
-    assert third.fetch(f"run:{new}").new_run is None
+    assert third._fetch("latest").step == 2
+    assert third._fetch(f"run:{old}").step == 8
+    assert third._fetch(f"run:{old.upper()}@4").step == 4
+    assert third._fetch(f"run:{new}").new_run is None
     message = rf"no whole snapshot of step 3 of run {old}, which has steps \[4, .*8\]; the runs there.*step 8"
     with pytest.raises(SnapshotNotFound, match=message):
-        third.fetch(f"run:{old}@3")
+        third._fetch(f"run:{old}@3")
     unknown = next(digit for digit in "0123456789abcdef" if digit not in (new[0], old[0]))
     with pytest.raises(
         SnapshotNotFound, match=rf"no run begins with '{unknown}'; .*{new[:8]}[0-9a-f]* \(newest step 2\), {old[:8]}"
     ):
-        third.fetch(f"run:{unknown}")
+        third._fetch(f"run:{unknown}")
     for odd in ("run:", "run:wxyz", "run:1f3a@", "run:1f3a@x", "run:1f3a@-1", "run:@3", "run:" + "1" * 17):
         with pytest.raises(ConfigError, match="the first digits of a run id"):
-            third.fetch(odd)
+            third._fetch(odd)
     with pytest.raises(ConfigError):
         third.keep(f"run:{old}")
 
@@ -222,7 +222,7 @@ def test_after_a_clock_was_set_back_latest_is_still_the_run_that_began_last(job,
     fresh = job.start(tmp_path, ready=False)
     if restores:
         assert fresh.engine.restore("latest") is None
-    assert fresh.engine.wait_ready(TIMEOUT_S)
+    assert fresh.engine._wait_ready(TIMEOUT_S)
     train(fresh, 1, 1)
     assert fresh.engine.close()
 

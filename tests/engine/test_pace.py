@@ -87,13 +87,13 @@ def test_a_state_that_is_dear_to_collect_is_captured_at_fewer_steps_and_all_else
     config = SnapshotConfig(every_n_steps="auto", levels=levels, job_id=job.job_id, io_timeout_s=60)
     training = Training(config, slow=Slow())
     job.trainings.append(training)
-    assert training.engine.wait_ready(60)
+    assert training.engine._wait_ready(60)
     training.run(1, 45)
 
     assert training.began[:19] == [True] * 19
     due = [step for step, began in enumerate(training.began, 1) if began and step > 19]
     assert due == [20, 30, 40]
-    assert training.engine.flush(60)
+    assert training.engine._flush(60)
     assert training.engine.close()
     assert training.engine.statistics().last_durable_step == {str(tmp_path): 45}
 

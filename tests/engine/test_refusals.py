@@ -99,7 +99,7 @@ CASES = {
 def test_what_another_package_has_cut_is_refused(case, asked, group, make_engine):
     make, message = CASES[case]
     engine = make_engine({"seen": {"n": 1}, **make()})
-    calls = {"boundary": lambda: engine.boundary(1), "prepare": engine.prepare, "restore": engine.restore}
+    calls = {"boundary": lambda: engine.boundary(1), "prepare": engine._prepare, "restore": engine.restore}
 
     for _ in range(2):  # it is no better the second time
         with pytest.raises(StateError, match=f"{message}.*cannot be captured.*fully_shard"):
@@ -124,13 +124,13 @@ def test_local_sgd_is_refused(make, group, make_engine):
 
     for _ in range(2):
         with pytest.raises(StateError, match=r"local SGD\) cannot be captured.*Average the gradients at every"):
-            engine.prepare()
+            engine._prepare()
 
 
 def test_optimizer_steps_within_no_sync_are_refused_and_accumulation_is_not(group, make_engine):
     model = DistributedDataParallel(linear())
     engine = make_engine({"model": torch.compile(model)})
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
 
     with model.no_sync(), pytest.raises(StateError, match=r"model: .*local SGD\) cannot be captured"):
         engine.boundary(1)
@@ -144,7 +144,7 @@ def test_fsdp2_and_a_plain_optimizer_in_a_group_of_one_are_captured(group, make_
     fully_shard(model[0])
     fully_shard(model)
     engine = make_engine({"model": model, "optimizer": adam(model)}, tmp_path / "level")
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
 
     assert engine.boundary(1)
     assert engine.close()

@@ -76,7 +76,7 @@ def test_an_engine_that_is_closed_maps_no_slot_any_more_whatever_was_fetched(job
     try:
         before = mapped_slots()
         second = job.start(tmp_path, memory=MEMORY, ready=False)
-        snapshot = second.engine.fetch()
+        snapshot = second.engine._fetch()
         assert mapped_slots() > before
         second.engine.close()
         assert mapped_slots() <= before
@@ -91,7 +91,7 @@ def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, tmp_path, where):
     path = shard(tmp_path, 3)
     flip(path, where)
 
-    snapshot = job.start(tmp_path, ready=False).engine.fetch("latest")
+    snapshot = job.start(tmp_path, ready=False).engine._fetch("latest")
 
     assert snapshot.step == 2
     [reason] = snapshot.skipped
@@ -147,7 +147,7 @@ def test_an_error_without_text_of_the_program_costs_the_snapshots_and_is_named(j
     odd.is_odd = True
 
     with pytest.raises(SnapshotNotFound, match="no whole snapshot of step 1"):
-        again.engine.fetch(1)
+        again.engine._fetch(1)
     assert "step 1 passed over: NotImplementedError()" in caplog.text
 
 
@@ -158,7 +158,7 @@ def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
     assert training.engine.close()
     flip(shard(fast, 2), 5000)
 
-    snapshot = job.start(fast, slow, ready=False).engine.fetch("latest")
+    snapshot = job.start(fast, slow, ready=False).engine._fetch("latest")
 
     assert (snapshot.step, snapshot.level) == (2, str(slow))
     assert any(str(fast) in reason for reason in snapshot.skipped)
@@ -168,9 +168,9 @@ def test_a_step_can_be_chosen_and_one_that_is_not_there_is_refused(job, tmp_path
     saved(job, tmp_path)
     engine = job.start(tmp_path, ready=False).engine
 
-    assert engine.fetch(2).step == 2
+    assert engine._fetch(2).step == 2
     with pytest.raises(SnapshotNotFound, match="no whole snapshot of step 77"):
-        engine.fetch(77)
+        engine._fetch(77)
 
 
 def test_another_model_is_refused_by_name_and_nothing_is_loaded(job, tmp_path):
@@ -206,7 +206,7 @@ def test_odd_dtypes_and_tied_weights_come_back(job):
     training = job.start(extra={"tied": tied, "values": values})
     training.run(1, 1)
 
-    state = training.engine.fetch("latest").state
+    state = training.engine._fetch("latest").state
 
     assert state["tied"]["0.weight"].equal(tied[0].weight)
     assert state["tied"]["1.weight"].equal(tied[0].weight)
@@ -223,7 +223,7 @@ def test_a_directory_that_vanished_does_not_stop_a_restart_from_memory(job, tmp_
     job.crash(first)
     directory.rename(tmp_path / "elsewhere")  # at once: the keeper may just be writing there
 
-    snapshot = job.start(directory, ready=False).engine.fetch("latest")
+    snapshot = job.start(directory, ready=False).engine._fetch("latest")
 
     assert (snapshot.step, snapshot.level) == (3, "memory")
 
@@ -236,7 +236,7 @@ def test_damage_in_memory_is_named_as_such_whatever_else_it_looks_like(job, wher
     job.crash(training)
     damage_newest_at_rest(job, where)
 
-    snapshot = job.start(ready=False, memory=MEMORY).engine.fetch("latest")
+    snapshot = job.start(ready=False, memory=MEMORY).engine._fetch("latest")
 
     assert snapshot.step == 1
     assert any("step 2" in reason and "xxh3" in reason for reason in snapshot.skipped)
@@ -248,9 +248,9 @@ def test_what_the_last_keeper_writes_until_it_ends_is_found(job, tmp_path):
     config = SnapshotConfig(job_id=job.job_id, levels=(level,), memory=MEMORY)
     training = Training(config, width=384)
     job.trainings.append(training)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     training.run(1, 1)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     training.run(2, 9)
     assert training.engine.statistics().last_whole_step == 9
     keeper = training.engine._client.keeper_pid
@@ -279,7 +279,7 @@ def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_
     passing(vanish)
     second = Training(SnapshotConfig(job_id=f"{job.job_id}-vanish", levels=(PersistentLevel(str(run)),)))
     job.trainings.append(second)
-    snapshot = second.engine.fetch("latest")
+    snapshot = second.engine._fetch("latest")
 
     assert listed
     assert (snapshot.step, snapshot.skipped) == (3, ())
@@ -288,10 +288,10 @@ def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_
 def test_what_chooses_no_snapshot_is_refused(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
 
     for which in (True, None, 1.5, b"latest", ["latest"]):
-        for call in (training.engine.restore, training.engine.fetch, partial(load_weights, tmp_path)):
+        for call in (training.engine.restore, training.engine._fetch, partial(load_weights, tmp_path)):
             with pytest.raises(ConfigError, match=r'"latest", a step, a name or a run \("run:1f3a"'):
                 call(which)
     assert training.engine.step == 2

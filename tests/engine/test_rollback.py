@@ -106,7 +106,7 @@ def test_latest_means_the_way_back_from_the_moment_rollback_returns(job, tmp_pat
     captured(training, 1, 5)
     wanted = training.facts()
     captured(training, 6, 6)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     old = training.engine._recorder.meta.run_id
 
     assert training.engine.rollback(steps=2).step == 5
@@ -122,9 +122,9 @@ def test_storage_gets_the_state_that_was_gone_back_to(job, tmp_path):
     """Also where the level takes few steps: without trainer and keeper the bad branch would be the newest."""
     training = job.start(tmp_path)
     captured(training, 1, 6)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     assert training.engine.rollback(steps=2).step == 5
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     newest = candidates([inventory_of(open_store(str(tmp_path)))])[0]
     assert (newest.step, newest.run_id) == (5, training.engine._recorder.meta.run_id)
 
@@ -164,7 +164,7 @@ def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
     training = job.start(tmp_path)
     run = training.engine._recorder.meta.run_id
     run_watched(training, batches_of(8, bad=[2, 5]), NonFinite())
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     assert {plan.run_id for plan in candidates([inventory_of(open_store(str(tmp_path)))])} == {run}
 
 
@@ -175,7 +175,7 @@ def test_what_is_not_in_memory_comes_from_storage(job, tmp_path):
     wanted = training.facts()
     for step in range(3, 9):  # storage holds no slot when the next one is chosen
         training.run(step, step)
-        assert training.engine.flush(TIMEOUT_S)
+        assert training.engine._flush(TIMEOUT_S)
 
     done = training.engine.rollback(steps=7)
 
@@ -189,7 +189,7 @@ def test_with_more_slots_than_needed_memory_has_the_newest_captures_whether_they
     memory = MemoryLevel(slots=6, linger_s=60)
     training = Training(SnapshotConfig(levels=(level,), memory=memory, job_id=job.job_id, io_timeout_s=TIMEOUT_S))
     job.trainings.append(training)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     captured(training, 1, 20)
     assert training.engine.wait(20, until="durable", timeout_s=TIMEOUT_S)
     until(lambda: not any(slot.status().pinned for slot in training.engine._client.slots()))
@@ -250,9 +250,9 @@ def test_a_snapshot_of_the_run_before_is_no_way_back_beyond_the_branch(job, tmp_
     training = job.start(tmp_path)
     captured(training, 1, 4)
     training.engine.keep("four")
-    assert training.engine.flush(TIMEOUT_S)  # else storage may hold two of the three slots, and step 6 is left out
+    assert training.engine._flush(TIMEOUT_S)  # else storage may hold two of the three slots, and step 6 is left out
     captured(training, 5, 6)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     assert training.engine.rollback(steps=3).step == 4
     training.train()
     captured(training, 5, 5)
@@ -284,7 +284,7 @@ def test_a_damaged_slot_is_passed_over(job, tmp_path):
     captured(training, 1, 2)
     wanted = training.facts()
     captured(training, 3, 3)
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     [slot] = [slot for slot in training.engine._client.slots() if slot.status().step == 3]
     slot.image[slot.status().image_bytes - 5] ^= 1
     assert training.engine.rollback().step == 2

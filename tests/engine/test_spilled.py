@@ -40,7 +40,7 @@ def test_a_training_without_memory_is_captured_into_files_and_resumes_from_them(
     config = dataclasses.replace(job.config(memory=tight()), levels=(level,))
     training = Training(config)
     job.trainings.append(training)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     training.run(1, 8)
     facts = training.facts()
 
@@ -71,7 +71,7 @@ def test_files_outlive_the_keeper_as_memory_does(job, tmp_path):
     os.kill(keeper, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
     assert training.engine.wait(3, until="captured", timeout_s=TIMEOUT_S)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     assert all(slot.is_file for slot in slots(training))
     training.run(4, 4)
     facts = training.facts()
@@ -111,7 +111,7 @@ def test_where_no_files_can_be_made_training_goes_on_and_says_why(kind, job, tmp
             "small": "its disk has 0 (0 bytes) to spare",
         }
         training = job.start(tmp_path / "level", ready=False, memory=tight(places[kind]))
-        assert not training.engine.wait_ready(TIMEOUT_S)
+        assert not training.engine._wait_ready(TIMEOUT_S)
         training.run(1, 3)
 
         assert training.counters["seen"] == 24

@@ -28,7 +28,7 @@ def warnings(caplog, text):
 def test_training_goes_on_without_a_keeper(job, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     training = job.start(ready=False, io_timeout_s=1)
-    training.engine.prepare()
+    training.engine._prepare()
     training.run(1, 3)
     until(lambda: training.engine.statistics().keepers_lost > 0)
     training.run(4, 6)
@@ -56,7 +56,7 @@ def test_an_error_in_the_keeper_reaches_the_console_of_the_training_with_the_log
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:raise")
     training = job.start(ready=False)
     training.wait_for_io(2)
-    training.engine.prepare()
+    training.engine._prepare()
     steps = itertools.count(1)
 
     def told():
@@ -79,18 +79,18 @@ def test_a_killed_keeper_is_replaced_and_the_captures_go_on(job):
     training.run(1, 2)
     os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
 
     training.run(3, 4)
 
     assert training.began == [True] * 4
     job.crash(training)
-    assert job.start(ready=False).engine.fetch("latest").step == 4
+    assert job.start(ready=False).engine._fetch("latest").step == 4
 
 
 def test_a_memory_bound_that_is_too_small_is_said_once_and_training_goes_on(job, caplog):
     training = job.start(ready=False, memory=MemoryLevel(max_bytes=1 << 20, linger_s=60))
-    training.engine.prepare()
+    training.engine._prepare()
     until(lambda: training.engine.statistics() and warnings(caplog, "max_bytes"))
     training.run(1, 3)
 
@@ -104,8 +104,8 @@ def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog
     training.run(1, 4)
 
     assert training.began == [True] * 4
-    assert training.engine.fetch("latest").step == 4
-    assert not training.engine.flush(TIMEOUT_S)  # the level was tried again meanwhile, with what is small
+    assert training.engine._fetch("latest").step == 4
+    assert not training.engine._flush(TIMEOUT_S)  # the level was tried again meanwhile, with what is small
     assert sum(training.engine.statistics().level_failures.values()) >= 1
     assert len(warnings(caplog, "not persisted")) == 1
 
@@ -130,10 +130,10 @@ def test_statistics_count_a_state_that_grows(job, caplog):
         assert time.monotonic() < deadline
         step += 1
         training.train()
-        training.engine.wait_ready(TIMEOUT_S)
+        training.engine._wait_ready(TIMEOUT_S)
     training.engine.gate()
 
-    held = training.engine.fetch("latest")
+    held = training.engine._fetch("latest")
     assert held.step == step
     assert held.state["counters"]["more"][-1] == 399_999
 
@@ -144,7 +144,7 @@ def test_snapshots_that_a_slow_level_leaves_out_are_counted(job, tmp_path):
     config = dataclasses.replace(job.config(), levels=(fast, slow))
     training = Training(config)
     job.trainings.append(training)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     step = 0
 
     def is_dropped():
@@ -174,7 +174,7 @@ def test_a_password_in_a_url_is_not_logged(job, caplog):
     training = Training(config)
     job.trainings.append(training)
     assert training.engine.restore("latest") is None
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     training.run(1, 1)
     assert not training.engine.close()
     assert warnings(caplog, "passed over")
@@ -226,7 +226,7 @@ def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog)
 def test_a_last_step_that_is_torn_is_counted_at_the_end(job, caplog):
     training = job.start(width=300_000, ready=False)
     training.run(1, 1)
-    assert training.engine.wait_ready(TIMEOUT_S)
+    assert training.engine._wait_ready(TIMEOUT_S)
     for step in range(2, 200):
         training.engine.boundary(step)
         with torch.no_grad():
@@ -251,7 +251,7 @@ def test_loading_a_checkpoint_in_a_running_training_warns_of_nothing(job, caplog
     assert training.engine.statistics().replans == 1
     assert [record.levelname for record in caplog.records if "made anew" in record.message] == ["INFO"]
     assert not warnings(caplog, "")
-    assert training.engine.fetch("latest").step == 3
+    assert training.engine._fetch("latest").step == 3
 
 
 def test_a_training_of_one_step_is_stored(job, tmp_path, caplog):

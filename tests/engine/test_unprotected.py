@@ -101,7 +101,7 @@ def start(job, directory, every=4, **settings):
     levels = (PersistentLevel(str(directory), every_n_steps=every),)
     training = Training(dataclasses.replace(job.config(**settings), levels=levels))
     job.trainings.append(training)
-    assert not training.engine.wait_ready(TIMEOUT_S)
+    assert not training.engine._wait_ready(TIMEOUT_S)
     assert training.engine.statistics().unprotected
     return training
 
@@ -222,7 +222,7 @@ def test_memory_that_is_refused_at_first_is_asked_for_again(job, tmp_path, monke
 
 def test_without_memory_or_levels_the_end_says_that_nothing_is_saved(job, caplog):
     training = job.start(ready=False, memory=MemoryLevel(max_bytes=1 << 16))
-    training.engine.wait_ready(TIMEOUT_S)
+    training.engine._wait_ready(TIMEOUT_S)
     training.run(1, 3)
 
     assert training.began == [False] * 3
@@ -278,14 +278,14 @@ def test_memory_that_is_required_and_cannot_be_had_ends_the_training_at_its_star
     training = job.start(ready=False, require_memory=True, memory=MemoryLevel(max_bytes=1 << 16))
 
     with pytest.raises(MemoryBoundExceeded, match=r"require_memory=True.*max_bytes"):
-        training.engine.prepare() if way == "prepare" else training.engine.boundary(1)
+        training.engine._prepare() if way == "prepare" else training.engine.boundary(1)
 
 
 def test_a_keeper_that_is_required_and_cannot_be_started_ends_the_training_at_its_start(job, tmp_path, monkeypatch):
     with no_interpreter(tmp_path, monkeypatch):
         training = job.start(ready=False, require_memory=True, io_timeout_s=3)
         with pytest.raises(KeeperError, match="ended with status 3"):
-            training.engine.prepare()
+            training.engine._prepare()
 
 
 def test_with_memory_required_the_first_boundary_is_captured(job):
@@ -307,7 +307,7 @@ def test_the_start_says_what_the_training_takes(job, tmp_path, caplog):
     assert len(lines) == 1
     assert "): 3 slots of " in lines[0]
     assert f"snapshots at {tmp_path} every step" in lines[0]
-    assert training.engine.flush(TIMEOUT_S)
+    assert training.engine._flush(TIMEOUT_S)
     assert sum(f"{tmp_path}: a snapshot of " in record.getMessage() for record in caplog.records) == 1
 
 

@@ -33,7 +33,7 @@ def train(training, last, error=None):
     while training.engine.step < last:
         training.train()
         # The first boundary waits for one slot alone, and steps this short are over before there is another.
-        assert training.engine.wait_ready(TIMEOUT_S)
+        assert training.engine._wait_ready(TIMEOUT_S)
         training.engine.boundary()
     if error is not None:
         raise error
@@ -50,7 +50,7 @@ def test_steps_are_counted_from_what_was_restored(start, job):
     second = start()
     second.engine.restore("latest")
     assert second.engine.step == 3
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     second.train()
     assert second.engine.boundary()
     assert second.engine.step == 4
@@ -60,7 +60,7 @@ def test_steps_are_counted_from_what_was_restored(start, job):
     second.train()
     assert second.engine.boundary()
     assert second.engine.wait(until="captured", timeout_s=60)
-    assert second.engine.fetch("latest").step == 11
+    assert second.engine._fetch("latest").step == 11
 
 
 def test_steps_that_are_not_due_count_as_well(start):
@@ -68,7 +68,7 @@ def test_steps_that_are_not_due_count_as_well(start):
     train(training, 6)
 
     assert training.engine.step == 6
-    assert training.engine.fetch("latest").step == 4
+    assert training.engine._fetch("latest").step == 4
 
 
 def test_at_the_end_of_the_block_the_last_step_is_stored(start, tmp_path):
@@ -218,7 +218,7 @@ def test_what_is_neither_config_nor_path_is_refused(wrong):
 def test_no_thread_outlives_the_block(job, boundaries, error):
     before = set(threading.enumerate())
     training = Training(job.config(), width=1 << 20)
-    training.engine.prepare()
+    training.engine._prepare()
 
     with contextlib.suppress(KeyboardInterrupt), training.engine:
         for _ in range(boundaries):
@@ -235,10 +235,10 @@ def test_the_steps_that_a_restart_could_go_on_from_are_listed(start, job, tmp_pa
     (tmp_path / "file").write_text("")
     levels = [tmp_path / "level", tmp_path / "file"]
     first = start(*levels)
-    assert (first.engine.all_steps(), first.engine.latest_step()) == ([], None)
+    assert first.engine.all_steps() == []
     for step in (2, 4, 5):
         first.train()
-        assert first.engine.wait_ready(TIMEOUT_S)
+        assert first.engine._wait_ready(TIMEOUT_S)
         first.engine.boundary(step)
         if step < 5:
             assert first.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
@@ -248,6 +248,6 @@ def test_the_steps_that_a_restart_could_go_on_from_are_listed(start, job, tmp_pa
     job.crash(first)
 
     second = start(*levels)
-    assert second.engine.latest_step() == 5
+    assert second.engine.all_steps()[-1] == 5
     assert second.engine.restore(2).step == 2  # a new run begins there, which has no step of its own yet
     assert second.engine.all_steps() == []

@@ -66,7 +66,7 @@ class Tuning:
             self.run(step, step)
             if self.began[-1]:
                 return step
-            self.engine.wait_ready(TIMEOUT_S)
+            self.engine._wait_ready(TIMEOUT_S)
         raise AssertionError("nothing was captured any more")
 
     def facts(self):
@@ -108,7 +108,7 @@ def main():
     engine = tuning.engine
     snapshot = engine.restore("latest")
     write("resumed", snapshot.step if snapshot else 0, snapshot.level if snapshot else "nothing")
-    engine.wait_ready(TIMEOUT_S)
+    engine._wait_ready(TIMEOUT_S)
     image = engine._client.frozen_slot(engine._recorder.frozen.reference().digest)
     # Filling a slot counts its sequence number up.
     write("image", os.fstat(image.fd).st_ino, image.status().sequence)
@@ -116,7 +116,7 @@ def main():
         tuning.run(step, step)
         write("begun" if tuning.began[-1] else "skipped", step)
         if not tuning.began[-1]:
-            engine.wait_ready(TIMEOUT_S)
+            engine._wait_ready(TIMEOUT_S)
     engine.close()
     write("end", hashlib.sha256(repr(sorted(tuning.facts().items())).encode()).hexdigest())
 

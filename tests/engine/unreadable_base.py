@@ -26,7 +26,7 @@ def make_unreadable(tensor):
 
 def main():
     tuning = Tuning(SnapshotConfig(memory=MemoryLevel(linger_s=0)))
-    assert tuning.engine.wait_ready(TIMEOUT_S)
+    assert tuning.engine._wait_ready(TIMEOUT_S)
     tuning.run_until_captured(1)
     for layer in list(tuning.model)[:-1]:
         make_unreadable(layer.base.weight)

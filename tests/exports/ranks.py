@@ -82,7 +82,7 @@ def train(model, optimizer, steps: int) -> None:
 def engine_for(url: str, **objects) -> SnapshotEngine:
     level = PersistentLevel(url, every_n_steps=1)
     engine = SnapshotEngine(SnapshotConfig(levels=(level,), job_id=url, memory=MemoryLevel(linger_s=1)), objects)
-    assert engine.wait_ready(90)
+    assert engine._wait_ready(90)
     return engine
 
 

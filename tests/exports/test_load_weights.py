@@ -57,7 +57,7 @@ def train(directory, job, model, steps, name="model"):
     engine = SnapshotEngine(config, {name: model, "optimizer": optimizer})
     was = {}
     try:
-        assert engine.wait_ready(60)
+        assert engine._wait_ready(60)
         for step in range(1, steps + 1):
             model(torch.tensor([1, 2, 3])).square().mean().backward()
             optimizer.step()

@@ -61,7 +61,7 @@ def main() -> None:
     is_good = all(bool((parameter < 50).all()) for parameter in model.parameters())
     step = snapshot.step if snapshot else 0
     journal.write("resumed", step, "good" if is_good else "bad")
-    engine.wait_ready(timeout_s=30)
+    engine._wait_ready(timeout_s=30)
     watch = LossWatch(NonFinite(), engine)
     for batch in data:
         loss = (model(batch) - batch).square().mean()

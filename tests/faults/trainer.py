@@ -40,8 +40,8 @@ def main() -> None:
     snapshot = engine.restore("latest")
     journal.write("resumed", snapshot.step if snapshot else 0, snapshot.level if snapshot else "nothing")
     os.environ.pop("LAZYSNAP_FAULT", None)  # the keeper runs: one that takes its place does not die as well
-    engine.prepare()
-    engine.wait_ready(timeout_s=30)
+    engine._prepare()
+    engine._wait_ready(timeout_s=30)
     for step in range((snapshot.step if snapshot else 0) + 1, steps + 1):
         batch = torch.randn(8, 24)
         loss = (model(batch) - batch).square().mean()
@@ -51,7 +51,7 @@ def main() -> None:
         scheduler.step()
         journal.write("trained", step)
         began = engine.boundary(step)
-        if not began and engine.wait_ready(timeout_s=30):  # the keeper was being replaced
+        if not began and engine._wait_ready(timeout_s=30):  # the keeper was being replaced
             began = engine.boundary(step)
         journal.write("begun" if began else "skipped", step)
         engine.gate()

@@ -27,11 +27,11 @@ def main() -> None:
     )
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
     if settings.get("fetch_only"):
-        engine.fetch()
+        engine._fetch()
         engine.abandon()
         return
     snapshot = engine.restore("latest") if settings.get("restore", True) else None
-    assert engine.wait_ready(60)
+    assert engine._wait_ready(60)
     for step in range((snapshot.step if snapshot else 0) + 1, settings.get("steps", 8) + 1):
         model(torch.randn(4, 8)).square().mean().backward()
         optimizer.step()

@@ -352,7 +352,7 @@ def test_the_scale_and_the_growth_of_a_grad_scaler_are_restored():
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         assert engine.boundary(step)
     assert engine.wait(6, until="captured", timeout_s=TIMEOUT_S)
     engine.abandon()
@@ -370,10 +370,10 @@ def test_the_scale_and_the_growth_of_a_grad_scaler_are_restored():
 def test_figures_say_how_long_copies_took_and_devices_waited():
     model, optimizer = make(width=1024)
     engine = engine_of(model, optimizer)
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     for step in range(1, 5):
         train(model, optimizer)
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         assert engine.boundary(step)
         engine.gate()  # at once: the device has to wait for nearly the whole copy
     assert engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
@@ -389,7 +389,7 @@ def test_figures_say_how_long_copies_took_and_devices_waited():
 def test_slots_are_registered_before_they_are_ready_and_not_after_the_end():
     model, optimizer = make()
     engine = engine_of(model, optimizer)
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     views = [torch.frombuffer(slot.buffer, dtype=torch.uint8) for slot in engine._client.slots()]
     assert views
     assert all(view.is_pinned() for view in views)
@@ -417,7 +417,7 @@ def test_an_engine_restores_a_device_training_bit_for_bit():
     torch.manual_seed(1)
     for step in range(1, 4):
         train(*parts)
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         assert engine.boundary(step)
     assert engine.wait(3, until="captured", timeout_s=TIMEOUT_S)
     engine.abandon()

@@ -61,19 +61,19 @@ class FrozenTensorsOnDevice(unittest.TestCase):
         config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=5))
         model, optimizer = make(accelerator.TYPE)
         engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         for step in range(1, 200):
             model(torch.randn(4, WIDTH, device=accelerator.TYPE)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if engine.boundary(step) and step > 5:
                 break
-            engine.wait_ready(TIMEOUT_S)
+            engine._wait_ready(TIMEOUT_S)
         engine.gate()
         assert engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
         held = {name: value.cpu() for name, value in model.state_dict().items()}
 
-        snapshot = engine.fetch("latest")
+        snapshot = engine._fetch("latest")
 
         assert snapshot.step == step
         assert engine.statistics().shard_bytes < WIDTH * WIDTH < engine.statistics().frozen_bytes

@@ -37,7 +37,7 @@ class RestoreOntoDevice(unittest.TestCase):
         model, optimizer = make()
         engine = SnapshotEngine(self.config, {"model": model, "optimizer": optimizer})
         train(model, optimizer)
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         assert engine.boundary(1)
         assert engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
         self.saved = values(model, optimizer)
@@ -47,7 +47,7 @@ class RestoreOntoDevice(unittest.TestCase):
         model, optimizer = make()
         engine = SnapshotEngine(self.config, {"model": model, "optimizer": optimizer})
 
-        snapshot = engine.fetch()
+        snapshot = engine._fetch()
 
         state = snapshot.state["optimizer"]["state"]
         assert {tensor.device.type for tensor in snapshot.state["model"].values()} == {accelerator.TYPE}
@@ -65,7 +65,7 @@ class RestoreOntoDevice(unittest.TestCase):
         model, optimizer = make()
         engine = SnapshotEngine(self.config, {"model": model, "optimizer": optimizer})
         with accelerator.little_memory() if not has_room else contextlib.nullcontext():
-            snapshot = engine.fetch()
+            snapshot = engine._fetch()
         assert (snapshot.state["model"]["0.weight"].device.type == accelerator.TYPE) == has_room
         model.load_state_dict(snapshot.state["model"])
         optimizer.load_state_dict(snapshot.state["optimizer"])

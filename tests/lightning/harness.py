@@ -364,7 +364,7 @@ class Dying(pl.Callback):
         self.lazy, self.at_step = lazy, at_step
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        assert self.lazy.engine.wait_ready(240)
+        assert self.lazy.engine._wait_ready(240)
         if trainer.global_step >= self.at_step:
             raise ZeroDivisionError
 
@@ -379,7 +379,7 @@ class Storing(pl.Callback):
         if trainer.global_step == self.at_step:
             self.at_step = None
             [lazy] = [one for one in trainer.callbacks if isinstance(one, LazySnapshotCallback)]
-            assert lazy.engine.flush(240)
+            assert lazy.engine._flush(240)
 
 
 def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | None = None) -> Run:

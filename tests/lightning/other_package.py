@@ -31,7 +31,7 @@ class Net(pl.LightningModule):
 class Ready(pl.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
-        assert lazy.engine.wait_ready(20)
+        assert lazy.engine._wait_ready(20)
 
 
 def fit(directory: str, seed: int, die_at: int = -1) -> list[float]:

@@ -36,7 +36,7 @@ class Ready(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if self.lazy.engine is not None:
-            assert self.lazy.engine.wait_ready(20)
+            assert self.lazy.engine._wait_ready(20)
 
 
 class DieAt(Callback):

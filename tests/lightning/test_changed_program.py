@@ -29,7 +29,7 @@ class Model(pl.LightningModule):
 class Ready(pl.Callback):
     def on_train_start(self, trainer, pl_module):
         lazy = next(item for item in trainer.callbacks if isinstance(item, LazySnapshotCallback))
-        assert lazy.engine.wait_ready(60)
+        assert lazy.engine._wait_ready(60)
 
 
 def fit(directory, model, *callbacks, items=16, batch=4, **settings):

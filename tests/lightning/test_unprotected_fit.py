@@ -20,7 +20,7 @@ class Steps(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if self.lazy.engine.statistics().unprotected is None:
-            assert not self.lazy.engine.wait_ready(60)
+            assert not self.lazy.engine._wait_ready(60)
         if trainer.global_step == self.fail_at:
             raise ZeroDivisionError
         self.seen.append(trainer.global_step)

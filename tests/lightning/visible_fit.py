@@ -31,7 +31,7 @@ class Watch(L.Callback):
         self.lazy, self.die_at = lazy, die_at
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        assert self.lazy.engine.wait_ready(60)
+        assert self.lazy.engine._wait_ready(60)
         if trainer.global_step == self.die_at:
             self.lazy.engine.gate()
             os.kill(os.getpid(), signal.SIGKILL)

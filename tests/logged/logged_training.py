@@ -122,7 +122,7 @@ def accelerate(directory, dies_in, change):
     if change == "held":
         accelerator.get_tracker("wandb", unwrap=True)
     step = step if change == "first" else load()
-    assert accelerator.engine.wait_ready(60)  # ten steps may be over before there is memory for a second capture
+    assert accelerator.engine._wait_ready(60)  # ten steps may be over before there is memory for a second capture
     for inputs, targets in loader:
         step += 1
         die_in(step, dies_in)

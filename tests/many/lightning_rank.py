@@ -95,7 +95,7 @@ class Ready(pl.Callback):
         self.lazy = lazy
 
     def on_train_batch_start(self, *_: object) -> None:
-        assert self.lazy.engine.wait_ready(60)
+        assert self.lazy.engine._wait_ready(60)
 
 
 class Ending(pl.Callback):

@@ -321,8 +321,8 @@ def main() -> None:
         dist.barrier()
         os.kill(settings["thaw"], signal.SIGCONT)
     if not settings.get("unready"):
-        engine.prepare()
-        write("ready", engine.wait_ready(timeout_s=30))
+        engine._prepare()
+        write("ready", engine._wait_ready(timeout_s=30))
     if "silent_after_s" in settings:  # only now: the keeper had as long as it took to start
         engine._client._heartbeat._timeout_s = settings["silent_after_s"]
     inject = given_times(engine, settings["times"]) if "times" in settings else None
@@ -353,13 +353,13 @@ def main() -> None:
             continue
         if settings.get("renewed_at") == step:
             until(lambda: keeper_of(engine) not in (None, keeper), lambda: "another keeper")
-            write("renewed", engine.wait_ready(timeout_s=30))
+            write("renewed", engine._wait_ready(timeout_s=30))
         if engine.boundary(step):
             write("begun", step)
         else:
             write("skipped", step)
             if engine.statistics().unprotected is None or "thaw" in settings:
-                engine.wait_ready(timeout_s=30)  # the first boundary asks for memory
+                engine._wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
         if inject is not None:

@@ -56,7 +56,7 @@ def main() -> None:
     if settings.get("look"):
         engine.abandon()
         os._exit(0)
-    assert engine.wait_ready(timeout_s=30)
+    assert engine._wait_ready(timeout_s=30)
     watch = LossWatch(NonFinite(), engine)
     for number in range(step, settings["batches"]):
         if number in settings["never"]:

@@ -69,7 +69,7 @@ STEP = [0]
 
 def make_ready(engine):
     """From here on every step is captured: none finds that its memory is still being made."""
-    assert engine.wait_ready(60)
+    assert engine._wait_ready(60)
 
 
 def plain(url):
@@ -96,27 +96,6 @@ def plain(url):
             say(f"boundary {step}")
             if step % EVERY == 0:
                 at("evaluation", step)
-
-
-def looking(url):
-    """A program that ends itself."""
-    from lazysnap import SnapshotEngine
-
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine = SnapshotEngine(url, {"model": model, "optimizer": optimizer})
-    engine.restore("latest")
-    with engine:
-        make_ready(engine)
-        while not engine.stop_requested:
-            step = engine.step + 1
-            stay_until_allowed(step)
-            model(torch.randn(4, 8)).pow(2).mean().backward()
-            optimizer.step()
-            engine.boundary()
-            say(f"boundary {step}")
-    say(f"left at {engine.step}")
-    sys.exit(3)
 
 
 def handling(url):

@@ -126,7 +126,7 @@ def test_another_notice_does_the_same(notice, trainings, tmp_path):
     assert trainings.durable() == 5
 
 
-@pytest.mark.parametrize(("way", "code", "said"), [("looking", 3, "left at 4"), ("handling", 5, "handled 15 once")])
+@pytest.mark.parametrize(("way", "code", "said"), [("handling", 5, "handled 15 once")])
 def test_a_program_that_looks_or_handles_the_signal_ends_itself_with_its_own_code(trainings, tmp_path, way, code, said):
     run = trainings.start(way, "step", "4")
     run.await_line("step 4")

@@ -78,13 +78,13 @@ def main():
         snapshot = engine.restore("latest")
         resumed = [snapshot.step, snapshot.level] if snapshot else resumed
         print("resumed", *resumed, flush=True)
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
     for step in range(resumed[0] + 1, int(steps) + 1):
         case.step(step)
         if engine is not None:
             deadline = time.monotonic() + TIMEOUT_S
             while not engine.boundary(step):
-                assert engine.wait_ready(TIMEOUT_S)
+                assert engine._wait_ready(TIMEOUT_S)
                 assert time.monotonic() < deadline, engine.statistics().skipped
             if death:
                 die(engine, step, death[0])

@@ -46,9 +46,9 @@ class Adapted:
 
     def capture(self, step):
         deadline = time.monotonic() + TIMEOUT_S
-        assert self.engine.wait_ready(TIMEOUT_S)
+        assert self.engine._wait_ready(TIMEOUT_S)
         while not self.engine.boundary(step):
-            assert self.engine.wait_ready(TIMEOUT_S)
+            assert self.engine._wait_ready(TIMEOUT_S)
             assert time.monotonic() < deadline, self.engine.statistics().skipped
         self.engine.gate()
 
@@ -98,7 +98,7 @@ def test_adapters_that_are_merged_into_the_base_are_noticed_and_every_snapshot_i
 
     first.model.merge_adapter(safe_merge=True)
     first.capture(3)
-    merged = first.engine.fetch("latest")
+    merged = first.engine._fetch("latest")
     assert merged.step == 3
     for name, tensor in first.model.state_dict().items():
         assert torch.equal(merged.state["model"][name], tensor), name

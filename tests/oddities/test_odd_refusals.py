@@ -72,7 +72,7 @@ def test_a_tensor_that_no_snapshot_can_hold_is_refused_before_the_first_step(eng
     model = odd_model(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    for call in (lambda engine: engine.restore("latest"), lambda engine: engine.prepare()):
+    for call in (lambda engine: engine.restore("latest"), lambda engine: engine._prepare()):
         with pytest.raises(StateError, match=rf"model\.odd: .*{kind}"):
             call(engines({"model": model, "optimizer": optimizer}))
     # Also where it is no part of a module, and the program did not ask before.
@@ -86,13 +86,13 @@ def test_a_model_on_the_meta_device_is_refused_before_it_is_trained(engines):
         model = torch.nn.Linear(2, 2)
     engine = engines({"model": model})
 
-    for call in (engine.restore, engine.prepare):
+    for call in (engine.restore, engine._prepare):
         with pytest.raises(StateError, match=r"model\.weight.*meta device.*to_empty"):
             call()
 
     model.to_empty(device="cpu")
     assert engine.restore("latest") is None
-    engine.prepare()
+    engine._prepare()
     # Also where it is no part of a module, and the program did not ask before.
     with pytest.raises(StateError, match=r"values\.odd.*meta device.*to_empty|\['odd'\].*meta device"):
         engines({"values": {"odd": torch.empty(2, device="meta")}}).boundary(1)
@@ -101,7 +101,7 @@ def test_a_model_on_the_meta_device_is_refused_before_it_is_trained(engines):
 def test_a_lazy_module_that_saw_no_batch_is_refused_at_the_first_boundary(engines):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
     engine = engines({"model": model, "optimizer": torch.optim.Adam(model.parameters())})
-    engine.prepare()
+    engine._prepare()
 
     with pytest.raises(StateError, match=r"\['1\.weight'\].*no batch yet"):
         engine.boundary(1)
@@ -109,10 +109,10 @@ def test_a_lazy_module_that_saw_no_batch_is_refused_at_the_first_boundary(engine
 
 def captured(engines, state, step=1):
     engine = engines(state)
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     deadline = time.monotonic() + TIMEOUT_S
     while not engine.boundary(step):
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         assert time.monotonic() < deadline
     assert engine.close()
 
@@ -126,7 +126,7 @@ def test_nothing_is_loaded_into_a_model_on_the_meta_device(engines):
     with pytest.raises(StateError, match=r"model\.weight.*meta device.*to_empty"):
         engine.restore("latest")
     with pytest.raises(StateError, match=r"model\.weight.*meta device.*to_empty"):
-        engine.fetch("latest")
+        engine._fetch("latest")
 
     model.to_empty(device="cpu")
     assert engine.restore("latest").step == 1

@@ -56,7 +56,7 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
     with torch.no_grad():
         model.huge[places] = torch.randn(len(places), dtype=torch.bfloat16)
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     assert engine.boundary(1)
     assert engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
     engine.abandon()
@@ -64,7 +64,7 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
     try:
         for level in ("memory", str(place)):
             engine = SnapshotEngine(config, {"model": again, "optimizer": optimizer})
-            snapshot = engine.fetch()
+            snapshot = engine._fetch()
             assert snapshot.level == level
             assert torch.equal(snapshot.state["model"]["huge"], model.huge)
             del snapshot

@@ -67,7 +67,7 @@ def test_another_class_is_refused_and_nothing_is_loaded(there, here, options, st
     with pytest.raises(StateError, match=rf"optimizer: .*{there.__name__}.*{here.__name__}.*Nothing") as caught:
         source.load(state)
 
-    assert "engine.fetch" in str(caught.value)
+    assert "load_weights" in str(caught.value)
     assert (model.weight.equal(before[0]), [group["lr"] for group in optimizer.param_groups]) == (True, before[1])
     assert len(optimizer.state) == before[2]
 

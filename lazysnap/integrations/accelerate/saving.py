@@ -191,8 +191,8 @@ class Directories:
 
     def give_up_lost(self, engine: SnapshotEngine) -> None:
         """Make no checkpoint of snapshots that were lost before they were stored."""
-        if self._checkpoints is not None and engine.lost_names:
-            self._checkpoints.give_up(engine.lost_names)
+        if self._checkpoints is not None and engine._lost_names:
+            self._checkpoints.give_up(engine._lost_names)
 
     # ---------------------------------------------------------------- loading
 

@@ -54,7 +54,7 @@ class Latest:
             return
         self._convert_module()
         is_fit = self._trainer.state.fn == "fit"
-        snapshot = engine().fetch(path) if is_fit else engine().session.fetch_to_read(path)
+        snapshot = engine()._fetch(path) if is_fit else engine().session.fetch_to_read(path)
         # As with a file: what was chosen by name is meant, whatever Lightning saved before a requeue.
         requeued = self._requeued(snapshot) if is_fit and path == LATEST else None
         if requeued is not None:

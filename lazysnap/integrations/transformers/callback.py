@@ -176,7 +176,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         found = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
         engine = self.begin(self._state, self._trainer.args.output_dir).engine
-        self._snapshot = engine.fetch(self._asked) if means_snapshot(self._asked) else None
+        self._snapshot = engine._fetch(self._asked) if means_snapshot(self._asked) else None
         if self._snapshot is None:
             return found
         if self._snapshot.world_size != self._trainer.args.world_size:
