@@ -3,7 +3,6 @@
 Where a restart can only read batches again, it does so with the random generators as they were then.
 """
 
-import inspect
 import itertools
 import logging
 import time
@@ -12,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lazysnap.data.parts import base_of, held, is_iterable
+from lazysnap.data.parts import base_of, is_iterable
 from lazysnap.data.reading import Course, follow
 from lazysnap.data.share import is_first_rank, length_of
 from lazysnap.data.stateful import (
     begin_anew,
     drop_early_iterator,
-    forgets_order,
-    hides_epoch,
     is_driven,
     load_loader,
     rest_of,
@@ -39,14 +36,6 @@ _SAID_AFTER_S = 1.0
 _NO_ORDER = (
     "%s: with in_order=False the order of the batches depends on the speed of the workers: a restart trains some "
     "samples twice, and leaves others out; set in_order=True"
-)
-_HIDES_EPOCH = (
-    "%s keeps its epoch in shared memory, which no snapshot holds: a restart after the first epoch reads other data; "
-    "use streaming.StreamingDataLoader, which saves its position"
-)
-_FORGETS_ORDER = (
-    "%s of litdata with workers forgets a shuffled order at the second restart within an epoch: batches that are left "
-    "of this epoch may be others than without a restart; num_workers=0 is exact"
 )
 _clock = itertools.count(1)
 
@@ -167,10 +156,6 @@ class Iteration:
         if "own" in state:
             self._loaded = at, state["own"]
         course.is_read_again = at < given
-        if forgets_order(self._base):
-            if course.recorded.get("landed"):
-                position.warn_once(_FORGETS_ORDER, self._base)
-            course.recorded["landed"] = True
         passes = course.passes
         self._start(state.get("own"))
         if passes and not self._follows:  # only the iterator of torch passes over indices
@@ -193,7 +178,7 @@ class Iteration:
         else:
             course.mark = dict(state.get("mark") or {})
         at = int(course.mark.get("at", 0))
-        if "own" not in state and self._can_pass() and not state.get("keeps"):
+        if "own" not in state and self._can_pass():
             if not course.workers and "collate" not in course.mark:
                 at = self._without_last(given)
             course.passes = at
@@ -212,10 +197,6 @@ class Iteration:
         self._follows = self._can_follow and not self._has_own and not has_ended and follow(course)
         if course.workers and not getattr(base, "in_order", True):
             position.warn_once(_NO_ORDER, base)
-        if not self._has_own and hides_epoch(dataset := getattr(base, "dataset", None)):
-            position.warn_once(_HIDES_EPOCH, dataset)
-        if getattr(held(base).get("_get_iterator"), "__func__", None) is Iteration._late_iterator:
-            del base._get_iterator  # of an iteration that was restored, and left before its first batch
         keep_streams([base] if self._has_own else [])
         if not self._follows:
             course.passes = 0
@@ -231,27 +212,13 @@ class Iteration:
             self._inner = iter(())
         else:
             self._inner = self._make() if own is None else rest_of(base, self._make)
-            if own is not None and inspect.isgenerator(self._inner) and isinstance(base, DataLoader):
-                # litdata's and MosaicML's loaders make the iterator of torch with the first batch.
-                vars(base)["_get_iterator"] = self._late_iterator
-            elif own is not None and hasattr(self._inner, "has_next"):  # nodes of torchdata read ahead
+            if own is not None and hasattr(self._inner, "has_next"):  # nodes of torchdata read ahead
                 is_ahead = self._inner.has_next()
                 self._inner._cached_state_dict = None  # else it would be their state from here on
                 if is_ahead:
                     course.begin()
                     load_loader(base, own)
                     self._inner = rest_of(base, self._make)
-
-    def _late_iterator(self) -> Any:
-        """Make torch's iterator, which draws a seed, after the generators of the program were put back."""
-        base, streams = self._base, self._position.streams
-        del base._get_iterator
-        here = streams.collect()
-        self._course.begin()
-        try:
-            return base._get_iterator()
-        finally:
-            streams.restore(here)
 
     def _read_again(self, batches: int) -> None:
         """Read ``batches`` and drop them. Blocks; one line says how long, if that is more than seconds."""
@@ -275,8 +242,6 @@ class Iteration:
 
     def _why(self) -> str:
         dataset = getattr(self._base, "dataset", self._base)
-        if (self._course.origin or {}).get("keeps"):
-            return "its collate_fn keeps something from batch to batch: give that state_dict() and load_state_dict()"
         if is_iterable(self._base):
             return f"{type(dataset).__name__} does not save its position: state_dict() and load_state_dict() would"
         return "its batches cannot be passed over by index"

@@ -33,15 +33,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _END = object()
-_KEEPS = (
-    "%s: its collate_fn keeps something from one batch to the next, which no snapshot holds: a restart reads the epoch "
-    "again from its start, and what was kept from the epoch before is lost. Give it state_dict() and "
-    "load_state_dict(), or pack in the dataset"
-)
 _WATCHED = 40
 """Batches of an epoch in which draws of the sampler or the dataset from global generators are looked for."""
-_COMPARED = 8
-"""Batches of a process in which a ``collate_fn`` is compared with itself."""
 
 
 class Course:
@@ -74,7 +67,6 @@ class Course:
         """Generators to put back before a batch is read, by its number; ``None``: those of the program."""
         self.has_ended = False
         """True if the iterable dataset gave its last sample: its own state is that of the next epoch."""
-        self._kept = Keeps(self.base)
         self._here: dict[str, Any] | None = None
 
     @property
@@ -153,13 +145,6 @@ class Course:
         if is_stateful(self.base.collate_fn):
             found["collate"] = self.base.collate_fn.state_dict()
         return found
-
-    def note_kept(self, keeps: bool | None = None) -> None:
-        """A batch was read. ``keeps``: the collate function of a worker keeps something; ``None``: look here."""
-        changed = self._kept.have_changed() if keeps is None else keeps
-        self.recorded["keeps"] = changed or (keeps is None and not self._kept.is_known)
-        if changed and (position := self._position()) is not None:
-            position.warn_once(_KEEPS, self.base)
 
     def mark_at(self, given: int, *, is_at_end: bool) -> dict[str, Any] | None:
         """Return the newest mark behind at most ``given`` batches, of which ``is_at_end``: the last must be left."""
@@ -247,7 +232,6 @@ def _here(kind: Any) -> type:
             if self.before is not None and has_drawn(self.before):
                 course.note_draws(type(dataset).__name__)
             course.read += 1
-            course.note_kept()
             course.has_ended = bool(getattr(self._dataset_fetcher, "ended", False))
             return data
 
@@ -263,8 +247,8 @@ class _FromWorkers(_Follows, _OfTorch):
         self._states: list[Any] = list(mark.get("workers") or [None] * workers)
         """The last state of each worker that came with a batch that was given."""
         self._arrived = list(self._states)
-        self._keeps, self._can_begin = False, [False] * workers
-        """True if the collate function of some worker keeps something; which workers can begin behind their batch."""
+        self._can_begin = [False] * workers
+        """The workers that can begin behind their last batch."""
         collate, begin = loader.collate_fn, loader.worker_init_fn
         loader.collate_fn = send = SendStates(loader, self._states)
         loader.worker_init_fn = send.begin
@@ -308,8 +292,7 @@ class _FromWorkers(_Follows, _OfTorch):
         course.read += 1
         if sent.state is not None:
             self._states[sent.worker] = sent.state
-        self._keeps, self._can_begin[sent.worker] = self._keeps or sent.keeps, sent.can_begin
-        course.note_kept(self._keeps)
+        self._can_begin[sent.worker] = sent.can_begin
         self._has_ended = self._has_ended or sent.has_ended
         is_round = (course.read - self._began_at) % self._num_workers == 0 and all(self._workers_status)
         if is_round and all(self._can_begin) and not self._has_ended:
@@ -332,8 +315,6 @@ class Sent:
     """True if another process can begin behind this batch."""
     has_ended: bool
     """True if it holds the last sample of the worker's dataset, whose state is then that of the next epoch."""
-    keeps: bool
-    """True if the collate function keeps something that nothing saves."""
 
     def pin_memory(self, device: Any = None) -> "Sent":
         """Called by torch in its thread."""
@@ -352,7 +333,6 @@ class SendStates:
         self._last = b""
         """The state that was sent last, pickled: compared byte by byte, and never loaded."""
         self._is_new = True
-        self._kept = Keeps(loader)
         self._size = loader.batch_size
         self._is_stream = is_iterable(loader)
         self._saves = self._is_stream and saves_position(loader.dataset)
@@ -379,10 +359,9 @@ class SendStates:
         assert info is not None
         dataset: Any = info.dataset
         batch = self._collate(samples)
-        keeps = self._kept.have_changed()
         has_ended = self._is_stream and self._size is not None and len(samples) < self._size
         if not self._is_used:
-            return Sent(batch, info.id, None, False, has_ended, keeps)
+            return Sent(batch, info.id, None, False, has_ended)
         if self._is_new:
             self._is_new = False
             self._streams.watch([dataset])
@@ -392,46 +371,5 @@ class SendStates:
         if is_stateful(self._collate):
             state["collate"] = self._collate.state_dict()
         before, self._last = self._last, pickle.dumps(state)
-        can_begin = self._kept.is_known and not keeps and (not self._is_stream or self._saves)
-        return Sent(batch, info.id, None if before == self._last else state, can_begin, has_ended, keeps)
-
-
-class Keeps:
-    """The things that a ``collate_fn`` keeps from one batch to the next, as the rest of a packed sequence."""
-
-    def __init__(self, loader: Any) -> None:
-        self._collate = getattr(loader, "collate_fn", None)
-        is_reached = not is_iterable(loader) or saves_position(loader.dataset)
-        self._left = 0 if is_reached and is_stateful(self._collate) else _COMPARED
-        self._outlines: list[Any] = []
-        self._changed = False
-
-    @property
-    def is_known(self) -> bool:
-        """True if enough batches were compared."""
-        return self._left < _COMPARED - 2
-
-    def have_changed(self) -> bool:
-        """True if they changed between two of the first batches, and nothing saves them."""
-        if self._left and not self._changed:
-            self._left -= 1
-            self._outlines = [*self._outlines[-1:], _outline(self._collate, 3)]
-            # The first batch may set up what stays.
-            self._changed = self._left < _COMPARED - 2 and self._outlines[0] != self._outlines[1]
-        return self._changed
-
-
-def _outline(value: Any, depth: int) -> Any:
-    """Return numbers unchanged, and the sizes and outlines of containers and objects."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, functools.partial):
-        return _outline([value.func, *value.args, *value.keywords.values()], depth)
-    if (owner := getattr(value, "__self__", None)) is not None:
-        return _outline(owner, depth)
-    if isinstance(value, (list, tuple, dict, set, deque)):
-        items = list(value.values()) if isinstance(value, dict) else list(value)
-        return [len(items), *(_outline(item, depth - 1) for item in items[:32])] if depth else len(items)
-    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-    inside: list[Any] = [*held(value).items(), *enumerate(cells)] if depth else []
-    return {str(name): _outline(item, depth - 1) for name, item in inside}
+        can_begin = not self._is_stream or self._saves
+        return Sent(batch, info.id, None if before == self._last else state, can_begin, has_ended)

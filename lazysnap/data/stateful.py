@@ -8,7 +8,6 @@ Not exact: samplers and iterable datasets that draw from the global generators a
 (``WeightedRandomSampler`` without a generator of its own). ``ResumableLoader`` is exact with such samplers.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from inspect import signature
@@ -68,20 +67,6 @@ def _is_hugging_face(dataset: Any) -> bool:
     return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "_ex_iterable")
 
 
-def hides_epoch(dataset: Any) -> bool:
-    """True for MosaicML's ``StreamingDataset``: its epoch is in shared memory, which no snapshot holds."""
-    kinds = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(dataset).__mro__]
-    return ("streaming", "StreamingDataset") in kinds
-
-
-def forgets_order(loader: Any) -> bool:
-    """True for litdata's ``StreamingDataLoader`` with workers over a shuffled dataset: after a second restart within an
-    epoch it gives some batches in another order (0.2.76, also by itself).
-    """
-    is_of_litdata = type(loader).__module__.partition(".")[0] == "litdata"
-    return is_of_litdata and loader.num_workers > 0 and getattr(loader.dataset, "shuffle", None) is not False
-
-
 def _kinds_inside(examples: Any) -> set[str]:
     """Return the names of the classes that a dataset of Hugging Face reads through."""
     found: set[str] = set()
@@ -129,8 +114,6 @@ class _Once(dict[str, Any]):
 
 def rest_of(loader: Any, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Return the iterator over what is left of the epoch that was loaded; where nothing is, no next epoch begins."""
-    if held(loader).get("restore") is False:  # litdata: it was loaded at its end
-        return iter(())
     if "restart_on_stop_iteration" not in held(loader):
         return make()
     restarts, loader.restart_on_stop_iteration = loader.restart_on_stop_iteration, False  # nodes of torchdata
@@ -190,7 +173,7 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
 
     Blocks: starts the loader's workers, if it was iterated before.
     """
-    own = copy.deepcopy(state)  # litdata writes into what it loads
+    own = dict(state)
     if own.pop(_RANKS, ranks()) != ranks():
         logger.warning(
             "%s goes on behind as many batches of each rank as before, which are other samples with another number of "

@@ -65,8 +65,8 @@ class Unsaved(IterableDataset):
         yield from self.stream
 
 
-class Packs:
-    """A collate function that keeps what is left over for the next batch."""
+class SavesPacks:
+    """A collate function that keeps what is left over for the next batch, and saves it."""
 
     def __init__(self):
         self.rest = []
@@ -76,8 +76,6 @@ class Packs:
         self.rest = values[3:]
         return torch.tensor(values[:3])
 
-
-class SavesPacks(Packs):
     def state_dict(self):
         return {"rest": list(self.rest)}
 
@@ -202,16 +200,6 @@ def test_a_stream_that_saves_its_position_is_not_read_again():
     assert Stream.reads == BATCH
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_collate_function_that_keeps_samples_and_does_not_save_them_is_named(caplog, workers):
-    def make():
-        return numbers(collate_fn=Packs(), num_workers=workers)
-
-    check_cuts(make, (1, 2, 5))  # in the first epoch
-
-    assert "its collate_fn keeps something from one batch to the next, which no snapshot holds" in caplog.text
-
-
 class Drawing(Sampler):
     """Draws from the global generator as it goes."""
 
@@ -298,14 +286,3 @@ def test_a_stream_of_hugging_face_shuffles_each_epoch_by_its_number():
         loader.dataset.set_epoch(epoch)
 
     check_cuts(lambda: loader(hugging_face(shuffled=True), collate_fn=values), CUTS, set_epoch)
-
-
-def test_a_dataset_whose_epoch_is_in_shared_memory_is_named_before_anything_is_lost(caplog):
-    """MosaicML's ``streaming`` cannot be installed beside the torch that is tested: its name is what counts."""
-    kind = type("StreamingDataset", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(range(8))})
-    kind.__module__ = "streaming.base.dataset"
-    mine = type("Mine", (kind,), {})
-    loader = ResumableLoader(torch.utils.data.DataLoader(mine(), batch_size=2))
-
-    assert [len(batch) for _ in range(2) for batch in loader] == [2] * 8
-    assert caplog.text.count("Mine keeps its epoch in shared memory") == 1
