@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from lazysnap.data.digests import digest_of
 from lazysnap.data.parts import base_of, is_iterable
 from lazysnap.data.reading import Course, follow
 from lazysnap.data.share import is_first_rank, length_of
@@ -36,6 +37,21 @@ _SAID_AFTER_S = 1.0
 _NO_ORDER = (
     "%s: with in_order=False the order of the batches depends on the speed of the workers: a restart trains some "
     "samples twice, and leaves others out; set in_order=True"
+)
+_NOT_SEARCHED = (
+    "%s: its dataset has so many parts that not all were searched for random generators: those deep inside are in no "
+    "snapshot, and what they draw (augmentation) is not resumed exactly; keep the generator in an attribute of the "
+    "dataset itself"
+)
+_READ_AGAIN = (
+    "%s saves no position: a restart reads the epoch again and drops the batches that were trained. That is exact only "
+    "if it gives the same samples each time (an order that comes from the clock, the process id or a server is not); "
+    "state_dict() and load_state_dict() make it exact, and quick"
+)
+_OTHER_DATA = (
+    "%s gave another first batch than before the restart, reading the same epoch again: this training does not resume "
+    "exactly. Its order or its samples come from something that no snapshot holds (a generator that is made with the "
+    "clock, another number of workers, other files); state_dict() and load_state_dict() of the dataset make it exact"
 )
 _clock = itertools.count(1)
 
@@ -127,7 +143,27 @@ class Iteration:
                 self._owns = [*self._owns[-1:], (self.given + 1, state_of_loader(self._base))]
             else:
                 self._course.before_batch()
-        return next(self._inner)
+        batch = next(self._inner)
+        if not self.given and self._is_only_read_again:
+            self._note_first_batch(batch)
+        return batch
+
+    @property
+    def _is_only_read_again(self) -> bool:
+        """True if nothing but reading the data again leads back to a place in them."""
+        if self._has_own or self._can_pass():
+            return False
+        return not saves_position(getattr(self._base, "dataset", None))
+
+    def _note_first_batch(self, batch: Any) -> None:
+        """Note a digest of the epoch's first batch; after a restart compare it with that of before."""
+        digest = digest_of(batch)
+        before = (self._course.origin or {}).get("first_batch")
+        is_other = before is not None and before != digest
+        if is_other and not self._position.is_recounted and is_first_rank():
+            dataset = getattr(self._base, "dataset", self._base)
+            logger.warning(_OTHER_DATA, type(dataset).__name__)
+        self.recorded["first_batch"] = digest
 
     # ---------------------------------------------------------------- its beginning
 
@@ -179,7 +215,9 @@ class Iteration:
             course.mark = dict(state.get("mark") or {})
         at = int(course.mark.get("at", 0))
         if "own" not in state and self._can_pass():
-            if not course.workers and "collate" not in course.mark:
+            # Other workers draw other augmentation, whether they read the batches of before again or not.
+            needs_no_reading = not course.workers or self._position.has_other_workers
+            if needs_no_reading and "collate" not in course.mark:
                 at = self._without_last(given)
             course.passes = at
         course.read, course.has_ended = at, course.mark.get("has_ended", False)
@@ -197,6 +235,10 @@ class Iteration:
         self._follows = self._can_follow and not self._has_own and not has_ended and follow(course)
         if course.workers and not getattr(base, "in_order", True):
             position.warn_once(_NO_ORDER, base)
+        if is_iterable(base) and self._is_only_read_again and is_first_rank():
+            position.warn_once(_READ_AGAIN, base.dataset)
+        if not position.streams.is_complete and is_first_rank():
+            position.warn_once(_NOT_SEARCHED, base)
         keep_streams([base] if self._has_own else [])
         if not self._follows:
             course.passes = 0

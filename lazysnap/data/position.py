@@ -17,9 +17,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lazysnap.data.digests import SubsetDigest
 from lazysnap.data.iteration import Iteration, tick
-from lazysnap.data.parts import base_of, counts_of, held, parts_of, set_counts
-from lazysnap.data.share import Share, changes_in, is_first_rank, length_of, passed_in, share_of
+from lazysnap.data.parts import base_of, counts_of, held, is_iterable, parts_of, set_counts
+from lazysnap.data.share import Share, changes_in, has_other_workers, is_first_rank, length_of, passed_in, share_of
 from lazysnap.data.streams import RandomStreams
 from lazysnap.errors import ConfigError
 
@@ -41,6 +42,7 @@ class Position:
         """``is_owned``: the loader holds this position, so it is referred to weakly."""
         self._refer: Callable[[], Any] = weakref.ref(loader) if is_owned else lambda: loader
         self.streams = RandomStreams()
+        self._subset_digest = SubsetDigest()
         """The global random generators, and those that the loader owns."""
         self._running: weakref.ref[Iteration] | None = None
         self._stepped: dict[str, Any] | None = None
@@ -54,6 +56,8 @@ class Position:
         """Texts that were logged: once is enough."""
         self.is_recounted = False
         """True if the position that was loaded counts other batches than it did when it was recorded."""
+        self.has_other_workers = False
+        """True if the position that was loaded is in an epoch that another number of worker processes read."""
         self.before_fetch: Callable[[], None] | None = None
         """Called before every batch is fetched: then nothing of the next step has begun."""
         self.is_held = False
@@ -86,6 +90,11 @@ class Position:
             return int(self._pending["given"])
         running = self._iteration()
         return None if running is None else running.given
+
+    @property
+    def is_iterated(self) -> bool:
+        """True if an iterator over the loader exists that has not given its last batch."""
+        return self._iteration() is not None
 
     @property
     def began(self) -> int | None:
@@ -133,7 +142,14 @@ class Position:
         self.streams.watch(self._loaders)
         share = self.share()
         passed = passed_in(state, share)
-        self._say(changes_in(state, share, passed))
+        changes = changes_in(state, share, passed)
+        self.has_other_workers = has_other_workers(state, share) and state["share"]["ranks"] == share["ranks"]
+        if self.has_other_workers:
+            changes.append(self._other_workers(state["share"]["workers"], share["workers"]))
+            # The states of the workers before fit no others, and others give another first batch.
+            of_workers = ("own", "own_at", "mark", "first_batch")
+            state = {name: value for name, value in state.items() if name not in of_workers}
+        self._say(changes)
         self.is_recounted = passed is not None
         if passed is not None and state["share"]["ranks"] != share["ranks"]:
             self._pending, self.skipped = None, passed
@@ -162,6 +178,18 @@ class Position:
     def _say(self, changes: list[str]) -> None:
         if changes and is_first_rank():
             logger.warning("%s: %s", type(self._loaders[-1]).__name__, "; ".join(changes))
+
+    def _other_workers(self, before: int | None, now: int | None) -> str:
+        text = f"num_workers is {now}, in the snapshot {before}: "
+        if is_iterable(base_of(self.loader)):
+            return text + (
+                "workers divide the data of an iterable dataset among them, so this epoch is read again with other "
+                "shares: some samples are trained twice, others not at all; change num_workers between two epochs"
+            )
+        return text + (
+            "the order of the samples is resumed exactly, random numbers drawn in workers (augmentation) are not, "
+            "until this epoch ends"
+        )
 
     def skip(self, batches: int) -> None:
         """Let the next iteration begin behind ``batches``, unless it goes on elsewhere after ``load_state_dict``.
@@ -247,8 +275,9 @@ class Position:
         """Return this rank's share of the data."""
         loaders = self._loaders
         parts = [*loaders, *parts_of(loaders), held(self.loader).get("state")]
-        data = length_of(held(loaders[-1]).get("dataset"))
-        return share_of([held(part) for part in parts], length_of(self.loader), data)
+        dataset = held(loaders[-1]).get("dataset")
+        share = share_of([held(part) for part in parts], length_of(self.loader), length_of(dataset))
+        return {**share, "subset": self._subset_digest.of(dataset)}
 
     def counts(self) -> dict[str, Any]:
         """Return counters and seeds of the loader and its samplers."""

@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as _OfTorch
 
+from lazysnap.data.digests import digest_of
 from lazysnap.data.parts import base_of, held, is_iterable
+from lazysnap.data.share import is_first_rank
 from lazysnap.data.stateful import drop_early_iterator, is_stateful, load_dataset, saves_position
 from lazysnap.data.streams import RandomStreams, collect_rng, has_drawn
 
@@ -68,6 +70,7 @@ class Course:
         self.has_ended = False
         """True if the iterable dataset gave its last sample: its own state is that of the next epoch."""
         self._here: dict[str, Any] | None = None
+        self._is_order_noted = False
 
     @property
     def base(self) -> Any:
@@ -84,6 +87,11 @@ class Course:
         """``what`` drew from them between two batches."""
         if (position := self._position()) is not None:
             position.note_draws(what)
+
+    @property
+    def _has_other_workers(self) -> bool:
+        position = self._position()
+        return position is not None and position.has_other_workers
 
     def _watch(self) -> None:
         if (position := self._position()) is not None:
@@ -107,17 +115,38 @@ class Course:
         self._here = self.streams.collect()
         if self.origin is None or "at_first" not in self.origin:  # or it was captured before its first batch
             self._note_streams()
-        elif not self.workers:
+        elif not self.workers or self._has_other_workers:
             self.streams.restore(self.origin["at_first"])
         self.read = self.passes or self.mark.get("at", 0)
         if self.passes:
-            if next(itertools.islice(iterator._sampler_iter, self.passes - 1, self.passes), _END) is _END:
+            self.note_order(next(iterator._sampler_iter, None))
+            last = self.passes - 1
+            if last and next(itertools.islice(iterator._sampler_iter, last - 1, last), _END) is _END:
                 logger.warning("the data ends before batch %d, where it was to go on", self.passes)
             for name in ("_num_yielded", "_sampler_iter_yielded"):
                 if name in held(iterator):
                     setattr(iterator, name, self.passes)
         if self.origin is not None and not self.workers and not self.is_read_again:
             self.streams.restore(self._here)
+
+    def note_order(self, index: Any) -> None:
+        """Note a digest of the epoch's first indices; after a restart compare it with that of before."""
+        if self._is_order_noted or is_iterable(self.base):
+            return
+        self._is_order_noted = True
+        digest = digest_of(index)
+        before = (self.origin or {}).get("order")
+        self.recorded["order"] = digest
+        position = self._position()
+        if before is None or before == digest or position is None or position.is_recounted:
+            return
+        if is_first_rank():
+            logger.warning(
+                "the sampler of %s gives this epoch in another order than before the restart: some samples are skipped "
+                "and others trained twice. Its order comes from something that no snapshot holds; seed it from "
+                "torch, NumPy or random, or from a generator that it keeps in an attribute",
+                type(self.base.dataset).__name__,
+            )
 
     def before_batch(self) -> None:
         """The indices of the next batch are taken, and it is read then."""
@@ -208,6 +237,7 @@ class _Follows:
         is_early = 0 < self._num_yielded < _WATCHED  # type: ignore[attr-defined]
         before = collect_rng() if is_early and course.is_watched else None
         index = super()._next_index()  # type: ignore[misc]
+        course.note_order(index)
         if before is not None and has_drawn(before):
             course.note_draws(f"the sampler of {type(course.base.dataset).__name__}")
         return index

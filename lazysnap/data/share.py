@@ -14,6 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 Share = dict[str, int | None]
+"""What a position says of a loader: ``ranks``, ``samples`` and ``batch`` of one step, ``length`` of the epoch in
+batches, samples in the ``data``, worker processes, and a digest of the indices of a ``Subset``.
+"""
 
 
 def ranks() -> int:
@@ -35,8 +38,19 @@ def share_of(parts: Sequence[Mapping[str, Any]], length: int | None, data: int |
     ``parts``: the attributes of the loader and of its samplers and datasets; ``length``: of its epoch, in batches;
     ``data``: samples of its dataset.
     """
-    batch = _batch_size(parts)
-    return {"ranks": ranks(), "samples": _samples_of_a_batch(parts), "batch": batch, "length": length, "data": data}
+    return {
+        "ranks": ranks(),
+        "samples": _samples_of_a_batch(parts),
+        "batch": _batch_size(parts),
+        "length": length,
+        "data": data,
+        "workers": next((part["num_workers"] for part in parts if type(part.get("num_workers")) is int), 0),
+    }
+
+
+def has_other_workers(state: Mapping[str, Any], share: Share) -> bool:
+    """True if the running epoch of the position ``state`` was read by another number of worker processes."""
+    return bool(_given(state)) and state["share"].get("workers") != share["workers"]
 
 
 def _batch_size(parts: Sequence[Mapping[str, Any]]) -> int | None:
@@ -105,6 +119,12 @@ def changes_in(state: Mapping[str, Any], share: Share, passed: int | None) -> li
             f"a batch has {sizes[1]} samples, in the snapshot {sizes[0]}: of this epoch {given} batches of {sizes[0]} "
             f"were trained, and it goes on behind {passed} of {sizes[1]}; {most}{again} of its samples are trained "
             "twice, none is skipped"
+        )
+    if before.get("subset") != share.get("subset"):
+        said.append(
+            "its Subset has other indices than in the snapshot, so other samples are trained from here on, maybe some "
+            "that were held out before: random_split without a seed draws anew at each start; give it "
+            "generator=torch.Generator().manual_seed(0)"
         )
     pairs = [("samples", before.get("data"), share.get("data"))]
     if given and (sizes is None or sizes[0] == sizes[1]):

@@ -3,13 +3,13 @@
 import array
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-_DEPTH = 4
-_MOST_OBJECTS = 300
+from lazysnap.data.generators import GeneratorSearch
+
 _OF_HOST = {"python", "numpy", "torch"}
 """Global generators of the host; others stand by the type of their device."""
 
@@ -60,12 +60,16 @@ class RandomStreams:
 
     def __init__(self) -> None:
         self._owned: dict[str, Any] = {}
+        self._barren: dict[int, tuple[Any, int]] = {}
+        self.is_complete = True
+        """False if the loaders have so many parts that a generator may have been overlooked."""
 
     def watch(self, loaders: Iterable[Any]) -> None:
-        """Find the generators that data loaders, their samplers, datasets and transforms keep in attributes."""
-        seen: set[int] = set()
-        found = (pair for number, loader in enumerate(loaders) for pair in _find(loader, seen, _DEPTH, str(number)))
-        self._owned = dict(found)
+        """Find the generators that data loaders, their samplers, datasets and transforms keep."""
+        search = GeneratorSearch(self._barren)
+        search.run(loaders)
+        self._owned = search.generators
+        self.is_complete = search.is_complete
 
     def collect(self) -> dict[str, Any]:
         """Return all current states."""
@@ -136,23 +140,3 @@ def _set(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def _find(value: Any, seen: set[int], depth: int, path: str) -> Iterator[tuple[str, Any]]:
-    if id(value) in seen or len(seen) > _MOST_OBJECTS:
-        return
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    if isinstance(value, (torch.Generator, random.Random, *of_numpy)):
-        seen.add(id(value))
-        yield path, value
-    elif depth and isinstance(value, (list, tuple)):
-        for number, item in enumerate(value[:32]):
-            yield from _find(item, seen, depth - 1, f"{path}.{number}")
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, torch.nn.Module, type)):
-        seen.add(id(value))
-        for name, item in vars(value).items():
-            # An iterator of a loader is a thing of one epoch; what it draws from is found through the loader.
-            if name != "_iterator" and not callable(getattr(item, "__code__", None)):
-                is_node = type(value).__module__.startswith("torchdata.nodes")  # a chain of any length
-                yield from _find(item, seen, depth - (not is_node), f"{path}.{name}")

@@ -137,6 +137,15 @@ class ObjectState(StateSource):
             if isinstance(tensor, torch.Tensor)
         }
 
+    def _check_loaders(self) -> None:
+        """Raises: StateError, if a loader is iterated: that iterator would go on as it was, and train other data."""
+        for name, value in self._objects.items():
+            if isinstance(value, ResumableLoader) and value.position.is_iterated:
+                raise StateError(
+                    f"{name}: an iterator over this loader exists already, and would not go on where the snapshot is; "
+                    "restore before iter(loader) or the loop over it, or delete that iterator first. Nothing was loaded"
+                )
+
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
         """See ``StateSource.load``. Data loaders are objects of torch's class, or with ``is_data_position = True``.
 
@@ -149,6 +158,8 @@ class ObjectState(StateSource):
                 f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {_RNG, KEY})}: "
                 "name the objects as when it was taken, or give another training a directory of its own"
             )
+        if data:
+            self._check_loaders()
         check_optimizers(self, state, None)
         metrics = state.get(KEY, {}).get(METRICS, {})
         check_metrics(self._unwrapped_modules(), metrics)

@@ -1,0 +1,64 @@
+"""Digests by which a restart notices that a loader gives other data than before."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch.utils.data import Subset
+
+_MOST_BYTES = 1 << 20
+"""Of each tensor or array the beginning is enough."""
+_MOST_SUBSETS = 8
+
+
+def digest_of(value: Any) -> int:
+    """Return a digest of a batch, or of indices. Tensors on a device count by shape and dtype alone."""
+    digest = xxhash.xxh3_64()
+    _add(digest, value)
+    return digest.intdigest() >> 1  # fits a signed integer of 64 bits
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        if value.device.type == "cpu" and value.layout is torch.strided and value.numel():
+            flat = value.detach().contiguous().reshape(-1)
+            digest.update(flat.view(torch.uint8)[:_MOST_BYTES].numpy())
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            digest.update(str(name).encode())
+            _add(digest, item)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"{len(value)}".encode())
+        for item in value:
+            _add(digest, item)
+    elif isinstance(value, (bool, int, float, str, bytes, type(None))):
+        digest.update(repr(value).encode())
+    elif hasattr(value, "tobytes"):  # an array of NumPy
+        digest.update(value.tobytes()[:_MOST_BYTES])
+    else:
+        digest.update(type(value).__qualname__.encode())
+
+
+class SubsetDigest:
+    """The digest of the indices of a ``Subset``, computed once for each list of indices."""
+
+    def __init__(self) -> None:
+        self._indices: list[Any] = []
+        self._digest: int | None = None
+
+    def of(self, dataset: Any) -> int | None:
+        """Return the digest of the ``Subset`` objects around ``dataset``; ``None``, if there is none."""
+        indices: list[Any] = []
+        while isinstance(dataset, Subset) and len(indices) < _MOST_SUBSETS:
+            indices.append(dataset.indices)
+            dataset = dataset.dataset
+        if not indices:
+            return None
+        is_known = len(indices) == len(self._indices)
+        is_known = is_known and all(known is new for known, new in zip(self._indices, indices, strict=True))
+        if not is_known:
+            self._indices = indices
+            self._digest = digest_of([list(numbers) for numbers in indices])
+        return self._digest
