@@ -268,24 +268,29 @@ def restored_signal():
     signal.signal(signal.SIGUSR2, before)
 
 
-def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(job, tmp_path):
+def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(job):
     """The slot that fits is the newest capture, which may not be written over: others are asked for at once."""
     losses = {"losses": [0.1 * number for number in range(100_000)], "buffer": np.arange(1 << 14)}
-    first = job.start(tmp_path, extra={"log": losses})
-    first.run(1, 4)
+    memory = MemoryLevel(slots=3, linger_s=60)
+    first = job.start(extra={"log": losses}, memory=memory)
+    first.run(1, 1)
+    assert first.engine.wait_ready(TIMEOUT_S)  # for slots of the size that the first boundary found
+    first.run(2, 4)
     job.crash(first)
 
     log = {"losses": [], "buffer": None}
-    second = job.start(tmp_path, ready=False, extra={"log": log})
+    second = job.start(ready=False, extra={"log": log}, memory=memory)
     snapshot = second.engine.restore("latest")
-    second.run(5, 9)
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.run(5, 5)
+    assert second.engine.wait_ready(TIMEOUT_S)
+    second.run(6, 9)
 
     assert (snapshot.step, snapshot.level) == (4, "memory")
     assert log["losses"] == losses["losses"]
     assert log["buffer"].tobytes() == losses["buffer"].tobytes()
-    statistics = second.engine.statistics()
-    assert statistics.whole == 5
-    assert statistics.shard_bytes > losses["buffer"].nbytes
+    assert second.began == [True] * 5
+    assert second.engine.statistics().shard_bytes > losses["buffer"].nbytes
 
 
 @pytest.mark.parametrize("call", ["restore", "boundary"])
