@@ -23,7 +23,6 @@ from lazysnap.errors import (
 if TYPE_CHECKING:
     from lazysnap.data import ResumableLoader
     from lazysnap.engine import SnapshotEngine
-    from lazysnap.engine.losses import LossSpike, LossWatch, NonFinite
     from lazysnap.exports.exporting import export
     from lazysnap.exports.job import ExportOptions
     from lazysnap.exports.load_weights import load_weights
@@ -47,10 +46,7 @@ __all__ = [
     "LazySnapshotCallback",
     "LazyTrainerCallback",
     "LevelError",
-    "LossSpike",
-    "LossWatch",
     "MemoryLevel",
-    "NonFinite",
     "PersistentLevel",
     "Redundancy",
     "ResumableLoader",
@@ -71,9 +67,6 @@ _LAZY = {
     "LazyAccelerator": "lazysnap.integrations.accelerate",
     "LazySnapshotCallback": "lazysnap.integrations.lightning",
     "LazyTrainerCallback": "lazysnap.integrations.transformers",
-    "LossSpike": "lazysnap.engine.losses",
-    "LossWatch": "lazysnap.engine.losses",
-    "NonFinite": "lazysnap.engine.losses",
     "ResumableLoader": "lazysnap.data",
     "SnapshotEngine": "lazysnap.engine",
     "attach": "lazysnap.integrations.attach",

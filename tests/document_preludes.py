@@ -168,13 +168,13 @@ def accelerate_nan():
     names = next(plain())
     yield names
     parts = names["accelerator"].prepare(names["model"], names["optimizer"], names["loader"])
-    _accelerated_epoch(names["accelerator"], *parts, nan_at=NAN_AT)
+    _accelerated_epoch(names["accelerator"], *parts, nan_at=NAN_AT, backward=names["backward"])
     assert all(parameter.isfinite().all() for parameter in parts[0].parameters())
 
 
-def _accelerated_epoch(accelerator, model, optimizer, loader, nan_at=0):
+def _accelerated_epoch(accelerator, model, optimizer, loader, nan_at=0, backward=None):
     for number, batch in enumerate(loader, start=1):
-        accelerator.backward(loss_of(model, batch) * (float("nan") if number == nan_at else 1))
+        (backward or accelerator.backward)(loss_of(model, batch) * (float("nan") if number == nan_at else 1))
         optimizer.step()
         optimizer.zero_grad()
     accelerator.end_training()
@@ -243,7 +243,7 @@ def rollback_loop():
     names["loader"] = ResumableLoader(names["loader"])
     state = {name: names[name] for name in ("model", "optimizer", "loader")}
     with SnapshotEngine("runs/a", state) as engine:
-        names |= {"engine": engine, "train_on": train_on}
+        names |= {"engine": engine, "train_on": train_on, "torch": torch}
         yield names
         assert (engine.step, len(seen)) == (9, 10), engine.step
 

@@ -40,6 +40,12 @@ def test_the_plain_loop_goes_on_where_it_ended(tmp_path):
     assert f"resumed at step 3 from {tmp_path}" in second
 
 
+def test_the_rollback_example_goes_back_once_and_ends_with_finite_weights(tmp_path):
+    output = run("rollback_on_nan.py", "--dirpath", str(tmp_path), job_id=f"nan-{tmp_path}")
+    assert re.findall(r"^went back from step (\d+) to step (\d+)$", output, flags=re.M) == [("21", "20")]
+    assert "step 39, weights are finite: True" in output
+
+
 def test_the_loop_of_the_readme_goes_on_where_it_was_killed_and_ends_once(zygote, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     [loop] = [block for block in blocks if "engine.boundary()" in block]

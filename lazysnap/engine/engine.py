@@ -220,7 +220,8 @@ class SnapshotEngine:
         Captures that are newer than the snapshot are dropped, and are not offered to ``"latest"`` any more: a new run
         begins. Its first capture is whole in memory at the end of this call. Until then, a crash may resume a newer
         snapshot that storage has already. Until storage has the first capture, the loss of trainer and keeper together
-        may do that. Where nothing newer was captured, as ``LossWatch`` calls it, there is no such window.
+        may do that. Called in place of ``boundary``, where nothing newer was captured,
+        it has no such window.
 
         Collective. Blocks: for reading and loading. Raises: SnapshotNotFound; ConfigError; what ``load_state_dict``
         raises; WaitTimeout.

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lazysnap.config import PersistentLevel, SnapshotConfig, resolve_url
-from lazysnap.engine.losses import NonFinite, check_policy
 from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName
 
@@ -30,12 +29,9 @@ class Arguments:
     config: SnapshotConfig | None
     owner: str
     """The class of the callback, for messages."""
-    rollback_on: NonFinite | None = None
 
     def __post_init__(self) -> None:
-        config, policy = self.config, self.rollback_on
-        if policy is not None:
-            check_policy(policy, f"{self.owner}.rollback_on")
+        config = self.config
         if config is not None and not isinstance(config, SnapshotConfig):
             raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {config!r}")
         SnapshotConfig(every_n_steps=self.every_n_steps)

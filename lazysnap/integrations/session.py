@@ -5,7 +5,6 @@ from typing import Any
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine, report
-from lazysnap.engine.losses import LossWatch, NonFinite
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments, place_beside
@@ -18,12 +17,12 @@ from lazysnap.state.source import StateSource
 class Session:
     """The calls of ``engine`` in one training. A step is known by its number, and captured once."""
 
-    def __init__(self, engine: SnapshotEngine, step: int = 0, policy: NonFinite | None = None) -> None:
+    def __init__(self, engine: SnapshotEngine, step: int = 0) -> None:
         self.engine = engine
         self.step = step
         """The last one that is over and counts."""
-        self.watch = None if policy is None else LossWatch(policy, engine)
-        """The judge of the losses, if there is a policy."""
+        self._steps_back = 0
+        """Steps that the program asked to go back; 0: none."""
         self._figures = Figures()
 
     def start(self, step: int, prepare: Callable[[], None] = lambda: None) -> None:
@@ -62,13 +61,20 @@ class Session:
 
     @property
     def is_spoilt(self) -> bool:
-        """True if a loss was bad, and training did not go back yet."""
-        return self.watch is not None and self.watch.is_spoilt
+        """True if the program asked to go back, and training did not yet."""
+        return self._steps_back > 0
+
+    def ask_back(self, steps: int) -> None:
+        """Let training go back at the end of the running step. Raises: ConfigError."""
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
+        self._steps_back = steps
 
     def go_back(self) -> None:
-        """Go back to the last good step. Collective. Blocks. Raises: as ``LossWatch.go_back``."""
-        assert self.watch is not None
-        self.step = self.watch.go_back().step
+        """Go back as far as was asked. Collective. Blocks. Raises: as ``SnapshotEngine.rollback``."""
+        steps = self._steps_back
+        self._steps_back = 0
+        self.step = self.engine.rollback(steps=steps).step
 
     def close(self, bar: Bar | None) -> None:
         """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows how far it is, if it takes a second."""
@@ -130,13 +136,16 @@ class WithEngine:
         """A training begins that has this ``state`` and writes to ``directory``. Collective."""
         url = place_beside(directory)
         engine = self._make_engine(self._arguments.config_for(url), state, url)
-        self.session = Session(engine, policy=self._arguments.rollback_on)
+        self.session = Session(engine)
         return self.session
 
     def _make_engine(self, config: SnapshotConfig, state: StateSource, url: str) -> SnapshotEngine:
         return SnapshotEngine(config, state, default_url=url)
 
     def _running(self) -> SnapshotEngine:
-        if self.engine is None:
-            raise ConfigError(f"{type(self).__name__}: keep and release work while a training runs")
-        return self.engine
+        return self._running_session().engine
+
+    def _running_session(self) -> Session:
+        if self.session is None:
+            raise ConfigError(f"{type(self).__name__}: keep, release and rollback work while a training runs")
+        return self.session

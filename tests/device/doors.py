@@ -20,15 +20,14 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from support import accelerator
 from support.bits import digest
 from support.traced import Augmented, Progress, draws, network, seed_all
+from support.watching import Watch
 from torch.utils.data import DataLoader, Dataset
 
 from lazysnap import (
     LazyAccelerator,
     LazySnapshotCallback,
     LazyTrainerCallback,
-    LossWatch,
     MemoryLevel,
-    NonFinite,
     ResumableLoader,
     SnapshotConfig,
     SnapshotEngine,
@@ -124,7 +123,7 @@ def rollback(trace: Trace) -> None:
         found = engine.restore("latest")
         trace.begin(engine, found and found.step)
         step = found.step if found else 0
-        watch = LossWatch(NonFinite(), engine)
+        watch = Watch(engine)
         for numbers, values in data:
             loss = loss_of(model, values)
             loss.backward()

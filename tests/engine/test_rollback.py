@@ -1,18 +1,17 @@
 """Rollback in place: the state goes back, the process and the keeper go on."""
 
-import math
 import os
 import signal
 
-import numpy
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
 from support.waiting import until
+from support.watching import Watch
 
-from lazysnap import LossSpike, LossWatch, MemoryLevel, NonFinite, PersistentLevel, ResumableLoader, SnapshotConfig
-from lazysnap.errors import ConfigError, LazySnapError, SnapshotNotFound
+from lazysnap import MemoryLevel, PersistentLevel, ResumableLoader, SnapshotConfig
+from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
@@ -34,9 +33,9 @@ def learn(training, batch):
     return loss
 
 
-def run_watched(training, batches, policy):
-    """The loop of ``LossWatch``'s docstring; the step it came to."""
-    watch = LossWatch(policy, training.engine)
+def run_watched(training, batches):
+    """Go back where the loss is not finite; the step it came to."""
+    watch = Watch(training.engine)
     for batch in batches:
         loss = learn(training, batch)
         if not watch.see(loss):
@@ -55,13 +54,13 @@ def captured(training, first, last):
 def test_a_run_with_a_nan_batch_ends_with_the_weights_of_a_run_that_never_saw_it(job, capsys):
     batches = batches_of(51, bad=[25])
     plain = job.start()
-    assert run_watched(plain, batches[:25] + batches[26:], NonFinite()) == 50
+    assert run_watched(plain, batches[:25] + batches[26:]) == 50
     wanted = plain.facts()
     plain.engine.close(drain=False)
 
     training = job.start()
     keeper = training.engine._client.keeper_pid
-    assert run_watched(training, batches, NonFinite()) == 50
+    assert run_watched(training, batches) == 50
 
     assert training.facts() == wanted
     statistics = training.engine.statistics()
@@ -72,9 +71,9 @@ def test_a_run_with_a_nan_batch_ends_with_the_weights_of_a_run_that_never_saw_it
 def test_the_user_sees_one_line_per_rollback(job, caplog):
     training = job.start()
     with caplog.at_level("INFO", "lazysnap"):
-        run_watched(training, batches_of(6, bad=[3]), NonFinite())
+        run_watched(training, batches_of(6, bad=[3]))
     [line] = [record.getMessage() for record in caplog.records if "rolled back" in record.getMessage()]
-    assert "rolled back from step 4 to step 3 (the loss is nan): restored from memory in " in line
+    assert "rolled back from step 4 to step 3 (the loss is not finite): restored from memory in " in line
     assert "the batches since step 3 are skipped" in line
 
 
@@ -163,7 +162,7 @@ def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
     """A rollback to the last boundary leaves no run behind on storage."""
     training = job.start(tmp_path)
     run = training.engine._recorder.meta.run_id
-    run_watched(training, batches_of(8, bad=[2, 5]), NonFinite())
+    run_watched(training, batches_of(8, bad=[2, 5]))
     assert training.engine._flush(TIMEOUT_S)
     assert {plan.run_id for plan in candidates([inventory_of(open_store(str(tmp_path)))])} == {run}
 
@@ -307,52 +306,6 @@ def test_loaders_go_on_and_all_else_goes_back(job):
     assert training.counters["seen"] == 16
 
 
-def test_a_spike_rolls_back_and_a_good_loss_after_it_does_not(job):
-    batches = batches_of(20)
-    training = job.start()
-    wanted = run_watched(training, batches[:12] + batches[13:], LossSpike(factor=3.0, window=5))
-    facts = training.facts()
-    training.engine.close(drain=False)
-    other = job.start()
-    batches[12] = batches[12] * 30
-    assert run_watched(other, batches, LossSpike(factor=3.0, window=5)) == wanted == 19
-    assert other.facts() == facts
-    assert other.engine.statistics().rollbacks == 1
-
-
-def test_spikes_are_not_judged_before_the_window_is_full(job):
-    training = job.start()
-    watch = LossWatch(LossSpike(factor=2.0, window=3), training.engine)
-    assert [watch.is_bad(loss) for loss in (1.0, 100.0, 1.0, 1.9, 2.1, 4.0, float("inf"))] == [False] * 5 + [True] * 2
-
-
-def test_it_gives_up_after_as_many_rollbacks_without_progress_as_the_policy_says(job):
-    training = job.start()
-    with pytest.raises(LazySnapError, match="the loss is nan, after 2 rollbacks without a step beyond 3"):
-        run_watched(training, batches_of(10, bad=range(3, 10)), NonFinite(max_rollbacks=2))
-    assert training.engine.statistics().rollbacks == 2
-
-
-def test_progress_counts_anew(job):
-    training = job.start()
-    assert run_watched(training, batches_of(10, bad=[2, 3, 6, 7]), NonFinite(max_rollbacks=2)) == 6
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: NonFinite(steps=0),
-        lambda: NonFinite(max_rollbacks=-1),
-        lambda: LossSpike(factor=1.0),
-        lambda: LossSpike(window=0),
-        lambda: LossSpike(factor=float("nan")),
-    ],
-)
-def test_policies_that_cannot_work_are_refused(make):
-    with pytest.raises(ConfigError):
-        make()
-
-
 def test_a_frozen_base_stays_what_it_was(job):
     """Loading it again is no change of it: it stays stored once."""
     base = torch.nn.Linear(800, 800)
@@ -368,26 +321,3 @@ def test_a_frozen_base_stays_what_it_was(job):
     statistics = other.engine.statistics()
     assert (statistics.frozen_changed, statistics.torn) == (0, 0)
     assert statistics.frozen_bytes > 0
-
-
-@pytest.mark.parametrize(("policy", "has_engine"), [(None, True), (NonFinite, True), (NonFinite(), False)])
-def test_a_watch_of_nothing_is_refused(job, policy, has_engine):
-    engine = job.start(ready=False).engine if has_engine else "x"
-    with pytest.raises(ConfigError, match=r"LossWatch\.engine must" if policy == NonFinite() else r"policy must be a "):
-        LossWatch(policy, engine)
-
-
-def test_what_is_no_loss_is_refused(job):
-    training = job.start(ready=False)
-    for loss in (None, "x", "1.0", [1.0], {"loss": 1.0}, 1 + 1j, torch.tensor(1 + 1j), torch.tensor([]), object()):
-        with pytest.raises(ConfigError, match=r"LossWatch\.see: a loss is a number .*got "):
-            LossWatch(NonFinite(), training.engine).see(loss)
-    assert training.engine.statistics().rollbacks == 0
-
-
-def test_numbers_of_all_kinds_are_losses(job):
-    watch = LossWatch(NonFinite(), job.start(ready=False).engine)
-    good = [1, True, 1.5, torch.tensor(2), torch.ones(2), numpy.float32(1), numpy.array(1.0), numpy.int64(3)]
-    assert not any(map(watch.see, good))
-    assert not watch.is_bad(None)  # a step of Lightning may have no loss
-    assert all(map(watch.is_bad, [math.inf, numpy.float32("nan"), torch.tensor([1, -math.inf])]))

@@ -10,9 +10,10 @@ import sys
 
 import torch
 from support.bits import digest
+from support.watching import Watch
 from trainer import Journal
 
-from lazysnap import LossWatch, MemoryLevel, NonFinite, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 
 BAD = 7
 LAST = 10
@@ -62,7 +63,7 @@ def main() -> None:
     step = snapshot.step if snapshot else 0
     journal.write("resumed", step, "good" if is_good else "bad")
     engine._wait_ready(timeout_s=30)
-    watch = LossWatch(NonFinite(), engine)
+    watch = Watch(engine)
     for batch in data:
         loss = (model(batch) - batch).square().mean()
         loss.backward()

@@ -15,10 +15,11 @@ import sys
 import torch
 import torch.distributed as dist
 from support.bits import digest
+from support.watching import Watch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lazysnap import LossWatch, MemoryLevel, NonFinite, PersistentLevel, Redundancy, SnapshotConfig, SnapshotEngine
+from lazysnap import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig, SnapshotEngine
 
 
 def main() -> None:
@@ -57,7 +58,7 @@ def main() -> None:
         engine.abandon()
         os._exit(0)
     assert engine._wait_ready(timeout_s=30)
-    watch = LossWatch(NonFinite(), engine)
+    watch = Watch(engine)
     for number in range(step, settings["batches"]):
         if number in settings["never"]:
             continue

@@ -49,7 +49,7 @@ def test_a_loss_that_is_bad_on_one_rank_takes_all_back_and_leaves_no_trace(zygot
 
     assert seen.all("back") == [["3", "memory"], ["5", "memory"]] * 2
     assert seen.all("ended") == never.all("ended")
-    assert seen.output().count("rolled back from step 4 to step 3 (the loss of another rank is bad)") == 1
+    assert seen.output().count("rolled back from step 4 to step 3 (the loss is not finite)") == 1
     assert [line[0] for line in seen.all("closed")] == ["True", "True"]
 
 

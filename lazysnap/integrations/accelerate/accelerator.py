@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 
 from lazysnap.engine import SnapshotEngine
-from lazysnap.engine.losses import NonFinite
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.door import Door, Snapshots
@@ -37,7 +36,7 @@ class _WithSnapshots:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._lazysnap_door = _door_of(self, *state[_DOOR])
+        self._lazysnap_door = _door_of(self, state[_DOOR])
 
     @property
     def engine(self) -> SnapshotEngine:
@@ -140,10 +139,15 @@ class _WithSnapshots:
             stack.enter_context(super().join_uneven_inputs(joinables, even_batches))  # type: ignore[misc]
             yield
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
-        """Like Accelerate's; with ``rollback_on`` the loss is judged, which waits for it and is collective."""
-        super().backward(loss, **kwargs)  # type: ignore[misc]
-        self._lazysnap_door.see(loss)
+    def rollback(self, steps: int = 1) -> None:
+        """Go back in place to the newest snapshot at least ``steps`` older than the running step.
+
+        Call it on all ranks, behind ``backward`` or the optimizer's step. The state goes back before the next batch is
+        fetched, and the loop goes on with that batch; micro batches of an accumulation are dropped.
+        Fetching that batch raises SnapshotNotFound if there is no such snapshot, and WaitTimeout.
+        Raises: ConfigError.
+        """
+        self._lazysnap_door.rollback(steps)
 
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
         """Like Accelerate's; trackers go on with the runs of the snapshot that was loaded."""
@@ -180,17 +184,12 @@ class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
 
     ``snapshots``: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``, else in the logging
     directory, or beside the first one that ``save_state`` names, else ``./lazysnap``; one line says so then.
-    ``rollback_on``: ``NonFinite()`` or ``LossSpike(...)``: where the loss given to ``backward`` is bad, the state goes
-    back in place to the last snapshot before the next batch is fetched, and the batches since then are skipped; the
-    loop just goes on.
     All else is Accelerate's. Raises: ConfigError, for DeepSpeed and FSDP 1.
     """
 
-    def __init__(
-        self, *args: Any, snapshots: Snapshots = None, rollback_on: NonFinite | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, snapshots: Snapshots = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lazysnap_door = Door(self, snapshots, rollback_on)
+        self._lazysnap_door = Door(self, snapshots)
 
 
 def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
@@ -205,9 +204,9 @@ def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
     return accelerator
 
 
-def _door_of(accelerator: Any, *made_with: Any) -> Door:
+def _door_of(accelerator: Any, snapshots: Snapshots) -> Door:
     """Return the engine's side of an accelerator that has prepared objects by now. Raises: as ``LazyAccelerator``."""
-    door = Door(accelerator, *made_with)
+    door = Door(accelerator, snapshots)
     for loader in accelerator._dataloaders:
         door.watch_loader(loader)
     door.watch_optimizers()

@@ -13,7 +13,6 @@ import torch
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.console import say
 from lazysnap.engine import SnapshotEngine, report
-from lazysnap.engine.losses import NonFinite, check_policy
 from lazysnap.errors import ConfigError, JobBusy
 from lazysnap.integrations.accelerate.boundaries import Boundaries
 from lazysnap.integrations.accelerate.logged import LoggedRuns
@@ -45,11 +44,9 @@ class Door(WithEngine):
     Raises: ConfigError, for an accelerator that cannot be captured.
     """
 
-    def __init__(self, accelerator: Any, snapshots: Snapshots, rollback_on: NonFinite | None = None) -> None:
-        if rollback_on is not None:
-            check_policy(rollback_on, "LazyAccelerator.rollback_on")
-        self.made_with = snapshots, rollback_on
-        """Arguments, to be used again for a copy of this accelerator."""
+    def __init__(self, accelerator: Any, snapshots: Snapshots) -> None:
+        self.made_with = snapshots
+        """The place, to be used again for a copy of this accelerator."""
         # It lives as long as the accelerator, which holds it.
         self._accelerator = weakref.proxy(accelerator)
         self._why_stock = _why_stock(accelerator)
@@ -74,7 +71,6 @@ class Door(WithEngine):
         """The step at which the last session ended."""
         self._has_asked = False
         """True if ``save_state`` was called within an accumulation."""
-        self._policy = rollback_on
         self._is_apart = False
         """True if the processes do different numbers of steps now."""
         self._has_told: set[str] = set()
@@ -132,7 +128,7 @@ class Door(WithEngine):
                 raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
             self._note_beside()
             engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
-            self.session = Session(engine, self._left_at, self._policy)
+            self.session = Session(engine, self._left_at)
             self._began_fresh = True
             self._has_trained = True
             self._warn_of_hooks()
@@ -182,15 +178,10 @@ class Door(WithEngine):
 
     # ---------------------------------------------------------------- boundaries
 
-    def see(self, loss: Any) -> None:
-        """A ``backward`` is over. Collective, and blocks until the loss is computed, where a policy is set."""
-        if self._policy is None or self._why_stock is not None:
-            return
-        watch = self.opened().watch
-        assert watch is not None
-        watch.is_bad(loss)
-        if watch.is_spoilt:  # weights and gradients are of no use; it goes back before the next batch
-            self.boundaries.note()
+    def rollback(self, steps: int) -> None:
+        """Let training go back before the next batch. Raises: ConfigError."""
+        self.opened().ask_back(steps)
+        self.boundaries.note()
 
     def boundary(self) -> int | None:
         """``save_state()``: capture now, between two steps; the step, or ``None`` if no capture began.

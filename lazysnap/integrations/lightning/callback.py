@@ -13,7 +13,6 @@ from rich.progress import BarColumn
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine
-from lazysnap.engine.losses import NonFinite
 from lazysnap.engine.signals import ChainedHandler
 from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
@@ -39,9 +38,7 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
     ``every_n_steps``: optimizer steps between captures into memory, or ``"auto"``. ``persist_every_n_steps``: optimizer
-    steps between snapshots on storage. ``config``: everything else; it replaces the three. ``rollback_on``:
-    ``NonFinite()`` or ``LossSpike()``: on such a loss, as ``training_step`` returns it, the fit goes back to the last
-    good step in place and goes on with the next batch.
+    steps between snapshots on storage. ``config``: everything else; it replaces the three.
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
@@ -55,14 +52,11 @@ class LazySnapshotCallback(WithEngine, Callback):
         every_n_steps: int | Literal["auto"] = 1,
         persist_every_n_steps: int = 100,
         config: SnapshotConfig | None = None,
-        rollback_on: NonFinite | None = None,
     ) -> None:
         # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.
         rebase(Callback)
         super().__init__()
-        self._arguments = Arguments(
-            dirpath, every_n_steps, persist_every_n_steps, config, "LazySnapshotCallback", rollback_on
-        )
+        self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazySnapshotCallback")
         self._reset()
 
     def _reset(self) -> None:
@@ -140,16 +134,27 @@ class LazySnapshotCallback(WithEngine, Callback):
 
             session.start(trainer.global_step, prepare)
 
+    def rollback(self, steps: int = 1) -> None:
+        """Go back in place to the newest snapshot at least ``steps`` older than the running step.
+
+        Call it on all ranks, from ``training_step`` or ``on_train_batch_end``: the fit goes back when the batch is
+        over, with all batches of an accumulation, and goes on with the next batch. Callbacks that stand before this
+        one in the trainer's list see the step that is undone; checkpoint callbacks do not.
+        The fit then raises SnapshotNotFound if there is no such snapshot, and WaitTimeout.
+        Raises: ConfigError, also when no training runs.
+        """
+        self._running_session().ask_back(steps)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Judge the loss, if ``rollback_on`` is set. Raises: LazySnapError; as ``SnapshotEngine.rollback``."""
-        session, epoch_loop = self.session, trainer.fit_loop.epoch_loop
-        if session is None or session.watch is None:
-            return
-        session.watch.is_bad(outputs.get("loss") if isinstance(outputs, dict) else outputs)
+        """Go back if the program asked for it. Raises: as ``SnapshotEngine.rollback``."""
+        self._go_back_if_asked(trainer)
+
+    def _go_back_if_asked(self, trainer: Any) -> None:
+        epoch_loop = trainer.fit_loop.epoch_loop
         # The whole accumulation is dropped: its other batches belong to the same step.
-        if session.is_spoilt and not epoch_loop._should_accumulate():
-            session.go_back()
-            # The loop counts the batch that just ended once more, when this returns.
+        if self.session is not None and self.session.is_spoilt and not epoch_loop._should_accumulate():
+            self.session.go_back()
+            # The loop counts the batch that just ended once more, at the end of it.
             epoch_loop._batches_that_stepped -= 1
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -226,6 +231,10 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._gate()
             return original(*args, **kwargs)
 
+        def end_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._go_back_if_asked(trainer)  # a hook after this callback's own may have asked
+            return original(*args, **kwargs)
+
         def end_run(original: Callable[[], Any]) -> None:
             self._gate()
             # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
@@ -237,6 +246,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         wrap(fit_loop, "on_advance_end", gated)
         wrap(fit_loop, "on_run_end", end_run)
         wrap(epoch_loop, "on_run_start", start_epoch)
+        wrap(epoch_loop, "on_advance_end", end_batch)
         wrap(epoch_loop, "_on_before_fetch", before_fetch)
         wrap(epoch_loop.val_loop, "run", gated)
 
