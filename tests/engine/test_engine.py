@@ -274,16 +274,16 @@ def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(
     memory = MemoryLevel(slots=3, linger_s=60)
     first = job.start(extra={"log": losses}, memory=memory)
     first.run(1, 1)
-    assert first.engine.wait_ready(TIMEOUT_S)  # for slots of the size that the first boundary found
+    assert first.engine._wait_ready(TIMEOUT_S)  # for slots of the size that the first boundary found
     first.run(2, 4)
     job.crash(first)
 
     log = {"losses": [], "buffer": None}
     second = job.start(ready=False, extra={"log": log}, memory=memory)
     snapshot = second.engine.restore("latest")
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     second.run(5, 5)
-    assert second.engine.wait_ready(TIMEOUT_S)
+    assert second.engine._wait_ready(TIMEOUT_S)
     second.run(6, 9)
 
     assert (snapshot.step, snapshot.level) == (4, "memory")
