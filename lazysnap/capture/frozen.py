@@ -21,7 +21,7 @@ from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logi
 from lazysnap.capture.reader import SLICE_BYTES, pieces_of
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.state.sharding import local_of
+from lazysnap.state.sharding import has_memory, local_of
 from lazysnap.state.source import StateSource
 
 LEAST_BYTES = 1 << 20
@@ -31,8 +31,8 @@ PIECES = "lazysnap.pieces"
 different files."""
 
 Memory = tuple[int, int, str, torch.Size, torch.dtype, tuple[int, ...]]
-Parameters = Mapping[str, Sequence[torch.nn.Parameter]]
-"""The live parameters with the same memory, by name in the state."""
+Parameters = Mapping[str, Sequence[torch.Tensor]]
+"""The live tensors with the same memory, by name in the state."""
 
 
 def frozen_parameters(
@@ -48,7 +48,7 @@ def frozen_parameters(
     """
     held = [item for optimizer in source.optimizers() for group in optimizer.param_groups for item in group["params"]]
     held_ids = {id(item) for item in held}
-    candidates: dict[Memory, list[torch.nn.Parameter]] = defaultdict(list)
+    candidates: dict[Memory, list[torch.Tensor]] = defaultdict(list)
     for parameter in source.frozen_tensors():
         if not parameter.requires_grad and id(parameter) not in held_ids and _is_eligible(parameter):
             candidates[_memory(parameter)].append(parameter)
@@ -68,7 +68,7 @@ def frozen_parameters(
     return {name: candidates[memory] for memory, names in chosen.items() for name in names}
 
 
-def _is_eligible(parameter: torch.nn.Parameter) -> bool:
+def _is_eligible(parameter: torch.Tensor) -> bool:
     local = local_of(parameter)
     return (
         not _is_odd(parameter)
@@ -85,10 +85,9 @@ def _is_eligible(parameter: torch.nn.Parameter) -> bool:
 
 
 def _is_odd(tensor: torch.Tensor) -> bool:
-    """True if its memory is of another kind: sparse, quantized, none."""
+    """True if its memory is of another kind: sparse, quantized, none. A subclass may have plain memory."""
     local = local_of(tensor)
-    plain = type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided
-    return not plain or local.device.type == "meta"
+    return local.layout is not torch.strided or local.device.type == "meta" or not has_memory(local)
 
 
 def _memory(tensor: torch.Tensor) -> Memory:
@@ -112,7 +111,7 @@ class FrozenSet:
     """Further facts of the manifest about each tensor, by name; see ``CapturePlan.logical``."""
     tensors: tuple[torch.Tensor, ...]
     """The tensors in the form and order of the file. They keep their memory alive."""
-    parameters: tuple[tuple[int, torch.nn.Parameter], ...]
+    parameters: tuple[tuple[int, torch.Tensor], ...]
     """The live parameters, each with the index of its tensor."""
     _places: tuple[Memory, ...] = field(repr=False)
     _facts: list[tuple[int, int]] = field(repr=False)
@@ -248,6 +247,6 @@ def digest_of(pieces: Iterable[memoryview], beat: Callable[[], None]) -> str:
     return Checksums(size, BLOCK_BYTES, tuple(blocks)).whole
 
 
-def _facts_of(parameters: Iterable[tuple[int, torch.nn.Parameter]]) -> list[tuple[int, int]]:
+def _facts_of(parameters: Iterable[tuple[int, torch.Tensor]]) -> list[tuple[int, int]]:
     locals_ = [local_of(parameter) for _, parameter in parameters]
     return [(local.data_ptr(), local._version) for local in locals_]

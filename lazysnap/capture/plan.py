@@ -24,7 +24,7 @@ from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.strides import order_of
 from lazysnap.state.codec import path_text
 from lazysnap.state.modules import is_uninitialised
-from lazysnap.state.sharding import local_of
+from lazysnap.state.sharding import has_memory, local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
@@ -227,17 +227,10 @@ def _problem(tensor: torch.Tensor) -> str | None:
         return None
     if not has_copier(tensor.device):
         return f"a tensor on the device {tensor.device}, whose copies cannot be ordered by streams and events,"
-    if _is_wrapper(tensor) or not _has_memory(tensor):
+    if _is_wrapper(tensor) or not has_memory(tensor):
         # What it shows is worked out of tensors inside it.
         return f"a tensor of the subclass {type(tensor).__qualname__}, which has no memory of its own,"
     return None
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    try:
-        return tensor.numel() == 0 or tensor.data_ptr() != 0
-    except RuntimeError:
-        return False
 
 
 def check_kinds(named: Iterable[tuple[str, torch.Tensor]]) -> None:

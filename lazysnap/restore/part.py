@@ -54,6 +54,7 @@ class PartReader:
         if isinstance(mine, Failure):
             return mine
         meta, expected = mine[0].meta, self._source.expected()
+        resizable = self._source.resizable_names()
         try:
             named = tensor_names(meta.state)
         except FormatError as error:
@@ -83,12 +84,12 @@ class PartReader:
             failure = add(rank)
             if failure is not None:
                 return failure
-        check_fits(facts, expected, where, casts=self._casts)
+        check_fits(facts, expected, where, casts=self._casts, resizable=resizable)
         order = nearest_first(chosen, *self._nearby(plan), meta.replicas or ())
         failure = complete(assembly, [rank for rank in order if rank not in added], add)
         if failure is not None:
             return failure
-        check_fits(facts, expected, where, casts=self._casts)
+        check_fits(facts, expected, where, casts=self._casts, resizable=resizable)
         state = self._read_state(chosen[own], meta.state, partial(_room, assembly, target))
         if isinstance(state, Failure):
             return state

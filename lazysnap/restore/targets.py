@@ -1,7 +1,7 @@
 """The live tensors that a restart fills, and what each of them takes of a snapshot."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -68,12 +68,18 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: I
 
 
 def check_fits(
-    held: Mapping[str, Facts | None], expected: Mapping[str, torch.Tensor], where: str, *, casts: bool
+    held: Mapping[str, Facts | None],
+    expected: Mapping[str, torch.Tensor],
+    where: str,
+    *,
+    casts: bool,
+    resizable: Collection[str] = (),
 ) -> None:
     """Compare a snapshot with the live model. Raises: StateError, naming the first tensors that differ.
 
     ``held``: every tensor of the snapshot, ``None`` where its facts are not known yet. ``casts``: one floating dtype
-    may stand for another, since loading converts the values.
+    may stand for another, since loading converts the values. ``resizable``: names of tensors that get the shape of the
+    snapshot.
     """
     check_loadable(expected, where)
     names = held_names(expected, held)
@@ -87,7 +93,8 @@ def check_fits(
             continue
         dtype, shape = facts
         is_cast = casts and dtype.is_floating_point and tensor.is_floating_point()
-        if (dtype != tensor.dtype and not is_cast) or shape != tuple(tensor.shape):
+        has_shape = name in resizable or shape == tuple(tensor.shape)
+        if (dtype != tensor.dtype and not is_cast) or not has_shape:
             differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
     prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
     known = set(names.values())

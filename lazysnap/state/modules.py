@@ -52,7 +52,7 @@ def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[st
 
     Raises: StateError, for values that differ where the live tensor has only one; nothing was changed then.
     """
-    live = _live(module)
+    live = entries_of(module)
     names = held_names(live, saved)
     taken = {held: name for name, held in names.items()}
     state = OrderedDict((taken.get(name, name), value) for name, value in saved.items())
@@ -86,7 +86,7 @@ def take_order(live: Any, saved: Any) -> None:
 
 def recorded_orders(module: torch.nn.Module, saved: Mapping[str, Any]) -> set[int]:
     """Return the ids of the live tensors of a module that are not row-major in ``saved``."""
-    live = _live(module)
+    live = entries_of(module)
     return {
         id(live[name])
         for name, held in held_names(live, saved).items()
@@ -102,7 +102,8 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _live(module: torch.nn.Module) -> Mapping[str, Any]:
+def entries_of(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return ``state_dict()``, with the live tensors where it can."""
     try:
         return module.state_dict(keep_vars=True)
     except TypeError:  # an override with other parameters

@@ -11,8 +11,9 @@ from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loa
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateError
+from lazysnap.state.loading import check_loads, load_module
 from lazysnap.state.metrics import METRICS, check_metrics, collect_metrics, restore_metrics
-from lazysnap.state.modules import fitted, recorded_orders
+from lazysnap.state.modules import recorded_orders
 from lazysnap.state.optimizers import check_optimizers, classes_of, put_back
 from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scalars import load_scaler, state_of_scaler
@@ -62,6 +63,7 @@ class ObjectState(StateSource):
         self._objects = dict(objects)
         keep_streams([value for value in objects.values() if is_stateful_loader(value)])
         self._checked = False
+        self._loads_checked = False
 
     def named(self) -> Mapping[str, Any]:
         """See ``StateSource.named``."""
@@ -87,6 +89,12 @@ class ObjectState(StateSource):
         check_supported(self._objects)
         self._checked = True
 
+    def _check_loads(self, state: Mapping[str, Any]) -> None:
+        for name, value in self._objects.items():
+            if isinstance(value, torch.nn.Module):
+                check_loads(name, unwrapped(value), state[name])
+        self._loads_checked = True
+
     @cached_property
     def _pretrained(self) -> dict[str, str]:
         """The files that models of Transformers and PEFT save beside their weights."""
@@ -98,12 +106,14 @@ class ObjectState(StateSource):
         """See ``StateSource.collect``.
 
         Raises: StateError, at the first call, for what FSDP 1, DeepSpeed or similar packages shard; for local
-        SGD.
+        SGD; for a model that no restart could load.
         """
         if not self._checked:
             self._check()
         self.check_averages_gradients()
         state = {name: _state_of(value) for name, value in self._objects.items()}
+        if not self._loads_checked:
+            self._check_loads(state)
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
         state[_RNG] = collect_rng()
@@ -174,8 +184,7 @@ class ObjectState(StateSource):
                 value.clear()
                 value.update(state[name])
             elif isinstance(value, torch.nn.Module):
-                module = unwrapped(value)
-                module.load_state_dict(fitted(module, state[name]))
+                load_module(unwrapped(value), state[name])
             elif isinstance(value, torch.optim.Optimizer):
                 put_back(stepping(value), state[name], recorded)
             elif isinstance(value, torch.amp.GradScaler):

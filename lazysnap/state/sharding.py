@@ -72,3 +72,11 @@ def box_of(target: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor in this rank's memory. Called at each step: no autograd, no collective."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """True if a plain tensor, or one of a subclass, has values at an address, or is empty."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False

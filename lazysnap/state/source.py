@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lazysnap.state.loading import live_extras, resizable_names
 from lazysnap.state.wrappers import ddp_of, stepping, unwrapped, without_compiled
 
 KEY = "lazysnap"
@@ -78,12 +79,25 @@ class StateSource:
         """Return the parameters of each optimizer in its own order, by the path of its state in ``collect()``."""
         return {name: parameters_of(one) for name, one in self.named_optimizers().items()}
 
-    def frozen_tensors(self) -> Iterable[torch.nn.Parameter]:
-        """Return the live parameters of the model that require no gradient, in a fixed order; never buffers.
+    def resizable_names(self) -> set[str]:
+        """Return names of ``expected()`` whose tensors may have another shape in a snapshot: training may change it."""
+        names = set[str]()
+        for path, value in self.named().items():
+            if isinstance(value, torch.nn.Module):
+                names.update(f"{path}.{name}" for name in resizable_names(unwrapped(value)))
+        return names
+
+    def frozen_tensors(self) -> Iterable[torch.Tensor]:
+        """Return the live tensors of the model that require no gradient, in a fixed order: parameters, and the scales
+        of quantised ones; never buffers.
 
         Those that no optimizer holds are stored once, and checked for changes. Returning nothing is always right.
         """
-        return [one for module in self.modules() for one in module.parameters() if not one.requires_grad]
+        frozen: list[torch.Tensor] = []
+        for module in self.modules():
+            frozen += [parameter for parameter in module.parameters() if not parameter.requires_grad]
+            frozen += live_extras(unwrapped(module)).values()
+        return frozen
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """Return parameters that are equal on all ranks (DDP). Each rank captures a share of them and of their

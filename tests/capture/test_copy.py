@@ -54,6 +54,10 @@ class Held(torch.nn.Module):
     def state_dict(self):
         return {name: value.detach() for name, value in self.held.items()}
 
+    def load_state_dict(self, state, strict=True):
+        for name, value in self.held.items():
+            value.data.copy_(state[name])
+
 
 class Bench:
     """Lazy tensors as parameters of an SGD, eager ones as plain values; one slot."""

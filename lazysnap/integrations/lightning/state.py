@@ -36,7 +36,8 @@ from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.state.codec import path_text
 from lazysnap.state.left_out import LeftOut, Path, with_values_of
-from lazysnap.state.modules import fitted, recorded_orders
+from lazysnap.state.loading import check_loads, load_module
+from lazysnap.state.modules import recorded_orders
 from lazysnap.state.optimizers import classes_of, put_back
 from lazysnap.state.scalars import pack, plain_numbers, unpack
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
@@ -74,6 +75,7 @@ class LightningState(StateSource):
         """The runs of the loggers; ``None`` in an evaluation."""
         self._extras: dict[str, ModuleExtras] = {}
         self._landing: dict[str, Any] | None = None
+        self._loads_checked = False
         self._told_left_out: set[Path] = set()
         """Paths that a warning has named."""
 
@@ -88,6 +90,8 @@ class LightningState(StateSource):
             if isinstance(value, dict) and name.endswith(("state_dict", "model_state")):
                 state[name] = dict(value)
         state["callbacks"] = pack(self._by_name(state.get("callbacks", {})))
+        if not self._loads_checked:
+            self._check_loads(state)
         left_out = self._leave_out(state)
         loops = collect_loops(trainer)
         position = None
@@ -110,6 +114,14 @@ class LightningState(StateSource):
         if left_out:
             state[KEY][_LEFT_OUT] = left_out
         return state
+
+    def _check_loads(self, state: Mapping[str, Any]) -> None:
+        """Raises: StateError, for a model that no restart could load."""
+        self._loads_checked = True
+        module = self._trainer.lightning_module
+        changes_state = any(overrides(module, hook) for hook in ("on_save_checkpoint", "on_load_checkpoint"))
+        if module.strict_loading and not changes_state:
+            check_loads("state_dict", module, state["state_dict"])
 
     def _by_name(self, callbacks: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the states of callbacks by ``key_of`` instead of ``state_key``."""
@@ -229,7 +241,7 @@ class LightningState(StateSource):
             original(checkpoint, strict=strict)
             return
         module = self._trainer.lightning_module
-        module.load_state_dict(fitted(module, checkpoint["state_dict"]), strict=strict)
+        load_module(module, checkpoint["state_dict"], strict=strict)
 
     def _load_training(self, state: Mapping[str, Any]) -> None:
         self._connector.restore_precision_plugin_state()

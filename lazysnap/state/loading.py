@@ -1,0 +1,200 @@
+"""Loading a module, and the check at the first boundary that a restart will be able to.
+
+``load_state_dict`` refuses names that it does not know, such as ``weight.absmax`` of a weight in 4 bits, and buffers of
+another shape. Some modules have such names in their ``state_dict``, or change the shape of a buffer in training.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lazysnap.errors import StateError
+from lazysnap.state.modules import entries_of, fitted
+
+_SHOWN = 3
+"""Names in a message."""
+
+
+@dataclass
+class LoadedNames:
+    """The names that ``load_state_dict`` of a module reads, as far as that can be known without calling it."""
+
+    required: set[str] = field(default_factory=set)
+    """Names without which it fails."""
+    known: set[str] = field(default_factory=set)
+    """Names that it reads; all others are refused."""
+    open_prefixes: list[str] = field(default_factory=list)
+    """Prefixes of names that code of the program, or of a package, reads in its own way."""
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> "LoadedNames":
+        """Return the names of a module and of all modules in it."""
+        names = cls()
+        hooked = any(part._load_state_dict_post_hooks for part in module.modules())
+        if hooked or _overrides(module, "load_state_dict"):
+            names.open_prefixes.append("")
+        else:
+            names._add(module, "")
+        return names
+
+    def _add(self, module: torch.nn.Module, prefix: str) -> None:
+        if module._load_state_dict_pre_hooks or _overrides(module, "_load_from_state_dict"):
+            self.open_prefixes.append(prefix)
+            return
+        buffers = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *buffers.items()):
+            if tensor is not None:
+                self.required.add(prefix + name)
+        if _overrides(module, "get_extra_state") or _overrides(module, "set_extra_state"):
+            self.known.add(f"{prefix}_extra_state")
+        for name, child in module._modules.items():
+            if child is not None:
+                self._add(child, f"{prefix}{name}.")
+        self.known |= self.required
+
+    def unknown(self, names: Collection[str]) -> list[str]:
+        """Return those of ``names`` that ``load_state_dict`` refuses."""
+        prefixes = tuple(self.open_prefixes)
+        return [name for name in names if name not in self.known and not name.startswith(prefixes)]
+
+
+def _overrides(module: torch.nn.Module, method: str) -> bool:
+    """True if the class of a module, or the module itself, has a method of its own."""
+    return method in vars(module) or getattr(type(module), method) is not getattr(torch.nn.Module, method)
+
+
+def check_loads(path: str, module: torch.nn.Module, captured: Mapping[str, Any]) -> None:
+    """Check that a restart can load what is captured of a module. Nothing is changed.
+
+    Raises: StateError, naming what is missing, and what ``load_state_dict`` does not know and no tensor of the
+    module holds.
+    """
+    names = LoadedNames.of(module)
+    missing = [name for name in sorted(names.required) if name not in captured]
+    unknown = names.unknown(captured)
+    if unknown:
+        held = {*_live_entries(module), *(name for name, _ in _quantised_entries(module, unknown))}
+        unknown = [name for name in unknown if name not in held]
+    if not missing and not unknown:
+        return
+    reasons = []
+    if missing:
+        reasons.append(f"load_state_dict() needs {_listed(missing)}, which state_dict() does not return")
+    if unknown:
+        reasons.append(f"state_dict() returns {_listed(unknown)}, which load_state_dict() does not know")
+    advice = "Let state_dict() return what load_state_dict() reads, or override both"
+    if "state_dict" in vars(module):
+        advice = (
+            "The program replaced state_dict() of this model by a function of its own: remove that line (frozen "
+            "weights are stored once, not in every snapshot), or replace load_state_dict() accordingly"
+        )
+    raise StateError(f"{path}: no restart could load this model: {'; '.join(reasons)}. {advice}")
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join([*names][:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _live_entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``state_dict()`` that the module holds, not those that it makes for each call."""
+    entries = entries_of(module)
+    entries_again = entries_of(module)  # beside the first: a tensor that is made anew has other memory
+    live = {}
+    for name, tensor in entries.items():
+        again = entries_again.get(name)
+        if not isinstance(tensor, torch.Tensor) or not isinstance(again, torch.Tensor):
+            continue
+        if tensor.device.type != "meta" and tensor.data_ptr() == again.data_ptr():
+            live[name] = tensor
+    return live
+
+
+def live_extras(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that a module holds and ``load_state_dict`` does not know, by name: scales of weights in 4
+    bits.
+    """
+    names = LoadedNames.of(module)
+    if not names.unknown(entries_of(module)):
+        return {}
+    live = _live_entries(module)
+    return {name: live[name] for name in names.unknown(live)}
+
+
+def resizable_names(module: torch.nn.Module) -> set[str]:
+    """Return the names of tensors that may have another shape in a snapshot: buffers, and what ``load_state_dict`` does
+    not know.
+    """
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return buffers.union(LoadedNames.of(module).unknown(entries_of(module)))
+
+
+def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load the values of a snapshot. Buffers get the shapes that they have there.
+
+    Raises: StateError, for scales of other shapes than the model has; what ``load_state_dict`` raises.
+    """
+    state = fitted(module, saved)
+    extras = {name: state.pop(name) for name in LoadedNames.of(module).unknown(state)}
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        value = state.get(name)
+        if isinstance(value, torch.Tensor) and value.shape != buffer.shape:
+            buffer.data = buffer.new_empty(value.shape)
+    module.load_state_dict(state, strict=strict)
+    if extras:
+        _load_extras(module, extras)
+
+
+def _load_extras(module: torch.nn.Module, extras: Mapping[str, Any]) -> None:
+    left = dict(extras)
+    with torch.no_grad():
+        for name, tensor in _live_entries(module).items():
+            value = left.get(name)
+            if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
+                tensor.copy_(value)
+                del left[name]
+    entries = entries_of(module)
+    left = {name: value for name, value in left.items() if not _are_equal(entries.get(name), value)}
+    for name, parameter in _quantised_entries(module, left):
+        if name in left:
+            _requantise(module, parameter, extras)
+            left = {other: value for other, value in left.items() if not other.startswith(f"{parameter}.")}
+    if left:
+        raise StateError(
+            f"the live model has other values than the snapshot for {_listed(left)}, and load_state_dict() does not "
+            "load them: quantise the model as when the snapshot was taken"
+        )
+
+
+def _are_equal(live: Any, saved: Any) -> bool:
+    if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor):
+        return False
+    return live.shape == saved.shape and live.dtype == saved.dtype and torch.equal(live, saved.to(live.device))
+
+
+def _quantised_entries(module: torch.nn.Module, names: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield those of ``names`` that describe a weight of bitsandbytes, each with the name of that weight."""
+    quantised = set()
+    for name, parameter in module.named_parameters():
+        if hasattr(getattr(parameter, "quant_state", None), "from_dict"):
+            quantised.add(name)
+    for name in names:
+        parts = name.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            weight = ".".join(parts[:length])
+            if weight in quantised:
+                yield name, weight
+                break
+
+
+def _requantise(module: torch.nn.Module, parameter: str, extras: Mapping[str, Any]) -> None:
+    """Give a weight of bitsandbytes the scales of a snapshot. Its numbers are part of one packed entry."""
+    prefix = f"{parameter}."
+    entries = {name.removeprefix(prefix): value.clone() for name, value in extras.items() if name.startswith(prefix)}
+    weight: Any = module.get_parameter(parameter)
+    weight.quant_state = type(weight.quant_state).from_dict(entries, weight.device)
+    layer: Any = module.get_submodule(parameter.rpartition(".")[0])
+    if getattr(layer, "quant_state", None) is not None:
+        layer.quant_state = weight.quant_state
