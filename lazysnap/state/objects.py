@@ -15,6 +15,7 @@ from lazysnap.state.loading import check_loads, load_module
 from lazysnap.state.metrics import METRICS, check_metrics, collect_metrics, restore_metrics
 from lazysnap.state.modules import recorded_orders
 from lazysnap.state.optimizers import check_optimizers, classes_of, put_back
+from lazysnap.state.plain_dicts import check_dict, restore_dict
 from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scalars import load_scaler, state_of_scaler
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
@@ -43,8 +44,8 @@ class ObjectState(StateSource):
     """A ``StateSource`` over ``{"model": model, "optimizer": optimizer, "scheduler": …}``.
 
     Values have ``state_dict()`` and ``load_state_dict()`` (modules, optimizers, schedulers, samplers, GradScaler,
-    ``StatefulDataLoader``), or are dicts of plain values, updated in place on a restore. Generators of random numbers
-    are always included.
+    ``StatefulDataLoader``), or are dicts, updated in place on a restore, with the tensors in them. Generators of
+    random numbers are always included.
     Raises: ConfigError, for a value that is neither, or for the names ``rng`` and ``lazysnap``.
     """
 
@@ -173,6 +174,9 @@ class ObjectState(StateSource):
         check_optimizers(self, state, None)
         metrics = state.get(KEY, {}).get(METRICS, {})
         check_metrics(self._unwrapped_modules(), metrics)
+        for name, value in self._objects.items():
+            if isinstance(value, dict):
+                check_dict(name, value, state[name])
         recorded: set[int] = set()
         for name, value in self._objects.items():
             if isinstance(value, torch.nn.Module):
@@ -181,8 +185,7 @@ class ObjectState(StateSource):
             if not data and is_data_position(value):
                 continue
             if isinstance(value, dict):
-                value.clear()
-                value.update(state[name])
+                restore_dict(value, state[name])
             elif isinstance(value, torch.nn.Module):
                 load_module(unwrapped(value), state[name])
             elif isinstance(value, torch.optim.Optimizer):

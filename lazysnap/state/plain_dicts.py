@@ -1,0 +1,69 @@
+"""Dicts given as state: live tensors in them are filled in place, because an optimizer or a graph may hold them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lazysnap.errors import StateError
+from lazysnap.state.codec import path_text
+
+
+def restore_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    """Give a dict the values of a snapshot; its tensors keep their identity where shape and dtype are the same."""
+    with torch.no_grad():
+        _fill(live, saved)
+
+
+def check_dict(path: str, live: dict[Any, Any], saved: Any) -> None:
+    """Raises: StateError, for a live tensor that is trained, and whose value in the snapshot does not fit."""
+    for place, tensor, value in _pairs(live, saved, (path,)):
+        if tensor.requires_grad and not _takes(tensor, value):
+            found = type(value).__name__
+            if isinstance(value, torch.Tensor):
+                found = f"{value.dtype} {list(value.shape)}"
+            raise StateError(
+                f"{path_text(place)}: the snapshot has {found}, the live tensor, which is trained, is {tensor.dtype} "
+                f"{list(tensor.shape)}. Nothing was loaded. Make it as when the snapshot was taken"
+            )
+
+
+def _pairs(live: Any, saved: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor, Any]]:
+    """Yield path, live tensor and saved value for each live tensor whose place exists in the snapshot."""
+    if isinstance(live, torch.Tensor):
+        yield path, live, saved
+    elif isinstance(live, dict) and isinstance(saved, dict):
+        for key in live.keys() & saved.keys():
+            yield from _pairs(live[key], saved[key], (*path, key))
+    elif isinstance(live, (list, tuple)) and isinstance(saved, (list, tuple)):
+        for index, (item, value) in enumerate(zip(live, saved, strict=False)):
+            yield from _pairs(item, value, (*path, index))
+
+
+def _takes(live: Any, saved: Any) -> bool:
+    """True if a live tensor can be filled with a saved one. Elements that share memory cannot."""
+    if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor):
+        return False
+    repeats = any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride(), strict=True))
+    return live.shape == saved.shape and live.dtype == saved.dtype and not repeats
+
+
+def _fill(live: Any, saved: Any) -> Any:
+    """Return the value that belongs where ``live`` is: ``live`` itself, filled, or ``saved``."""
+    if _takes(live, saved):
+        live.copy_(saved)
+        return live
+    if type(live) is not type(saved):
+        return saved
+    if isinstance(live, dict):
+        values = {key: _fill(live.get(key), value) for key, value in saved.items()}
+        live.clear()
+        live.update(values)
+        return live
+    if isinstance(live, list):
+        filled = [_fill(item, value) for item, value in zip(live, saved, strict=False)]
+        live[:] = filled + saved[len(filled) :]
+        return live
+    if type(live) is tuple and len(live) == len(saved):
+        return tuple(_fill(item, value) for item, value in zip(live, saved, strict=True))
+    return saved

@@ -1,0 +1,62 @@
+"""Tensors in dicts that are given as state."""
+
+import pytest
+import torch
+
+from lazysnap.errors import StateError
+from lazysnap.state.codec import decode, encode
+from lazysnap.state.objects import ObjectState
+
+
+def functional(seed):
+    torch.manual_seed(seed)
+    params = {"w": torch.randn(3, 3, requires_grad=True), "layers": [torch.zeros(3, requires_grad=True)]}
+    optimizer = torch.optim.Adam([params["w"], *params["layers"]], lr=0.1)
+    return params, optimizer, ObjectState({"params": params, "optimizer": optimizer, "progress": {"step": seed}})
+
+
+def train(params, optimizer):
+    loss = (torch.randn(2, 3) @ params["w"] + params["layers"][0]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def snapshot(source):
+    tensors = {}
+
+    def keep(tensor, path):
+        tensors[str(path)] = tensor.detach().clone()
+        return str(path)
+
+    return decode(encode(source.collect(), tensor=keep), tensor=tensors.__getitem__)
+
+
+def test_parameters_in_a_dict_are_restored_where_the_optimizer_holds_them():
+    params, optimizer, source = functional(seed=1)
+    train(params, optimizer)
+    state = snapshot(source)
+    wanted = [train(params, optimizer) for _ in range(3)]
+    params, optimizer, source = functional(seed=2)
+    live = [params["w"], params["layers"][0]]
+    params["only here"] = torch.ones(1)
+
+    source.load(state)
+
+    assert params["w"] is live[0]
+    assert params["layers"][0] is live[1]
+    assert [*params] == ["w", "layers"]
+    assert [train(params, optimizer) for _ in range(3)] == wanted
+
+
+def test_a_trained_tensor_of_another_shape_is_named_and_nothing_is_loaded():
+    state = snapshot(functional(seed=1)[2])
+    params, _, source = functional(seed=2)
+    params["layers"][0] = torch.zeros(4, requires_grad=True)
+    before = params["w"].detach().clone()
+
+    with pytest.raises(StateError, match=r"params.*layers.*float32 \[3\].*float32 \[4\]"):
+        source.load(state)
+
+    assert torch.equal(params["w"], before)
