@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 Closure = Callable[[], Any]
@@ -26,9 +27,17 @@ class OptimizerGates:
         self.steps = 0
         """Steps of optimizers so far."""
         self._early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped: set[int] = set()
+        """Captured optimizers, by id, that stepped since the last boundary."""
+        self._strangers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that are not captured, and stepped since the last boundary."""
+        self._every_optimizer: RemovableHandle | None = None
+        """The hook on steps of all optimizers of the process."""
 
     def install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hook the optimizers that are not hooked yet; let go of those that are not used any more. Cheap."""
+        if self._every_optimizer is None:
+            self._every_optimizer = register_optimizer_step_pre_hook(self._before_any_step)
         wanted = {id(optimizer) for optimizer in optimizers}
         for key in [key for key, (alive, _) in self._handles.items() if key not in wanted or alive() is None]:
             self._drop(key)
@@ -42,6 +51,9 @@ class OptimizerGates:
 
     def remove(self) -> None:
         """Take all hooks off."""
+        if self._every_optimizer is not None:
+            self._every_optimizer.remove()
+            self._every_optimizer = None
         for key in list(self._handles):
             self._drop(key)
 
@@ -49,10 +61,36 @@ class OptimizerGates:
         for handle in self._handles.pop(key)[1]:
             handle.remove()
 
+    def take_replacements(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that train parameters of captured ones in their place, since the last call.
+
+        A captured optimizer that stepped itself may have such an optimizer inside.
+        """
+        trained: set[int] = set()
+        idle: set[int] = set()
+        for key, (alive, _) in self._handles.items():
+            optimizer = alive()
+            if optimizer is not None:
+                parameters = trained if key in self._stepped else idle
+                parameters.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        replacements = []
+        for stranger in self._strangers:
+            held = {id(parameter) for group in stranger.param_groups for parameter in group["params"]}
+            if held & idle and not held & trained:
+                replacements.append(stranger)
+        self._stepped.clear()
+        self._strangers.clear()
+        return replacements
+
+    def _before_any_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if id(optimizer) not in self._handles:
+            self._strangers.add(optimizer)
+
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.steps += 1
+        self._stepped.add(id(optimizer))
         # args[0] is the optimizer itself.
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None or optimizer in self._early:

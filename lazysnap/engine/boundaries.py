@@ -124,6 +124,8 @@ class Boundaries:
     def boundary(self, step: int, *, force: bool) -> bool:
         """See ``SnapshotEngine.boundary``. Blocks."""
         began = self._pass(step, force=force or self._notice.cuts)
+        for optimizer in self.gates.take_replacements():
+            self._parts.messages.tell(Event.OTHER_OPTIMIZER, kind=type(optimizer).__qualname__)
         self._steps = self.gates.steps
         self._reached.reached(step)
         self._notice.passed()

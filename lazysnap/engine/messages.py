@@ -72,6 +72,12 @@ class Event(enum.Enum):
     UNSUPPORTED = Row("step %(step)d is not captured: %(text)s", topic="state")
     NOT_CAPTURED = Row("step %(step)d is not captured: %(text)s", topic="capture")
     STEPPED_BESIDE = Row("an optimizer stepped beside a running copy; that snapshot is dropped", topic="gate")
+    OTHER_OPTIMIZER = Row(
+        "%(kind)s, which is not part of the state, trains parameters of a captured optimizer, which does not step: "
+        "snapshots lack the state of %(kind)s, and a restart is not exact. Change the settings in param_groups of the "
+        "captured optimizer instead of making a new one, or make a new SnapshotEngine with the new one",
+        topic="optimizer",
+    )
     IN_GRAPH = Row(
         "an optimizer step is being captured into a graph: hooks do not run when it is replayed, so snapshots are "
         "torn, and nobody notices, unless you call engine.gate() before every replay()",

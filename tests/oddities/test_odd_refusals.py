@@ -186,3 +186,38 @@ def test_parameters_that_are_trained_and_in_no_part_of_the_state_are_told_of(eng
     captured(engines, {"model": model, "sgd": optimizer})
 
     assert [record.message for record in caplog.records if "1 parameters of sgd are in no part" in record.message]
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer with another one inside, which does the steps."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure=None):
+        return self.base.step(closure)
+
+
+@pytest.mark.parametrize("case", ["replaced", "inner", "of another model"])
+def test_an_optimizer_that_trains_in_the_place_of_a_captured_one_is_named_at_the_next_boundary(engines, caplog, case):
+    model = torch.nn.Linear(2, 2)
+    optimizer = Averaging(model.parameters()) if case == "inner" else torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engines({"model": model, "optimizer": optimizer})
+    engine.boundary(1)
+    stepping = [optimizer]
+    if case == "replaced":
+        stepping = [torch.optim.Adam(model.parameters())]
+    elif case == "of another model":
+        stepping.append(torch.optim.Adam(torch.nn.Linear(2, 2).parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    for trained in stepping:
+        trained.step()
+
+    engine.boundary(2)
+
+    named = [
+        record.message for record in caplog.records if "trains parameters of a captured optimizer" in record.message
+    ]
+    assert len(named) == (case == "replaced")
+    assert all(message.startswith("Adam, which is not part of the state") for message in named)
