@@ -13,6 +13,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from lazysnap.capture.gradients import WaitingGradients
+
 Closure = Callable[[], Any]
 
 
@@ -26,6 +28,7 @@ class OptimizerGates:
         self._handles: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[RemovableHandle]]] = {}
         self.steps = 0
         """Steps of optimizers so far."""
+        self.gradients = WaitingGradients()
         self._early: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stepped: set[int] = set()
         """Captured optimizers, by id, that stepped since the last boundary."""
@@ -48,6 +51,7 @@ class OptimizerGates:
                     optimizer.register_step_post_hook(self._after_step),
                 ]
                 self._handles[id(optimizer)] = (weakref.ref(optimizer), handles)
+                self.gradients.accept(optimizer)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -115,3 +119,4 @@ class OptimizerGates:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # An optimizer that never called its closure, or whose hook was bypassed, stepped beside a running copy.
         self._late()
+        self.gradients.step(optimizer)

@@ -55,6 +55,8 @@ class Boundaries:
         """The optimizers' weights at the last capture, if not every boundary is due, or at the last one that failed."""
         self._pointers: list[int] = []
         """Their addresses then."""
+        self._awaits_gradients = False
+        """True if a boundary that was due is not captured yet, since gradients waited there."""
         self._facts: list[int] | None = None
         """See ``_weights_now``, at the last boundary, if that captured nothing."""
 
@@ -161,11 +163,15 @@ class Boundaries:
             if step < last:  # a loop that begins again
                 self._parts.messages.tell(Event.BEGINS_AGAIN, step=step, last=last)
                 self._run.begin_again(step)
-            if not self._recorder.is_due(step, force=force):
+            if not self._recorder.is_due(step, force=force or self._awaits_gradients):
                 self._note()
                 return False
             self._run.tell_start()
             self._run.begin_once()
+            if self._has_waiting_gradients(step, is_forced=force and not self._notice.cuts):
+                self._look_at_weights()
+                self._note()
+                return False
             began = self.capture(step, started) if self._is_past_first else self._capture_first(step, started)
             if not began:
                 self._facts = None
@@ -173,6 +179,29 @@ class Boundaries:
                     self._look_at_weights()
                     self._note()
             return began
+
+    def _has_waiting_gradients(self, step: int, *, is_forced: bool) -> bool:
+        """True if gradients wait for the next step of their optimizer, so that ``step`` is not captured. Hot.
+
+        ``is_forced``: it is captured all the same.
+        """
+        self._awaits_gradients = False
+        if self._parts.messages.is_known("graph"):
+            return False  # a graph that is replayed steps without a hook
+        gradients = self.gates.gradients
+        awaited = gradients.awaited(self._parts.source.optimizers())
+        if not awaited:
+            return False
+        named = self._parts.source.named_optimizers().items()
+        names = ", ".join(name for name, optimizer in named if optimizer in awaited)
+        if is_forced or gradients.abandon_late(awaited):
+            self._parts.messages.tell(Event.GRADIENTS_LOST, step=step, names=names)
+            return False
+        if any(gradients.is_kept_long(optimizer) for optimizer in awaited):
+            self._parts.messages.tell(Event.GRADIENTS_WAIT, step=step, names=names)
+        self._parts.statistics.skipped["gradients wait for an optimizer step"] += 1
+        self._awaits_gradients = True
+        return True
 
     def _capture_first(self, step: int, started: float) -> bool:
         began = self.capture(step, started)

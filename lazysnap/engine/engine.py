@@ -134,6 +134,8 @@ class SnapshotEngine:
         """
         self.session.check_open("restore")
         self.session.together("checking the model", lambda: check_kinds(self.session.parts.source.expected().items()))
+        # Before the first step: from here on it is known which gradients a step has used.
+        self.session.boundaries.gates.install(self.session.parts.source.optimizers())
         snapshot = self.session.run.restore(which)
         if self._is_training:
             self._prepare()

@@ -78,6 +78,18 @@ class Event(enum.Enum):
         "captured optimizer instead of making a new one, or make a new SnapshotEngine with the new one",
         topic="optimizer",
     )
+    GRADIENTS_WAIT = Row(
+        "step %(step)d is not captured: gradients of %(names)s wait for the next step of that optimizer, and a "
+        "snapshot holds no gradients. Such steps are left out: a capture waits for a boundary without such gradients. Call "
+        "boundary() only after optimizer.step(), and clear gradients that are not used (zero_grad)",
+        topic="waiting gradients",
+    )
+    GRADIENTS_LOST = Row(
+        "step %(step)d is captured without the gradients of %(names)s that wait for the next step of that optimizer: a "
+        "restart from it is not exact, unless they are cleared before that step. Call boundary() after "
+        "optimizer.step(), and clear gradients that are not used (zero_grad)",
+        topic="lost gradients",
+    )
     IN_GRAPH = Row(
         "an optimizer step is being captured into a graph: hooks do not run when it is replayed, so snapshots are "
         "torn, and nobody notices, unless you call engine.gate() before every replay()",

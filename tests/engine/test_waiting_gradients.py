@@ -1,0 +1,154 @@
+"""A restart never loses gradients that an optimizer accumulates over several boundaries."""
+
+import pytest
+import torch
+
+from lazysnap import SnapshotConfig, SnapshotEngine
+
+STEPS = 12
+LEFT_OUT = "gradients wait for an optimizer step"
+
+
+class Accumulating:
+    """One optimizer; a boundary at each micro-batch, a step at every fourth."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 4), "second": torch.nn.Linear(4, 4)})
+        self.optimizers = {"all": torch.optim.Adam(self.model.parameters(), 1e-2)}
+
+    def state(self):
+        return {"model": self.model, **self.optimizers}
+
+    def train(self, step):
+        self._loss(step).backward()
+        if step % 4 == 0:
+            self.optimizers["all"].step()
+            self.optimizers["all"].zero_grad()
+
+    def _loss(self, step):
+        batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        return self.model["second"](self.model["first"](batch)).square().mean()
+
+
+class ClearedInPlace(Accumulating):
+    """``zero_grad(set_to_none=False)`` behind the step of every micro-batch."""
+
+    def train(self, step):
+        self._loss(step).backward()
+        self.optimizers["all"].step()
+        self.optimizers["all"].zero_grad(set_to_none=False)
+
+
+class ClearedBefore(Accumulating):
+    """``zero_grad`` before the backward: the used gradients still stand at the boundary."""
+
+    def train(self, step):
+        self.optimizers["all"].zero_grad()
+        self._loss(step).backward()
+        self.optimizers["all"].step()
+
+
+class TwoOptimizers(Accumulating):
+    """One steps at each boundary, the other at every fourth."""
+
+    def __init__(self):
+        super().__init__()
+        self.optimizers = {name: torch.optim.Adam(part.parameters(), 1e-2) for name, part in self.model.items()}
+
+    def train(self, step):
+        self.optimizers["first"].zero_grad()
+        self._loss(step).backward()
+        self.optimizers["first"].step()
+        if step % 4 == 0:
+            self.optimizers["second"].step()
+            self.optimizers["second"].zero_grad()
+
+
+class Adversarial(TwoOptimizers):
+    """The loss of each optimizer leaves gradients in the other, which clears them before its own backward."""
+
+    def train(self, step):
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+            self._loss(step).backward()
+            optimizer.step()
+
+
+def run(training, engine, first, last):
+    for step in range(first, last + 1):
+        training.train(step)
+        if engine is not None:
+            engine.boundary(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "eligible", "says"),
+    [
+        (Accumulating, [4, 8], True),
+        (TwoOptimizers, [4, 8], True),
+        (Adversarial, list(range(2, 11)), False),
+        (ClearedInPlace, list(range(1, 11)), False),
+        (ClearedBefore, list(range(1, 11)), False),
+    ],
+)
+def test_a_boundary_with_gradients_that_wait_is_not_captured(kind, eligible, says, tmp_path, caplog):
+    """The restart is exact; gradients that are cleared unused hold up nothing; it is said once."""
+    undisturbed = kind()
+    run(undisturbed, None, 1, STEPS)
+    training = kind()
+    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    assert engine.restore("latest") is None
+    run(training, engine, 1, 10)
+    left_out = engine.statistics().skipped[LEFT_OUT]
+    engine.abandon()
+    again = kind()
+    engine = SnapshotEngine(SnapshotConfig(levels=()), again.state(), default_url=str(tmp_path))
+    try:
+        snapshot = engine.restore("latest")
+        run(again, engine, snapshot.step + 1, STEPS)
+    finally:
+        engine.close(drain=False)
+
+    assert left_out == 10 - len(eligible)
+    assert snapshot.step in eligible
+    for name, weight in undisturbed.model.state_dict().items():
+        assert torch.equal(weight, again.model.state_dict()[name]), name
+    lines = [record.message for record in caplog.records if "holds no gradients" in record.message]
+    assert len(lines) == (2 if says else 0)  # of each engine one
+
+
+def test_the_last_step_is_captured_with_a_warning(tmp_path, caplog):
+    """Weights of the end of a training are worth more than its gradients; the line names the optimizer."""
+    training = Accumulating()
+    engine = SnapshotEngine(tmp_path / "runs", training.state())
+    engine.restore("latest")
+    run(training, engine, 1, 6)
+
+    assert engine.close()
+
+    assert "step 6 is captured without the gradients of all" in caplog.text
+    fresh = Accumulating()
+    engine = SnapshotEngine(tmp_path / "runs", fresh.state())
+    try:
+        assert engine.restore("latest").step == 6
+    finally:
+        engine.close(drain=False)
+
+
+def test_gradients_that_are_never_used_hold_up_captures_for_a_while_only(tmp_path, caplog):
+    """An optimizer that steps no more does not leave the training without snapshots."""
+    training = TwoOptimizers()
+    training.model["second"].weight.grad = torch.ones(4, 4)
+    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    try:
+        engine.restore("latest")
+        for step in range(1, 80):
+            training.optimizers["first"].zero_grad()
+            training._loss(step).backward()
+            training.optimizers["first"].step()
+            engine.boundary(step)
+        assert engine.wait(79, until="captured", timeout_s=30)
+    finally:
+        engine.close(drain=False)
+    assert "is captured without the gradients of second" in caplog.text
