@@ -80,8 +80,8 @@ class Event(enum.Enum):
     )
     GRADIENTS_WAIT = Row(
         "step %(step)d is not captured: gradients of %(names)s wait for the next step of that optimizer, and a "
-        "snapshot holds no gradients. Such steps are left out: a capture waits for a boundary without such gradients. Call "
-        "boundary() only after optimizer.step(), and clear gradients that are not used (zero_grad)",
+        "snapshot holds no gradients. Such steps are left out: a capture waits for a boundary without such gradients. "
+        "Call boundary() only after optimizer.step(), and clear gradients that are not used (zero_grad)",
         topic="waiting gradients",
     )
     GRADIENTS_LOST = Row(

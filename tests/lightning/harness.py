@@ -234,7 +234,7 @@ class ListEngine:
     def last_boundary(self, step: int) -> bool:
         return self.boundary(step, force=True)
 
-    def fetch(self, which: str = "latest") -> Snapshot | None:
+    def _fetch(self, which: str = "latest") -> Snapshot | None:
         if self.choice is None:
             return None
         for name, tensor in self.state.expected().items():
@@ -258,13 +258,13 @@ class ListEngine:
     def check_memory(self) -> None:
         pass
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         pass
 
     def gate(self) -> None:
         pass
 
-    def flush(self, timeout_s: float) -> bool:
+    def _flush(self, timeout_s: float) -> bool:
         return True
 
     def close(self, **_: Any) -> bool:

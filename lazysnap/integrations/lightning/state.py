@@ -5,8 +5,8 @@ weights, ModelCheckpoint, validation, counters, loggers; nothing of step k+1 has
 holds is restored by Lightning; the rest (and the counters, since Lightning turns them for its own kind of restart) is
 put back when the restarted fit reaches the same point.
 
-Not in a snapshot: attributes of modules and callbacks that no ``state_dict`` or ``on_save_checkpoint`` tells of; the schedule that StochasticWeightAveraging
-swaps in, and masks that ModelPruning leaves out of its checkpoints on purpose.
+Not in a snapshot: attributes of modules and callbacks that no ``state_dict`` or ``on_save_checkpoint`` gives; the
+schedule that StochasticWeightAveraging swaps in; masks that ModelPruning leaves out of its checkpoints on purpose.
 """
 
 import logging
