@@ -98,7 +98,7 @@ class TestMemory(Memory, StorageContract, StoreContract):
     pass
 
 
-@pytest.mark.sampled("S3")
+@pytest.mark.slow
 class TestS3(S3, StorageContract, StoreContract):
     pass
 

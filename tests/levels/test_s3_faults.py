@@ -188,7 +188,7 @@ def test_a_server_killed_in_mid_write_and_started_again_gets_the_rest(s3_server,
     assert download(storage) == DATA
 
 
-def test_a_server_that_stays_dead_costs_this_snapshot_only(s3_server, s3_url, impatient):
+def test_a_server_that_stays_dead_costs_this_snapshot_only(s3_server, s3_url, impatient, monkeypatch):
     storage = S3Storage(s3_url, s3_server.options())
     upload(storage, DATA)
     path = SHARD.replace("1/", "2/")
@@ -203,6 +203,8 @@ def test_a_server_that_stays_dead_costs_this_snapshot_only(s3_server, s3_url, im
         finally:
             s3_server.start()
 
+    # For a moment behind its start it answers 500.
+    monkeypatch.setattr(s3, "PATIENCE_S", 60.0)
     later = abandoned_after(0.0, S3Storage(s3_url, s3_server.options()))
     assert download(later) == DATA
     with pytest.raises(FileNotFoundError):

@@ -31,6 +31,8 @@ SAMPLED_MODULES = (
     "test_unprotected",
 )
 """Of folders where others are quick: a family each."""
+REAL_FOLDERS = ("nfs", "nodes")
+"""Their tests need a real server, or nodes that really die: only the full tier runs them."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ class Sample:
 
 def mark(item: pytest.Item) -> None:
     """Sample what has no mark of its own, where it starts trainings or keepers."""
+    is_real = item.path.parent.name in REAL_FOLDERS
+    if is_real or "s3_server" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.slow)
     if any(item.get_closest_marker(name) for name in ("slow", "sampled", "always")):
         return
     if (folder := item.path.parent.name) in SAMPLED_FOLDERS:
