@@ -44,6 +44,8 @@ _SAMPLE_S = 1.0
 """Seconds between two looks at a rank, times the ranks of the node."""
 _LEAST_S, _MOST_S = 2.0, 30.0
 """Seconds between two writes: the larger the file, the more of them."""
+_URL_S = 300.0
+"""Seconds between two writes at a URL, where each write is a request that is paid for."""
 _CLOSE_S = 2.0
 _MOST_EVENTS = 8000
 """More are thinned out also where nothing can be written: a level may fail, or hang, for days."""
@@ -238,6 +240,7 @@ class EventFileWriter:
 
     def _run(self) -> None:
         storage: Storage | None = None
+        next_write = 0.0
         while True:
             with self._changed:
                 pause_s = max(_LEAST_S, _MOST_S * self._size / MAX_BYTES)
@@ -251,8 +254,11 @@ class EventFileWriter:
             try:
                 if storage is None:
                     storage = self._open()
-                if self._has_stored and not self._is_written:
+                is_due = is_last or time.monotonic() >= next_write
+                if self._has_stored and not self._is_written and is_due:
                     self._write(storage)
+                    if not isinstance(storage, LocalStorage):
+                        next_write = time.monotonic() + _URL_S
             except (LazySnapError, OSError) as error:
                 logger.info("events are not written now: %s", error)
             except Exception:  # the last handler of the thread

@@ -224,3 +224,22 @@ def test_a_sweep_takes_what_a_killed_keeper_left_of_it(tmp_path):
 
     assert store.sweep() == [left.name]
     assert other.exists()
+
+
+def test_at_a_url_the_file_is_written_every_five_minutes_at_most_and_at_the_end(tmp_path):
+    levels = [PersistentLevel(f"memory://{tmp_path.name}/run"), PersistentLevel(str(tmp_path / "run"))]
+    (tmp_path / "run").mkdir()
+    url, path = ({"url": level.url} for level in levels)
+    writers = [EventFileWriter(level, RUN, 0) for level in levels]
+    for writer in writers:
+        writer.add(events.Stored(t=1.0, level="x", step=1, bytes=1, seconds=1.0, checksum_s=0.5, read_back_s=0.0))
+    until(lambda: kinds(url) == kinds(path) == [events.Stored])
+
+    for writer in writers:
+        writer.add(events.Alert(t=2.0, about="keeper", text="an error"))
+
+    until(lambda: kinds(path) == [events.Stored, events.Alert])
+    assert kinds(url) == [events.Stored]
+    for writer in writers:
+        writer.close(60)
+    assert kinds(url) == [events.Stored, events.Alert]
