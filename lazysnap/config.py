@@ -3,12 +3,18 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from lazysnap.errors import ConfigError
+
+SECRET_NAME = re.compile(
+    r"secret|token|pass|pwd|key|sas|credential|connection|auth|signature|\bsig\b", flags=re.IGNORECASE
+)
+"""Names of options, and of parameters of URLs, whose values are secrets."""
 
 
 def _check_positive(owner: str, name: str, value: object, *, optional: bool = False) -> None:
@@ -44,18 +50,35 @@ def resolve_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def check_s3_url(url: str) -> None:
-    """Raises: ConfigError, for an ``s3://`` URL that holds credentials."""
+def check_url(url: str) -> None:
+    """Raises: ConfigError, for a URL that holds credentials, without showing them: URLs are shown in messages."""
+    for part in url.split("::"):  # as in simplecache::sftp://host/run
+        secret = _secret_of(part)
+        if secret:
+            scheme = part.partition("://")[0]
+            raise ConfigError(
+                f"the URL {scheme}://… holds {secret}, and URLs are shown in messages; put credentials into "
+                'storage_options={"key": …, "secret": …}, --storage-option key=… of a command, or the environment'
+            )
+
+
+def _secret_of(url: str) -> str:
+    """Return what a URL holds that is secret, without its value; empty if nothing."""
+    if "://" not in url:
+        return ""
     parts = urlsplit(url)
-    if parts.scheme not in ("s3", "s3a") or "@" not in url:
-        return
-    # A secret may contain a slash, which ends the host. An access point (``arn:aws:s3:…``) has colons, too.
-    if "@" in parts.netloc or (":" in parts.netloc and not parts.netloc.startswith("arn:")):
-        raise ConfigError(
-            f"{parts.scheme}://***@{url.rpartition('@')[2]} holds credentials, and the host of such a URL is a bucket "
-            'alone; put them into storage_options={"key": …, "secret": …}, --storage-option key=… of a command, or the '
-            "environment"
-        )
+    host = parts.netloc
+    if parts.scheme in ("s3", "s3a"):
+        # A secret may contain a slash, which ends the host. An access point (``arn:aws:s3:…``) has colons, too.
+        has_key = ":" in host and "@" in url and not host.startswith("arn:")
+        return "credentials: the host is a bucket alone" if has_key or "@" in host else ""
+    user, at, _ = host.rpartition("@")
+    if at and ":" in user:
+        return "a password"
+    for name in dict(parse_qsl(parts.query, keep_blank_values=True)):
+        if SECRET_NAME.search(name):
+            return f"the parameter {name!r}"
+    return ""
 
 
 def _check_scheme(url: str) -> None:
@@ -119,7 +142,7 @@ class PersistentLevel:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", resolve_url(checked_url("PersistentLevel.url", self.url)))
-        check_s3_url(self.url)
+        check_url(self.url)
         _check_scheme(self.url)
         _check_positive("PersistentLevel", "every_n_steps", self.every_n_steps)
         _check_positive("PersistentLevel", "keep_last", self.keep_last)

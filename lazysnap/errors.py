@@ -13,27 +13,9 @@
     └── WaitTimeout            (TimeoutError)       a deadline passed; the event may still come
 """
 
-import re
-
-SECRET_NAME = re.compile(r"secret|token|pass|pwd|key|sas|credential|connection|auth|signature|\bsig\b", re.IGNORECASE)
-"""Found in names of options, and of parameters of URLs, whose values are never shown."""
-_PASSWORD = re.compile(r"(://[^/@:\s]*):[^/\s]*@")
-_PARAMETER = re.compile(r"([?&]([^=&?#\s]*)=)[^&#\s'\")\]]*?(?=[&#\s'\")\]]|:\s|$)")
-
-
-def without_passwords(text: str) -> str:
-    """Return a text in which ``***`` stands for the password of each URL, and for values of its secret parameters."""
-    if "://" not in text:
-        return text
-    text = _PASSWORD.sub(r"\1:***@", text)
-    return _PARAMETER.sub(lambda found: f"{found[1]}***" if SECRET_NAME.search(found[2]) else found[0], text)
-
 
 class LazySnapError(Exception):
-    """Root of all errors that lazysnap raises on purpose. Passwords in URLs do not get into their messages."""
-
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*(without_passwords(one) if isinstance(one, str) else one for one in arguments))
+    """Root of all errors that lazysnap raises on purpose."""
 
 
 class ConfigError(LazySnapError, ValueError):

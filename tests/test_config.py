@@ -11,7 +11,7 @@ from lazysnap import (
     PersistentLevel,
     Redundancy,
     SnapshotConfig,
-    latest_path,
+    load_weights,
 )
 from lazysnap.config import redundancy_for, too_few_nodes
 from lazysnap.errors import ConfigError
@@ -89,20 +89,34 @@ def test_a_bad_setting_is_one_clear_error_that_names_it_and_what_was_given(kind,
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("given", ["me:hidden@bucket/run", "me:hid/hidden@bucket/run", "hidden@bucket/run"])
-@pytest.mark.parametrize("use", [PersistentLevel, latest_path], ids=lambda value: value.__name__)
-def test_credentials_in_an_s3_url_are_refused_in_one_line_that_says_where_they_belong(use, given):
+CREDENTIALS = [
+    "s3://me:hidden@bucket/run",
+    "s3://me:hid/hidden@bucket/run",
+    "s3://hidden@bucket/run",
+    "sftp://me:hidden@host/run",
+    "sftp://me:hid@hidden@host/run",
+    "simplecache::sftp://me:hidden@host/run",
+    "https://host/run?sv=1&sig=hidden%3D",
+    "https://host/run?X-Amz-Signature=hidden&access_token=hidden#x",
+]
+
+
+@pytest.mark.parametrize("url", CREDENTIALS)
+@pytest.mark.parametrize("use", [PersistentLevel, load_weights], ids=lambda value: value.__name__)
+def test_credentials_in_a_url_are_refused_in_one_line_that_says_where_they_belong(use, url):
     with pytest.raises(ConfigError, match="storage_options") as caught:
-        use(f"s3://{given}")
+        use(url)
 
     text = str(caught.value)
-    assert "s3://***@bucket/run" in text
+    assert f"{url.partition('://')[0].rpartition('::')[2]}://… holds" in text
     assert "hid" not in text
     assert len(text) < 300
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/a@b:c", "s3://arn:aws:s3:eu-1:12:accesspoint/mine/run@5"])
-def test_a_key_of_s3_may_have_the_signs_of_credentials(url):
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/a@b:c", "s3://arn:aws:s3:eu-1:12:accesspoint/mine/run@5", "sftp://me@host/run"]
+)
+def test_keys_of_s3_and_names_of_users_are_no_credentials(url):
     assert PersistentLevel(url).url == url
 
 

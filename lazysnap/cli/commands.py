@@ -154,9 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser(as_json="--json" in arguments).parse_args(arguments)
     options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
-    named = (getattr(args, "url", None), getattr(args, "to", None), *getattr(args, "urls", ()))
-    urls = [url for url in named if url]
-    secrets = Redaction("", {"secret": [value for _, value in options]}, *urls)
+    secrets = Redaction({"secret": [value for _, value in options]})
     output = Output(args.command, as_json=args.json, redaction=secrets)
     try:
         code: int = import_module(f"lazysnap.cli.{args.command}").run(args, output)
@@ -176,6 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except Exception as error:
         logger.debug("%s failed", args.command, exc_info=True)
-        where = " and ".join(urls)
-        output.error(RuntimeError(f"{where}: {type(error).__name__}: {error}; this was not foreseen"))
+        kind = type(error).__name__
+        output.error(RuntimeError(f"{kind}: {error}; this is a bug in lazysnap, please report it"))
         return FAILED

@@ -18,7 +18,6 @@ from lazysnap.keeper.events import (
     KeeperUnreachable,
 )
 from lazysnap.keeper.protocol import MemoryRefused
-from lazysnap.levels.redaction import shown
 
 _ALERTS = {
     "links": (Event.UNLINKED, Event.LINKED),
@@ -62,18 +61,18 @@ class KeeperEvents:
             match event:
                 case Stored():
                     rate = decimal(int(event.bytes / max(event.seconds, 1e-9)))
-                    size, where = decimal(event.bytes), shown(event.level)
+                    size, where = decimal(event.bytes), event.level
                     tell(Event.FIRST_STORED, level=where, size=size, seconds=event.seconds, rate=rate)
                 case Complete():
                     self._count(event.level, event.steps)
-                    where = shown(event.level)
-                    tell(Event.LEVEL_WORKS, level=event.level, shown=where, step=event.steps[-1])
+                    where = event.level
+                    tell(Event.LEVEL_WORKS, level=event.level, step=event.steps[-1])
                 case LevelFailed():
                     kind = Event.LEVEL_FAILED if self.is_training else Event.LEVEL_FAILED_AT_END
                     tell(kind, level=event.level, step=event.step, text=event.text)
                 case NameFailed():
                     kind = Event.NAME_LOST if event.is_lost else Event.NAME_NOT_AS_ASKED
-                    tell(kind, shown=shown(event.level), name=event.name, text=event.text)
+                    tell(kind, level=event.level, name=event.name, text=event.text)
                     if event.is_lost and event.level == next(iter(self._due)):
                         self.lost_names[event.name] = event.text
                 case Protected():

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 from lazysnap.config import PersistentLevel, is_path
 from lazysnap.levels import open_store
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.storage import Storage, probe_name
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.ranks.world import World
@@ -57,9 +56,9 @@ def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
 
 def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool:
     """Return the result of ``work``; ``False``, if it fails or takes too long."""
-    attempt = Watchdog(lambda beat: work(open_store(level.url).storage), f"trying {shown(level.url)}")
+    attempt = Watchdog(lambda beat: work(open_store(level.url).storage), f"trying {level.url}")
     try:
         return attempt.result(min(_DEADLINE_S, level.timeout_s)) is True
     except Exception as error:  # noqa: BLE001  storage packages may raise anything
-        logger.info("%s: %s", shown(level.url), error)
+        logger.info("%s: %s", level.url, error)
         return False

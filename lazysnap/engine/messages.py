@@ -155,9 +155,9 @@ class Event(enum.Enum):
     LEVEL_FAILED_AT_END = Row(
         "step %(step)d is not persisted: %(text)s", by=By.NODE, counter="level_failures", topic="level %(level)s"
     )
-    LEVEL_WORKS = Row("%(shown)s works again: step %(step)d is durable there", by=By.NODE, ends="level %(level)s")
-    NAME_LOST = Row("%(shown)s: the name %(name)r is lost: %(text)s", by=By.NODE)
-    NAME_NOT_AS_ASKED = Row("%(shown)s: the name %(name)r is not as asked for: %(text)s", by=By.NODE)
+    LEVEL_WORKS = Row("%(level)s works again: step %(step)d is durable there", by=By.NODE, ends="level %(level)s")
+    NAME_LOST = Row("%(level)s: the name %(name)r is lost: %(text)s", by=By.NODE)
+    NAME_NOT_AS_ASKED = Row("%(level)s: the name %(name)r is not as asked for: %(text)s", by=By.NODE)
     NAMES_UNUSED = Row("no snapshot is called %(names)s: training %(did)s before it was captured")
     NAME_IN_DANGER = Row(
         "the snapshot %(name)r may be lost before it is stored: memory still holds %(waiting)s, which is not stored "

@@ -32,7 +32,6 @@ from lazysnap.console import say
 from lazysnap.engine.signals import Listener
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.levels.redaction import shown
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -279,7 +278,7 @@ class Notice:
         durable, url = max(at_first, held.durable or at_first, key=lambda one: one[0])
         asks = "asks this training to end" if self._way is _Way.PROGRAM else "ended this training"
         head = f"{self._what or 'a notice to another rank'} {asks} in step {held.seen + 1}"
-        stored = f"step {durable} is durable at {shown(url)}" if levels and durable >= 0 else ""
+        stored = f"step {durable} is durable at {url}" if levels and durable >= 0 else ""
         newest = max(held.steps, default=-1)
         if newest < 0 and not stored:
             return f"{head}: no step of it was captured, a restart begins as this one did"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.errors import KeeperError
-from lazysnap.levels.redaction import shown
 
 FIRST_REMINDER_S = 60.0
 """Seconds between the first and the second warning that captures are not in memory."""
@@ -74,7 +73,7 @@ class Protection:
         """Report the steps that were not protected, if any. Called at the end."""
         count, durable = self._statistics.skipped["no memory"], self._statistics.last_durable_step
         if count:
-            stored = ", ".join(f"{shown(url)}: step {step}" for url, step in durable.items()) or "none"
+            stored = ", ".join(f"{url}: step {step}" for url, step in durable.items()) or "none"
             plural = "s" * (count != 1)
             self._messages.tell(Event.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last, stored=stored)
 

@@ -11,7 +11,6 @@ from rich.filesize import decimal
 from lazysnap.config import SnapshotConfig, due_every, least_interval
 from lazysnap.console import duration
 from lazysnap.engine.statistics import Statistics
-from lazysnap.levels.redaction import shown
 from lazysnap.restore.lost_parts import PARITY
 from lazysnap.restore.snapshot import MEMORY, Absence, Snapshot
 
@@ -110,14 +109,14 @@ def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', ste
     if absence.unreadable:
         reason = f"no snapshot {where} could be read ({_steps(absence.unreadable)}); the messages above say why"
     elif absence.incomplete:
-        look = f"; `lazysnap ls {shown(absence.urls[0])}` lists what is there" if absence.urls else ""
+        look = f"; `lazysnap ls {absence.urls[0]}` lists what is there" if absence.urls else ""
         reason = f"there are only incomplete snapshots {where} ({_steps(absence.incomplete)}){look}"
     elif absence.uncommitted:
         [(url, count), *_] = absence.uncommitted.items()
         what = "1 directory" if count == 1 else f"{count} directories"
         reason = (
             f"there is no snapshot {where}, but {what} without a valid manifest, which is written last; "
-            f"`lazysnap ls {shown(url)}` lists what is there"
+            f"`lazysnap ls {url}` lists what is there"
         )
     elif absence.is_partial:
         reason = f"no snapshot was found {where}, but not all of that could be read; the messages above say what"
@@ -128,7 +127,7 @@ def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', ste
 
 def places(urls: Iterable[str]) -> str:
     """Return the text of all places that are searched for snapshots."""
-    return " or ".join(["in memory", *(f"at {shown(url)}" for url in urls)])
+    return " or ".join(["in memory", *(f"at {url}" for url in urls)])
 
 
 def from_checkpoint(path: str) -> str:
@@ -143,7 +142,7 @@ def _which(snapshot: Snapshot, position: str) -> str:
 
 def source_of(snapshot: Snapshot) -> str:
     """Return the text of the place from which a snapshot was read."""
-    return "parity in the memory of other nodes" if snapshot.level == PARITY else shown(snapshot.level)
+    return "parity in the memory of other nodes" if snapshot.level == PARITY else snapshot.level
 
 
 def _age(snapshot: Snapshot, now_ns: int) -> str:
@@ -205,7 +204,7 @@ def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: b
 def _stored(config: SnapshotConfig, sizes: Sizes) -> str:
     size, parity = sizes.group
     stored = [
-        f"snapshots at {shown(level.url)} every {_interval(due_every(level.every_n_steps, least_interval(config)))}"
+        f"snapshots at {level.url} every {_interval(due_every(level.every_n_steps, least_interval(config)))}"
         for level in config.levels
     ]
     if parity:
@@ -263,7 +262,7 @@ def summary(statistics: Statistics, end: End) -> list[str]:
         fate = _fate(end) if keeps else "if training was over there, that is as it should be"
         return [f"no step was trained after step {resumed.step}, which was resumed; {fate}"]
     parts = [f"captured {_captured(statistics)}"]
-    parts += [f"stored {statistics.persisted[url]} at {shown(url)}{_newest(statistics, url)}" for url in end.urls]
+    parts += [f"stored {statistics.persisted[url]} at {url}{_newest(statistics, url)}" for url in end.urls]
     if statistics.last_protected_step is not None:
         parts.append(f"protected {statistics.protected} on other nodes (newest: step {statistics.last_protected_step})")
     if not end.urls:
@@ -307,13 +306,13 @@ def not_durable(statistics: Statistics, end: End) -> str:
     """
     newest, resumed = statistics.last_whole_step, end.untrained
     if newest is None and resumed is not None and resumed.only_in_memory and end.ending is not Ending.ABANDONED:
-        places = ", ".join(map(shown, end.urls))
+        places = ", ".join(end.urls)
         return f"NOT DURABLE: step {resumed.step}, which was resumed from memory, is not at {places}; {_fate(end)}"
     missing = [url for url in end.urls if statistics.last_durable_step.get(url) != newest]
     if newest is None or not missing or end.ending is Ending.ABANDONED:
         return ""
     return (
-        f"NOT DURABLE: step {newest}, the newest capture, is not at {', '.join(map(shown, missing))}"
+        f"NOT DURABLE: step {newest}, the newest capture, is not at {', '.join(missing)}"
         f"{_failures(statistics, missing) or _waited(end)}; {_fate(end)}"
     )
 

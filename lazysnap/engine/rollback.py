@@ -19,7 +19,6 @@ from lazysnap.engine.parts import Parts
 from lazysnap.engine.report import places
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels.redaction import shown
 from lazysnap.ranks.checks import together
 from lazysnap.resolver import RestartPlan
 from lazysnap.restore.restart import fetch_back, reseed
@@ -79,7 +78,7 @@ class Rollbacks:
             self._capture_branch(snapshot.step)
         done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
         why, took = f" ({reason})" if reason else "", duration(done.seconds)
-        where = {"from_step": from_step, "step": done.step, "level": shown(done.level)}
+        where = {"from_step": from_step, "step": done.step, "level": done.level}
         parts.messages.tell(Event.ROLLED_BACK, reason=why, took=took, **where)
         return done
 

@@ -14,7 +14,6 @@ from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import WaitTimeout
 from lazysnap.keeper.protocol import Protect
-from lazysnap.levels.redaction import shown
 
 _SILENCE_S = 3.0
 """Seconds that the end of a training waits for storage before it says so."""
@@ -123,7 +122,7 @@ class Shutdown:
             self._notice.leave()
         self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
         if unstored:
-            level, linger_s = shown(parts.config.levels[0].url), parts.config.memory.linger_s
+            level, linger_s = parts.config.levels[0].url, parts.config.memory.linger_s
             parts.messages.tell(Event.NAMES_LOST, names=unstored, level=level, linger_s=linger_s)
         self._has_ended_well = durable and captured
         self._notice.hand_on()
@@ -177,7 +176,7 @@ class Shutdown:
             return contextlib.nullcontext()
 
         def line() -> str:
-            where = ", ".join(map(shown, self._parts.client.lacking(step))) or "the keeper"
+            where = ", ".join(self._parts.client.lacking(step)) or "the keeper"
             return f"waiting for {where} to store step {step}, at most {config.drain_timeout_s:g} s (drain_timeout_s)"
 
         return said_after(_SILENCE_S, line)

@@ -79,6 +79,6 @@ def main() -> int:
             os.getcwd()
         except FileNotFoundError:
             return GONE
-        sys.stdout.write(Redaction("", {"secret": list(arguments["options"].values())}).clean(error))
+        sys.stdout.write(Redaction({"secret": list(arguments["options"].values())}).clean(error))
         return 1
     return 0

@@ -27,7 +27,7 @@ from lazysnap.keeper import protocol
 from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.levels.files import temp_name
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.redaction import Redaction, shown
+from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import open_store
 from lazysnap.memory.arena import SlotPhase, Word
@@ -73,7 +73,7 @@ class EventLog:
         self._is_on = os.environ.get("LAZYSNAP_EVENTS") != "0"
         self._file: EventFileWriter | None = None
         self._seen: dict[int, _Seen] = {}
-        self._redaction = Redaction("", {})
+        self._redaction = Redaction({})
 
     @_guarded
     def begin(self, rank: LocalRank, run: protocol.Run) -> None:
@@ -84,7 +84,7 @@ class EventLog:
         if self._file is None or self._file.run_id != run.run_id:
             self.close(0.0)
             self._file = EventFileWriter(level, run.run_id, team.node)
-            self._redaction = Redaction(level.url, level.storage_options or {})
+            self._redaction = Redaction(level.storage_options or {})
             host = socket.gethostname()
             keeper = events.KeeperStarted(
                 t=time.time(), pid=os.getpid(), host=host, node=team.node, nodes=team.nodes, version=_VERSION
@@ -114,7 +114,7 @@ class EventLog:
         """Take an event of the storage or the protection. Thread-safe."""
         changes: dict[str, str] = {}
         if isinstance(event, (events.Stored, events.Complete, events.LevelFailed, events.NameFailed)):
-            changes["level"] = shown(event.level)
+            changes["level"] = event.level
         if isinstance(event, (events.LevelFailed, events.NameFailed, events.Alert)):
             changes["text"] = self._redaction.clean(event.text)
         self._add(replace(event, **changes))

@@ -22,7 +22,6 @@ from lazysnap.errors import FormatError, LevelError
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import BlockSource, MemorySource, RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot, SlotPhase
@@ -69,7 +68,7 @@ class FrozenTurn:
         while not self._loop.is_to_write(self._index, frozen.digest):
             faults.point("keeper.frozen.wait")
             if time.monotonic() > deadline:
-                seconds, where = time.monotonic() - began, shown(store.url)
+                seconds, where = time.monotonic() - began, store.url
                 logger.warning(
                     "%s: another node was to write the frozen tensors %s and did not in %.0f s: this node writes them",
                     *(where, frozen.digest, seconds),
@@ -313,7 +312,7 @@ class FrozenWriter:
             shard, blocks = manifest.shards[0], FileBlocks(origin.place(entry), manifest)
             blocks.header(shard)
         except (FormatError, FileNotFoundError) as error:
-            where = shown(origin.url)
+            where = origin.url
             raise LevelError(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
         with contextlib.closing(blocks):
             yield shard, VerifiedSource(blocks, lambda count: beat())

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import ConfigError, KeeperError
 from lazysnap.keeper.trouble import private_directory
-from lazysnap.levels.redaction import shown
 from lazysnap.links.secret import Secret
 
 KEY = "LAZYSNAP_KEEPER_KEY"
@@ -64,7 +63,7 @@ class JobIdentity:
     def arguments(self) -> list[str]:
         """The keeper's command line. Its job and node stand there for people who list processes."""
         # One word each: a job's name may begin with a dash.
-        facts = [f"--job={shown(self.job_id)}", f"--node={self.node}"]
+        facts = [f"--job={self.job_id}", f"--node={self.node}"]
         return [*facts, f"--address={self.address.encode().hex()}"]
 
     @functools.cached_property

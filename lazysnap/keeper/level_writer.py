@@ -28,7 +28,6 @@ from lazysnap.keeper.node_files import FileWriter, NodeFiles
 from lazysnap.keeper.status import StatusBoard
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.node_file import delete_files
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.storage import probe
 from lazysnap.levels.watchdog import Beat, LevelHangs, Watchdog, WriteCancelled
@@ -98,7 +97,7 @@ class LevelWriter:
         level = place.level
         self.place, self._level, self._index, self._files, self._memory = place, level, index, files, memory
         self._loop = memory.loop
-        self._where = shown(level.url)
+        self._where = level.url
         self._retention = Retention(level, files.start)
         frozen = FrozenWriter(memory.frozen, place.pace, verify=bool(level.verify))
         self._bytes = FileWriter(files, memory.slots_of, frozen, place.pace)

@@ -11,7 +11,6 @@ from lazysnap.keeper.frozen import FrozenTurn, FrozenWriter
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace, entries_of
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, RateLimiter, shard_of
 from lazysnap.levels.storage import Storage
@@ -233,13 +232,13 @@ class FileWriter:
             except FileNotFoundError:
                 continue  # it was never whole
             except FormatError as error:
-                logger.warning("%s: step %d does not count: %s", shown(store.url), key.step, error)
+                logger.warning("%s: step %d does not count: %s", store.url, key.step, error)
                 continue
             try:
                 self._files.place(store.storage, key.step).check_size(manifest.size_bytes)
             except (FormatError, FileNotFoundError) as error:
                 # It does not count, but stays: what it refers to may be brought again.
-                logger.warning("%s: step %d does not count: %s", shown(store.url), key.step, error)
+                logger.warning("%s: step %d does not count: %s", store.url, key.step, error)
                 continue
             references = [shard.meta.frozen for shard in manifest.shards if shard.meta.frozen is not None]
             if all(self._frozen.is_whole(store, reference.digest, beat) for reference in references):

@@ -11,7 +11,7 @@ from lazysnap.keeper.local_rank import LocalRank
 from lazysnap.keeper.node_storage import NodeStorage
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protocol import Status
-from lazysnap.levels.redaction import Redaction, shown
+from lazysnap.levels.redaction import Redaction
 from lazysnap.memory.arena import Slot, SlotPhase, Word
 
 _FIGURES = (Word.TAKEN, Word.COPIED, Word.WAITED)
@@ -76,7 +76,7 @@ def _level_state(
     is_told = newest is not None and newest.step in told.complete
     is_seen = is_told and stored is not None and stored.t <= told.complete_at
     return LevelState(
-        url=shown(level.url),
+        url=level.url,
         is_shared=bool(level.shared),
         newest=None if newest is None else newest.step,
         complete_ns=int(1e9 * told.complete_at) if is_seen else None,
@@ -86,6 +86,6 @@ def _level_state(
         total_bytes=total,
         waiting=len(known.required - {key.step for key in known.complete} - {storing}),
         is_failing=writer.health.fails_since is not None or not known.works,
-        failure=Redaction(level.url, level.storage_options or {}).clean(failed.text) if failed is not None else "",
+        failure=Redaction(level.storage_options or {}).clean(failed.text) if failed is not None else "",
         failed_ns=None if failed is None else int(1e9 * failed.t),
     )

@@ -66,13 +66,13 @@ class FsspecStorage(Storage):
         """Raises: LevelError, if there is no such driver, or it refuses an option."""
         self.url = url
         self._options = dict(options or {})
-        self._redaction = Redaction(url, self._options)
+        self._redaction = Redaction(self._options)
         self._opened: tuple[int, Any] | None = None
         self._root = ""
         self._filesystem()
 
     def __repr__(self) -> str:
-        return f"FsspecStorage({self._redaction.clean(self.url)!r})"
+        return f"FsspecStorage({self.url!r})"
 
     # ---------------------------------------------------------------- the driver
 
@@ -98,7 +98,8 @@ class FsspecStorage(Storage):
 
     def _error(self, what: str, error: BaseException) -> LevelError:
         """Return ``error`` as a LevelError without secrets."""
-        url, text = self._redaction.clean(self.url), self._redaction.clean(error)
+        url = self.url
+        text = self._redaction.clean(error)
         if isinstance(error, OSError) and error.errno is not None:
             text = self._redaction.clean(error.strerror or error)
             return level_error(url, what, OSError(error.errno, text))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lazysnap.errors import LevelError
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.names import NodeName, is_directory_of_ours, parse_file_name, parse_keep_file_name
@@ -90,7 +89,7 @@ def without_manifest(url: str, step: int, directory: Directory, what: str = "pas
     ``what``: the consequence for that step.
     """
     return (
-        f"step {step} {what}: {shown(url)}/{directory.name}/{directory.bare} is there without its manifest, "
+        f"step {step} {what}: {url}/{directory.name}/{directory.bare} is there without its manifest, "
         "which is written last: it was deleted, or its writer died before"
     )
 

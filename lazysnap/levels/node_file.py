@@ -10,7 +10,6 @@ from functools import partial
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.leftovers import is_settled
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads
@@ -54,7 +53,7 @@ class FilePlace:
     @property
     def where(self) -> str:
         """The file, for messages."""
-        return f"{shown(self.storage.url)}/{self.file_path}"
+        return f"{self.storage.url}/{self.file_path}"
 
     def read_manifest(self) -> Manifest:
         """Read the manifest. Raises: FormatError, also if it is of another place; FileNotFoundError; LevelError."""
@@ -98,7 +97,7 @@ class FilePlace:
         try:
             self.delete()
         except (LevelError, OSError) as error:
-            logger.warning("left in %s/%s: %s", shown(self.storage.url), self.directory, error)
+            logger.warning("left in %s/%s: %s", self.storage.url, self.directory, error)
 
     def remove_if_empty(self) -> None:
         """Remove the directory that a failed write may have made, or leave it for the next sweep."""
@@ -215,7 +214,7 @@ def _clean_up(place: FilePlace, beat: Beat) -> None:
         with contextlib.suppress(LevelError, OSError):
             place.withdraw()  # no other writer left a damaged manifest
     except (CaptureAborted, LevelError, OSError) as error:
-        logger.info("left in %s/%s: %s", shown(place.storage.url), place.directory, error)
+        logger.info("left in %s/%s: %s", place.storage.url, place.directory, error)
 
 
 def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource) -> Checksums:

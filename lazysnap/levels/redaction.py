@@ -1,11 +1,9 @@
-"""Keeps secrets out of messages: drivers quote their options and URLs in what they raise."""
+"""Keeps values of ``storage_options`` out of messages: drivers quote their options in what they raise."""
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
 
-from lazysnap.errors import SECRET_NAME, without_passwords
+from lazysnap.config import SECRET_NAME
 
 _MIN_LENGTH = 4
 """Shorter values are no secrets, and replacing them would garble words."""
@@ -25,7 +23,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _secrets(value: object) -> Iterator[str]:
-    """Values whose names suggest a secret, however deep."""
+    """Give the values whose names suggest a secret, however deep."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _texts(inner) if SECRET_NAME.search(str(name)) else _secrets(inner)
@@ -34,23 +32,13 @@ def _secrets(value: object) -> Iterator[str]:
             yield from _secrets(inner)
 
 
-def shown(url: str) -> str:
-    """Return a URL without passwords and tokens."""
-    return without_passwords(url)
-
-
 class Redaction:
-    """Replaces the secrets of some storage by ``***``."""
+    """Replaces the secrets among some options by ``***``."""
 
-    def __init__(self, url: str, options: Mapping[str, Any], *more_urls: str) -> None:
-        found = set(_secrets(options))
-        for one in (url, *more_urls):
-            with contextlib.suppress(ValueError):  # opening the URL reports what is wrong with it
-                parts = urlsplit(one)
-                password = parts.password or ""
-                found |= {*_secrets(dict(parse_qsl(parts.query))), password, unquote(password)}
+    def __init__(self, options: Mapping[str, Any]) -> None:
         # The longest first: one may be part of another.
-        self._values = sorted((value for value in found if len(value) >= _MIN_LENGTH), key=len, reverse=True)
+        values = {value for value in _secrets(options) if len(value) >= _MIN_LENGTH}
+        self._values = sorted(values, key=len, reverse=True)
 
     def hides(self, text: str) -> bool:
         """True if ``text`` holds a secret."""
@@ -58,7 +46,7 @@ class Redaction:
 
     def clean(self, text: object) -> str:
         """Return ``text`` without secrets."""
-        cleaned = without_passwords(str(text))
+        cleaned = str(text)
         for value in self._values:
             cleaned = cleaned.replace(value, "***")
         return cleaned

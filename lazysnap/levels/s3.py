@@ -240,7 +240,7 @@ class S3Storage(FsspecStorage):
             named = "Unanswered"
         advice = next((text for codes, text in _ADVICE.items() if re.fullmatch(codes, named)), named)
         bucket = repr(urlsplit(self.url).netloc)
-        return LevelError(f"{self._redaction.clean(self.url)}: {what}: {advice.format(bucket)} ({text})")
+        return LevelError(f"{self.url}: {what}: {advice.format(bucket)} ({text})")
 
     def call(self, what: str, method: Any, *arguments: Any, **options: Any) -> Any:
         """See ``FsspecStorage.call``. A missing bucket is a LevelError, not a missing object."""
@@ -263,8 +263,7 @@ class S3Storage(FsspecStorage):
             if driver.place not in _compares:
                 _compares[driver.place] = self._call("trying it out", "compares_checksums", self._path(probe_name()))
                 if not _compares[driver.place]:
-                    shown = self._redaction.clean(self.url)
-                    logger.warning("%s: the server does not notice damaged parts; snapshots are read back", shown)
+                    logger.warning("%s: the server does not notice damaged parts; snapshots are read back", self.url)
             return _compares[driver.place]
         except (LevelError, FileNotFoundError):
             return False

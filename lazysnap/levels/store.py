@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap import faults
-from lazysnap.config import check_s3_url, is_path, resolve_url
+from lazysnap.config import check_url, is_path, resolve_url
 from lazysnap.errors import ConfigError, FormatError, LazySnapError, LevelError
 from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.leftovers import IsOurs, is_given_by_a_run, sweep
@@ -30,7 +30,6 @@ from lazysnap.levels.node_file import (
     read_committed,
     write_node_file,
 )
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.source import BlockSource
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.levels.watchdog import Beat
@@ -54,7 +53,7 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
     URL that holds credentials.
     """
     url = resolve_url(url)
-    check_s3_url(url)
+    check_url(url)
     if is_path(url):
         return SnapshotStore(LocalStorage(url), speed=speed)
     # fsspec costs 0.1 s that local levels need not pay.
@@ -217,7 +216,7 @@ class SnapshotStore:
                 self.storage.delete(f"{directory.name}/{file}")
                 freed.append(directory.name)
             elif self._is_of_others(directory.name, file):
-                logger.warning("%s/%s/%s: not deleted, no run wrote it", shown(self.url), directory.name, file)
+                logger.warning("%s/%s/%s: not deleted, no run wrote it", self.url, directory.name, file)
         return freed
 
     def _is_of_others(self, directory: str, file: str) -> bool:

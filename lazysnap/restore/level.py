@@ -10,7 +10,6 @@ from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.blocks import FileBlocks
 from lazysnap.levels.listing import Listing, list_names
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.resolver import Entry, Inventory, Item
 from lazysnap.shard.manifest import Manifest
@@ -73,7 +72,7 @@ class Level:
 
     def begin_open(self) -> None:
         """Start to open the level: packages are imported, sessions made. Does not block."""
-        Watchdog(lambda beat: self._open(), f"opening {shown(self.url)}")
+        Watchdog(lambda beat: self._open(), f"opening {self.url}")
 
     def begin_names(self, *, marked: bool) -> Answer[Listing]:
         """Start to list what the level has by its name alone. Does not block."""
@@ -99,7 +98,7 @@ class Level:
         return self._begin("looking at", lambda beat: Catalogue(self._open(), listing, beat=beat).inventory(share))
 
     def _begin(self, what: str, work: Callable[[Beat], _Result]) -> Answer[_Result]:
-        return Answer(Watchdog(work, f"{what} {shown(self.url)}"), self._level.timeout_s)
+        return Answer(Watchdog(work, f"{what} {self.url}"), self._level.timeout_s)
 
     def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
         """See ``Source``."""
@@ -127,10 +126,10 @@ def newest_id(levels: Sequence[PersistentLevel], timeout_s: float) -> str:
     newest = ""
     for level, answer in zip(levels, answers, strict=True):
         if not answer.comes(until):
-            logger.info("%s did not answer in %g s: its runs are not known yet", shown(level.url), timeout_s)
+            logger.info("%s did not answer in %g s: its runs are not known yet", level.url, timeout_s)
             continue
         try:
             newest = max(newest, answer())
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            logger.info("%s: its runs are not known yet: %s", shown(level.url), error)
+            logger.info("%s: its runs are not known yet: %s", level.url, error)
     return newest

@@ -22,7 +22,6 @@ from lazysnap.errors import JobBusy, SnapshotNotFound, StateError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.held import HeldParity, TrainerEnd
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.levels.redaction import shown
 from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, Wanted, candidates, newest_start
@@ -342,7 +341,7 @@ class _Search:
             if isinstance(part, Snapshot):
                 for entry, reason in bad.items():
                     of_rank = f" of rank {entry.rank}" if plan.world_size > 1 else ""
-                    self.problems.append(f"step {plan.step}{of_rank} at {shown(entry.level)} passed over: {reason}")
+                    self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
             if isinstance(part, Snapshot) or part.item is None:
                 return part
 

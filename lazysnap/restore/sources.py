@@ -7,7 +7,6 @@ from typing import Protocol, TypeVar
 
 from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import Blocks, Wanted
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.resolver import Entry, Item
 from lazysnap.restore.level import Level
@@ -121,7 +120,7 @@ class Sources:
         try:
             _watched(
                 self._places.source(item),
-                f"reading {shown(shard.where)}",
+                f"reading {shard.where}",
                 lambda beat: read({shard: wanted}, beat=lambda count: beat()),
             )
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
@@ -140,8 +139,8 @@ class Sources:
 
 def _where(item: Item) -> str:
     if isinstance(item, Entry):
-        return f"step {item.step} of rank {item.rank} at {shown(item.level)}"
-    return f"frozen tensors {item.digest} at {shown(item.level)}"
+        return f"step {item.step} of rank {item.rank} at {item.level}"
+    return f"frozen tensors {item.digest} at {item.level}"
 
 
 def _watched(source: Source, what: str, work: Callable[[Beat], _Result]) -> _Result:

@@ -19,7 +19,6 @@ import msgspec
 from lazysnap import faults
 from lazysnap.config import is_path
 from lazysnap.levels.listing import Directory, Listing, without_manifest
-from lazysnap.levels.redaction import shown
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Inventory, joined
 from lazysnap.restore.level import Answer, Level
@@ -112,7 +111,7 @@ class Survey:
             if not listing.comes(until):
                 self.unanswered[url] = listing
                 problems.append(
-                    f"{shown(url)} is not waited for: memory has a whole snapshot. What is newer there is logged when "
+                    f"{url} is not waited for: memory has a whole snapshot. What is newer there is logged when "
                     "it answers"
                 )
                 continue
@@ -153,18 +152,18 @@ class Survey:
             logger.warning(
                 "%s does not answer yet: the restart waits for it, at most %g s without progress "
                 "(PersistentLevel.timeout_s), then goes on without it",
-                shown(url),
+                url,
                 answer.timeout_s,
             )
         try:
             return answer()
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            problems.append(f"{shown(url)} passed over: {str(error) or repr(error)}")
+            problems.append(f"{url} passed over: {str(error) or repr(error)}")
             return None
 
 
 def _tell_newer(url: str, listing: Answer[Listing], restored: SnapshotName, before: str) -> None:
-    where = shown(url)
+    where = url
     try:
         directories = listing().directories
     except Exception as error:  # noqa: BLE001  storage packages may raise anything
@@ -191,7 +190,7 @@ def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: 
         return without_manifest(url, name.step, directory)
     if is_late and directory.is_whole:
         return (
-            f"step {name.step} passed over: {shown(url)}/{directory.name}: its manifests were not read in time; to go "
+            f"step {name.step} passed over: {url}/{directory.name}: its manifests were not read in time; to go "
             "on from there, stop this training and start it again when that level is faster"
         )
     return ""

@@ -15,7 +15,6 @@ from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFou
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.listing import Directory, Listing, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
-from lazysnap.levels.redaction import shown
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watchdog import Beat
 from lazysnap.resolver import (
@@ -386,7 +385,7 @@ class Catalogue:
         for entry in entries:
             if entry.frozen is not None and entry.frozen not in held:
                 self.incomplete.append(
-                    f"{shown(entry.level)}/{entry.location}: rank {entry.rank} needs the frozen "
+                    f"{entry.level}/{entry.location}: rank {entry.rank} needs the frozen "
                     f"tensors {entry.frozen}, which are not there"
                 )
         for key, held_entries in sorted(snapshots(entries).items()):
@@ -394,7 +393,7 @@ class Catalogue:
             if missing:
                 ranks = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
                 self.incomplete.append(
-                    f"{shown(self.store.url)}: step {step} is not complete: no valid manifest there "
+                    f"{self.store.url}: step {step} is not complete: no valid manifest there "
                     f"has rank {ranks}; {len(missing)} of {key.world_size} ranks are missing"
                 )
 

@@ -135,9 +135,10 @@ def test_options_that_the_file_system_does_not_know_are_one_clear_line(capsys):
     assert "hunter2" not in err
 
 
-def test_a_password_in_the_url_is_never_shown(capsys):
-    assert run("ls", "nosuchprotocol://user:hunter2@host/run", "--json") == 2
+def test_a_password_in_the_url_is_refused_and_not_shown(capsys):
+    assert run("ls", "sftp://user:hunter2@host/run", "--json") == 2
     captured = capsys.readouterr()
+    assert "the URL sftp://… holds a password" in captured.err + captured.out
     assert "hunter2" not in captured.out + captured.err
 
 

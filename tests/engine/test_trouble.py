@@ -16,7 +16,7 @@ from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap import MemoryLevel, PersistentLevel
 from lazysnap.errors import ConfigError
 from lazysnap.levels import open_store
 
@@ -166,19 +166,6 @@ def test_an_engine_that_captured_nothing_has_nothing_to_lose(job, tmp_path, capl
         engine.restore("..")
     assert engine.close()
     assert warnings(caplog, "not durable") == []
-
-
-def test_a_password_in_a_url_is_not_logged(job, caplog):
-    level = PersistentLevel("http://bob:hunter2@127.0.0.1:9/run", every_n_steps=1, timeout_s=5)
-    config = SnapshotConfig(job_id=job.job_id, levels=(level,), memory=MemoryLevel(linger_s=60))
-    training = Training(config)
-    job.trainings.append(training)
-    assert training.engine.restore("latest") is None
-    assert training.engine._wait_ready(TIMEOUT_S)
-    training.run(1, 1)
-    assert not training.engine.close()
-    assert warnings(caplog, "passed over")
-    assert "hunter2" not in caplog.text
 
 
 def test_what_could_not_be_made_durable_at_the_end_stays_in_memory_and_is_written_when_the_level_is_back(

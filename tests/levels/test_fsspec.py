@@ -11,22 +11,12 @@ import fsspec
 import pytest
 from drivers import DRIVERS, ObjectStore, Talkative
 from s3_work import SHARD, SIZE, abandoned_after, blocks, download, pattern, upload
-from support.catalogue import inventory_of
-from support.image import write_shard
 from support.names import directory_of
-from support.place import read_range
-from support.snapshots import Snapshot as Stored
-from support.snapshots import directory
 
-from lazysnap import load_weights
-from lazysnap.errors import FormatError, LazySnapError, LevelError
+from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.leftovers import sweep
-from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.redaction import Redaction
-from lazysnap.levels.store import open_store
-from lazysnap.shard.names import NodeName
-from lazysnap.snapshots.catalogue import Catalogue
 
 NAME = SHARD.split("/")[1]
 
@@ -171,8 +161,8 @@ def shown(error: BaseException) -> str:
 
 def test_a_secret_that_a_driver_quotes_is_in_no_message(place, caplog, monkeypatch):
     caplog.set_level(logging.DEBUG)
-    password, of_url = uuid.uuid4().hex, uuid.uuid4().hex  # tracebacks quote this file
-    storage = FsspecStorage(f"talkative://user:{of_url}@{place}/run", {"password": password})
+    password = uuid.uuid4().hex  # tracebacks quote this file
+    storage = FsspecStorage(f"talkative://{place}/run", {"password": password})
     monkeypatch.setattr(Talkative, "is_broken", True)
     with pytest.raises(LevelError) as first:
         storage.list()
@@ -183,81 +173,12 @@ def test_a_secret_that_a_driver_quotes_is_in_no_message(place, caplog, monkeypat
 
     everything = caplog.text + repr(storage) + "".join(shown(caught.value) for caught in (first, second, third))
     assert password not in everything
-    assert of_url not in everything
     assert "password *** is not accepted" in str(first.value)
     assert "unknown options" in str(third.value)
 
 
-def every_error(kind=LazySnapError):
-    yield kind
-    for other in kind.__subclasses__():
-        yield from every_error(other)
-
-
-@pytest.mark.parametrize(
-    ("url", "expected"),
-    [
-        ("sftp://me:hidden@host/run", "sftp://me:***@host/run"),
-        ("sftp://me:hid@hidden@host/run", "sftp://me:***@host/run"),
-        ("https://host/run?sv=1&sig=hidden%3D&passphrase=hidden&pwd=hidden", "https://host/run?sv=1&sig=***&passphrase=***&pwd=***"),
-        ("https://host/run?X-Amz-Signature=hidden&access_token=hidden#x", "https://host/run?X-Amz-Signature=***&access_token=***#x"),
-    ],
-)  # fmt: skip
-def test_a_password_or_token_in_a_url_is_in_no_error(url, expected):
-    kinds = [kind for kind in every_error() if kind.__module__ == "lazysnap.errors"]
-    assert len(kinds) > 20
-    for kind in kinds:
-        error = kind(f"{url}: step 1 ({url})")
-        assert str(error) == f"{expected}: step 1 ({expected})"
-        assert "hidden" not in repr(error) + str(error.args)
-
-
-def test_whatever_is_wrong_at_a_level_its_password_is_in_no_message(place, caplog):
-    caplog.set_level(logging.DEBUG)
-    url = f"objects://me:{uuid.uuid4().hex}@{place}/run"
-    password = url.split(":")[2].split("@")[0]
-    store, said = open_store(url), []
-    for step in range(1, 7):
-        write_shard(store, Stored(step).meta, Stored(step).source())
-    root, stem = url.removeprefix("objects://"), "node-00000-of-00001"
-
-    def shard(step):
-        return f"{root}/{directory(step)}/{stem}.safetensors"
-
-    def manifest(step):
-        return f"{root}/{directory(step)}/{stem}.json"
-
-    now = next(iter(ObjectStore.objects.values()))[1]
-    ObjectStore.objects[shard(2)] = (b"cut", now)
-    ObjectStore.objects[manifest(3)] = (b"{}", now)
-    del ObjectStore.objects[shard(4)]
-    del ObjectStore.objects[manifest(5)]
-    ObjectStore.objects[f"{root}/{directory(6)}/keep-x"] = (b"not of a run", now)
-
-    said += inventory_of(store).problems
-    said += Catalogue(store).contents().problems
-    store.release(None, "x")
-    for step in range(2, 6):
-        with pytest.raises((LazySnapError, FileNotFoundError)) as caught:
-            store.verify(FilePlace(store.storage, directory(step), NodeName(0, 1)))
-        said.append(shown(caught.value))
-        with pytest.raises(LazySnapError) as caught:
-            load_weights(url, step)
-        said.append(shown(caught.value))
-    with pytest.raises(FormatError) as caught:
-        read_range(store.storage, f"{directory(6)}/{stem}.safetensors", 0, memoryview(bytearray(1 << 20)))
-    said.append(shown(caught.value))
-    with pytest.raises(FileNotFoundError) as caught:
-        store.storage.get(f"{directory(6)}/none")
-    said.append(shown(caught.value))
-
-    assert len(said) >= 10
-    assert password not in caplog.text + "".join(said)
-
-
 def test_secrets_are_found_however_deep_and_short_words_are_left_alone():
     redaction = Redaction(
-        "sftp://me:p%40ssword@host/x",
         {
             "client_kwargs": {"aws_secret_access_key": "abcdef"},
             "endpoint": "https://plain",
@@ -265,9 +186,9 @@ def test_secrets_are_found_however_deep_and_short_words_are_left_alone():
             "key": "ab",
         },
     )
-    text = redaction.clean("abcdef one-token p@ssword p%40ssword https://plain ab")
+    text = redaction.clean("abcdef one-token https://plain ab")
 
-    assert text == "*** *** *** *** https://plain ab"
+    assert text == "*** *** https://plain ab"
 
 
 # -------------------------------------------------------------------- the process

@@ -14,7 +14,6 @@ import torch
 from lazysnap.config import PersistentLevel
 from lazysnap.integrations.lightning.framework import overrides
 from lazysnap.integrations.patches import Patches
-from lazysnap.levels.redaction import shown
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class Hooks:
         root = str(self._trainer.default_root_dir)
         if "://" in root or not os.path.isdir(root):
             return None
-        apart = {os.path.abspath(shown(level.url)) for level in self._levels}
+        apart = {os.path.abspath(level.url) for level in self._levels}
         found: dict[str, tuple[int, int]] = {}
         for directory, names, files in os.walk(root):
             names[:] = [name for name in names if os.path.abspath(os.path.join(directory, name)) not in apart]
