@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import sys
+import tempfile
 import uuid
 
 import hypothesis
@@ -57,8 +58,10 @@ def pytest_configure(config):
     # Threads of torch spin while they wait for one another: beside other workers that takes three times as long. Bits
     # depend on their number, too: here, and in all programs that tests start, it is the same.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Not that of the user's home.
-    os.environ.setdefault("LAZYSNAP_SECRET", "of tests")
+    if "LAZYSNAP_RUNTIME_DIR" not in os.environ:
+        runtime_directory = tempfile.TemporaryDirectory(prefix="lazysnap-", dir="/tmp", ignore_cleanup_errors=True)
+        config.add_cleanup(runtime_directory.cleanup)
+        os.environ["LAZYSNAP_RUNTIME_DIR"] = runtime_directory.name
     # Programs that tests start find the package ``support``, too.
     paths = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

@@ -12,12 +12,13 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lazysnap.keeper.identity import ENVIRONMENT as SECRET
+from lazysnap.keeper.runtime import ENVIRONMENT as RUNTIME_DIRECTORY
 
 DIRECTORY = "LAZYSNAP_CHAOS_DIR"
 """Environment variable with the directory of a training."""
@@ -53,7 +54,8 @@ class Training:
         self.log = place / "log.txt"
         self._log = self.log.open("wb", buffering=0)
         self._mark = f"{_MARKER}={secrets.token_hex(16)}"
-        own = {DIRECTORY: str(self.files), SECRET: secrets.token_hex(16), "PYTHONUNBUFFERED": "1"}
+        self._runtime = tempfile.TemporaryDirectory(prefix="lazysnap-", ignore_cleanup_errors=True)
+        own = {DIRECTORY: str(self.files), RUNTIME_DIRECTORY: self._runtime.name, "PYTHONUNBUFFERED": "1"}
         self._environment = {**os.environ, **own, _MARKER: self._mark.partition("=")[2]}
         self._readers: list[threading.Thread] = []
         self.starts: list[Start] = []
@@ -67,6 +69,7 @@ class Training:
         for reader in self._readers:
             reader.join(_DEATH_S)
         self._log.close()
+        self._runtime.cleanup()
         if kind is not None:
             shutil.rmtree(self.files, ignore_errors=True)
 

@@ -125,12 +125,15 @@ def _huge_pages() -> Line:
 def _keeper() -> Line:
     """Bind the socket that a keeper of this user would have, and make a slot."""
     try:
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.bind(JobIdentity(f"doctor-{os.urandom(8).hex()}", os.getuid(), socket.gethostname()).address)
+        lock = JobIdentity(f"doctor-{os.urandom(8).hex()}", os.getuid(), socket.gethostname()).files.try_lock()
+        assert lock is not None, "the name is new"
+        with contextlib.closing(lock):
+            lock.bind().close()
+            lock.remove()
         Slot.create(4096, 1 << 20).close()
     except (LazySnapError, OSError) as error:
         return Line("keeper", "bad", f"none can run here: {error}")
-    return Line("keeper", "good", "a Unix socket, the user's secret and sealed shared memory can be made")
+    return Line("keeper", "good", "a Unix socket, a lock and sealed shared memory can be made")
 
 
 def _device() -> Iterator[Line]:

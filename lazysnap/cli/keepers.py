@@ -34,9 +34,9 @@ class FoundKeeper:
 
 
 def of_this_node() -> Iterator[tuple[JobIdentity, int, bool]]:
-    """Yield job and process of each keeper of this user, and True if it has this owner's secret.
+    """Yield job and process of each keeper of this user, and True if it can be found by its job.
 
-    Its command line names the job; the address there follows from the job and the secret.
+    Its command line names the job; the path of the socket there follows from the job and the runtime directory.
     """
     seen = set()
     for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
@@ -47,12 +47,12 @@ def of_this_node() -> Iterator[tuple[JobIdentity, int, bool]]:
         except OSError:  # it ended meanwhile
             continue
         facts = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-        if "lazysnap.keeper" not in words or not {"job", "node", "address"} <= facts.keys():
+        if "lazysnap.keeper" not in words or not {"job", "node", "socket"} <= facts.keys():
             continue
         identity = JobIdentity(facts["job"], os.getuid(), facts["node"])
-        if facts["address"] not in seen:
-            seen.add(facts["address"])
-            yield identity, int(path.parent.name), facts["address"] == identity.address.encode().hex()
+        if facts["socket"] not in seen:
+            seen.add(facts["socket"])
+            yield identity, int(path.parent.name), facts["socket"] == str(identity.files.socket_path)
 
 
 def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None:
@@ -70,7 +70,7 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None
     pid = connection.peer_pid
     try:
         question = AskInventory(local_rank=0, in_words=True)
-        reply, _ = next(answers(connection, identity, question, deadline))
+        reply, _ = next(answers(connection, question, deadline))
     except TimeoutError:
         return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s))
     except OtherVersion as error:

@@ -269,13 +269,13 @@ def problems(found: FoundKeeper) -> list[str]:
 def _screen(found: list[FoundKeeper], others: list[int], job: str | None, output: Output) -> list[RenderableType]:
     parts = [part for one in found for part in _job(one, output)]
     if not parts:
-        owner = "this user and secret" if others else "this user"
+        owner = "this user and runtime directory" if others else "this user"
         what = f"job {job} does not run" if job else f"no training with lazysnap of {owner} runs"
         parts += [output.cell(f"{what} on this node, and none left memory here")]
         parts += [output.cell("`lazysnap ls URL` lists the snapshots of a level: a directory or an object store")]
     if others:
         text = f"{count_of(len(others), 'more keeper')} of this user: process {', '.join(map(str, others))}. "
-        text += "Another secret (LAZYSNAP_SECRET), or a password in the name of the job: `lazysnap status JOB`"
+        text += "Another LAZYSNAP_RUNTIME_DIR, or a password in the name of the job: `lazysnap status JOB`"
         parts += [output.cell(text, "yellow")]
     return parts
 

@@ -53,7 +53,7 @@ def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) ->
     pid, deadline = connection.peer_pid, max(deadline, time.monotonic() + _ANSWER_S)
     reply: Message | None = None
     with contextlib.closing(connection), contextlib.suppress(OSError, KeeperError):
-        reply, _ = next(answers(connection, identity, Stop(force=is_forced), deadline))
+        reply, _ = next(answers(connection, Stop(force=is_forced), deadline))
     if reply is None:
         return pid, (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "

@@ -1,25 +1,23 @@
-"""``python -m lazysnap.keeper --address HEX``: started by the first trainer of a job on a node."""
+"""``python -m lazysnap.keeper --socket PATH``: started by the first trainer of a job on a node."""
 
 import argparse
 import contextlib
 import logging
 import os
-import secrets
 import signal
 import socket
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lazysnap.keeper.trouble import Trouble
+from lazysnap.keeper.runtime import KeeperFiles, KeeperLock
 
 
 def main() -> None:
     """Detach from whoever started this, then keep."""
     parser = argparse.ArgumentParser(prog="python -m lazysnap.keeper")
-    parser.add_argument("--address", required=True, help="abstract Unix socket address, in hexadecimal")
+    parser.add_argument("--socket", required=True, help="path of the socket at which the keeper listens")
     for name in ("--job", "--node"):
-        parser.add_argument(name, help="for people who list processes; the address alone is used")
-    parser.add_argument("--listener", type=int, help="descriptor of a socket that has the address already")
+        parser.add_argument(name, help="for people who list processes; the socket alone is used")
+    parser.add_argument("--lock", type=int, help="descriptor of the lock file, which is locked")
+    parser.add_argument("--listener", type=int, help="descriptor of a socket that is bound to the path already")
     parser.add_argument("--trainer", type=int, help="descriptor of a connection to the trainer that starts it")
     parser.add_argument("--foreground", action="store_true", help="do not detach")
     arguments = parser.parse_args()
@@ -28,25 +26,33 @@ def main() -> None:
     if not arguments.foreground:
         _detach()
     trainer = None if arguments.trainer is None else _inherited(arguments.trainer)
+    files = KeeperFiles.of_socket(arguments.socket)
     if arguments.listener is not None:
+        os.set_inheritable(arguments.lock, False)
+        lock = KeeperLock(files, arguments.lock)
         listener = _inherited(arguments.listener)
     else:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(bytes.fromhex(arguments.address).decode())
-        except OSError:
+        own_lock = files.try_lock()
+        if own_lock is None:
             os._exit(1)  # another keeper serves this job already
+        lock = own_lock
+        listener = lock.bind()
     listener.listen(64)
     # Only now: a launcher that ends may kill all of its children's children, and importing takes a while.
+    from lazysnap.keeper.server import run_keeper
     from lazysnap.keeper.trouble import Trouble
 
     log = os.environ.get("LAZYSNAP_KEEPER_LOG")
     if log:
         logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
-    trouble = Trouble(bytes.fromhex(arguments.address).decode())
+    trouble = Trouble(files.log_path)
     trouble.watch()
     try:
-        _keep(listener, trainer, trouble)
+        _name_process()
+        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+            signal.signal(ignored, signal.SIG_IGN)
+        run_keeper(listener, lock, trainer, trouble)
+        lock.remove()
     except Exception:
         logging.getLogger("lazysnap.keeper").exception("the keeper ends")
         os._exit(1)
@@ -59,19 +65,6 @@ def _inherited(fd: int) -> socket.socket:
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     return sock
-
-
-def _keep(listener: socket.socket, trainer: socket.socket | None, trouble: "Trouble") -> None:
-    from lazysnap.keeper.identity import KEY
-    from lazysnap.keeper.server import run_keeper
-    from lazysnap.links.secret import Secret
-
-    # Without one it serves nobody but who starts it.
-    secret = Secret(os.environ.pop(KEY, "") or secrets.token_hex(32))
-    _name_process()
-    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(ignored, signal.SIG_IGN)
-    run_keeper(listener, secret, trainer, trouble)
 
 
 def _name_process() -> None:

@@ -5,17 +5,15 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import Starting, start_keeper, try_connect
-from lazysnap.keeper.messages import Connection, OtherVersion, Received, prove
+from lazysnap.keeper.launch import KeeperBusy, Starting, start_keeper, try_connect
+from lazysnap.keeper.messages import Connection, OtherVersion, Received
 from lazysnap.keeper.protocol import Done, Hello, Welcome
-from lazysnap.keeper.trouble import log_path
 from lazysnap.topology import Team
 
 _BUSY_GRACE_S = 3.0
@@ -52,7 +50,7 @@ def attach(
     busy_until = time.monotonic() + _BUSY_GRACE_S
     start_at, pause_s, outcome = float("-inf"), _START_AGAIN_S, ""
     starting: Starting | None = None
-    was_there = is_known = False
+    was_there = False
     while True:
         connection = try_connect(identity)
         was_there = connection is not None
@@ -62,21 +60,21 @@ def attach(
             try:
                 starting = start_keeper(identity)
                 connection = starting.connection
+            except KeeperBusy as error:  # the process that has the lock dies, or listens, in a moment
+                outcome = f" ({error})"
+                start_at = float("-inf")
+                pause_s = _START_AGAIN_S
             except OSError as error:
                 outcome = f" ({error})"
-        received, is_proven = Received(), not was_there  # whom this process starts has the secret from here
+        received = Received()
         if connection is not None:
             with _explained(connection):
-                if was_there:
-                    is_known = identity.was_given_to(connection.peer_pid)
-                    wait = partial(_wait, connection, deadline, patience if is_known else None)
-                    is_proven = prove(connection, identity.secret, wait)
-                if is_proven:
-                    connection.send(Hello(config.levels, config.memory, team))
-                    hand_over(connection)
-                    if not was_there:
-                        faults.point("client.handed_over")
-                    received = (connection.receive() or []) if _wait(connection, deadline, patience) else []
+                connection.send(Hello(config.levels, config.memory, team))
+                hand_over(connection)
+                if not was_there:
+                    faults.point("client.handed_over")
+                if _wait(connection, deadline, patience):
+                    received = connection.receive() or []
         reply = received[0][0] if received else None
         if isinstance(reply, Welcome):
             assert connection is not None
@@ -94,7 +92,7 @@ def attach(
             start_at = max(start_at, time.monotonic() + _BUSY_START_S)
         if time.monotonic() > patience.extend(deadline):
             if connection is not None and was_there and reply is None:
-                raise KeeperError(_why_silent(identity, config, connection.peer_pid, is_known or is_proven))
+                raise KeeperError(_why_silent(identity, config, connection.peer_pid))
             raise KeeperError(_why_none(identity, outcome))
         time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
 
@@ -106,17 +104,11 @@ def _why_busy(identity: JobIdentity, reply: Done) -> str:
     )
 
 
-def _why_silent(identity: JobIdentity, config: SnapshotConfig, pid: int, is_keeper: bool) -> str:
+def _why_silent(identity: JobIdentity, config: SnapshotConfig, pid: int) -> str:
     within = f"within {config.io_timeout_s:g} s (io_timeout_s)"
-    if is_keeper:
-        return (
-            f"the keeper of job {identity.job_id!r} (process {pid}) did not answer {within}: it is stopped, or the "
-            f"machine is overloaded; `kill -CONT {pid}` lets a stopped one go on"
-        )
     return (
-        f"process {pid} has the name of the keeper of job {identity.job_id!r} and did not prove {within} that it is a "
-        "keeper of this user: look what it is and end it, or give the job another name with "
-        "SnapshotConfig(job_id=...)"
+        f"the keeper of job {identity.job_id!r} (process {pid}) did not answer {within}: it is stopped, or the "
+        f"machine is overloaded; `kill -CONT {pid}` lets a stopped one go on"
     )
 
 
@@ -126,21 +118,21 @@ def _why_none(identity: JobIdentity, outcome: str) -> str:
         return f"no keeper of job {identity.job_id!r} could be started{outcome}; its log {log} shows why"
     return (
         f"no keeper of job {identity.job_id!r} could be started{outcome}; `{sys.executable} -m lazysnap.keeper "
-        f"--foreground --address {identity.address.encode().hex()}` shows why"
+        f"--foreground --socket {identity.files.socket_path}` shows why"
     )
 
 
 def _log_of(identity: JobIdentity) -> str:
     """Return the path of the log of this job's keepers; empty, if none of them wrote any."""
     with contextlib.suppress(OSError):
-        path = log_path(identity.address)
+        path = identity.files.log_path
         return str(path) if path.exists() else ""
     return ""
 
 
 @contextlib.contextmanager
 def _explained(connection: Connection) -> Iterator[None]:
-    """While it lasts, an other end that is gone again is no error; one that is no keeper of ours is explained."""
+    """Ignore an other end that is gone again; explain one that is no keeper of this version."""
     pid = connection.peer_pid
     try:
         yield
@@ -149,14 +141,14 @@ def _explained(connection: Connection) -> Iterator[None]:
     except OtherVersion as error:
         connection.close()
         raise KeeperError(
-            f"process {pid}, which has the name of this job's keeper, is of another version of lazysnap ({error}); end "
+            f"process {pid}, at the socket of this job's keeper, is of another version of lazysnap ({error}); end "
             f"it with `kill {pid}`: it stores what it holds, then leaves"
         ) from error
     except KeeperError as error:
         connection.close()
         raise KeeperError(
-            f"process {pid} has the name of this job's keeper, and is none: {error}; end it, or give the job another "
-            "name with SnapshotConfig(job_id=...)"
+            f"process {pid}, at the socket of this job's keeper, is no keeper: {error}; end it, or give the job "
+            "another name with SnapshotConfig(job_id=...)"
         ) from error
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lazysnap import faults
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection
+from lazysnap.keeper.runtime import KeeperLock
 
 _CONNECT_S = 1.0
 _starting = threading.Lock()
@@ -18,17 +19,21 @@ _starting = threading.Lock()
 os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
 
 
-def try_connect(identity: JobIdentity) -> Connection | None:
-    """Return a connection to whoever has the name of the keeper, ``None`` if nobody has.
+class KeeperBusy(OSError):
+    """Another process is the keeper, or starts it, and does not answer."""
 
-    Nothing may be said there before both have proven themselves (``greeting.prove``). Blocks: at most a second.
+
+def try_connect(identity: JobIdentity) -> Connection | None:
+    """Return a connection to the keeper, ``None`` if there is none. Blocks: at most a second.
+
+    Raises: KeeperError, if there is no runtime directory, or the keeper is not of this user.
     """
-    address = identity.address
+    path = str(identity.files.socket_path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(_CONNECT_S)
     try:
-        sock.connect(address)
-    except (ConnectionRefusedError, FileNotFoundError, BlockingIOError, TimeoutError):
+        sock.connect(path)
+    except OSError:
         sock.close()
         return None
     sock.settimeout(None)
@@ -54,41 +59,51 @@ class Starting:
 def start_keeper(identity: JobIdentity) -> Starting:
     """Start a keeper, detached from this process: other session, no parent, no other descriptors.
 
-    The new process has the job's name from now on, before it runs: no other keeper can come between. It also holds what
-    is sent there, descriptors included. Whose process is at the other end is not known before it answers.
-    Raises: OSError, if no process can be started, or if another one has the name.
+    The new process holds the job's lock before it runs: no other keeper can come between. It also holds what is sent
+    to the connection, descriptors included. Whose process is at the other end is not known before it answers.
+    Raises: KeeperBusy, if another process has the lock; OSError, if no process can be started.
     """
-    faults.point("client.start_keeper")
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
-    with _starting, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    with _starting:
+        lock = identity.files.try_lock()
+        if lock is None:
+            raise KeeperBusy(f"another process has the lock {identity.files.lock_path}, and does not answer")
         try:
-            listener.bind(identity.address)
-        except OSError as error:
-            raise OSError(error.errno, "another process has its name, and does not listen yet") from error
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with theirs:
-                sockets = f"--listener={listener.fileno()}", f"--trainer={theirs.fileno()}"
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "lazysnap.keeper", *identity.arguments, *sockets],
-                    env={
-                        **os.environ,
-                        **identity.environment,
-                        "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root,
-                    },
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    cwd="/",
-                    start_new_session=True,
-                    pass_fds=(listener.fileno(), theirs.fileno()),
-                )
-        except BaseException:
-            ours.close()
-            raise
+            faults.point("client.start_keeper")
+            with lock.bind() as listener:
+                ours, process = _spawn(identity, lock, listener)
+        finally:
+            lock.close()  # the new process has it; if none was started, it is free
     reaper = threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True)
     reaper.start()
     connection = Connection(ours)
     connection.peer_pid = 0
     return Starting(connection, process, reaper)
+
+
+def _spawn(
+    identity: JobIdentity, lock: KeeperLock, listener: socket.socket
+) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+    """Start the process. Returns: this end of a connection to it, and the process."""
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    descriptors = (lock.descriptor, listener.fileno(), theirs.fileno())
+    names = ("--lock", "--listener", "--trainer")
+    inherited = [f"{name}={descriptor}" for name, descriptor in zip(names, descriptors, strict=True)]
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lazysnap.keeper", *identity.arguments, *inherited],
+            env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+            pass_fds=descriptors,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return ours, process

@@ -1,7 +1,7 @@
 """Messages between trainer and keeper: JSON behind a short header, with descriptors, on a Unix socket.
 
-Both ends check that the other runs under the same user before anything is read (``SO_PEERCRED``), and prove to each
-other that they have the same owner before any message is sent.
+The socket is a file that only its user can open (``keeper.runtime``). Both ends check that the other one runs under the
+same user before anything is read (``SO_PEERCRED``).
 """
 
 import logging
@@ -10,12 +10,10 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.protocol import PROTOCOL, Message, decode, encode
-from lazysnap.links.listener import Violation
-from lazysnap.links.secret import Secret, handshake
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +77,8 @@ class Connection:
         if uid != os.getuid():
             sock.close()
             raise KeeperError(
-                f"the name of this job's keeper is taken by process {self.peer_pid} of user {uid}, expected user "
-                f"{os.getuid()}: refused; give the job another name with SnapshotConfig(job_id=...) or LAZYSNAP_JOB_ID"
+                f"process {self.peer_pid} at the socket of this job's keeper is of user {uid}, expected user "
+                f"{os.getuid()}: refused; set LAZYSNAP_RUNTIME_DIR to a directory that only this user can enter"
             )
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
@@ -188,56 +186,3 @@ class Connection:
         while self._fds:
             os.close(self._fds.popleft())
         self.sock.close()
-
-
-_PROTOCOL = b"lazykeep", 1
-
-
-class Greeting:
-    """One end of the handshake (``links.secret``). No message may be sent or read before it is over."""
-
-    def __init__(self, connection: Connection, secret: Secret, *, is_server: bool) -> None:
-        """Begin it. Raises: OSError, if the other end is gone."""
-        self._connection = connection
-        self._steps = handshake(secret, _PROTOCOL, is_server=is_server)
-        self._received = b""
-        data, self._missing = next(self._steps)
-        connection.sock.send(data)
-
-    def read(self) -> bool:
-        """Read what is there. True once the other end has proven itself.
-
-        Raises: KeeperError, if it cannot; OSError, if it is gone.
-        """
-        sock = self._connection.sock
-        try:
-            # Not a byte more: messages with descriptors may follow.
-            data = sock.recv(self._missing - len(self._received), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        if not data:
-            raise ConnectionResetError("the other end is gone")
-        self._received += data
-        while len(self._received) == self._missing:
-            try:
-                data, self._missing = self._steps.send(self._received)
-            except StopIteration:
-                return True
-            except Violation as error:
-                raise KeeperError(f"process {self._connection.peer_pid} is refused: {error}") from error
-            self._received = b""
-            if data:
-                sock.send(data)
-        return False
-
-
-def prove(connection: Connection, secret: Secret, wait: Callable[[], bool], *, is_server: bool = False) -> bool:
-    """Do the whole handshake. Blocks: in ``wait``, which is true when something can be read, and false to give up.
-
-    Raises: KeeperError, if the other end cannot prove itself; OSError, if it is gone.
-    """
-    greeting = Greeting(connection, secret, is_server=is_server)
-    while wait():
-        if greeting.read():
-            return True
-    return False

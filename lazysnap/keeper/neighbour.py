@@ -25,7 +25,7 @@ class NeighbourMemory:
         if connection is None:
             raise KeeperError(f"no keeper of job {identity.job_id!r}")
         try:
-            self.inventory = self._ask(connection, identity, timeout_s)
+            self.inventory = self._ask(connection, timeout_s)
         except OSError as error:
             self.close()
             raise KeeperError(f"the keeper of job {identity.job_id!r}: no answer: {error}") from error
@@ -35,9 +35,9 @@ class NeighbourMemory:
         finally:
             connection.close()
 
-    def _ask(self, connection: Connection, identity: JobIdentity, timeout_s: float) -> MemoryInventory:
+    def _ask(self, connection: Connection, timeout_s: float) -> MemoryInventory:
         question, deadline = AskInventory(local_rank=self._local_rank), time.monotonic() + timeout_s
-        for message, fds in answers(connection, identity, question, deadline):
+        for message, fds in answers(connection, question, deadline):
             if isinstance(message, HandOver) and message.slot is not None and fds:
                 self._slots.map(message.slot, fds[0])
             elif isinstance(message, Inventory):

@@ -21,21 +21,19 @@ from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.frozen import FrozenPool
 from lazysnap.keeper.lifecycle import START_GRACE_S, Event, Phase
 from lazysnap.keeper.local_rank import LocalRank, Node
-from lazysnap.keeper.messages import Connection, Greeting, OtherVersion
+from lazysnap.keeper.messages import Connection, OtherVersion
 from lazysnap.keeper.node_state import node_state
 from lazysnap.keeper.node_storage import NodeStorage, StorageContext
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.peer_reads import PeerReads
+from lazysnap.keeper.runtime import KeeperLock
 from lazysnap.keeper.status import StatusBoard
 from lazysnap.keeper.trouble import Trouble
-from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_GREETING_S, _GREETINGS = 60.0, 64
-"""Whoever connects has so long to prove itself; so many may be at it at the same time."""
 _FAILING_S = 60.0
 """A main loop that fails for so long ends: its trainers start another keeper and hand their memory over."""
 _TROUBLES = 8
@@ -45,16 +43,16 @@ IDLE_LIMIT_S = 300.0
 
 
 def run_keeper(
-    listener: socket.socket, secret: Secret, trainer: socket.socket | None = None, trouble: Trouble | None = None
+    listener: socket.socket, lock: KeeperLock, trainer: socket.socket | None = None, trouble: Trouble | None = None
 ) -> None:
     """Serve one job on this node until it is over.
 
-    ``listener`` has the job's address; ``trainer`` is a connection to the trainer that started this process.
-    Whoever else connects must have ``secret``. ``trouble`` has the errors that are reported to trainers.
+    ``listener`` is bound to the job's path, and ``lock`` is held; ``trainer`` is a connection to the trainer that
+    started this process. ``trouble`` has the errors that are reported to trainers.
     """
-    server = Server(listener, secret, trouble)
+    server = Server(listener, lock, trouble)
     if trainer is not None:
-        server.serve(trainer, is_proven=True)
+        server.serve(trainer)
     signal.signal(signal.SIGTERM, lambda *_: server.terminate())
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
@@ -68,10 +66,8 @@ class Server:
     stands in ``LocalRank``.
     """
 
-    def __init__(self, listener: socket.socket, secret: Secret, trouble: Trouble | None = None) -> None:
-        self._secret = secret
-        self._greetings: dict[Connection, tuple[Greeting, float]] = {}
-        """Connections whose other end has not proven itself yet, and since when."""
+    def __init__(self, listener: socket.socket, lock: KeeperLock, trouble: Trouble | None = None) -> None:
+        self._lock = lock
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -179,7 +175,7 @@ class Server:
             self._leave()
         if self._node.storage is not None and self._node.storage.is_abandoned():
             self._go_back()
-        self._refuse_late()
+        self._lock.refresh()
         self._release_former()
         is_used = any(rank.is_used for rank in self._ranks.values())
         for rank in self._ranks.values():
@@ -277,42 +273,17 @@ class Server:
             return
         self.serve(sock)
 
-    def serve(self, sock: socket.socket, *, is_proven: bool = False) -> None:
-        """Read what comes there from now on, if it is of the same user and has the secret."""
+    def serve(self, sock: socket.socket) -> None:
+        """Read what comes there from now on, if it is of the same user."""
         try:
             connection = Connection(sock)
         except KeeperError as error:
             logger.warning("refused a connection: %s", error)
             return
-        if not is_proven:
-            try:
-                self._greetings[connection] = Greeting(connection, self._secret, is_server=True), time.monotonic()
-            except OSError:  # it is gone again
-                connection.close()
-                return
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
 
-    def _has_proven(self, connection: Connection) -> bool:
-        """Take the next step of the greeting. True if messages may follow."""
-        if connection not in self._greetings:
-            return True
-        try:
-            if self._greetings[connection][0].read():
-                del self._greetings[connection]
-        except (OSError, KeeperError) as error:
-            logger.warning("refused a connection: %s", error)
-            self._close(connection)
-        return False
-
-    def _refuse_late(self) -> None:
-        """Close connections that proved nothing for long, and the oldest of too many."""
-        now = time.monotonic()
-        for number, (connection, (_, since)) in enumerate(reversed(list(self._greetings.items()))):
-            if number >= _GREETINGS or now - since > _GREETING_S:
-                self._close(connection)
-
     def _read(self, connection: Connection, *, wait: bool = True) -> None:
-        if connection.is_closed or not self._has_proven(connection):  # closed by an event in the same round
+        if connection.is_closed:  # closed by an event in the same round
             return
         try:
             messages = connection.receive(wait=wait)
@@ -348,7 +319,6 @@ class Server:
         if connection.is_closed:
             return
         rank = self._rank_of(connection)
-        self._greetings.pop(connection, None)
         self._selector.unregister(connection.sock)
         connection.close()
         if connection is self._asked_to_stop:

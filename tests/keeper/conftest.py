@@ -1,3 +1,5 @@
+import tempfile
+
 import pytest
 from keeper_jobs import Job
 from support.node_rig import RUN, STARTS, Rig
@@ -14,6 +16,13 @@ def make_job(tmp_path):
     yield make
     for job in jobs:
         job.close()
+
+
+@pytest.fixture
+def runtime_directory():
+    """An empty directory of this user alone, with a short path."""
+    with tempfile.TemporaryDirectory(prefix="lazysnap-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        yield directory
 
 
 @pytest.fixture

@@ -77,9 +77,9 @@ class Job:
         return keeper_of(self.identity)
 
     def is_gone(self):
-        """No keeper answers, and the kernel knows no socket of this job."""
-        name = self.identity.address.replace("\0", "@")
-        return self.keeper_pid() is None and name not in pathlib.Path("/proc/net/unix").read_text()
+        """No keeper answers, and neither socket nor lock is left."""
+        files = self.identity.files
+        return self.keeper_pid() is None and not files.socket_path.exists() and not files.lock_path.exists()
 
     def level(self, name="level", **settings):
         return {"url": str(self.root / name), "every_n_steps": 1, **settings}

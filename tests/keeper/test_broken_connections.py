@@ -8,11 +8,12 @@ import threading
 
 import pytest
 from keeper_jobs import until
-from test_strange_answers import keeper_at, proven
+from test_strange_answers import keeper_at
 
 from lazysnap.config import MemoryLevel, SnapshotConfig
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.protocol import PROTOCOL, Done, Drain, Hello, Run, Stop, Welcome, encode
 from lazysnap.topology import Team
 
@@ -71,7 +72,7 @@ def test_a_trainer_that_dies_without_a_connection_is_settled_as_any_other(job, w
 
 def asked(job, data):
     """What the keeper answers to a connection that is not its trainer's; ``None``, if it ends it."""
-    with contextlib.closing(proven(job.identity)) as connection:
+    with contextlib.closing(try_connect(job.identity)) as connection:
         connection.sock.sendall(data)
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", int(DEADLINE_S), 0))
         received = connection.receive()

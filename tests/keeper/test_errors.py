@@ -2,30 +2,31 @@
 
 import logging
 import os
+import pathlib
 import tempfile
 import time
 
 import pytest
 from support.waiting import until
 
-from lazysnap.keeper.trouble import Trouble, private_directory
+from lazysnap.keeper.trouble import Trouble
 
 HOUR_S = 3600
 
 
 @pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    """A directory for temporary files of its own, here and in what is started."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+def temporary(monkeypatch):
+    """A runtime directory of its own, here and in what is started."""
+    with tempfile.TemporaryDirectory(prefix="lazysnap-", dir="/tmp") as directory:
+        monkeypatch.setenv("LAZYSNAP_RUNTIME_DIR", directory)
+        yield pathlib.Path(directory)
 
 
 def failures(trainer):
     return [told["text"] for name, told in trainer.take_events() if name == "Alert"]
 
 
-def test_an_error_in_the_main_loop_costs_no_memory_and_the_next_trainer_is_told(job, temporary):
+def test_an_error_in_the_main_loop_costs_no_memory_and_the_next_trainer_is_told(temporary, job):
     """It happens when the trainer dies, so that nobody is there to be told."""
     first = job.trainer(environment={"LAZYSNAP_FAULT": "keeper.trainer_died:1:raise"})
     first.capture(step=1)
@@ -38,17 +39,17 @@ def test_an_error_in_the_main_loop_costs_no_memory_and_the_next_trainer_is_told(
     assert [step for step, *_ in second.inventory()] == [1]
     [text] = until(lambda: failures(second))
     assert "main loop: OSError" in text
-    [log] = private_directory().glob("keeper-*.log")
+    [log] = temporary.glob("keeper-*.log")
     assert f"its log is {log}" in text
     assert "Traceback" in log.read_text()
 
 
-def test_an_error_in_a_storage_thread_is_told(job, temporary):
+def test_an_error_in_a_storage_thread_is_told(temporary, job):
     """In that which computes checksums of memory at rest."""
     first = job.trainer(environment={"LAZYSNAP_FAULT": "keeper.persist.checksum:1:raise"})
     first.capture(step=1)
     first.kill()
-    until(lambda: list(private_directory().glob("keeper-*.log")))
+    until(lambda: list(temporary.glob("keeper-*.log")))
 
     second = job.trainer(reserve=0)
 
@@ -56,8 +57,8 @@ def test_an_error_in_a_storage_thread_is_told(job, temporary):
     assert "OSError" in text
 
 
-def test_a_keeper_removes_log_files_that_nobody_wrote_to_for_a_week_and_makes_none_without_an_error(job, temporary):
-    old, new = (private_directory() / f"keeper-{name}.log" for name in ("old", "new"))
+def test_a_keeper_removes_log_files_that_nobody_wrote_to_for_a_week_and_makes_none_without_an_error(temporary, job):
+    old, new = (temporary / f"keeper-{name}.log" for name in ("0123456789abcdef", "0123456789abcde0"))
     for path, hours in ((old, 200), (new, 100)):
         path.touch()
         os.utime(path, (time.time() - hours * HOUR_S,) * 2)
@@ -65,25 +66,24 @@ def test_a_keeper_removes_log_files_that_nobody_wrote_to_for_a_week_and_makes_no
     job.trainer()
 
     assert until(lambda: not old.exists())
-    assert list(private_directory().iterdir()) == [new]
+    assert list(temporary.glob("*.log")) == [new]
 
 
 def test_the_log_of_a_keeper_stays_small_and_the_same_error_is_told_once(temporary):
-    trouble = Trouble("\0job")
+    trouble = Trouble(temporary / "keeper.log")
     logger = logging.Logger("errors")
     logger.addHandler(trouble)
 
     for _ in range(100):
         logger.error("%s", 100_000 * "x")
 
-    [log] = private_directory().iterdir()
+    [log] = temporary.iterdir()
     assert 100_000 < log.stat().st_size < 2_000_000
     assert trouble.texts.qsize() == 1
 
 
-def test_no_log_is_written_where_another_user_could_read_it(temporary):
-    private_directory().chmod(0o755)
-    trouble = Trouble("\0job")
+def test_a_log_that_cannot_be_written_is_said_and_the_error_is_told(temporary):
+    trouble = Trouble(temporary / "gone" / "keeper.log")
 
     trouble.emit(logging.makeLogRecord({"msg": "failed"}))
 

@@ -128,8 +128,8 @@ def test_the_same_settings_find_the_same_keeper_and_others_another(tmp_path, mon
     relative = SnapshotConfig(levels=(PersistentLevel("a"),))
     other = SnapshotConfig(levels=(PersistentLevel("b"),))
 
-    assert JobIdentity.from_config(config).address == JobIdentity.from_config(relative).address
-    assert JobIdentity.from_config(config).address != JobIdentity.from_config(other).address
+    assert JobIdentity.from_config(config).files.socket_path == JobIdentity.from_config(relative).files.socket_path
+    assert JobIdentity.from_config(config).files.socket_path != JobIdentity.from_config(other).files.socket_path
 
 
 def test_the_settings_name_beats_the_environments_and_that_beats_the_level(tmp_path, monkeypatch):
@@ -142,10 +142,3 @@ def test_the_settings_name_beats_the_environments_and_that_beats_the_level(tmp_p
     assert JobIdentity.from_config(SnapshotConfig(levels=levels)).job_id == str(tmp_path)
     with pytest.raises(ConfigError, match="LAZYSNAP_JOB_ID"):
         JobIdentity.from_config(SnapshotConfig())
-
-
-def test_an_address_is_short_enough_for_the_kernel_whatever_the_jobs_name():
-    address = JobIdentity.from_config(SnapshotConfig(job_id="x" * 5000)).address
-
-    assert len(address.encode()) <= 107
-    assert address.startswith("\0")

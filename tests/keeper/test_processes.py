@@ -14,8 +14,8 @@ import pytest
 from support.catalogue import inventory_of
 from support.listing import files_below
 from support.waiting import until
-from test_strange_answers import proven
 
+from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.protocol import PROTOCOL
 from lazysnap.levels import open_store
 
@@ -321,10 +321,10 @@ def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
     first.capture(step=1)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.settimeout(60)
-        stranger.connect(job.identity.address)
+        stranger.connect(str(job.identity.files.socket_path))
         stranger.sendall(10 * garbage)
         wait_for_end(stranger)
-    with contextlib.closing(proven(job.identity)) as greeted:
+    with contextlib.closing(try_connect(job.identity)) as greeted:
         greeted.sock.settimeout(60)
         greeted.sock.sendall(garbage)
         wait_for_end(greeted.sock)
@@ -333,8 +333,8 @@ def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_gets_nothing_and_is_given_nothing(job):
-    """The check at both ends: a stranger is shut out of the keeper, and a stranger's socket is no keeper of ours."""
+def test_another_user_cannot_connect_even_where_the_directory_lets_it(job):
+    """The directory keeps other users out; behind it the keeper checks the user of each connection."""
     first = job.trainer()
     stranger = """
 import os, socket, sys
@@ -342,36 +342,25 @@ os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 sock = socket.socket(socket.AF_UNIX)
-if sys.argv[2] == "connect":
-    sock.settimeout(60)
-    sock.connect(bytes.fromhex(sys.argv[1]))
+sock.settimeout(60)
+try:
+    sock.connect(sys.argv[1])
     print(sock.recv(10))
-else:
-    sock.bind(bytes.fromhex(sys.argv[1]))
-    sock.listen()
-    print("listening", flush=True)
-    sys.stdin.read()
+except PermissionError as error:
+    print("refused by the directory")
 """
+    socket_path = job.identity.files.socket_path
+    arguments = [sys.executable, "-c", stranger, str(socket_path)]
 
-    def run_as_nobody(action):
-        arguments = [sys.executable, "-c", stranger, job.identity.address.encode().hex(), action]
-        return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    with run_as_nobody("connect") as visitor:
-        assert visitor.communicate(timeout=60)[0] == "b''\n"
+    assert subprocess.check_output(arguments, text=True, timeout=60) == "refused by the directory\n"
+    socket_path.chmod(0o777)
+    socket_path.parent.chmod(0o755)
+    try:
+        assert subprocess.check_output(arguments, text=True, timeout=60) == "b''\n"
+    finally:
+        socket_path.parent.chmod(0o700)
     assert first.capture(step=1)
     assert [entry[0] for entry in first.inventory()] == [1]
-
-    assert first.goodbye()
-    assert until(lambda: job.keeper_pid() is None)
-    with run_as_nobody("listen") as squatter:
-        try:
-            assert squatter.stdout.readline() == "listening\n"
-            error = job.start().connect()
-        finally:
-            squatter.communicate(timeout=60)
-    assert error["error"] == "KeeperError"
-    assert "user 65534" in error["text"]
 
 
 def test_slots_of_a_new_size_never_cost_the_newest_capture(job):

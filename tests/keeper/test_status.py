@@ -19,9 +19,9 @@ from lazysnap.cli import main
 from lazysnap.cli.keepers import of_this_node
 from lazysnap.cli.status import file_system_of, survival
 from lazysnap.keeper.held import LevelState, NodeState
-from lazysnap.keeper.identity import ENVIRONMENT
+from lazysnap.keeper.runtime import ENVIRONMENT
 
-SHELL = ["/bin/sh", "-c", "read line", "-m", "lazysnap.keeper", "--job=a", "--node=b", "--address=00"]
+SHELL = ["/bin/sh", "-c", "read line", "-m", "lazysnap.keeper", "--job=a", "--node=b", "--socket=00"]
 """A process that looks like a keeper in lists of processes."""
 
 
@@ -175,12 +175,15 @@ def test_a_keeper_that_is_stopped_is_one_line_within_the_deadline(job, status, c
     assert trainer.capture(step=2)
 
 
-def test_a_keeper_of_another_owner_is_counted_and_not_touched(make_job, status, monkeypatch, tmp_path):
+def test_a_keeper_in_another_runtime_directory_is_counted_and_not_touched(
+    make_job, status, monkeypatch, tmp_path, runtime_directory
+):
     log = tmp_path / "log"
     with monkeypatch.context() as other:
-        other.setenv(ENVIRONMENT, "another owner")
+        other.setenv(ENVIRONMENT, runtime_directory)
         job = make_job()
         trainer = job.trainer(environment={"LAZYSNAP_KEEPER_LOG": str(log)})
+        assert job.keeper_pid()
     [(keeper, is_own)] = [(pid, own) for one, pid, own in of_this_node() if one.job_id == job.job_id]
 
     _, said = status()
@@ -268,8 +271,8 @@ def test_watching_is_refused_for_json_and_where_there_is_no_terminal(status, cap
     assert "a terminal" in capsys.readouterr().err
 
 
-def test_where_nothing_runs_the_command_says_so_and_what_to_look_at(status, monkeypatch, capsys):
-    monkeypatch.setenv(ENVIRONMENT, "an owner without jobs")
+def test_where_nothing_runs_the_command_says_so_and_what_to_look_at(status, monkeypatch, capsys, runtime_directory):
+    monkeypatch.setenv(ENVIRONMENT, runtime_directory)
 
     code, said = status()
 

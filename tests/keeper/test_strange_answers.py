@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import select
 import socket
 import struct
 import threading
@@ -16,7 +15,7 @@ from lazysnap.keeper.attach import attach
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import Connection, prove
+from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.keeper.protocol import (
     PROTOCOL,
@@ -46,15 +45,12 @@ class StrangeHello(Message, frozen=True, tag="Hello"):
 
 @contextlib.contextmanager
 def keeper_at(identity, answer):
-    """A keeper's name and secret, with an ``answer(message)`` to each message: messages with descriptors."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(identity.address)
+    """A process at the socket of a keeper, with an ``answer(message)`` to each message: messages with descriptors."""
+    lock = identity.files.try_lock()
+    listener = lock.bind()
     listener.listen()
 
     def talk(connection):
-        poll = select.poll()
-        poll.register(connection.sock, select.POLLIN)
-        prove(connection, identity.secret, lambda: bool(poll.poll()), is_server=True)
         while (received := connection.receive()) is not None:
             for message, fds in ((message, fds) for got, _ in received for message, fds in answer(got)):
                 connection.send(message, fds)
@@ -75,15 +71,8 @@ def keeper_at(identity, answer):
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(20)
         listener.close()
-
-
-def proven(identity):
-    """A connection to the keeper, after the greeting."""
-    connection = try_connect(identity)
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN)
-    assert prove(connection, identity.secret, lambda: bool(poll.poll(60_000)))
-    return connection
+        lock.remove()
+        lock.close()
 
 
 def too_large():
@@ -174,7 +163,7 @@ def test_descriptors_before_bytes_that_are_no_message_are_closed():
 
 def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(job):
     first = job.trainer()
-    with contextlib.closing(proven(job.identity)) as other:
+    with contextlib.closing(try_connect(job.identity)) as other:
         other.send(StrangeHello())
 
         config = SnapshotConfig(job_id=job.job_id)

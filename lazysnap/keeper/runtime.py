@@ -1,0 +1,175 @@
+"""The runtime directory: where the processes of a job on this node meet.
+
+::
+
+    <runtime directory>/     mode 0700: no other user can connect
+        keeper-KEY.lock      the process that holds a lock on it (flock) is the keeper, or starts the keeper
+        keeper-KEY.sock      the keeper listens here
+        keeper-KEY.log       errors of the keeper
+
+KEY is a digest of job, user and node. The directory is the value of ``LAZYSNAP_RUNTIME_DIR``, else
+``/tmp/lazysnap-UID``. It depends on neither ``HOME``, ``TMPDIR`` nor ``XDG_RUNTIME_DIR``: the next start of a job may
+have other ones (a shell, cron, a service), and must find the same keeper. The directory of a login session is also
+deleted at the logout, which a training may outlive.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import re
+import socket
+import stat
+import time
+
+from lazysnap.errors import KeeperError
+
+ENVIRONMENT = "LAZYSNAP_RUNTIME_DIR"
+_LONGEST_PATH = 107
+"""Bytes that the kernel allows for the path of a socket."""
+_REFRESH_S = 3600.0
+"""Programs that clean up temporary files leave alone what was changed lately."""
+_KEPT_S = 7 * 86400.0
+"""Files of jobs that ended are removed when nothing was written to them for so long."""
+_FILE_NAME = re.compile(r"keeper-[0-9a-f]{16}\.(lock|log)")
+
+
+def runtime_directory() -> pathlib.Path:
+    """Return the directory, which exists from then on. Raises: KeeperError, if another user could write there."""
+    given = os.environ.get(ENVIRONMENT)
+    path = pathlib.Path(given or f"/tmp/lazysnap-{os.getuid()}")
+    try:
+        problem = _problem_of(path)
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        raise KeeperError(
+            f"{path} cannot be the runtime directory, by which the processes of a job find their keeper: {problem}; "
+            f"set {ENVIRONMENT} to a directory of mode 0700 that belongs to user {os.getuid()}, the same for all "
+            "processes and starts of the job"
+        )
+    return path
+
+
+def _problem_of(path: pathlib.Path) -> str:
+    """Make the directory if it is missing. Returns: why it cannot be used, or an empty string."""
+    if not path.is_absolute():
+        return "its path is not absolute"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is not a directory"
+    if status.st_uid != os.getuid():
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & 0o077:
+        return f"its mode is {stat.S_IMODE(status.st_mode):04o}, expected 0700"
+    return ""
+
+
+class KeeperFiles:
+    """The files of one job on this node."""
+
+    def __init__(self, directory: pathlib.Path, key: str) -> None:
+        self.lock_path = directory / f"keeper-{key}.lock"
+        self.socket_path = directory / f"keeper-{key}.sock"
+        self.log_path = directory / f"keeper-{key}.log"
+
+    @classmethod
+    def of_socket(cls, path: str) -> "KeeperFiles":
+        """Return the files beside that socket."""
+        socket_path = pathlib.Path(path)
+        return cls(socket_path.parent, socket_path.stem.removeprefix("keeper-"))
+
+    def try_lock(self) -> "KeeperLock | None":
+        """Take the lock. Returns: ``None`` if another process has it. Raises: OSError; KeeperError."""
+        if len(os.fsencode(self.socket_path)) > _LONGEST_PATH:
+            raise KeeperError(
+                f"{self.socket_path} is too long for the path of a socket (at most {_LONGEST_PATH} bytes): set "
+                f"{ENVIRONMENT} to a directory with a shorter path"
+            )
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self.lock_path, flags, 0o600)
+        lock = KeeperLock(self, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return None
+        except BaseException:
+            lock.close()
+            raise
+        if not lock.is_current():  # a keeper that ended removed the file after it was opened here
+            lock.close()
+            return None
+        return lock
+
+
+class KeeperLock:
+    """The lock of a job on this node. It is held while any process has the descriptor open."""
+
+    def __init__(self, files: KeeperFiles, descriptor: int) -> None:
+        self._files = files
+        self.descriptor = descriptor
+        self._refresh_at = time.monotonic() + _REFRESH_S
+
+    def is_current(self) -> bool:
+        """True if the file that is locked is still at its path."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.lstat(self._files.lock_path))
+        except FileNotFoundError:
+            return False
+
+    def bind(self) -> socket.socket:
+        """Return a socket at the path of the job. It does not listen yet. Raises: OSError."""
+        # Of a keeper that was killed: one that lives would have the lock.
+        self._files.socket_path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(self._files.socket_path))
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def refresh(self) -> None:
+        """Show programs that clean up temporary files that these files are in use. Call this often."""
+        if time.monotonic() < self._refresh_at:
+            return
+        self._refresh_at = time.monotonic() + _REFRESH_S
+        os.utime(self.descriptor)
+        with contextlib.suppress(OSError):
+            os.utime(self._files.socket_path)
+
+    def remove(self) -> None:
+        """Remove socket and lock. Raises: OSError."""
+        if self.is_current():  # else they belong to another keeper
+            self._files.socket_path.unlink(missing_ok=True)
+            self._files.lock_path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the descriptor of this process."""
+        os.close(self.descriptor)
+
+
+def remove_old_files() -> None:
+    """Remove files of jobs that ended long ago. Raises: OSError; KeeperError."""
+    directory = runtime_directory()
+    for path in directory.iterdir():
+        if not _FILE_NAME.fullmatch(path.name):
+            continue
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _KEPT_S:
+                _remove_old(path)
+
+
+def _remove_old(path: pathlib.Path) -> None:
+    if path.suffix == ".log":
+        path.unlink()
+        return
+    lock = KeeperFiles.of_socket(str(path)).try_lock()
+    if lock is not None:
+        try:
+            lock.remove()
+        finally:
+            lock.close()
