@@ -63,12 +63,12 @@ def start_keeper(identity: JobIdentity) -> Starting:
     to the connection, descriptors included. Whose process is at the other end is not known before it answers.
     Raises: KeeperBusy, if another process has the lock; OSError, if no process can be started.
     """
+    faults.point("client.start_keeper")
     with _starting:
         lock = identity.files.try_lock()
         if lock is None:
             raise KeeperBusy(f"another process has the lock {identity.files.lock_path}, and does not answer")
         try:
-            faults.point("client.start_keeper")
             with lock.bind() as listener:
                 ours, process = _spawn(identity, lock, listener)
         finally:

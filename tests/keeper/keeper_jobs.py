@@ -81,6 +81,10 @@ class Job:
         files = self.identity.files
         return self.keeper_pid() is None and not files.socket_path.exists() and not files.lock_path.exists()
 
+    def is_dead(self):
+        """No keeper answers. One that was killed leaves its socket and lock to the next one."""
+        return self.keeper_pid() is None
+
     def level(self, name="level", **settings):
         return {"url": str(self.root / name), "every_n_steps": 1, **settings}
 

@@ -66,6 +66,6 @@ def test_a_trainer_that_dies_before_it_starts_the_next_keeper_leaves_what_is_on_
     level = job.level(every_n_steps=1000)
     killed(job, "client.start_keeper:2:kill", levels=[level])
 
-    assert until(job.is_gone)
+    assert until(job.is_dead)
     assert job.trainer(reserve=0, levels=[level]).inventory() == []
     assert [entry.step for entry in inventory_of(open_store(level["url"])).entries] == [1]

@@ -146,7 +146,7 @@ def test_a_keeper_and_trainers_that_die_together_leave_the_others_what_they_had(
     for trainer in trainers:
         trainer.close()
     if len(victims) == RANKS:
-        assert until(job.is_gone)
+        assert until(job.is_dead)
 
 
 def test_sigterm_makes_the_newest_capture_of_every_rank_durable(job):
