@@ -223,10 +223,8 @@ class Redundancy:
 class SnapshotConfig:
     """All settings of snapshots; the defaults suit one process with a local disk."""
 
-    every_n_steps: int | Literal["auto"] = 1
-    """Optimizer steps between captures into memory. ``"auto"``: as many as keep the time that training waits for
-    captures below 1 %, measured while it runs (docs/tuning.md); 1 at first, and never more than leaves each level its
-    own interval."""
+    every_n_steps: int = 1
+    """Optimizer steps between captures into memory. ``lazysnap advise`` names a number (docs/tuning.md)."""
     levels: tuple[PersistentLevel, ...] = ()
     """Persistent levels, fast to slow; empty means memory only."""
     memory: MemoryLevel = MemoryLevel()
@@ -252,12 +250,7 @@ class SnapshotConfig:
     """Seconds to wait at a clean end until the newest capture is durable at every level."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.every_n_steps, str) and self.every_n_steps != "auto":
-            raise ConfigError(
-                f'SnapshotConfig.every_n_steps must be an integer >= 1 or "auto", got {self.every_n_steps!r}'
-            )
-        if self.every_n_steps != "auto":
-            _check_positive("SnapshotConfig", "every_n_steps", self.every_n_steps)
+        _check_positive("SnapshotConfig", "every_n_steps", self.every_n_steps)
         if isinstance(self.levels, PersistentLevel):
             raise ConfigError("SnapshotConfig.levels must be a tuple: write levels=(PersistentLevel(...),)")
         levels = tuple(self.levels)
@@ -285,11 +278,6 @@ class SnapshotConfig:
             raise ConfigError(f"SnapshotConfig.job_id must be a non-empty string, got {self.job_id!r}")
         for name in ("io_timeout_s", "collective_timeout_s", "drain_timeout_s"):
             _check_seconds("SnapshotConfig", name, getattr(self, name))
-
-
-def least_interval(config: SnapshotConfig) -> int:
-    """Return the least number of steps from one capture into memory to the next."""
-    return 1 if config.every_n_steps == "auto" else config.every_n_steps
 
 
 def due_every(every_n_steps: int, captured_every: int) -> int:

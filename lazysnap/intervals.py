@@ -1,12 +1,9 @@
 """Formulas: how often to capture, and the goodput of a training. Pure. docs/tuning.md names the assumptions."""
 
 import math
-from collections.abc import Iterable
 
 BUDGET = 0.01
 """Share of the time of training that captures may take."""
-_LONGEST = 1000
-"""Most steps from one capture to the next where no level limits them."""
 
 
 def steps_within(budget: float, step_s: float, stall_s: float) -> int:
@@ -14,15 +11,6 @@ def steps_within(budget: float, step_s: float, stall_s: float) -> int:
     if step_s <= 0:
         return 1
     return max(1, math.ceil(stall_s * (1 - budget) / (budget * step_s) - 1e-9))
-
-
-def allowed_intervals(levels: Iterable[int]) -> list[int]:
-    """Return the steps from one capture to the next that leave each level its own interval; these are ``levels``.
-
-    A level stores steps that are captured: so they divide all of these. A level at each step takes what comes.
-    """
-    common = math.gcd(*(every for every in levels if every > 1))
-    return [n for n in range(1, common + 1) if common % n == 0] if common else [*range(1, _LONGEST + 1)]
 
 
 def rework_s(interval_s: float, delay_s: float) -> float:

@@ -43,7 +43,7 @@ BAD_MEMORY = [
 ]
 BAD_CONFIGS = [
     ({"every_n_steps": 0}, "every_n_steps"),
-    ({"every_n_steps": "1"}, "every_n_steps"),
+    ({"every_n_steps": "auto"}, "every_n_steps"),
     ({"levels": PersistentLevel("x")}, "levels"),
     ({"levels": ("x",)}, "levels"),
     ({"levels": (PersistentLevel("x"), PersistentLevel("./x"))}, "twice"),

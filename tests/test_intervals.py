@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from lazysnap.intervals import goodput, rework_s, steps_within
+from lazysnap.intervals import goodput, rework_s, steps_within, steps_within
 
 DAY_S = 86_400.0
 
@@ -53,3 +53,11 @@ def test_goodput_at_its_ends():
 def test_captures_take_at_most_their_share():
     assert steps_within(0.01, 1.0, 0.001) == 1
     assert steps_within(0.01, 2.0, 0.06) == 3
+
+
+def test_with_the_steps_named_captures_take_at_most_the_budget_and_with_less_they_take_more():
+    for stall_s in (1e-4, 3e-3, 0.2, 7.0):
+        every = steps_within(0.01, 0.05, stall_s)
+        assert stall_s / (every * 0.05 + stall_s) <= 0.01 * (1 + 1e-6)
+        if every > 1:
+            assert stall_s / ((every - 1) * 0.05 + stall_s) > 0.01

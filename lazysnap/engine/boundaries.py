@@ -151,9 +151,6 @@ class Boundaries:
                     "it behind replay(), and engine.gate() before it"
                 )
             self.gate()
-            # After a notice other ranks may be gone: nothing is agreed on any more.
-            if step != self._recorder.seen_step and not self._notice.cuts and self._recorder.pace.passed():
-                self._run.follow_pace()
             started = time.perf_counter()
             self._recorder.drain_events()
             refusal = self._parts.client.refusal()

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.filesize import decimal
 
-from lazysnap.config import SnapshotConfig, due_every, least_interval
+from lazysnap.config import SnapshotConfig, due_every
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.errors import KeeperError
@@ -37,16 +37,11 @@ class KeeperEvents:
         self.is_training = True
         """True while training goes on."""
         self._levels = config.levels
-        self._due: dict[str, int] = {}
+        self._due = {level.url: due_every(level.every_n_steps, config.every_n_steps) for level in config.levels}
         """Steps from one snapshot that is due to the next, by level."""
-        self.follow(least_interval(config))
         self._from_step = 0
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, and why."""
-
-    def follow(self, every_n_steps: int) -> None:
-        """Captures are so many steps apart from now on."""
-        self._due = {level.url: due_every(level.every_n_steps, every_n_steps) for level in self._levels}
 
     def begin(self, step: int) -> None:
         """Captures from now on are of another start, which resumes at ``step``: nothing of it is durable yet."""

@@ -106,17 +106,6 @@ class Event(enum.Enum):
         topic="encoding",
     )
     REPLANNED = Row("the capture plan is made anew: %(cause)s", logging.INFO, counter="replans")
-    PACE = Row(
-        'every_n_steps="auto": every %(every)d steps are captured from here on (so far %(before)d): training waits '
-        "%(stall_ms).3g ms for a capture, steps take %(step_ms).3g ms, so that is %(share).2g %% of its time "
-        "(wanted: %(budget)g %%%(limit)s)",
-        SAID,
-        By.FIRST,
-    )
-    NO_PACE = Row(
-        'every_n_steps="auto": the ranks could not agree on another interval, so every %(every)d steps are captured '
-        "from here on: %(text)s"
-    )
     VALUES_MISSING = Row(
         "%(count)d parameters of %(path)s are in no part of the state: a restart has their optimizer state, not their "
         "values; give the engine the module that they belong to",

@@ -17,7 +17,6 @@ from lazysnap.engine.history import History
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.names import Names
-from lazysnap.engine.pace import Pace
 from lazysnap.engine.planner import Planner
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.report import Sizes
@@ -65,7 +64,7 @@ class Recorder:
         self.history = History(self.captures, client)
         self.frozen = FrozenTensors(source, client, messages, self.meta)
         self.planner = Planner(source, world, self.frozen, messages)
-        self.pace = Pace(config, world, messages)
+        self._every_n_steps = config.every_n_steps
         self._resumed_step: int | None = None
         self.seen_step: int | None = None
         """The step of the last boundary, or of the snapshot that was resumed."""
@@ -155,7 +154,7 @@ class Recorder:
             return False
         # Of the step alone: on all ranks alike. The first boundary shows whether the state can be captured at all.
         is_first = self.last_step is None
-        return is_first or step % self.pace.every == 0 or force or bool(self.names.wanted)
+        return is_first or step % self._every_n_steps == 0 or force or bool(self.names.wanted)
 
     def _reach(self, step: int) -> None:
         """Note in memory that training passed ``step``: after its death the keeper knows how many steps are lost."""

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from rich.filesize import decimal
 
-from lazysnap.config import SnapshotConfig, due_every, least_interval
+from lazysnap.config import SnapshotConfig, due_every
 from lazysnap.console import duration
 from lazysnap.engine.statistics import Statistics
 from lazysnap.restore.lost_parts import PARITY
@@ -204,7 +204,7 @@ def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: b
 def _stored(config: SnapshotConfig, sizes: Sizes) -> str:
     size, parity = sizes.group
     stored = [
-        f"snapshots at {level.url} every {_interval(due_every(level.every_n_steps, least_interval(config)))}"
+        f"snapshots at {level.url} every {_interval(due_every(level.every_n_steps, config.every_n_steps))}"
         for level in config.levels
     ]
     if parity:

@@ -183,7 +183,7 @@ class Run:
             meta.start,
             step=self._from_step,
             floor=0,
-            every_n_steps=parts.recorder.pace.every,
+            every_n_steps=parts.config.every_n_steps,
             num_kept=kept_whole(parts.config, parts.world.size, runs_ahead=parts.world.runs_ahead),
             stored=self._stored,
             shared=parts.shared,
@@ -198,12 +198,6 @@ class Run:
         """``begin``, if that was not done: again would make the client forget which steps are durable."""
         if not self.is_begun:
             self.begin()
-
-    def follow_pace(self) -> None:
-        """Captures are at another interval from now on: storage and protection follow. Does not block."""
-        every = self._parts.recorder.pace.every
-        self._parts.recorder.events.follow(every)
-        self._parts.client.update_run(every_n_steps=every)
 
     def begin_again(self, step: int) -> None:
         """A loop began again with a lower ``step``: these are other snapshots."""

@@ -110,13 +110,6 @@ class LevelGrants:
     def _newest_earlier(self) -> int:
         return max((key.step for key in self.earlier), default=-1)
 
-    def is_in_vain(self, begun: int, required: Collection[int]) -> bool:
-        """True if the granted step lies ahead and will not be captured: captures are at another interval by now."""
-        step = self.grant
-        if step is None or not self.is_under_way or self.source is not None or step in required:
-            return False
-        return step > begun and step % self.captures_every != 0
-
     def take(self, step: int | None, source: int | None, *, is_ahead: bool) -> None:
         """Grant a step, or nothing."""
         self.grant_version += (step, source) != (self.grant, self.source)
@@ -195,14 +188,6 @@ class Coordinator:
     """See ``Order``."""
     _told: object = None
     """Differs when an order says something new."""
-    _has_new_interval: bool = False
-    """True from ``set_interval`` to the next decision."""
-
-    def set_interval(self, every_n_steps: int) -> None:
-        """Captures are so many steps apart from now on, on all ranks."""
-        for level in self.levels:
-            level.captures_every = every_n_steps
-        self._has_new_interval = True
 
     def _required(self, index: int) -> set[int]:
         """Steps that some node asks to be stored at a level."""
@@ -257,10 +242,6 @@ class Coordinator:
         """
         if len(self.reports) < self.num_nodes:
             return False
-        for index, level in enumerate(self.levels if self._has_new_interval else ()):
-            if level.is_in_vain(view.begun, self._required(index)):
-                level.cancel(())
-        self._has_new_interval = False
         for index, level in enumerate(self.levels):
             said = [report.levels[index] for report in self.reports.values()]
             is_listed = all(one.progress is not Progress.LISTING for one in said)

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from lazysnap.config import PersistentLevel, SnapshotConfig, resolve_url
 from lazysnap.errors import ConfigError
@@ -24,7 +24,7 @@ class Arguments:
     """Arguments of a callback. Raises: ConfigError, for what is wrong or contradictory."""
 
     dirpath: "str | os.PathLike[str] | None"
-    every_n_steps: int | Literal["auto"]
+    every_n_steps: int
     persist_every_n_steps: int
     config: SnapshotConfig | None
     owner: str

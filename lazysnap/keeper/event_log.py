@@ -103,7 +103,6 @@ class EventLog:
                 t=now, rank=team.rank, pid=pid, start=run.start, began=began, source=source, **facts
             )
             self._add(start)
-        seen.every = run.every_n_steps  # it says so again when that changes
         for phase in () if seen.has_phases else filter(run.phases.__contains__, events.PHASES):
             t, waited_s = run.phases[phase], run.waited_s if phase == "first_step" else 0.0
             self._add(events.PhaseEnded(t=t, rank=team.rank, start=run.start, phase=phase, waited_s=waited_s))

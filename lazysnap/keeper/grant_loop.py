@@ -42,17 +42,19 @@ def make_core(levels: Sequence[PersistentLevel], run: Run, team: Team, alone_aft
     node_levels = [NodeLevel(progress=Progress.LISTING, complete={*known}) for known in earlier]
     for settings, node_level in zip(levels, node_levels, strict=True):
         node_level.remembered = max(node_level.remembered, settings.keep_last)
-    grants = [LevelGrants(level, earlier=known) for level, known in zip(levels, earlier, strict=True)]
+    every = run.every_n_steps
+    grants = [
+        LevelGrants(level, earlier=known, captures_every=every) for level, known in zip(levels, earlier, strict=True)
+    ]
     if run.parity is not None and run.peers is not None:
         node_levels.append(NodeLevel(is_memory=True))
         # It has no place: its interval counts.
         settings = PersistentLevel("parity", every_n_steps=run.parity.every_n_steps)
-        grants.append(LevelGrants(settings, is_memory=True))
+        grants.append(LevelGrants(settings, is_memory=True, captures_every=every))
     node = NodeGrants(team.node, run.start, tuple(node_levels))
     coordinator = None
     if team.node == COORDINATOR_NODE:
         coordinator = Coordinator(secrets.randbits(62), run.start, team.nodes, tuple(grants))
-        coordinator.set_interval(run.every_n_steps)
     return Core(node, coordinator, StoringAlone(node, run.num_kept, alone_after_s), time.monotonic())
 
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from lazysnap.config import PersistentLevel
 from lazysnap.events import NameFailed, Notice
 from lazysnap.grants.core import Action, Begin, GiveNotice, Learn, Pin, ReleaseStalePins
@@ -127,17 +125,6 @@ class NodeStorage:
         reads = self._loop, self._slots.of_step, self._context.frozen
         context = WriterContext(*reads, self._named_before, self._may_delete, self._context.board)
         return LevelWriter(LevelPlace(level, before), index, files, context, knows_earlier=level.url in run.stored)
-
-    def set_interval(self, every_n_steps: int) -> None:
-        """Captures are so many steps apart from now on."""
-        if every_n_steps == self.run.every_n_steps:
-            return
-        self.run = msgspec.structs.replace(self.run, every_n_steps=every_n_steps)
-        if self._protection is not None:
-            self._protection.set_interval(every_n_steps)
-        coordinator = self._loop.core.coordinator
-        if coordinator is not None:
-            self._loop.post(coordinator.set_interval, every_n_steps)
 
     def _begin(self) -> None:
         """The thread that begins, and then waits for the end of the start before."""

@@ -138,7 +138,7 @@ class NodeProtection:
         assert run.parity is not None
         self._run, self._slots, self._store, self._context = run, slots, store, context
         self._parity: Parity = run.parity
-        self.set_interval(run.every_n_steps)
+        self._every = due_every(run.parity.every_n_steps, run.every_n_steps)
         pace = RateLimiter(run.parity.max_bytes_per_s)
         self._encoding = Encoding(run.parity, run, team, run.peers.secret, pace)
         self._loop = context.loop
@@ -152,10 +152,6 @@ class NodeProtection:
         self._lateness = _Lateness(context.emit, is_open=not run.is_new)
         self._work: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
         threading.Thread(target=self._encode_all, name="lazysnap-parity", daemon=True).start()
-
-    def set_interval(self, every_n_steps: int) -> None:
-        """Captures are so many steps apart from now on: only what is captured can be protected."""
-        self._every = due_every(self._parity.every_n_steps, every_n_steps)
 
     def close(self) -> None:
         """Protect no more; what is protected stays so. Blocks: for a moment."""

@@ -212,7 +212,6 @@ class Server:
         self._events.begin(rank, run)
         storage = self._node.storage
         if storage is not None and storage.run.start == run.start:
-            storage.set_interval(run.every_n_steps)
             storage.slots_changed()
         elif storage is None or run.is_new or run.start > storage.run.start:
             self._store(rank, run, rank.team)

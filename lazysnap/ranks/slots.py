@@ -6,7 +6,7 @@ long. docs/architecture.md has the argument for many ranks.
 
 from collections.abc import Sequence
 
-from lazysnap.config import SnapshotConfig, least_interval
+from lazysnap.config import SnapshotConfig
 from lazysnap.memory.arena import SlotPhase, SlotStatus
 
 
@@ -32,7 +32,7 @@ def kept_whole(config: SnapshotConfig, world_size: int, *, runs_ahead: bool) -> 
     if world_size == 1:
         return 1
     # At every step the newest that is whole everywhere may be the one before the last; on devices one before that.
-    return 1 + (least_interval(config) == 1) + runs_ahead
+    return 1 + (config.every_n_steps == 1) + runs_ahead
 
 
 def newest_whole(statuses: Sequence[SlotStatus], count: int) -> list[int]:

@@ -742,31 +742,3 @@ def test_a_cancelled_step_goes_unless_it_is_granted_again():
 
 def test_snapshots_of_earlier_starts_go_as_those_of_this_one():
     assert expired([10, 20], complete=[30], start="s0") == [10, 20]
-
-
-def test_at_another_interval_of_captures_their_steps_are_granted():
-    """What was granted ahead, and will not be captured any more, is given up before it is missed."""
-    cluster = Cluster(PersistentLevel("/0", every_n_steps=10), PersistentLevel("/1", every_n_steps=1))
-    cluster.train(5)
-    assert cluster.granted()[0] == 10
-
-    cluster.coordinator.set_interval(4)
-    cluster.report()
-
-    assert cluster.granted()[0] == 20
-    assert cluster.coordinator.levels[0].margin == 0
-    cluster.train(20)
-    cluster.finish(0)
-    assert (cluster.complete(0), cluster.granted()[0]) == ([20], 40)
-
-
-def test_what_is_being_stored_is_stored_also_if_captures_are_at_another_interval_now():
-    cluster = Cluster()
-    cluster.train(10)
-
-    cluster.coordinator.set_interval(7)
-    cluster.report()
-    assert cluster.granted() == [10]
-    cluster.finish()
-
-    assert (cluster.complete(), cluster.granted()) == ([10], [70])

@@ -33,7 +33,6 @@ def test_a_training_that_rests_costs_its_keeper_few_looks_at_the_slots():
 
     node = NodeGrants(0, "s1", (NodeLevel(progress=Progress.LISTING),))
     coordinator = Coordinator(1, "s1", 1, (LevelGrants(PersistentLevel("level", every_n_steps=1000)),))
-    coordinator.set_interval(1)
     core = Core(node, coordinator, StoringAlone(node, 1, 0.5), time.monotonic())
     with contextlib.closing(GrantLoop(core, look, lambda action: None)) as loop:
         loop.start(None)

@@ -70,22 +70,6 @@ def test_only_steps_that_are_captured_are_granted(rig, every):
     assert rig.protect() % every == 0
 
 
-def test_when_captures_are_further_apart_their_steps_are_granted(rig):
-    rig.begin()
-    rig.protect()
-    coordinator = rig.storages[0]._loop.core.coordinator
-    assert coordinator.levels[-1].every == rig.every == 2
-
-    rig.every = 7
-    for storage in rig.storages:
-        storage.set_interval(rig.every)
-
-    until(lambda: coordinator.levels[-1].every == 7)
-    rig.step += -rig.step % rig.every  # the multiples of the new interval are captured from now on
-    rig.protect()  # it may be a step that was captured before
-    assert rig.protect() % 7 == 0
-
-
 @pytest.mark.parametrize("node", [1, 0], ids=["any", "the coordinator's"])
 def test_parity_that_is_lost_with_a_keeper_is_said_to_be_lost(rig, node):
     rig.begin()

@@ -207,20 +207,6 @@ def timed(write: Callable[..., None]) -> Iterator[None]:
         raise
 
 
-def given_times(engine: SnapshotEngine, times: dict) -> Callable[[int], None]:
-    """Let the engine measure these times: of a step, and of its waits for each capture up to a step."""
-    statistics, now = engine.statistics(), [0.0]
-    engine._recorder.pace._clock = lambda: now[0]
-    began = [0]
-
-    def passed(step: int) -> None:
-        stall_s = times["stall_s"] * (statistics.began - began[0]) * (step <= times["until"])
-        began[0], statistics.waited_s = statistics.began, statistics.waited_s + stall_s
-        now[0] += times["step_s"] + stall_s
-
-    return passed
-
-
 def listen(text: str) -> threading.Event:
     """Is set by a line of the log that holds ``text``."""
     said = threading.Event()
@@ -325,7 +311,6 @@ def main() -> None:
         write("ready", engine._wait_ready(timeout_s=30))
     if "silent_after_s" in settings:  # only now: the keeper had as long as it took to start
         engine._client._heartbeat._timeout_s = settings["silent_after_s"]
-    inject = given_times(engine, settings["times"]) if "times" in settings else None
     for step in range(start + 1, settings["steps"] + 1):
         # The same data whatever the world: each rank takes its part of the global batch.
         generator = torch.Generator().manual_seed(step)
@@ -362,9 +347,6 @@ def main() -> None:
                 engine._wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
-        if inject is not None:
-            inject(step)
-            write("every", step, engine._recorder.pace.every)
         write("waits", step, engine.statistics().slot_waits.count)
         write("collectives", exchanges())
         if settings.get("freeze_at") == step:

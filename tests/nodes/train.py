@@ -77,7 +77,7 @@ def main() -> None:
     progress = {"epoch": 0}
     given = settings.get("config", {})
     if given.get("redundancy") == "auto":
-        # As "auto", but for the interval.
+        # The parity of "auto", at other steps.
         parity = 1 if int(os.environ["GROUP_WORLD_SIZE"]) < 4 else 2
         given["redundancy"] = Redundancy(parity=parity, every_n_steps=settings.get("protects_every", 1))
     config = SnapshotConfig(

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn
 
@@ -37,7 +37,7 @@ class LazySnapshotCallback(WithEngine, Callback):
     and ``ckpt_path="run:1f3a"`` for the run whose id begins so.
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory, or ``"auto"``. ``persist_every_n_steps``: optimizer
+    ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer
     steps between snapshots on storage. ``config``: everything else; it replaces the three.
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
@@ -49,7 +49,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         self,
         dirpath: "str | os.PathLike[str] | None" = None,
         *,
-        every_n_steps: int | Literal["auto"] = 1,
+        every_n_steps: int = 1,
         persist_every_n_steps: int = 100,
         config: SnapshotConfig | None = None,
     ) -> None:

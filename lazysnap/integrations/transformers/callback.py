@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any, Literal
+from typing import Any
 
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
@@ -53,7 +53,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     trainer before training begins, which is too late for ``"latest"``.
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory, or ``"auto"``. ``persist_every_n_steps``: optimizer
+    ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer
     steps between snapshots on storage. ``config``: everything else; it replaces the three.
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
@@ -62,7 +62,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self,
         dirpath: "str | os.PathLike[str] | None" = None,
         *,
-        every_n_steps: int | Literal["auto"] = EVERY_N_STEPS,
+        every_n_steps: int = EVERY_N_STEPS,
         persist_every_n_steps: int = PERSIST_EVERY_N_STEPS,
         config: SnapshotConfig | None = None,
     ) -> None:
