@@ -18,6 +18,7 @@ from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
 from lazysnap.integrations.lightning.logged import LoggedRuns
+from lazysnap.integrations.lightning.loops import ended_within_epoch
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.patches import Patches
@@ -235,6 +236,18 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._go_back_if_asked(trainer)  # a hook after this callback's own may have asked
             return original(*args, **kwargs)
 
+        def end_epoch(original: Callable[[], Any]) -> None:
+            self._gate()
+            if ended_within_epoch(trainer):
+                # Before the epoch counts as over: a fit with a higher `max_steps` goes on within it.
+                self._capture(trainer, is_last=True)
+            original()
+
+        def run(original: Callable[[], Any]) -> None:
+            original()
+            if state.has_ended:
+                state.put_averages_into_model()
+
         def end_run(original: Callable[[], Any]) -> None:
             self._gate()
             # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
@@ -243,7 +256,8 @@ class LazySnapshotCallback(WithEngine, Callback):
 
         wrap(fit_loop, "_load_combined_loader_states", before_loaders)
         wrap(fit_loop, "on_advance_start", before_epoch)
-        wrap(fit_loop, "on_advance_end", gated)
+        wrap(fit_loop, "run", run)
+        wrap(fit_loop, "on_advance_end", end_epoch)
         wrap(fit_loop, "on_run_end", end_run)
         wrap(epoch_loop, "on_run_start", start_epoch)
         wrap(epoch_loop, "on_advance_end", end_batch)

@@ -55,6 +55,14 @@ def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
     return ""
 
 
+def ended_within_epoch(trainer: Any) -> bool:
+    """True if ``max_steps`` ends the fit although batches of the epoch are left."""
+    fit_loop = trainer.fit_loop
+    has_limit = fit_loop.max_steps != -1
+    is_reached = has_limit and trainer.global_step >= fit_loop.max_steps
+    return is_reached and not fit_loop.epoch_loop._num_ready_batches_reached()
+
+
 def restore_loops(trainer: Any, fit_loop_state: dict[str, Any], extra: dict[str, Any]) -> None:
     """Put counters back, and drop Lightning's flags of a restart: this one goes on exactly where it was."""
     fit_loop = trainer.fit_loop

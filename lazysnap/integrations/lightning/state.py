@@ -75,6 +75,8 @@ class LightningState(StateSource):
         self._extras: dict[str, ModuleExtras] = {}
         self._landing: dict[str, Any] | None = None
         self._loads_checked = False
+        self.has_ended = False
+        """True if the restored fit has nothing left to train."""
         self._told_left_out: set[Path] = set()
         """Paths that a warning has named."""
 
@@ -269,7 +271,12 @@ class LightningState(StateSource):
         self._landing = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
         if self._trainer.state.fn == "fit" and (why := reason_of_end(self._trainer, state)):
             self._trainer.should_stop = True  # Lightning asks before the first epoch
-            logger.warning("nothing is left to train: %s", why)
+            self.has_ended = True
+            logger.warning(
+                "nothing is left to train: %s. Hooks for the end of training do not run again; averaged weights are "
+                "put into the model as they were then",
+                why,
+            )
 
     def begin_runs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Replace the connector's ``resume_start``: then the runs of the loggers begin, or those restored go on."""
@@ -349,6 +356,12 @@ class LightningState(StateSource):
         """The averaged models of the WeightAveraging callbacks."""
         found = {key_of(item): getattr(item, "_average_model", None) for item in self._trainer.callbacks}
         return {key: average for key, average in found.items() if isinstance(average, torch.nn.Module)}
+
+    def put_averages_into_model(self) -> None:
+        """Do what WeightAveraging does at the end of a fit: Lightning calls no hook where nothing is trained."""
+        for callback in self._trainer.callbacks:
+            if isinstance(getattr(callback, "_average_model", None), torch.nn.Module):
+                callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     def leave(self) -> None:
         """The fit is over: loaders and loggers are as they were."""
