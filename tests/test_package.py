@@ -22,6 +22,7 @@ DOCUMENTED = {
     "FormatError",
     "JobBusy",
     "KeeperError",
+    "KeeperError",
     "LazyAccelerator",
     "LazySnapError",
     "LevelError",
