@@ -22,7 +22,6 @@ DOCUMENTED = {
     "FormatError",
     "JobBusy",
     "KeeperError",
-    "KeeperError",
     "LazyAccelerator",
     "LazySnapError",
     "LevelError",
