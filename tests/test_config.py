@@ -11,10 +11,10 @@ from lazysnap import (
     PersistentLevel,
     Redundancy,
     SnapshotConfig,
-    load_weights,
 )
 from lazysnap.config import redundancy_for, too_few_nodes
 from lazysnap.errors import ConfigError
+from lazysnap.levels import open_store
 
 BAD_LEVELS = [
     ({"url": ""}, "url"),
@@ -102,7 +102,7 @@ CREDENTIALS = [
 
 
 @pytest.mark.parametrize("url", CREDENTIALS)
-@pytest.mark.parametrize("use", [PersistentLevel, load_weights], ids=lambda value: value.__name__)
+@pytest.mark.parametrize("use", [PersistentLevel, open_store], ids=lambda value: value.__name__)
 def test_credentials_in_a_url_are_refused_in_one_line_that_says_where_they_belong(use, url):
     with pytest.raises(ConfigError, match="storage_options") as caught:
         use(url)

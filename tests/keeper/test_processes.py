@@ -333,8 +333,10 @@ def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_connect_even_where_the_directory_lets_it(job):
+def test_another_user_cannot_connect_even_where_the_directory_lets_it(runtime_directory, make_job, monkeypatch):
     """The directory keeps other users out; behind it the keeper checks the user of each connection."""
+    monkeypatch.setenv("LAZYSNAP_RUNTIME_DIR", runtime_directory)  # other tests use that of the session
+    job = make_job()
     first = job.trainer()
     stranger = """
 import os, socket, sys
