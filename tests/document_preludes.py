@@ -244,6 +244,7 @@ def rollback_loop():
     state = {name: names[name] for name in ("model", "optimizer", "loader")}
     with SnapshotEngine("runs/a", state) as engine:
         names |= {"engine": engine, "train_on": train_on, "torch": torch}
+        assert engine._wait_ready(240)  # else the step that is gone back to may be an earlier one
         yield names
         assert (engine.step, len(seen)) == (9, 10), engine.step
 
