@@ -1,11 +1,13 @@
 """Starting a keeper process, and connecting to one."""
 
+import contextlib
 import os
 import pathlib
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lazysnap import faults
@@ -14,6 +16,7 @@ from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.runtime import KeeperLock
 
 _CONNECT_S = 1.0
+_LAST_STANDARD_DESCRIPTOR = 2
 _starting = threading.Lock()
 """A process that is forked while a keeper is started would keep the keeper's end of the connection open."""
 os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release)
@@ -64,7 +67,7 @@ def start_keeper(identity: JobIdentity) -> Starting:
     Raises: KeeperBusy, if another process has the lock; OSError, if no process can be started.
     """
     faults.point("client.start_keeper")
-    with _starting:
+    with _starting, _standard_descriptors_taken():
         lock = identity.files.try_lock()
         if lock is None:
             raise KeeperBusy(f"another process has the lock {identity.files.lock_path}, and does not answer")
@@ -78,6 +81,22 @@ def start_keeper(identity: JobIdentity) -> Starting:
     connection = Connection(ours)
     connection.peer_pid = 0
     return Starting(connection, process, reaper)
+
+
+@contextlib.contextmanager
+def _standard_descriptors_taken() -> Iterator[None]:
+    """Keep 0, 1 and 2 in use: a new process replaces them, so what it inherits must have other numbers.
+
+    They are free where the program was started with its standard descriptors closed (``<&- >&- 2>&-``).
+    """
+    placeholders = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)]
+    while placeholders[-1] <= _LAST_STANDARD_DESCRIPTOR:
+        placeholders.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+    try:
+        yield
+    finally:
+        for descriptor in placeholders:
+            os.close(descriptor)
 
 
 def _spawn(
