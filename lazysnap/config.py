@@ -37,6 +37,17 @@ def checked_url(owner: str, url: object) -> str:
     return text
 
 
+def check_is_unicode(text: str) -> None:
+    """Raises: ConfigError, for a place or a name that messages and manifests, which are UTF-8, cannot hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{text!r} is not UTF-8: it can be neither the place of snapshots nor the name of a job; give another one "
+            "(a link to such a directory does not help)"
+        ) from error
+
+
 def is_path(url: str) -> bool:
     """True if the URL is a path, which may mean another place on another node."""
     return urlsplit(url).scheme in ("", "file", "local")
@@ -46,7 +57,10 @@ def resolve_url(url: str) -> str:
     """One text for one place: local paths are absolute with links resolved, other URLs unchanged."""
     if is_path(url):
         path = url.split("://", 1)[1] if "://" in url else url
-        return os.path.realpath(os.path.expanduser(path))
+        resolved = os.path.realpath(os.path.expanduser(path))
+        check_is_unicode(resolved)
+        return resolved
+    check_is_unicode(url)
     return url.rstrip("/")
 
 

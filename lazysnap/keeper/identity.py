@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 
-from lazysnap.config import SnapshotConfig, resolve_url
+from lazysnap.config import SnapshotConfig, check_is_unicode, resolve_url
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.runtime import KeeperFiles, runtime_directory
 
@@ -40,6 +40,7 @@ class JobIdentity:
                 "nothing names this job: give SnapshotConfig(levels=...), SnapshotConfig(job_id=...) or the "
                 "environment variable LAZYSNAP_JOB_ID, so that a restart finds its memory"
             )
+        check_is_unicode(job_id)
         return cls(job_id, os.getuid(), socket.gethostname())
 
     @property
