@@ -186,7 +186,10 @@ class Boundaries:
         if self._parts.messages.is_known("graph"):
             return False  # a graph that is replayed steps without a hook
         gradients = self.gates.gradients
-        awaited = gradients.awaited(self._parts.source.optimizers())
+        optimizers = self._parts.source.optimizers()
+        if not self._is_past_first:
+            self.gates.install(optimizers)  # without its hooks no step is seen, and all gradients seem to wait
+        awaited = gradients.awaited(optimizers)
         if not awaited:
             return False
         named = self._parts.source.named_optimizers().items()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from lazysnap.errors import StateError
 from lazysnap.state.modules import entries_of, fitted
@@ -140,6 +141,8 @@ def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
     extras = {name: state.pop(name) for name in LoadedNames.of(module).unknown(state)}
     for name, buffer in module.named_buffers(remove_duplicate=False):
         value = state.get(name)
+        if is_lazy(buffer):
+            continue  # load_state_dict gives it its shape
         if isinstance(value, torch.Tensor) and value.shape != buffer.shape:
             buffer.data = buffer.new_empty(value.shape)
     module.load_state_dict(state, strict=strict)

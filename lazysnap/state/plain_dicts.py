@@ -12,7 +12,7 @@ from lazysnap.state.codec import path_text
 def restore_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
     """Give a dict the values of a snapshot; its tensors keep their identity where shape and dtype are the same."""
     with torch.no_grad():
-        _fill_dict(live, saved)  # it may be of a subclass of dict, and the saved one is plain
+        _fill(live, saved)
 
 
 def check_dict(path: str, live: dict[Any, Any], saved: Any) -> None:
@@ -48,22 +48,18 @@ def _takes(live: Any, saved: Any) -> bool:
     return live.shape == saved.shape and live.dtype == saved.dtype and not repeats
 
 
-def _fill_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    values = {key: _fill(live.get(key), value) for key, value in saved.items()}
-    live.clear()
-    live.update(values)
-
-
 def _fill(live: Any, saved: Any) -> Any:
     """Return the value that belongs where ``live`` is: ``live`` itself, filled, or ``saved``."""
     if _takes(live, saved):
         live.copy_(saved)
         return live
+    if isinstance(live, dict) and isinstance(saved, dict):  # also an OrderedDict, which is saved as a dict
+        values = {key: _fill(live.get(key), value) for key, value in saved.items()}
+        live.clear()
+        live.update(values)
+        return live
     if type(live) is not type(saved):
         return saved
-    if isinstance(live, dict):
-        _fill_dict(live, saved)
-        return live
     if isinstance(live, list):
         filled = [_fill(item, value) for item, value in zip(live, saved, strict=False)]
         live[:] = filled + saved[len(filled) :]

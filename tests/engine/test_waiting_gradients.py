@@ -118,6 +118,16 @@ def test_a_boundary_with_gradients_that_wait_is_not_captured(kind, eligible, say
     assert len(lines) == (2 if says else 0)  # of each engine one
 
 
+def test_in_a_loop_that_asks_for_no_restart_used_gradients_do_not_wait(tmp_path):
+    training = ClearedBefore()
+    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    try:
+        run(training, engine, 1, 3)
+        assert engine.statistics().skipped[LEFT_OUT] == 0
+    finally:
+        engine.close(drain=False)
+
+
 def test_the_last_step_is_captured_with_a_warning(tmp_path, caplog):
     """Weights of the end of a training are worth more than its gradients; the line names the optimizer."""
     training = Accumulating()

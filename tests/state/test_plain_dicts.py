@@ -1,5 +1,7 @@
 """Tensors in dicts that are given as state."""
 
+from collections import Counter, OrderedDict, defaultdict
+
 import pytest
 import torch
 
@@ -48,6 +50,20 @@ def test_parameters_in_a_dict_are_restored_where_the_optimizer_holds_them():
     assert params["layers"][0] is live[1]
     assert [*params] == ["w", "layers"]
     assert [train(params, optimizer) for _ in range(3)] == wanted
+
+
+class Progress(dict):
+    pass
+
+
+@pytest.mark.parametrize("kind", [dict, Progress, OrderedDict, Counter, lambda values: defaultdict(int, values)])
+def test_a_dict_of_any_class_is_restored(kind):
+    state = snapshot(ObjectState({"progress": kind({"step": 7})}))
+    live = kind({"step": 0, "only here": 1})
+
+    ObjectState({"progress": live}).load(state)
+
+    assert dict(live) == {"step": 7}
 
 
 def test_a_trained_tensor_of_another_shape_is_named_and_nothing_is_loaded():
