@@ -85,10 +85,14 @@ def _secret_of(url: str) -> str:
     if parts.scheme in ("s3", "s3a"):
         # A secret may contain a slash, which ends the host. An access point (``arn:aws:s3:…``) has colons, too.
         has_key = ":" in host and "@" in url and not host.startswith("arn:")
-        return "credentials: the host is a bucket alone" if has_key or "@" in host else ""
-    user, at, _ = host.rpartition("@")
-    if at and ":" in user:
-        return "a password"
+        if has_key or "@" in host:
+            return "credentials: the host is a bucket alone"
+    else:
+        user, at, _ = host.rpartition("@")
+        if at and ":" in user:
+            return "a password"
+        if at and parts.scheme in ("http", "https"):
+            return "a user, which may be a token"
     for name in dict(parse_qsl(parts.query, keep_blank_values=True)):
         if SECRET_NAME.search(name):
             return f"the parameter {name!r}"

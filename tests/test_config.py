@@ -97,6 +97,8 @@ CREDENTIALS = [
     "sftp://me:hid@hidden@host/run",
     "simplecache::sftp://me:hidden@host/run",
     "https://host/run?sv=1&sig=hidden%3D",
+    "https://hidden@host/run",
+    "s3://bucket/run?token=hidden",
     "https://host/run?X-Amz-Signature=hidden&access_token=hidden#x",
 ]
 

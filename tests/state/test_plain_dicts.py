@@ -76,17 +76,3 @@ def test_a_trained_tensor_of_another_shape_is_named_and_nothing_is_loaded():
         source.load(state)
 
     assert torch.equal(params["w"], before)
-
-
-class Counters(dict):
-    """A dict of the program's own class."""
-
-
-def test_a_dict_of_another_class_than_the_saved_one_is_restored_in_place():
-    counters = Counters(step=3, epochs=[1, 2])
-    state = snapshot(ObjectState({"counters": counters}))
-    later = Counters(step=0, left=True)
-
-    ObjectState({"counters": later}).load(state)
-
-    assert later == {"step": 3, "epochs": [1, 2]}
