@@ -65,9 +65,17 @@ def resolve_url(url: str) -> str:
 
 
 def check_url(url: str) -> None:
-    """Raises: ConfigError, for a URL that holds credentials, without showing them: URLs are shown in messages."""
+    """Check that a URL holds no credentials. Called before all other checks, whose messages show the URL.
+
+    Raises: ConfigError, for credentials, which it does not show, or for a text that cannot be taken apart.
+    """
     for part in url.split("::"):  # as in simplecache::sftp://host/run
-        secret = _secret_of(part)
+        try:
+            secret = _secret_of(part)
+        except ValueError:  # its text shows the host with all that stands before it
+            raise ConfigError(
+                f"the URL {part.partition('://')[0]}://… has a host that is none: brackets or special characters"
+            ) from None
         if secret:
             scheme = part.partition("://")[0]
             raise ConfigError(
@@ -159,8 +167,9 @@ class PersistentLevel:
     nodes."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", resolve_url(checked_url("PersistentLevel.url", self.url)))
-        check_url(self.url)
+        url = checked_url("PersistentLevel.url", self.url)
+        check_url(url)
+        object.__setattr__(self, "url", resolve_url(url))
         _check_scheme(self.url)
         _check_positive("PersistentLevel", "every_n_steps", self.every_n_steps)
         _check_positive("PersistentLevel", "keep_last", self.keep_last)

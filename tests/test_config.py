@@ -100,6 +100,8 @@ CREDENTIALS = [
     "https://hidden@host/run",
     "s3://bucket/run?token=hidden",
     "https://host/run?X-Amz-Signature=hidden&access_token=hidden#x",
+    "s3://me:hidden@bucket/not-utf-8-\udcff",
+    "sftp://me:hidden@host/not-utf-8-\udcff",
 ]
 
 
@@ -113,6 +115,15 @@ def test_credentials_in_a_url_are_refused_in_one_line_that_says_where_they_belon
     assert f"{url.partition('://')[0].rpartition('::')[2]}://… holds" in text
     assert "hid" not in text
     assert len(text) < 300
+
+
+@pytest.mark.parametrize("url", ["sftp://me:hidden@ho℀st/run", "sftp://me:hidden@[host/run"])
+@pytest.mark.parametrize("use", [PersistentLevel, open_store], ids=lambda value: value.__name__)
+def test_a_url_with_an_impossible_host_is_refused_without_showing_what_it_holds(use, url):
+    with pytest.raises(ConfigError, match=r"^the URL sftp://… has a host that is none") as caught:
+        use(url)
+
+    assert "hidden" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

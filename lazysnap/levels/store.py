@@ -52,8 +52,8 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
     Raises: LevelError, if fsspec does not know the protocol or lacks its package; ConfigError, for an ``s3://``
     URL that holds credentials.
     """
-    url = resolve_url(url)
     check_url(url)
+    url = resolve_url(url)
     if is_path(url):
         return SnapshotStore(LocalStorage(url), speed=speed)
     # fsspec costs 0.1 s that local levels need not pay.

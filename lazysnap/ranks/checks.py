@@ -1,7 +1,6 @@
 """Checks across all ranks: equal settings, and an error on one rank is raised on all."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,18 +78,18 @@ def check_places(world: World, config: SnapshotConfig, job_id: str) -> None:
     Ranks of one node share a keeper, which is found by the name of the job. Levels that differ differ by node.
     Raises: ConfigError, on all ranks, with both places.
     """
-    own = [*((f"level {number}", level.url) for number, level in enumerate(config.levels)), ("the job", job_id)]
-    # Digests are compared, because a URL may hold a password, which is sent nowhere.
-    told = [[what, hashlib.sha256(text.encode()).hexdigest(), text] for what, text in own]
-    first: dict[str, tuple[int, list[list[str]]]] = {}
-    for rank, theirs in enumerate(world.exchange("comparing places", told)):
-        other, known = first.setdefault(world.places[rank].node, (rank, theirs))
-        for (what, digest, place), (_, wanted, place_before) in zip(theirs, known, strict=False):
-            if digest != wanted:
+    places = [[f"level {number}", level.url] for number, level in enumerate(config.levels)]
+    places.append(["the job", job_id])
+    first_of_node: dict[str, tuple[int, list[list[str]]]] = {}
+    for rank, places_of_rank in enumerate(world.exchange("comparing places", places)):
+        first_rank, expected = first_of_node.setdefault(world.places[rank].node, (rank, places_of_rank))
+        for (what, place), (_, expected_place) in zip(places_of_rank, expected, strict=False):
+            if place != expected_place:
                 raise ConfigError(
-                    f"ranks {other} and {rank} of one node have different places for snapshots: {what} is "
-                    f"{place_before!r} on rank {other} and {place!r} on rank {rank}. Name the same directory on all "
-                    "ranks of a node; where the name holds a time or a random part, make it on rank 0 and broadcast it"
+                    f"ranks {first_rank} and {rank} of one node have different places for snapshots: {what} is "
+                    f"{expected_place!r} on rank {first_rank} and {place!r} on rank {rank}. Name the same directory on "
+                    "all ranks of a node; where the name holds a time or a random part, make it on rank 0 and "
+                    "broadcast it"
                 )
 
 
