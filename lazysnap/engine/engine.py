@@ -308,7 +308,7 @@ class SnapshotEngine:
         return self.session.shutdown.flush(timeout_s, progress)
 
     def statistics(self) -> Statistics:
-        """Counters and timings so far; updated in place."""
+        """Counters and timings so far. A copy: later boundaries do not change it."""
         return self.session.shutdown.statistics()
 
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:

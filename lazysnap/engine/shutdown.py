@@ -45,7 +45,7 @@ class Shutdown:
             with self._boundaries.lock:
                 self._recorder.count_ended()
             self._parts.statistics.last_whole_step = self._history.last_held_step()
-        return self._parts.statistics
+        return self._parts.statistics.copied()
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
         """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.

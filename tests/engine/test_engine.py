@@ -113,6 +113,21 @@ def test_statistics_tell_what_happened(job, tmp_path):
     assert statistics.boundary.count == statistics.gate.count == statistics.copy.count == 4
 
 
+def test_statistics_that_a_program_holds_do_not_change(job, tmp_path):
+    training = job.start(tmp_path)
+    training.run(1, 2)
+    assert training.engine.wait(2, until="durable", timeout_s=TIMEOUT_S)
+    earlier = training.engine.statistics()
+
+    training.run(3, 4)
+    assert training.engine.wait(4, until="durable", timeout_s=TIMEOUT_S)
+    later = training.engine.statistics()
+
+    assert (earlier.began, earlier.whole, earlier.last_durable_step) == (2, 2, {str(tmp_path): 2})
+    assert earlier.boundary.count == earlier.gate.count == 2
+    assert (later.began, later.whole, later.last_durable_step) == (4, 4, {str(tmp_path): 4})
+
+
 def test_waiting_tells_captured_from_dropped(job):
     training = job.start()
     training.run(1, 2)
