@@ -57,10 +57,10 @@ def quantised(seed):
 
 
 def captured(engine, step):
-    assert engine.wait_ready(TIMEOUT_S)
+    assert engine._wait_ready(TIMEOUT_S)
     deadline = time.monotonic() + TIMEOUT_S
     while not engine.boundary(step):
-        assert engine.wait_ready(TIMEOUT_S)
+        assert engine._wait_ready(TIMEOUT_S)
         assert time.monotonic() < deadline
 
 
