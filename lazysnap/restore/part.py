@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from lazysnap.errors import FormatError, LazySnapError
+from lazysnap.errors import FormatError, LazySnapError, StateError
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, RestartPlan
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.targets import (
+    Target,
     check_fits,
     is_empty_part,
     is_part,
@@ -47,19 +48,19 @@ class PartReader:
     def read(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> Snapshot | Failure:
         """Read this rank's part. ``chosen``: for each rank within reach where its shard is.
 
-        Blocks. Raises: StateError.
+        Blocks. Raises: StateError, if the live objects and the snapshot do not fit each other, or if the program's own
+        objects raise.
         """
         own, where = self._world.rank % plan.world_size, f"step {plan.step}"
         mine = self._open(plan, chosen[own])
         if isinstance(mine, Failure):
             return mine
-        meta, expected = mine[0].meta, self._source.expected()
-        resizable = self._source.resizable_names()
+        meta = mine[0].meta
         try:
             named = tensor_names(meta.state)
         except FormatError as error:
             return self._sources.refuse(chosen[own], error)
-        target = target_of(self._source, expected, named)
+        expected, resizable, target = self._live_tensors(named)
         assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
         # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
         live = set(held_names(expected, named).values())
@@ -104,10 +105,27 @@ class PartReader:
             captured_ns=meta.captured_ns,
         )
 
+    def _live_tensors(self, named: Iterable[str]) -> tuple[Mapping[str, torch.Tensor], Collection[str], Target]:
+        """Return the live tensors by name, the names of those that may be resized, and what each name is to fill.
+
+        Raises: StateError, if the program's own objects raise: no other snapshot would help.
+        """
+        try:
+            expected = self._source.expected()
+            resizable = self._source.resizable_names()
+            target = target_of(self._source, expected, named)
+        except StateError:
+            raise
+        except Exception as error:
+            raise StateError(
+                f"the program's objects cannot be asked for the tensors to restore: {error!r}. Nothing was loaded"
+            ) from error
+        return expected, resizable, target
+
     def _read_state(self, own: Entry, small: Any, room: Callable[[str, Made, Reads], torch.Tensor]) -> State | Failure:
         """Read all tensors, and put them in their places in the small state. ``room`` returns the tensor to read into.
 
-        Blocks.
+        Blocks. Raises: StateError, for a value of a type that this process has not registered.
         """
         reads, made = Reads(), Made()
         try:
@@ -120,6 +138,8 @@ class PartReader:
                 return failure
         try:
             state = decode(small, tensor=tensors.__getitem__)
+        except StateError:  # an older snapshot would have the same
+            raise
         except LazySnapError as error:
             return self._sources.refuse(own, error)
         if not isinstance(state, dict):

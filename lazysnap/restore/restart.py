@@ -293,9 +293,11 @@ class _Search:
     def _attempt(self, plan: RestartPlan, flaw: Callable[[Snapshot], str]) -> tuple[Snapshot | None, bool]:
         """Read this rank's part of a snapshot; ``None`` on all ranks, if one of them could not, or found a flaw.
 
-        The second is true if something vanished that was listed. Collective. Raises: StateError, on all ranks.
+        The second is true if something vanished that was listed. Collective.
+        Raises: StateError, on all ranks, if all could read theirs, and the live objects of one of them do not fit it.
         """
         found: list[Snapshot] = []
+        causes: list[StateError] = []
         self._sources.has_vanished = False
 
         def read() -> list[Any]:
@@ -308,7 +310,8 @@ class _Search:
                     failure = flaw(part)
                 else:
                     failure = part.text
-            except StateError as error:
+            except StateError as error:  # the program's objects and the snapshot, which was read, do not fit each other
+                causes.append(error)
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)
@@ -323,7 +326,10 @@ class _Search:
             return None, any(gone for *_, gone in told)
         mismatches = [text for text, *_ in told if text]
         if mismatches:
-            raise StateError(mismatches[0])
+            cause = (
+                causes.pop() if causes else None
+            )  # a list that still held it would keep its frames, and slots, alive
+            raise StateError(mismatches[0]) from cause
         return found[0], False
 
     def _read(self, plan: RestartPlan) -> Snapshot | Failure:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import shutil
 import signal
 import weakref
@@ -12,8 +13,17 @@ import torch
 from small_training import TIMEOUT_S, Training, damage_newest_at_rest
 from support.damage import flip
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, latest_path, load_weights
+from lazysnap import (
+    MemoryLevel,
+    PersistentLevel,
+    SnapshotConfig,
+    SnapshotEngine,
+    latest_path,
+    load_weights,
+    register_type,
+)
 from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound, StateError
+from lazysnap.state import codec
 
 MEMORY = MemoryLevel(linger_s=60)
 
@@ -127,8 +137,17 @@ def test_one_line_says_which_snapshot_is_passed_over_and_why(job, tmp_path, capl
     assert reason in line
 
 
-def test_an_error_without_text_of_the_program_costs_the_snapshots_and_is_named(job, tmp_path, caplog):
-    """Such an error was once taken for none, and the restart had no snapshot to return."""
+def stored_with(job, level, **extra):
+    """A training with ``extra`` objects that ended after two steps; both are stored."""
+    training = job.start(level, extra=extra)
+    for step in (1, 2):
+        training.run(step, step)
+        assert training.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
+    assert training.engine.close()
+
+
+def test_an_error_of_the_programs_own_objects_ends_the_restart_and_costs_no_snapshot(job, tmp_path, caplog):
+    """It was taken for one of each snapshot, which were passed over one after the other."""
 
     class Odd(torch.nn.Linear):
         is_odd = False
@@ -138,17 +157,67 @@ def test_an_error_without_text_of_the_program_costs_the_snapshots_and_is_named(j
                 raise NotImplementedError
             return super().state_dict(*arguments, **options)
 
-    training = job.start(tmp_path, extra={"odd": Odd(2, 2)})
-    training.run(1, 1)
-    assert training.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
-    assert training.engine.close()
+    stored_with(job, tmp_path, odd=Odd(2, 2))
     odd = Odd(2, 2)
     again = job.start(tmp_path, ready=False, extra={"odd": odd})
     odd.is_odd = True
 
-    with pytest.raises(SnapshotNotFound, match="no whole snapshot of step 1"):
-        again.engine._fetch(1)
-    assert "step 1 passed over: NotImplementedError()" in caplog.text
+    with pytest.raises(StateError, match=r"cannot be asked for the tensors.*NotImplementedError\(\)") as caught:
+        again.engine._fetch()  # as integrations do
+
+    assert isinstance(caught.value.__cause__.__cause__, NotImplementedError)
+    assert "passed over" not in caplog.text
+    odd.is_odd = False
+    assert again.engine.restore().step == 2
+
+
+class Label:
+    """A value of a registered type."""
+
+    def __init__(self, text):
+        self.text = text
+
+
+@pytest.fixture
+def label_type(monkeypatch):
+    """Register ``Label`` as a program does. What it returns undoes that, as in a program that forgot it."""
+    monkeypatch.setattr(codec, "_registered", {})
+    monkeypatch.setattr(codec, "_decoders", {})
+    register_type(Label, name="tests.Label", encode=lambda label: label.text, decode=Label)
+    return codec._decoders.clear
+
+
+def test_a_type_that_the_program_forgot_to_register_ends_the_restart_with_its_name(job, tmp_path, caplog, label_type):
+    """All snapshots were passed over for it, and training began at step 0."""
+    stored_with(job, tmp_path, values={"label": Label("first")})
+    again = job.start(tmp_path, ready=False, extra={"values": {"label": Label("")}})
+    label_type()
+
+    with pytest.raises(StateError, match=r"type 'tests.Label', which is not registered.*register_type"):
+        again.engine.restore()
+
+    assert "passed over" not in caplog.text
+
+
+def test_a_value_that_its_decoder_refuses_costs_that_snapshot_only(job, tmp_path, caplog, label_type):
+    label = Label("first")
+
+    def label_without_x(text):
+        if "x" in text:
+            raise ValueError("no label")
+        return Label(text)
+
+    register_type(Label, name="tests.Label", encode=lambda label: label.text, decode=label_without_x)
+    training = job.start(tmp_path, extra={"values": {"label": label}})
+    for step, label.text in ((1, "first"), (2, "x")):
+        training.run(step, step)
+        assert training.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
+    assert training.engine.close()
+
+    again = job.start(tmp_path, ready=False, extra={"values": {"label": Label("")}})
+
+    assert again.engine.restore().step == 1
+    assert re.search("step 2 passed over: .*ValueError: no label", caplog.text)
 
 
 def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
