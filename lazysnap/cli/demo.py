@@ -100,7 +100,7 @@ def _show(costs: list[dict[str, Any]], output: Output) -> None:
     rows = [
         [*(cost[name] for name in names), f"{cost['seconds_lost']:.2f}", f"{cost['restart_s']:.1f} s"] for cost in costs
     ]
-    columns = ("killed", "at step>", "resumed step>", "from", "steps lost>", "seconds lost>", "restart>")
+    columns = ("killed", "at step>", "resumed step>", "from", "done again>", "seconds lost>", "restart>")
     output.show(output.table("each kill -9, and its cost", *columns, rows=rows))
     output.line("restart: from the start of the process to its first step; nearly all of it is `import torch`")
 

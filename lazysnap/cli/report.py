@@ -208,9 +208,15 @@ def _interruption(one: Interruption, report: Report) -> Iterator[str]:
     levels = [place for place in report.account.newest if place not in (MEMORY, OTHER_NODES)]
     source = f" from {'storage' if [one.source] == levels else one.source}" if one.source else ""
     yield "not yet" if one.resumed_step is None else f"{one.resumed_step}{source}"
-    yield f"{count_of(one.lost_steps, 'step')}, {length(one.lost)}"
+    yield _lost(one)
     yield "none yet" if one.new_at is None else length(one.new_at - one.at)
     yield parts(one.until_new)
+
+
+def _lost(one: Interruption) -> str:
+    if one.lost_steps:
+        return f"{count_of(one.lost_steps, 'step')}, {length(one.lost)}"
+    return f"running step, {length(one.lost)}" if one.lost else "nothing"
 
 
 def _places(report: Report) -> Iterator[Sequence[str]]:

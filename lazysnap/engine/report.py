@@ -151,12 +151,25 @@ def _age(snapshot: Snapshot, now_ns: int) -> str:
         return ""
     end = snapshot.end
     if end is not None and end.run_id == snapshot.run_id and end.ended_ns >= snapshot.captured_ns:
-        steps = end.step - snapshot.step
-        lost = f", {steps} step{'s' * (steps != 1)} lost" if steps >= 0 else ""
-        return f"captured {duration((end.ended_ns - snapshot.captured_ns) / 1e9)} before the end{lost}; "
+        before_the_end = duration((end.ended_ns - snapshot.captured_ns) / 1e9)
+        return f"captured {before_the_end} before the end{_lost(end.step - snapshot.step)}; "
     if now_ns >= snapshot.captured_ns:
         return f"captured {duration((now_ns - snapshot.captured_ns) / 1e9)} ago; "
     return ""
+
+
+def _lost(boundaries: int) -> str:
+    """Say what a restart trains again. ``boundaries``: those that training passed after the capture.
+
+    The step that was running when training ended may have been trained nearly to its end: it is lost as well. "At
+    most", since a training that was over had none.
+    """
+    if boundaries < 0:
+        return ""
+    if boundaries == 0:
+        return ", lost at most the step that was running"
+    counted = "1 step" if boundaries == 1 else f"{boundaries} steps"
+    return f", lost {counted} and at most the one that was running"
 
 
 def _steps(steps: Sequence[int]) -> str:
