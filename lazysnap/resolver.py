@@ -84,7 +84,7 @@ class RestartPlan:
     world_size: int
     sources: tuple[tuple[Entry, ...], ...]
     frozen: Mapping[str, tuple[FrozenEntry, ...]] = field(default_factory=dict)
-    """Return the levels that offer each digest that an entry refers to, fastest first."""
+    """For each digest that an entry refers to, the levels that offer it, fastest first."""
 
     @property
     def key(self) -> "SnapshotKey":

@@ -56,7 +56,7 @@ class Blocks(Protocol):
     where: str
     """The file, for messages."""
     threads: int
-    """Return the number of blocks to read at a time."""
+    """The number of blocks to read at a time."""
     size_bytes: int
     block_bytes: int
 

@@ -231,7 +231,7 @@ class Catalogue:
         choice = Choice.of(int(which) if is_step else which)
         if run is not None:
             if choice.run is not None:
-                raise ConfigError(f"{which!r} names a run, and so does --run {run}: give one of them")
+                raise ConfigError(f"{which!r} names a run, and run {run} is given as well: give one of them")
             choice = replace(choice, run=run)
         return self.plans(choice.wanted(self.run_of))
 
