@@ -12,7 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lazysnap.errors import StateError
-from lazysnap.state.modules import entries_of, fitted
+from lazysnap.state.modules import entries_of, fill, fitted, is_expanded
 
 _SHOWN = 3
 """Names in a message."""
@@ -141,10 +141,14 @@ def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
     extras = {name: state.pop(name) for name in LoadedNames.of(module).unknown(state)}
     for name, buffer in module.named_buffers(remove_duplicate=False):
         value = state.get(name)
-        if is_lazy(buffer):
-            continue  # load_state_dict gives it its shape
-        if isinstance(value, torch.Tensor) and value.shape != buffer.shape:
+        if is_lazy(buffer) or not isinstance(value, torch.Tensor):
+            continue  # load_state_dict gives a lazy one its shape
+        if value.shape != buffer.shape:
             buffer.data = buffer.new_empty(value.shape)
+        elif is_expanded(buffer):
+            with torch.no_grad():
+                fill(buffer, value)
+            state[name] = buffer  # load_state_dict copies it onto itself, which torch allows
     module.load_state_dict(state, strict=strict)
     if extras:
         _load_extras(module, extras)

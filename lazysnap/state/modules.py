@@ -1,7 +1,8 @@
-"""Loading the state of a module: names with or without ``torch.compile``, tensors with unusual strides."""
+"""Loading the state of a module: names with or without ``torch.compile``, tensors in another memory order."""
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn.parameter import is_lazy
 from lazysnap.errors import StateError
 from lazysnap.shard.strides import order_of
 from lazysnap.state.wrappers import without_compiled
+
+logger = logging.getLogger(__name__)
 
 
 def is_uninitialised(tensor: torch.Tensor) -> bool:
@@ -47,51 +50,69 @@ def check_loadable(expected: Mapping[str, torch.Tensor], where: str) -> None:
 
 
 def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[str, Any]":
-    """Return ``saved`` in the form that ``module.load_state_dict`` expects. Expanded tensors of the module are filled
-    here, and its tensors get the memory order of those in ``saved`` that are not row-major.
-
-    Raises: StateError, for values that differ where the live tensor has only one; nothing was changed then.
-    """
+    """Return ``saved`` in the form that ``module.load_state_dict`` expects."""
     live = entries_of(module)
     names = held_names(live, saved)
     taken = {held: name for name, held in names.items()}
     state = OrderedDict((taken.get(name, name), value) for name, value in saved.items())
     # The format versions of the modules: without them some assume the state of an old torch.
     state._metadata = getattr(live, "_metadata", OrderedDict())  # type: ignore[attr-defined]
-    expanded = {name: tensor for name, tensor in live.items() if name in names and _is_expanded(tensor)}
-    for name, tensor in expanded.items():
-        _check_expanded(name, tensor, state[name])
-    with torch.no_grad():
-        for name, tensor in expanded.items():
-            once = _once(tensor)
-            tensor[once].copy_(state[name][once])
-            # load_state_dict copies it onto itself, which torch allows for an expanded tensor.
-            state[name] = tensor
-    for name, tensor in live.items():
-        if name in names and name not in expanded:
-            take_order(tensor, state[name])
     return state
 
 
-def take_order(live: Any, saved: Any) -> None:
-    """Give a live tensor the strides of ``saved``, if those are not row-major. The caller loads its values afterwards.
+def fill(live: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy values of the same shape into a live tensor, also into an expanded one. The caller turned gradients off.
 
-    It keeps its memory. A view of larger memory and a part of a sharded tensor keep their strides.
+    An expanded tensor whose memory cannot hold the values gets memory of its own.
     """
-    if not _is_plain(live) or not _is_plain(saved) or live.shape != saved.shape or live.stride() == saved.stride():
+    if not is_expanded(live):
+        live.copy_(value)
         return
-    if order_of(saved.shape, saved.stride()) is not None and live.untyped_storage().nbytes() == live.nbytes:
-        live.data = live.data.as_strided(live.shape, saved.stride())
+    # torch refuses to copy to a tensor with several elements at one place: each place is filled once.
+    places = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in live.stride())
+    live[places].copy_(value[places])
+    if not torch.equal(_bytes_of(live), _bytes_of(value.to(live.device))):
+        live.data = live.new_empty(live.shape)
+        live.copy_(value)
 
 
-def recorded_orders(module: torch.nn.Module, saved: Mapping[str, Any]) -> set[int]:
-    """Return the ids of the live tensors of a module that are not row-major in ``saved``."""
+def is_expanded(value: torch.Tensor) -> bool:
+    """True if several elements of a tensor are one place in memory, as ``expand`` makes them."""
+    if is_uninitialised(value) or value.layout is not torch.strided:
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def reordered_tensors(module: torch.nn.Module, saved: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the live tensors of a module that have another memory order than in ``saved``, by name.
+
+    Parts of sharded tensors are not compared.
+    """
     live = entries_of(module)
-    return {
-        id(live[name])
-        for name, held in held_names(live, saved).items()
-        if _is_plain(saved[held]) and order_of(saved[held].shape, saved[held].stride()) is not None
-    }
+    reordered = {}
+    for name, saved_name in held_names(live, saved).items():
+        tensor = live[name]
+        value = saved[saved_name]
+        if not _is_plain(tensor) or not _is_plain(value) or tensor.shape != value.shape:
+            continue
+        if order_of(tensor.shape, tensor.stride()) != order_of(value.shape, value.stride()):
+            reordered[name] = tensor
+    return reordered
+
+
+def warn_of_reordered(names: Collection[str]) -> None:
+    """Say once that live tensors have another memory order than in the snapshot."""
+    if names:
+        logger.warning(
+            "%s has another memory order (strides) than in the snapshot, %d tensors in all: the values are the same, "
+            "but the next steps may differ in their last bits. Give the model that order before the restore",
+            next(iter(names)),
+            len(names),
+        )
 
 
 def _is_plain(value: Any) -> bool:
@@ -108,25 +129,3 @@ def entries_of(module: torch.nn.Module) -> Mapping[str, Any]:
         return module.state_dict(keep_vars=True)
     except TypeError:  # an override with other parameters
         return module.state_dict()
-
-
-def _is_expanded(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or is_uninitialised(value) or value.layout is not torch.strided:
-        return False
-    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
-
-
-def _once(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Return the index of the part of an expanded tensor that covers each element in memory once."""
-    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())
-
-
-def _check_expanded(name: str, tensor: torch.Tensor, value: Any) -> None:
-    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
-        return  # load_state_dict reports it
-    whole, repeated = value.contiguous(), value[_once(tensor)].expand_as(value).contiguous()
-    if not torch.equal(whole.view(torch.uint8), repeated.view(torch.uint8)):
-        raise StateError(
-            f"{name}: the live tensor is expanded (strides {list(tensor.stride())}), and the values in the snapshot "
-            "differ where it has one place. Nothing was loaded. Make it a tensor of its own first, with .contiguous()"
-        )

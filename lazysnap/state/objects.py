@@ -13,8 +13,8 @@ from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateError
 from lazysnap.state.loading import check_loads, load_module
 from lazysnap.state.metrics import METRICS, check_metrics, collect_metrics, restore_metrics
-from lazysnap.state.modules import recorded_orders
-from lazysnap.state.optimizers import check_optimizers, classes_of, put_back
+from lazysnap.state.modules import reordered_tensors, warn_of_reordered
+from lazysnap.state.optimizers import check_memory_orders, check_optimizers, classes_of, put_back
 from lazysnap.state.plain_dicts import check_dict, restore_dict
 from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scalars import load_scaler, state_of_scaler
@@ -157,6 +157,18 @@ class ObjectState(StateSource):
                     "restore before iter(loader) or the loop over it, or delete that iterator first. Nothing was loaded"
                 )
 
+    def _check_memory_orders(self, state: Mapping[str, Any]) -> None:
+        """Warn of live tensors in another memory order. Raises: see ``check_memory_orders``."""
+        reordered: dict[str, torch.Tensor] = {}
+        for name, value in self._objects.items():
+            if isinstance(value, torch.nn.Module):
+                tensors = reordered_tensors(unwrapped(value), state[name])
+                reordered.update({f"{name}.{key}": tensor for key, tensor in tensors.items()})
+        for name, value in self._objects.items():
+            if isinstance(value, torch.optim.Optimizer):
+                check_memory_orders(name, stepping(value), reordered)
+        warn_of_reordered(reordered)
+
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
         """See ``StateSource.load``. Data loaders are objects of torch's class, or with ``is_data_position = True``.
 
@@ -177,10 +189,7 @@ class ObjectState(StateSource):
         for name, value in self._objects.items():
             if isinstance(value, dict):
                 check_dict(name, value, state[name])
-        recorded: set[int] = set()
-        for name, value in self._objects.items():
-            if isinstance(value, torch.nn.Module):
-                recorded |= recorded_orders(unwrapped(value), state[name])
+        self._check_memory_orders(state)
         for name, value in self._objects.items():
             if not data and is_data_position(value):
                 continue
@@ -189,7 +198,7 @@ class ObjectState(StateSource):
             elif isinstance(value, torch.nn.Module):
                 load_module(unwrapped(value), state[name])
             elif isinstance(value, torch.optim.Optimizer):
-                put_back(stepping(value), state[name], recorded)
+                put_back(stepping(value), state[name])
             elif isinstance(value, torch.amp.GradScaler):
                 load_scaler(value, state[name])
             elif is_stateful_loader(value):

@@ -1,15 +1,14 @@
-"""Loading the state of an optimizer: check it first, then load it in the memory order of the parameters."""
+"""Loading the state of an optimizer: check it first, then load it with the dtypes and strides of the snapshot."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lazysnap.errors import StateError
 from lazysnap.shard.strides import Order, order_of
-from lazysnap.state.sharding import like, local_of
+from lazysnap.state.sharding import local_of
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource, parameters_of
 from lazysnap.state.wrappers import stepping
 
@@ -148,19 +147,47 @@ def _groups(sizes: list[int]) -> str:
     return f"{len(sizes)} parameter group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes)) or 0} parameters"
 
 
-def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], recorded: Collection[int] = ()) -> None:
+def check_memory_orders(path: str, optimizer: torch.optim.Optimizer, reordered: Mapping[str, torch.Tensor]) -> None:
+    """Raises: StateError, if a parameter is ``reordered`` and the optimizer may ignore strides.
+
+    State comes back in the memory order of the snapshot. Fused optimizers read a parameter and its state side by side
+    in memory, so they would train something else.
+
+    Args:
+        path: the name of the optimizer, for the message.
+        optimizer: the live one.
+        reordered: see ``modules.reordered_tensors``.
+    """
+    if not _may_ignore_strides(optimizer):
+        return
+    names = {id(tensor): name for name, tensor in reordered.items()}
+    for parameter in parameters_of(optimizer):
+        if id(parameter) in names:
+            raise StateError(
+                f"{path}: {names[id(parameter)]} has another memory order than in the snapshot, and "
+                f"{type(optimizer).__qualname__} may ignore strides: it would take values from wrong places. Give the "
+                "model that order before the restore, such as model.to(memory_format=torch.channels_last)"
+            )
+
+
+def _may_ignore_strides(optimizer: torch.optim.Optimizer) -> bool:
+    """False for those of torch that compute element by element. Kernels of other packages are not known."""
+    is_of_torch = type(optimizer).__module__.startswith("torch.")
+    return not is_of_torch or any(group.get("fused") for group in optimizer.param_groups)
+
+
+def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load ``saved``: every tensor gets the dtype, the values and the strides that it has there.
 
     If the optimizer holds tensors of the same kind, they are filled in place: it then needs no memory for a second
-    state, and captures keep their plan. ``recorded``: see ``modules.recorded_orders``.
+    state, and captures keep their plan.
     """
     inner = stepping(optimizer)
     places = _places(inner, saved)
     if places is None:
-        placed = laid_out(inner, saved, recorded)
         groups = [dict(group) for group in inner.param_groups]
-        optimizer.load_state_dict(placed)
-        _put_exact(inner, placed, groups)
+        optimizer.load_state_dict(dict(saved))
+        _put_exact(inner, saved, groups)
         return
     with torch.no_grad():
         for held, key, value in places:
@@ -274,40 +301,3 @@ def _order(tensor: torch.Tensor) -> Order | None:
 
 def _holds_tensors(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value))
-
-
-def laid_out(
-    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], recorded: Collection[int] = ()
-) -> dict[str, Any]:
-    """Return ``saved`` with row-major tensors of a parameter's shape in the memory order of that parameter.
-
-    ``recorded``: ids of parameters whose order the snapshot holds; their tensors are returned unchanged. Fused
-    optimizers read parameter and moments side by side in memory, and ignore strides. The program may have changed the
-    memory order of its parameters since, and older snapshots record none.
-    """
-    parameters, state = [None if id(one) in recorded else one for one in parameters_of(optimizer)], saved.get("state")
-    if not isinstance(state, dict):
-        return dict(saved)
-    return {**saved, "state": {key: _laid_out(parameters, key, values) for key, values in state.items()}}
-
-
-def _laid_out(parameters: Sequence[torch.Tensor | None], key: Any, values: Any) -> Any:
-    if type(key) is not int or not 0 <= key < len(parameters) or not isinstance(values, dict):
-        return values
-    parameter = parameters[key]
-    if parameter is None:
-        return values
-    return {name: _as_placed(parameter, value) for name, value in values.items()}
-
-
-def _as_placed(parameter: torch.Tensor, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or _order(value) is not None:
-        return value
-    if isinstance(value, DTensor) != isinstance(parameter, DTensor):
-        return value
-    place, local = local_of(parameter), local_of(value)
-    if place.shape != local.shape or place.stride() == local.stride():
-        return value
-    copy = torch.empty_like(place, dtype=local.dtype, device=local.device, memory_format=torch.preserve_format)
-    copy.copy_(local)
-    return like(value, copy) if isinstance(value, DTensor) else copy

@@ -7,6 +7,7 @@ import torch
 
 from lazysnap.errors import StateError
 from lazysnap.state.codec import path_text
+from lazysnap.state.modules import fill
 
 
 def restore_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
@@ -41,17 +42,16 @@ def _pairs(live: Any, saved: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple
 
 
 def _takes(live: Any, saved: Any) -> bool:
-    """True if a live tensor can be filled with a saved one. Elements that share memory cannot."""
+    """True if a live tensor can be filled with a saved one."""
     if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor):
         return False
-    repeats = any(stride == 0 and size > 1 for size, stride in zip(live.shape, live.stride(), strict=True))
-    return live.shape == saved.shape and live.dtype == saved.dtype and not repeats
+    return live.shape == saved.shape and live.dtype == saved.dtype
 
 
 def _fill(live: Any, saved: Any) -> Any:
     """Return the value that belongs where ``live`` is: ``live`` itself, filled, or ``saved``."""
     if _takes(live, saved):
-        live.copy_(saved)
+        fill(live, saved)
         return live
     if isinstance(live, dict) and isinstance(saved, dict):  # also an OrderedDict, which is saved as a dict
         values = {key: _fill(live.get(key), value) for key, value in saved.items()}

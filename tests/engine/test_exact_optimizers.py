@@ -86,27 +86,26 @@ class Training:
         torch.manual_seed(0)
         self.models = {name: torch.nn.Linear(24, 24, bias=False, dtype=torch.bfloat16) for name in KINDS}
         self.models["turning"] = torch.nn.Linear(24, 24, bias=False)
-        self.models["turning"].register_buffer("base", torch.eye(24))
-        self.models["images"] = torch.nn.Conv2d(3, 4, 3)
         self.optimizers = {name: kind(self.models[name].parameters()) for name, kind in KINDS.items()}
-        self.optimizers["images"] = torch.optim.AdamW(self.models["images"].parameters(), lr=0.01)
+        for way in ("fused", "foreach"):
+            model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 2, 2))
+            model.to(memory_format=torch.channels_last)
+            self.models[way] = model
+            self.optimizers[way] = torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True, **{way: True})
         self.plain = {"table": torch.zeros(0), "rows": torch.arange(6.0).reshape(2, 3)}
         optimizers = {f"optimizer_{name}": one for name, one in self.optimizers.items()}
         self.engine = SnapshotEngine(config, {**self.models, **optimizers, "plain": self.plain})
 
     def run(self, first, last):
         for step in range(first, last + 1):
-            if step == 2:  # while it trains: the program begins with a row-major weight
-                self.models["images"].to(memory_format=torch.channels_last)
             for name, model in self.models.items():
-                if name == "images":
-                    out = model(torch.randn(2, 3, 6, 6))
+                if name in ("fused", "foreach"):
+                    out = model(torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last))
                 else:
                     out = model(torch.randn(8, 24, dtype=model.weight.dtype))
                 out.float().square().mean().backward()
                 self.optimizers[name].step()
                 self.optimizers[name].zero_grad()
-            self.models["turning"].base = torch.linalg.qr(self.models["turning"].weight.detach())[0]
             self.plain["table"] = columns(5, 3, 4)
             assert self.engine._wait_ready(TIMEOUT_S)
             assert self.engine.boundary(step)
@@ -156,6 +155,8 @@ def test_a_resumed_training_goes_on_bit_for_bit_whatever_dtypes_and_strides_its_
 
     assert second.engine.restore("latest").step == CUT
     assert second.facts() == at_cut
+    moments = second.optimizers["fused"].state[second.models["fused"][0].weight]
+    assert moments["exp_avg"].is_contiguous(memory_format=torch.channels_last)
     second.run(CUT + 1, STEPS)
     resumed = second.facts()
     second.engine.close(drain=False)

@@ -166,17 +166,66 @@ def test_an_optimizer_with_other_groups_or_another_order_is_named_and_nothing_is
     assert not model[0].weight.any()
 
 
-def test_values_that_an_expanded_buffer_cannot_hold_are_refused(engines):
+def images(*, is_channels_last, **settings):
+    """A convolution after one step of AdamW."""
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(3, 4, 2)
+    if is_channels_last:
+        model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    model(torch.randn(2, 3, 4, 4)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("is_channels_last", [True, False], ids=["channels last", "row-major"])
+def test_another_memory_order_is_refused_where_a_fused_optimizer_would_ignore_it(engines, is_channels_last):
+    model, optimizer = images(is_channels_last=is_channels_last, fused=True)
+    captured(engines, {"model": model, "adam": optimizer})
+    model, optimizer = images(is_channels_last=not is_channels_last, fused=True)
+    with torch.no_grad():
+        model.weight.zero_()
+
+    with pytest.raises(StateError, match=r"adam: model\.weight has another memory order .*AdamW may ignore strides"):
+        engines({"model": model, "adam": optimizer}).restore("latest")
+
+    assert not model.weight.any()
+
+
+def test_another_memory_order_is_named_and_the_values_come_back_in_place(engines, caplog):
+    model, optimizer = images(is_channels_last=True, foreach=True)
+    model.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
+    captured(engines, {"model": model, "adam": optimizer})
+    live, live_optimizer = images(is_channels_last=False, foreach=True)
+    live.register_buffer("turned", torch.zeros(3, 2))
+    weight = live.weight
+
+    engines({"model": live, "adam": live_optimizer}).restore("latest")
+
+    assert live.weight is weight
+    assert weight.is_contiguous()
+    assert torch.equal(weight, model.weight)
+    assert torch.equal(live.turned, model.turned)
+    moment = live_optimizer.state[weight]["exp_avg"]
+    assert moment.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(moment, optimizer.state[model.weight]["exp_avg"])
+    assert "model.weight has another memory order (strides) than in the snapshot, 2 tensors in all" in caplog.text
+
+
+@pytest.mark.parametrize("value", [torch.full((3,), 7.0), torch.arange(3.0)], ids=["one value", "values of its own"])
+def test_an_expanded_buffer_gets_the_values_of_the_snapshot(engines, value):
+    """Where its one place in memory cannot hold them, it gets memory of its own."""
     model = torch.nn.Module()
-    model.register_buffer("mask", torch.arange(3.0))
-    model.register_buffer("other", torch.ones(2))
-    captured(engines, {"model": model})
-    model.mask, model.other = torch.zeros(1).expand(3), torch.zeros(2)
+    model.register_buffer("mask", value)
+    captured(engines, {"model": model, "loose": {"mask": value}})
+    model = torch.nn.Module()
+    model.register_buffer("mask", torch.zeros(1).expand(3))
+    loose = {"mask": torch.zeros(1).expand(3)}
 
-    with pytest.raises(StateError, match=r"mask: the live tensor is expanded"):
-        engines({"model": model}).restore("latest")
+    engines({"model": model, "loose": loose}).restore("latest")
 
-    assert not model.other.any()
+    assert torch.equal(model.mask, value)
+    assert torch.equal(loose["mask"], value)
 
 
 def test_parameters_that_are_trained_and_in_no_part_of_the_state_are_told_of(engines, caplog):

@@ -10,7 +10,7 @@ from torchmetrics import Metric
 
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.state.metrics import collect_metric, restore_metric
-from lazysnap.state.modules import take_order
+from lazysnap.state.modules import fill
 from lazysnap.state.scalars import pack, unpack
 
 _CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
@@ -149,8 +149,7 @@ class ModuleExtras:
                 if saved is None:
                     continue
                 if saved.shape == buffer.shape and saved.dtype == buffer.dtype:
-                    take_order(buffer, saved)
-                    buffer.copy_(saved)
+                    fill(buffer, saved)
                 else:
                     owner, _, leaf = name.rpartition(".")
                     self._module.get_submodule(owner)._buffers[leaf] = saved.to(buffer.device)

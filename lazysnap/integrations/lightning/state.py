@@ -36,10 +36,11 @@ from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.state.codec import path_text
 from lazysnap.state.left_out import LeftOut, Path, with_values_of
 from lazysnap.state.loading import check_loads, load_module
-from lazysnap.state.modules import recorded_orders
-from lazysnap.state.optimizers import classes_of, put_back
+from lazysnap.state.modules import reordered_tensors, warn_of_reordered
+from lazysnap.state.optimizers import check_memory_orders, classes_of, put_back
 from lazysnap.state.scalars import pack, plain_numbers, unpack
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
+from lazysnap.state.wrappers import stepping
 
 logger = logging.getLogger(__name__)
 
@@ -247,9 +248,12 @@ class LightningState(StateSource):
     def _load_training(self, state: Mapping[str, Any]) -> None:
         self._connector.restore_precision_plugin_state()
         self._connector.restore_loops()
-        recorded = recorded_orders(self._trainer.lightning_module, state["state_dict"])
+        reordered = reordered_tensors(self._trainer.lightning_module, state["state_dict"])
+        for number, optimizer in enumerate(self.optimizers()):
+            check_memory_orders(f"optimizer_states.{number}", stepping(optimizer), reordered)
+        warn_of_reordered(reordered)
         for optimizer, saved in zip(self.optimizers(), state["optimizer_states"], strict=False):
-            put_back(optimizer, saved, recorded)
+            put_back(optimizer, saved)
         self._connector.restore_lr_schedulers()
 
     def _is_of_other_ranks(self, own: dict[str, Any]) -> bool:
