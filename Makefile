@@ -1,7 +1,7 @@
 # `make demo` and `make test` need nothing but Python >= 3.10 with pip: each sets up .venv by itself.
 #
 #   make demo    kill a real training three times, resume it, compare bit for bit (DEMO="--kills 10")
-#   make test    lint, types, import layers, the quick tier of the tests: minutes (LAZYSNAP_TEST_SEED=… takes another sample)
+#   make test    lint, types, import layers, the quick tier of the tests: two minutes
 #   make test-all  lint, types, import layers, all tests
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
 #   make levels  rates of memory, disk, NFS and S3 beside their raw limits, losses at a sudden death (LEVELS="--size-mb 64")

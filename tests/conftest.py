@@ -1,14 +1,12 @@
 """Two tiers of tests, and what tests on several workers must share.
 
-``--tier quick`` leaves out what is marked ``slow`` or needs a real server or nodes, and takes in every run the same
-tenth of what is marked ``sampled``, of each family at least one (another LAZYSNAP_TEST_SEED takes another); what starts
-trainings is sampled unless it is marked ``always``. Tests of properties try fewer examples, in every run the same.
-Tests that are named by ``::`` or ``-k`` all run. ``--tier full``, also without the option, runs everything.
+``--tier full``, also without the option, runs everything. ``--tier quick`` runs what is not slow; tests of properties
+try fewer examples there, in every run the same. Slow is what is marked ``slow`` (it takes more than a second, or waits
+for time to pass), what needs a real server, and in folders that start whole trainings all that is not marked ``quick``.
 """
 
 import os
 import pathlib
-import random
 import shutil
 import signal
 import sys
@@ -18,14 +16,30 @@ import uuid
 import hypothesis
 import pytest
 import seaweed
-from support import sampling
 from support.keepers import end_keepers
 from support.zygote import Zygote
 
 from lazysnap import faults
 from lazysnap.levels.storage import Storage
 
-SEED = "LAZYSNAP_TEST_SEED"
+TRAINING_FOLDERS = (
+    "accelerate",
+    "device",
+    "faults",
+    "huggingface",
+    "lightning",
+    "logged",
+    "many",
+    "nfs",
+    "nodes",
+    "notice",
+    "oddities",
+    "power",
+    "warm",
+)
+"""Their tests are slow unless they are marked ``quick``."""
+REAL_SERVERS = ("s3_server",)
+"""Fixtures that make a test slow."""
 ONE_WORKER = ("nfs", "huggingface", "logged", "nodes")
 """Folders whose tests share what is started once: a server and a guest; a process that has imported transformers, or
 loggers, too; trainings that nothing happens to, on nodes that take a machine for themselves.
@@ -33,7 +47,7 @@ loggers, too; trainings that nothing happens to, on nodes that take a machine fo
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tier", choices=("quick", "full"), default="full", help="quick: a sample, in minutes")
+    parser.addoption("--tier", choices=("quick", "full"), default="full", help="quick: what is not slow")
 
 
 def _compile_once(config):
@@ -41,12 +55,6 @@ def _compile_once(config):
     if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ and hasattr(config, "cache"):
         sys.dont_write_bytecode, sys.pycache_prefix = False, str(config.cache.mkdir("bytecode"))
         os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
-
-
-def _takes_all(config):
-    """Who names single tests wants all of them, whatever the tier."""
-    is_named = bool(config.option.keyword) or any("::" in str(argument) for argument in config.args)
-    return is_named or config.getoption("tier") == "full"
 
 
 def pytest_configure(config):
@@ -65,17 +73,21 @@ def pytest_configure(config):
     # Programs that tests start find the package ``support``, too.
     paths = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    # In the environment, workers and whatever tests start find it, too.
-    is_quick = config.getoption("tier") == "quick"
-    os.environ.setdefault(SEED, "1" if is_quick else str(random.SystemRandom().randrange(10**6)))
-    if is_quick:
+    if config.getoption("tier") == "quick":
         hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True)
         hypothesis.settings.load_profile("quick")
-    config.stash[sampling.SAMPLE] = sampling.Sample(os.environ[SEED], is_whole=_takes_all(config))
 
 
 def pytest_report_header(config):
-    return f"tier: {config.getoption('tier')}, {SEED}={os.environ[SEED]}"
+    return f"tier: {config.getoption('tier')}"
+
+
+def _is_slow(item):
+    if item.get_closest_marker("quick"):
+        return False
+    if item.get_closest_marker("slow") or item.path.parent.name in TRAINING_FOLDERS:
+        return True
+    return any(name in REAL_SERVERS for name in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -83,10 +95,13 @@ def pytest_collection_modifyitems(config, items):
         directory = item.path.parent.name
         if directory in ONE_WORKER:
             item.add_marker(pytest.mark.xdist_group(directory))
-        sampling.mark(item)
-    taken = config.stash[sampling.SAMPLE].of_tests(items)
-    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
-    items[:] = sorted((item for item in items if item in taken), key=sampling.turn)
+    slow = [item for item in items if _is_slow(item)]
+    quick = [item for item in items if item not in set(slow)]
+    if config.getoption("tier") == "quick":
+        config.hook.pytest_deselected(items=slow)
+        items[:] = quick
+    else:  # no worker begins with what takes long when the others are done
+        items[:] = slow + quick
 
 
 @pytest.fixture(autouse=True)
@@ -100,12 +115,6 @@ def _no_keeper_outlives_its_test(request):
 def _no_keeper_outlives_its_module(request):
     yield
     end_keepers(f"{request.node.nodeid}::")
-
-
-@pytest.fixture(scope="session")
-def sample(pytestconfig):
-    """What of a list this tier tries: see ``sampling.Sample.of``."""
-    return pytestconfig.stash[sampling.SAMPLE]
 
 
 @pytest.fixture(scope="session")

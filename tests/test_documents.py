@@ -70,7 +70,7 @@ def start(zygote, tmp_path):
     return start
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_in_an_empty_directory_and_resumes_if_it_says_so(start, block, request):
     environment = request.getfixturevalue("bucket") if "s3://bucket" in block.code and "read" in block.code else {}
@@ -98,7 +98,7 @@ def heads(text):
     return {head for line in lines for head in re.split(r" {2,}", line.strip())}
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 def test_what_pages_quote_is_what_is_said_today(start, zygote, tmp_path):
     quoted = {block.key: block.code for block in all_blocks("text")}
     [block] = [block for block in BLOCKS if block.key == "README.md#lazysnap"]
@@ -151,7 +151,7 @@ def trained(zygote, tmp_path_factory):
     return place
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for line in sorted({*CALLS, *CONCRETE}) if not line.startswith(tuple(NOT_RUN))])
 def test_a_command_line_does_what_the_page_says_beside_a_small_run(line, zygote, start, trained, tmp_path, request):
     there = tmp_path / "there"

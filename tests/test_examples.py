@@ -40,6 +40,7 @@ def test_the_plain_loop_goes_on_where_it_ended(tmp_path):
     assert f"resumed at step 3 from {tmp_path}" in second
 
 
+@pytest.mark.slow
 def test_the_rollback_example_goes_back_once_and_ends_with_finite_weights(tmp_path):
     output = run("rollback_on_nan.py", "--dirpath", str(tmp_path), job_id=f"nan-{tmp_path}")
     assert re.findall(r"^went back from step (\d+) to step (\d+)$", output, flags=re.M) == [("21", "20")]

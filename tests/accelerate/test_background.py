@@ -25,7 +25,7 @@ from lazysnap.exports.accelerate_folders import delete_superseded, newest_comple
 from lazysnap.exports.background import BackgroundCheckpoints
 from lazysnap.exports.folder import UNFINISHED, begin, filled, is_unfinished
 
-pytestmark = [pytest.mark.sampled("stock checkpoints"), pytest.mark.usefixtures("quick_exports")]
+pytestmark = pytest.mark.usefixtures("quick_exports")
 
 until = functools.partial(until, timeout_s=TIMEOUT_S)
 PYTHON = sys.executable
@@ -132,7 +132,6 @@ def test_a_newer_save_into_a_directory_replaces_an_older_one_that_is_not_complet
 
 @pytest.mark.parametrize("point", ["export.accelerate.file:2", "export.folder.moved:2"])
 @pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
-@pytest.mark.sampled("named copies")
 def test_a_killed_process_leaves_the_earlier_checkpoint_or_an_unfinished_one(
     training, trained, tmp_path, caplog, monkeypatch, point, before
 ):

@@ -174,7 +174,6 @@ def counted_at_every_batch(script, epochs, trained):
             script.accelerator.save_state()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("data", [None, Numbers()], ids=["sized", "stream"])
 @pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_at_every_batch])
 def test_wherever_a_script_counts_its_epochs_a_restart_loses_and_repeats_none(tmp_path, train, data):
@@ -229,7 +228,6 @@ def train_until(script, most, trained):
         script.progress.epoch += 1
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("most", [1, 4, 6])
 def test_a_loop_that_is_left_by_break_goes_on_behind_the_batches_that_were_trained(tmp_path, most):
     whole, expected = Script(project_dir=tmp_path / "whole"), []

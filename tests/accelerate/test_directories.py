@@ -12,7 +12,7 @@ from lazysnap.integrations.accelerate import saving
 from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.integrations.accelerate.state import AcceleratorState
 
-pytestmark = [pytest.mark.sampled("stock checkpoints"), pytest.mark.usefixtures("quick_exports")]
+pytestmark = pytest.mark.usefixtures("quick_exports")
 
 
 @pytest.fixture
@@ -255,7 +255,6 @@ def _size(model, optimizer, *registered):
     return AcceleratorState(accelerator, list, LoggedRuns(accelerator)).size_bytes()
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("size", ["small", "large"])
 def test_a_directory_that_was_asked_for_can_be_read_at_once(tmp_path, monkeypatch, size):
     """A small one is complete when the call returns; a large one is there, counts, and a load waits for it."""

@@ -9,15 +9,20 @@ from support.cuts import check_one_line_says_how_it_began, merged, start
 
 SCRIPT = str(Path(__file__).with_name("accelerated.py"))
 MOST_STARTS = 60
+FIRST_STEPS = [("Plain", 1), *((case, 1 + number % 2) for number, case in enumerate(CASES, 1))]
+"""Cases, and the steps of the first start."""
 
 
 def arguments(directory, case, dies_after, seed):
     return [SCRIPT, str(directory), case, str(dies_after), str(seed)]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("case", "first"), [("Plain", 1), *((case, 1 + number % 2) for number, case in enumerate(CASES, 1))]
+    ("case", "first"),
+    [
+        pytest.param(case, first, marks=pytest.mark.quick if case == "Accumulated" else ())
+        for case, first in FIRST_STEPS
+    ],
 )
 def test_killed_in_every_step_of_a_training_it_ends_bit_for_bit_as_uninterrupted(zygote, tmp_path, case, first):
     uncut, cut = tmp_path / "whole", tmp_path / "cut"

@@ -53,7 +53,6 @@ def trace_of(directory, rank, world):
     return directory / ("trace" if world == 1 else f"trace.{rank}")
 
 
-@pytest.mark.sampled("accelerate-ranks")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("case", "first"),

@@ -17,7 +17,7 @@ from lazysnap.exports import accelerate_folders as folders
 from lazysnap.exports.folder import filled, mark_of
 from lazysnap.state.walk import walk
 
-pytestmark = [pytest.mark.sampled("stock checkpoints"), pytest.mark.usefixtures("quick_exports")]
+pytestmark = pytest.mark.usefixtures("quick_exports")
 
 
 class Script:

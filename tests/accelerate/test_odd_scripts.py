@@ -13,7 +13,6 @@ from test_exact_accelerate import MOST_STARTS
 SCRIPT = str(Path(__file__).with_name("odd.py"))
 
 
-@pytest.mark.sampled("accelerate-odd")
 @pytest.mark.parametrize(("case", "first"), [(case, 1 + number % 2) for number, case in enumerate(CASES)])
 def test_killed_in_mid_step_an_odd_script_goes_on_as_if_nothing_had_happened(zygote, tmp_path, case, first):
     def run(name, dies_after, seed):

@@ -16,8 +16,6 @@ from lazysnap.exports.folder import mark_of
 from lazysnap.exports.target import MARK
 from lazysnap.state.wrappers import wrapper_prefix
 
-pytestmark = pytest.mark.sampled("stock checkpoints")
-
 
 def contents(directory):
     """What each file of a checkpoint holds, plain, and the metadata of safetensors."""

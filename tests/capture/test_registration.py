@@ -93,6 +93,7 @@ def test_a_state_on_a_cpu_registers_nothing():
     slot.close()
 
 
+@pytest.mark.slow
 def test_slots_of_a_keeper_are_ready_only_when_registered_and_a_new_size_leaves_none_behind():
     """Each round asks for slots of another size, as a plan that is made anew does, and returns the old ones."""
     cuda = CudaRuntime()

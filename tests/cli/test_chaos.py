@@ -95,6 +95,7 @@ def test_without_lines_of_steps_the_moment_is_one_of_time_and_no_work_is_counted
     assert [(one["at_step"], one["steps_again"], one["restarts"]) for one in result["runs"]] == [(None, None, 1)]
 
 
+@pytest.mark.slow
 def test_steps_that_begin_anew_with_each_epoch_are_not_counted(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     epochs = "import sys; [print('step', n % 50) for n in range(200)]; open(sys.argv[1] + '/x.json', 'w').write('1'); "

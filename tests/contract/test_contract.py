@@ -103,12 +103,12 @@ class TestS3(S3, StorageContract, StoreContract):
     pass
 
 
-@pytest.mark.sampled("breakage of a tmpfs")
+@pytest.mark.slow
 class TestTmpfsBreaks(Tmpfs, BreakageContract):
     pass
 
 
-@pytest.mark.sampled("breakage of memory")
+@pytest.mark.slow
 class TestMemoryBreaks(Memory, BreakageContract):
     every = 4
 

@@ -105,6 +105,6 @@ def check_chain(make, strides, set_epoch=lambda loader, epoch: None):
     assert trace + run.trace == whole
 
 
-def sampled_with_workers(kinds):
-    """The names of loaders, as cases of a test: the quick tier tries a tenth of those that start processes."""
-    return [pytest.param(kind, marks=pytest.mark.sampled if "workers" in kind else ()) for kind in kinds]
+def workers_are_slow(kinds):
+    """The names of loaders, as cases of a test: the quick tier leaves out those that start processes."""
+    return [pytest.param(kind, marks=pytest.mark.slow if "workers" in kind else ()) for kind in kinds]

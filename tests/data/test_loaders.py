@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from loader_run import Numbers, Run, check_chain, check_cuts, sampled_with_workers
+from loader_run import Numbers, Run, check_chain, check_cuts, workers_are_slow
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -126,12 +126,13 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("kind", sampled_with_workers(LOADERS))
+@pytest.mark.parametrize("kind", workers_are_slow(LOADERS))
 def test_it_goes_on_exactly(kind):
     assert len(check_cuts(LOADERS[kind], FEW if "workers" in kind else CUTS)) > 12
     check_chain(LOADERS[kind], (2, 0, 1, 3, 0, 2, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_distributed_sampler_goes_on_exactly(workers):
     def set_epoch(loader, epoch):
@@ -140,6 +141,7 @@ def test_a_distributed_sampler_goes_on_exactly(workers):
     check_cuts(lambda: distributed(num_workers=workers), (1, 2, 3, 4) if workers == 0 else (1, 4), set_epoch)
 
 
+@pytest.mark.slow
 def test_loaders_that_are_zipped_go_on_exactly():
     class Zipped(ResumableLoader):
         is_data_position = True
@@ -277,7 +279,7 @@ HUGGING_FACE = {
 }
 
 
-@pytest.mark.parametrize("kind", sampled_with_workers(HUGGING_FACE))
+@pytest.mark.parametrize("kind", workers_are_slow(HUGGING_FACE))
 def test_datasets_of_hugging_face_go_on_exactly(kind):
     check_cuts(HUGGING_FACE[kind], FEW if "workers" in kind else CUTS)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from lightning.fabric import Fabric
-from loader_run import EPOCHS, Run, check_chain, check_cuts, sampled_with_workers
+from loader_run import EPOCHS, Run, check_chain, check_cuts, workers_are_slow
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -80,7 +80,7 @@ LOADERS = {
     "accelerate, iterable": lambda: by_accelerate(DataLoader(Stream(), batch_size=BATCH)),
     "fabric": lambda: by_fabric(shuffled()),
 }
-KINDS = sampled_with_workers(LOADERS)
+KINDS = workers_are_slow(LOADERS)
 
 
 def in_place(loader):
@@ -198,7 +198,7 @@ def indices(trace, epoch):
     ("kind", "change"),
     # The end of an epoch is not known of a loader without a length.
     [
-        pytest.param(kind, change, marks=pytest.mark.sampled if kind == "workers" else ())
+        pytest.param(kind, change, marks=pytest.mark.slow if kind == "workers" else ())
         for kind in OF_A_LENGTH
         for change in (CHANGES[:3] if kind == "iterable" else CHANGES)
     ],

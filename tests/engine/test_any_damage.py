@@ -68,10 +68,10 @@ def judge(tuning, touched):
     return f"step {snapshot.step} was loaded, {owed} is whole" if snapshot.step < owed else None
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("round_", range(4))
-def test_nothing_wrong_is_loaded_and_what_is_whole_is_found(job, tmp_path, sample, round_):
+def test_nothing_wrong_is_loaded_and_what_is_whole_is_found(job, tmp_path, round_):
     first = job.start(tmp_path)
     for step in STEPS:
         first.run(step, step)
@@ -86,7 +86,7 @@ def test_nothing_wrong_is_loaded_and_what_is_whole_is_found(job, tmp_path, sampl
     assert {path.suffix for path in files} >= {".json", ".safetensors"}
     assert judge(reader, []) is None
 
-    draw = random.Random(f"{sample.seed} {round_}")
+    draw = random.Random(round_)
     found = []
     for path in files:
         data = path.read_bytes()
@@ -106,7 +106,7 @@ def test_nothing_wrong_is_loaded_and_what_is_whole_is_found(job, tmp_path, sampl
         swap(one, other)
 
     assert len(found) > 200
-    assert [line for line in found if line[-1]] == [], f"LAZYSNAP_TEST_SEED={sample.seed}"
+    assert [line for line in found if line[-1]] == []
     assert judge(reader, []) is None
 
 

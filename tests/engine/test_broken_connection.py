@@ -12,6 +12,8 @@ from support.waiting import until
 from lazysnap.levels import open_store
 from lazysnap.memory.arena import SlotPhase
 
+pytestmark = pytest.mark.slow
+
 LARGE = {"width": 400_000}
 """A state of 70 MB: copying it takes tens of milliseconds."""
 

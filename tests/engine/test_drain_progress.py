@@ -1,11 +1,13 @@
 """What is shown while the last snapshot is stored: bytes."""
 
+import pytest
 import torch
 from support.waiting import TIMEOUT_S
 
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 
 
+@pytest.mark.slow
 def test_progress_of_the_end_is_told_in_bytes_of_all_levels(tmp_path):
     model = torch.nn.Linear(3000, 3000)
     levels = [PersistentLevel(str(tmp_path / name), every_n_steps=1000, max_bytes_per_s=80_000_000) for name in "ab"]

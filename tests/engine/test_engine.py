@@ -308,6 +308,7 @@ def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(
     assert second.engine.statistics().shard_bytes > losses["buffer"].nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["restore", "boundary"])
 def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_else(job, caplog, call):
     """Not by a deadline, which would be that of this test."""
@@ -406,6 +407,7 @@ def test_boundaries_start_no_garbage_collection_and_leave_the_collector_as_it_wa
     assert during <= 4
 
 
+@pytest.mark.slow
 def test_a_step_that_retention_asks_for_is_persisted_even_while_another_is_being_written(job, tmp_path):
     # Every write after the first waits a second or two: the next steps are captured meanwhile.
     level = PersistentLevel(
@@ -433,6 +435,7 @@ def test_what_is_no_state_is_refused_when_the_engine_is_made(job, make):
         SnapshotEngine(job.config(), make(torch.nn.Linear(2, 2)))
 
 
+@pytest.mark.slow
 def test_durable_means_the_first_level_and_no_other_one(job, tmp_path):
     broken, works = tmp_path / "broken", tmp_path / "works"
     broken.write_text("in the way of the level's directory")

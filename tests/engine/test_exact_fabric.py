@@ -12,7 +12,7 @@ SCRIPT = str(Path(__file__).with_name("looped.py"))
 RANKS = 2
 
 
-@pytest.mark.sampled("Fabric")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FABRIC)
 def test_killed_in_every_step_it_ends_bit_for_bit_as_uninterrupted(zygote, tmp_path, case):
     check_every_cut(zygote, SCRIPT, case, tmp_path)
@@ -33,7 +33,7 @@ def start_ranks(zygote, directory, dies_at, seed):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.sampled("Fabric")
+@pytest.mark.slow
 def test_two_ranks_with_ddp_that_are_killed_end_bit_for_bit_as_uninterrupted(zygote, tmp_path):
     begun = start_ranks(zygote, tmp_path / "whole", 0, 1)
     assert [one.status for one in begun] == [0, 0], begun[0].text

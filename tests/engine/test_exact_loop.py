@@ -9,7 +9,9 @@ from support.cuts import check_every_cut
 SCRIPT = str(Path(__file__).with_name("looped.py"))
 
 
-@pytest.mark.sampled("plain loop")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.quick if case == "Accumulated" else ()) for case in CASES]
+)
 def test_killed_in_every_step_of_a_loop_it_ends_bit_for_bit_as_uninterrupted(zygote, tmp_path, case):
     check_every_cut(zygote, SCRIPT, case, tmp_path)

@@ -78,6 +78,7 @@ def test_frozen_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
     assert "frozen tensors do not fit" in tuning.engine.statistics().unprotected
 
 
+@pytest.mark.slow
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
     training = job.start(ready=False, io_timeout_s=10 * TIMEOUT_S)
@@ -125,6 +126,7 @@ def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):
     assert training.engine.statistics().memory_wait_s == waited_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_level", [False, True])
 def test_a_job_that_runs_already_ends_the_second_start_at_its_first_boundary(job, tmp_path, has_level):
     levels = [tmp_path] if has_level else []

@@ -12,6 +12,8 @@ from tuning import TIMEOUT_S
 
 from lazysnap.levels.store import open_store
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def job():

@@ -3,8 +3,11 @@
 import os
 import signal
 
+import pytest
 from small_training import TIMEOUT_S
 from support.waiting import until
+
+pytestmark = pytest.mark.slow
 
 
 def said(training, caplog, text):

@@ -9,6 +9,8 @@ from tuning import TIMEOUT_S, Tuning, keeper_gone, keeper_of
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.levels import open_store
 
+pytestmark = pytest.mark.slow
+
 
 def start(job, url):
     """Between two snapshots on storage many are in memory only."""

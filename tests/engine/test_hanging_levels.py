@@ -16,6 +16,8 @@ from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def dead():
@@ -108,7 +110,6 @@ def trained(job, directory, steps):
     return training
 
 
-@pytest.mark.always
 def test_what_memory_has_is_restored_before_a_level_answers_and_what_is_newer_there_is_said_then(
     job, other_job, tmp_path, late, caplog
 ):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 
+import pytest
 from support.catalogue import inventory_of
 from support.fault_plan import FaultPlan, Hang
 from support.faulty import FaultyStorage
@@ -28,6 +29,7 @@ def open_files(below):
     return [path for path in found if path.startswith(str(below))]
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, monkeypatch):
     level, image = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=3), image_of(3)
     room = map_anonymous(-(-len(image) // 4096) * 4096)

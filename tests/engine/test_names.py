@@ -171,6 +171,7 @@ def slow_training(job, tmp_path, **settings):
     return training
 
 
+@pytest.mark.slow
 def test_names_in_quick_succession_are_on_the_steps_that_they_were_given_to(job, tmp_path):
     """Memory has one slot to spare for storage: a call waits until the snapshot named before is stored."""
     training = slow_training(job, tmp_path)
@@ -183,6 +184,7 @@ def test_names_in_quick_succession_are_on_the_steps_that_they_were_given_to(job,
     assert named(tmp_path) == {"a": 1, "b": 2, "c": 3}
 
 
+@pytest.mark.slow
 def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_one(job, tmp_path, caplog):
     training = slow_training(job, tmp_path)
     training.wait_for_io(0.5)
@@ -201,6 +203,7 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
     assert "the name 'c' is lost: the snapshot of step 3 was" in caplog.text
 
 
+@pytest.mark.slow
 def test_names_that_are_not_stored_at_the_end_are_told_and_stored_while_memory_stays(job, tmp_path, caplog):
     place = tmp_path / "level"
     place.write_text("no directory")

@@ -16,6 +16,8 @@ from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
+pytestmark = pytest.mark.slow
+
 
 def steps_at(path):
     """Per run, the newest first: the steps of its complete snapshots, the greatest first."""
@@ -43,7 +45,6 @@ def start_with_a_named_step(job, path):
     return training
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("ends", ["same process", "closed", "crashed"])
 def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_behind(job, tmp_path, caplog, ends):
     training = start_with_a_named_step(job, tmp_path)

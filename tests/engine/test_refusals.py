@@ -92,7 +92,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 @pytest.mark.parametrize("asked", ["boundary", "prepare", "restore"])
 @pytest.mark.parametrize("case", CASES)

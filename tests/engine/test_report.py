@@ -50,6 +50,7 @@ def test_that_there_is_no_storage_level_is_told_beside_parity_too():
     assert line.endswith("any one of 4 nodes may be lost, no storage level: nothing outlives these machines")
 
 
+@pytest.mark.slow
 def test_a_training_that_was_over_when_it_was_resumed_says_that_no_step_was_trained(job, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lazysnap")
     first = job.start(tmp_path)
@@ -77,6 +78,7 @@ def test_the_first_step_of_a_loop_that_begins_again_is_known_to_be_durable(job, 
     assert "NOT DURABLE" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_start_that_trains_nothing_leaves_the_only_copy_of_a_training_where_it_is(job, tmp_path, caplog):
     """What a level did not take is in memory alone: whoever only looks at it must not end its keeper."""
     place = tmp_path / "level"

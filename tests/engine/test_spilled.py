@@ -32,7 +32,6 @@ def slots(training):
     return training.engine._client.slots()
 
 
-@pytest.mark.always
 def test_a_training_without_memory_is_captured_into_files_and_resumes_from_them(job, tmp_path, caplog):
     caplog.set_level(logging.INFO, "lazysnap")
     # A level that stores nothing: what resumes is in the files.
@@ -121,7 +120,6 @@ def test_where_no_files_can_be_made_training_goes_on_and_says_why(kind, job, tmp
         assert "max_bytes" in warning
 
 
-@pytest.mark.always
 def test_a_disk_that_fills_up_while_training_runs_costs_no_capture(job, tmp_path):
     with small_disk(tmp_path / "small", 320 * MIB) as disk:
         training = job.start(memory=tight(disk), width=4096)

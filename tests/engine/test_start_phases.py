@@ -1,5 +1,6 @@
 """The events of a start: each of its parts, in order, with the time at which it ended."""
 
+import pytest
 from small_training import TIMEOUT_S
 from support.waiting import until
 
@@ -14,6 +15,7 @@ def phases_at(level):
     return [[event for event in ended if event.start == start] for start in starts]
 
 
+@pytest.mark.slow
 def test_a_restart_tells_the_times_of_its_parts_and_a_fresh_start_of_those_it_has(job, tmp_path):
     level = tmp_path / "level"
     first = job.start(level)

@@ -19,7 +19,7 @@ CUTS = (1, 3, 5, 6, 7, 12, LAST)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.set_vital. is deprecated"),
-    pytest.mark.sampled("stateful loader"),
+    pytest.mark.slow,
 ]
 
 

@@ -38,6 +38,7 @@ def test_training_goes_on_without_a_keeper(job, monkeypatch, caplog):
     assert len(warnings(caplog, "keeper")) == 1
 
 
+@pytest.mark.slow
 def test_a_keeper_that_cannot_start_does_not_stop_a_restart_from_storage(job, monkeypatch, tmp_path):
     first = job.start(tmp_path)
     first.run(1, 2)
@@ -49,6 +50,7 @@ def test_a_keeper_that_cannot_start_does_not_stop_a_restart_from_storage(job, mo
     assert snapshot.step == 2
 
 
+@pytest.mark.slow
 def test_an_error_in_the_keeper_reaches_the_console_of_the_training_with_the_log_that_has_its_traceback(
     job, monkeypatch, caplog
 ):
@@ -98,6 +100,7 @@ def test_a_memory_bound_that_is_too_small_is_said_once_and_training_goes_on(job,
     assert len(warnings(caplog, "max_bytes")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/proc/version"), reason="needs /proc")
 def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog):
     training = job.start("/proc/lazysnap-cannot-write-here")
@@ -168,6 +171,7 @@ def test_an_engine_that_captured_nothing_has_nothing_to_lose(job, tmp_path, capl
     assert warnings(caplog, "not durable") == []
 
 
+@pytest.mark.slow
 def test_what_could_not_be_made_durable_at_the_end_stays_in_memory_and_is_written_when_the_level_is_back(
     job, tmp_path, caplog
 ):

@@ -27,6 +27,7 @@ from lazysnap.levels import open_store
 from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.slot_pool import refusal
 
+pytestmark = pytest.mark.slow
 STRANGER = """
 import socket, struct, sys
 listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -116,7 +117,6 @@ def stored(directory):
     return sorted(entry.step for entry in inventory_of(open_store(str(directory))).entries)
 
 
-@pytest.mark.always
 @pytest.mark.parametrize("kind", ["bound", "interpreter", "version"])
 def test_a_training_without_memory_goes_on_and_is_told_that_nothing_is_captured(
     kind, job, tmp_path, monkeypatch, caplog

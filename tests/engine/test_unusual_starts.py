@@ -26,6 +26,7 @@ engine.close()
 """
 
 
+@pytest.mark.slow
 def test_a_training_whose_standard_descriptors_are_closed_is_stored(tmp_path):
     directory = tmp_path / "run"
     arguments = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", PROGRAM, str(directory)]

@@ -75,7 +75,7 @@ def test_what_a_training_stored_is_read(tmp_path):
     assert state["counters"] == {"seen": 3}
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "size"), [("fsdp", 4), ("tp", 4)])
 def test_tensors_of_which_ranks_hold_boxes_are_read_whole(worlds, tmp_path, strategy, size):
     url, reference = str(tmp_path / "level"), str(tmp_path / "reference.pt")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import pytest
 from one_process import HERE, Job
 
-pytestmark = pytest.mark.sampled("kill rollback")
-
 
 @dataclass(frozen=True)
 class RollbackJob(Job):
@@ -59,12 +57,12 @@ def killed_run(zygote, place: pathlib.Path, fault: str, **settings) -> RollbackJ
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("action", ["kill", "kill-both"])
-def test_killed_inside_a_rollback_a_watched_training_ends_as_one_that_never_saw_the_batch(zygote, root, sample, action):
+def test_killed_inside_a_rollback_a_watched_training_ends_as_one_that_never_saw_the_batch(zygote, root, action):
     never, _ = whole_run(zygote, root / f"never {action}", mode="never")
     seen, points = whole_run(zygote, root / f"seen {action}", mode="watch")
     assert seen == never
     assert len(points) >= 6, points
-    for point in sample.of(points):
+    for point in points:
         job = killed_run(zygote, root / f"{point}:{action}", f"{point}:{action}", mode="watch")
         step, word = job.resumed()
         # What was lost with the keeper is lost: storage may lag.
@@ -75,14 +73,14 @@ def test_killed_inside_a_rollback_a_watched_training_ends_as_one_that_never_saw_
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("has_storage", [False, True])
-def test_a_rollback_over_captured_steps_holds_from_its_commit_on(zygote, root, sample, has_storage):
+def test_a_rollback_over_captured_steps_holds_from_its_commit_on(zygote, root, has_storage):
     """Steps 7 and 8 are bad. Without storage they are gone when the state is loaded; else when step 6 is captured."""
     settings = {"mode": "by hand", "has_storage": has_storage}
     wanted, points = whole_run(zygote, root / f"by hand {has_storage}", **settings)
     committed = "engine.rollback.captured:1" if has_storage else "engine.rollback.load:1"
     is_over = dict(zip(points, itertools.accumulate(point == committed for point in points), strict=True))
     assert committed in points
-    for point in [*sample.of(points[:-1]), points[-1]]:
+    for point in points:
         job = killed_run(zygote, root / f"{has_storage} {point}", f"{point}:kill", **settings)
         step, word = job.resumed()
         assert (step, word) == ("6", "good") or not is_over[point], f"{point}: resumed step {step}, {word}"

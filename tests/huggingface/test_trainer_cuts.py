@@ -83,7 +83,7 @@ def check_cuts(trainings, case, deaths, directory):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.always if case == "smoothing" else ()) for case in STEPS]
+    "case", [pytest.param(case, marks=pytest.mark.quick if case == "smoothing" else ()) for case in STEPS]
 )
 def test_killed_in_steps_of_a_training_of_any_kind_it_goes_on_exactly(trainings, case, tmp_path):
     """In the base case in every step of two and a half epochs."""

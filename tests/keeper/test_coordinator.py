@@ -162,6 +162,7 @@ def test_when_all_trainers_die_the_newest_step_becomes_complete(job):
     job.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 2])
 def test_when_all_trainers_die_and_a_node_is_lost_the_others_store_what_they_hold(job, lost):
     """Also node 0, and a node that has a link to node 0."""
@@ -177,6 +178,7 @@ def test_when_all_trainers_die_and_a_node_is_lost_the_others_store_what_they_hol
         assert until(path.exists, node)
 
 
+@pytest.mark.slow
 def test_when_all_trainers_die_and_links_are_down_the_newest_step_is_stored_by_each_node(job):
     """Node 0 keeps its memory, but nobody reaches it."""
     job.train_until(lambda: job.newest() >= 10)

@@ -36,6 +36,7 @@ def files(level, pattern):
     return [path.parent.name for path in files_below(level.url, pattern)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crew", [{"ranks": 2}, {"nodes": 2}], ids=str)
 def test_shards_that_are_always_read_back_damaged_go_and_what_was_whole_stays(
     rig, crew, tmp_path, passing, monkeypatch
@@ -64,6 +65,7 @@ def test_shards_that_are_always_read_back_damaged_go_and_what_was_whole_stays(
     assert until(lambda: len(files(level, "*.safetensors")) == len(trainer.nodes))
 
 
+@pytest.mark.slow
 def test_snapshots_whose_frozen_tensors_are_always_read_back_damaged_go(rig, tmp_path, passing, monkeypatch):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=1)
     slot, reference = frozen_slot()

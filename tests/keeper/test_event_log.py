@@ -32,6 +32,7 @@ def ends(level):
     return [event for event in found(level) if isinstance(event, events.TrainerEnded)]
 
 
+@pytest.mark.slow
 def test_starts_steps_and_ends_of_a_run_are_in_one_file(job):
     level, starts = job.level(), [new_id(), new_id()]
     first = job.trainer(levels=[level], start=starts[0])
@@ -64,6 +65,7 @@ def test_starts_steps_and_ends_of_a_run_are_in_one_file(job):
     assert [step for event in file.events if isinstance(event, events.Complete) for step in event.steps][-1] == 4
 
 
+@pytest.mark.slow
 def test_the_next_keeper_goes_on_with_the_file(job):
     level = job.level()
     trainer = job.trainer(levels=[level])
@@ -226,6 +228,7 @@ def test_a_sweep_takes_what_a_killed_keeper_left_of_it(tmp_path):
     assert other.exists()
 
 
+@pytest.mark.slow
 def test_at_a_url_the_file_is_written_every_five_minutes_at_most_and_at_the_end(tmp_path):
     levels = [PersistentLevel(f"memory://{tmp_path.name}/run"), PersistentLevel(str(tmp_path / "run"))]
     (tmp_path / "run").mkdir()

@@ -85,6 +85,7 @@ def test_nodes_that_hold_different_frozen_tensors_write_them_at_the_same_time(ri
         slot.close()
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_while_it_writes_frozen_tensors_costs_a_snapshot_and_not_the_next(rig, tmp_path, passing):
     level = shared_level(tmp_path, timeout_s=1.0)
     slot, reference = frozen_slot()
@@ -106,6 +107,7 @@ def test_a_node_that_hangs_while_it_writes_frozen_tensors_costs_a_snapshot_and_n
     slot.close()
 
 
+@pytest.mark.slow
 def test_a_node_that_waited_until_its_deadline_writes_frozen_tensors_itself(rig, tmp_path, passing):
     level = shared_level(tmp_path)
     slot, reference = frozen_slot()

@@ -27,7 +27,7 @@ def play_many(scenario, seeds, **settings):
     return broken, seen, complete
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(7))
 @pytest.mark.parametrize("num_levels", [1, 2, 3])
 @pytest.mark.parametrize("scenario", simulation.SCENARIOS)
@@ -340,6 +340,7 @@ def calls_of(function):
     return next(calls)
 
 
+@pytest.mark.slow
 def test_a_long_training_takes_a_bit_of_memory_for_a_step_and_no_more_work_for_a_decision():
     settings = two_levels(every_n_steps=50, keep_every_n_steps=1000)
     cluster, work, memory = Cluster(*settings), [], []
@@ -708,7 +709,7 @@ def test_complete_steps_go_when_enough_newer_ones_are_complete_and_incomplete_on
     assert expired([50, 60, 70, 80], complete=[50, 60, 70, 80]) == [60]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_last", [200, 300, 1500, 10**9])
 def test_so_many_complete_ones_stay_however_many_these_are(keep_last):
     """The coordinator tells the newest alone; a keeper that comes later knows no others."""

@@ -3,6 +3,7 @@
 import contextlib
 import time
 
+import pytest
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
@@ -16,6 +17,7 @@ from lazysnap.keeper.grant_loop import GrantLoop
 RARE_S, OFTEN_S = 0.15, 0.1
 
 
+@pytest.mark.slow
 def test_a_training_that_rests_costs_its_keeper_few_looks_at_the_slots():
     begun, looks = 3, []
 

@@ -35,6 +35,7 @@ def killed(job, fault, environment=None, gate=None, **settings):
     assert trainer.process.wait(DEADLINE_S) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("linger_s", [100.0, 0.5])
 def test_a_trainer_that_dies_before_the_next_keeper_runs_has_left_it_everything(job, linger_s):
     killed(job, "client.handed_over:2:kill", linger_s=linger_s, levels=[job.level(every_n_steps=1000)])

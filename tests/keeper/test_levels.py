@@ -112,6 +112,7 @@ def test_a_slow_level_takes_the_newest_and_leaves_out_what_it_did_not_begin(rig,
     assert until(lambda: steps_at(fast) == [newest])
 
 
+@pytest.mark.slow
 def test_what_retention_asks_for_is_never_left_out(rig, tmp_path):
     fast = PersistentLevel(tmp_path / "fast", every_n_steps=1, keep_last=1)
     slow = PersistentLevel(
@@ -173,6 +174,7 @@ class Naming:
             raise OSError("injected")
 
 
+@pytest.mark.slow
 def test_a_name_that_a_level_did_not_take_is_given_once_the_level_works_again(rig, tmp_path, passing):
     level = PersistentLevel(tmp_path, every_n_steps=1)
     naming, trainer = Naming(passing, failures=1), rig(level)
@@ -187,6 +189,7 @@ def test_a_name_that_a_level_did_not_take_is_given_once_the_level_works_again(ri
     assert [event.name for event in trainer.told(NameFailed)] == ["first"]
 
 
+@pytest.mark.slow
 def test_a_name_that_was_given_up_is_tried_again_later_and_told_once(rig, tmp_path, passing):
     level = PersistentLevel(tmp_path, every_n_steps=1, keep_last=9)
     naming, trainer = Naming(passing, failures=4), rig(level)
@@ -449,6 +452,7 @@ def test_what_is_damaged_at_a_faster_level_is_copied_to_no_slower_one(rig, tmp_p
     assert trainer.failed(slow) == [], "the level itself is well"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["level.local.create", "level.local.sync", "level.store.commit"])
 def test_a_level_that_hangs_costs_its_own_snapshot_alone_and_comes_back(rig, tmp_path, inject, place):
     first = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=DEADLINE_S)
@@ -489,6 +493,7 @@ def test_a_slot_that_a_hanging_level_reads_is_given_back_long_before_its_deadlin
         check(level, step)
 
 
+@pytest.mark.slow
 def test_a_slow_level_that_hangs_holds_up_no_faster_one(rig, tmp_path, inject):
     first = PersistentLevel(tmp_path / "a", every_n_steps=1)
     second = PersistentLevel(tmp_path / "b", every_n_steps=1, timeout_s=DEADLINE_S)
@@ -532,6 +537,7 @@ def temporary_files(level):
     return [path for path in files_below(level.url, ".*.tmp-*") if path.parent != pathlib.Path(level.url)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "nth"),
     [("level.local.write", 1), ("level.local.renamed", 1), ("level.store.commit", 1), ("level.local.renamed", 2)],
@@ -580,6 +586,7 @@ def test_an_error_in_what_a_level_does_costs_it_one_snapshot_and_does_not_end_it
     assert until(lambda: 2 not in steps_at(level))
 
 
+@pytest.mark.slow
 def test_a_level_where_three_threads_hang_is_left_alone_until_one_returns(rig, tmp_path, passing, caplog):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=DEADLINE_S)
     hanging, may_return, is_stuck = [], [threading.Event() for _ in range(3)], threading.Event()
@@ -654,6 +661,7 @@ def test_a_level_that_does_not_answer_a_new_keeper_holds_up_no_other_one(rig, tm
     assert not half.exists()
 
 
+@pytest.mark.slow
 def test_threads_that_hang_at_a_level_count_for_the_next_start_too(rig, tmp_path, stalling):
     """Else every restart would leave three more behind."""
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, timeout_s=0.5)

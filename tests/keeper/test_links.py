@@ -218,6 +218,7 @@ def test_a_peer_that_sends_what_is_no_message_is_dropped(server, secret, caplog,
     assert "127.0.0.1" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, listening, secret, caplog):
     """Of each kind of message only the newest waits; nothing else waits for that peer. Its silence does not count."""
     links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, send_s=1.0))
@@ -253,6 +254,7 @@ def test_a_silent_peer_is_dropped(ends, listening, secret):
         assert inbox.next() == ("down", 1)
 
 
+@pytest.mark.slow
 def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(ends, listening, caplog):
     caplog.set_level(logging.INFO)
     first, inbox = ends(0)
@@ -370,6 +372,7 @@ def test_a_link_goes_on_when_the_port_serves_the_next_start(ends, listening):
     other_inbox.until("message", 0, order(1))
 
 
+@pytest.mark.slow
 def test_a_keeper_that_is_not_ready_for_a_link_is_tried_again(ends, secret, caplog):
     links, inbox = ends(0)
     other, other_inbox = ends(1)

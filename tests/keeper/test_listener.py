@@ -185,6 +185,7 @@ def test_many_connections_of_strangers_are_bounded(port):
     check_serves(port)
 
 
+@pytest.mark.slow
 def test_connections_that_say_nothing_are_closed_in_time(open_port, secret):
     port = open_port(Deadlines(connect_s=2.0, silence_s=2.0))
     with (

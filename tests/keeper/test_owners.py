@@ -91,6 +91,7 @@ def test_no_other_user_can_enter_the_runtime_directory_or_open_the_socket(runtim
         job.close()
 
 
+@pytest.mark.slow
 def test_a_start_with_another_home_or_directory_for_temporary_files_finds_the_same_keeper(monkeypatch, tmp_path):
     monkeypatch.delenv(ENVIRONMENT)
     names = ("HOME", "TMPDIR", "XDG_STATE_HOME", "XDG_RUNTIME_DIR")
@@ -129,6 +130,7 @@ def test_the_files_of_a_killed_keeper_are_taken_over_and_the_last_keeper_leaves_
         job.close()
 
 
+@pytest.mark.slow
 def test_a_keeper_whose_files_were_deleted_leaves_those_of_the_next_keeper_alone(runtime, tmp_path):
     job = Job(str(tmp_path / "a"), tmp_path)
     try:

@@ -210,6 +210,7 @@ def test_a_server_that_waits_for_bytes_says_that_it_is_alive(serve, secret):
         assert exactly(peer, 100) == DATA[:100]
 
 
+@pytest.mark.slow
 def test_a_reader_bears_a_long_wait_while_it_hears_that_the_server_is_alive(impostor, connect):
     def answer(peer, stop):
         opened(peer)
@@ -418,12 +419,14 @@ def test_what_is_no_request_is_refused_with_the_address(connect, address, secret
     assert_still_serves(connect, address)
 
 
+@pytest.mark.slow
 def test_a_client_that_asks_nothing_is_dropped_in_time(serve, secret):
     _, address = serve({}, dataclasses.replace(PATIENT, silence_s=2.0))
     with authenticated(address, secret) as idle:
         assert is_closed(idle)
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_nothing_is_dropped(serve, connect, secret, caplog):
     caplog.set_level(logging.DEBUG)
     _, address = serve({SLOT: whole()}, dataclasses.replace(PATIENT, send_s=1.0))
@@ -480,6 +483,7 @@ def opened(peer, size_bytes=1 << 20):
     peer.sendall(frame(Opened(size_bytes)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "hangs"),
     [(b"", True), (bytes(2), False), (frame(Block(1 << 20, 0)), False), (frame(Block(1 << 20, 0)) + bytes(9999), True)],

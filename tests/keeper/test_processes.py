@@ -208,6 +208,7 @@ def test_a_keeper_stays_for_its_captures_after_a_visitor_that_made_none(job):
     assert job.keeper_pid() == keeper
 
 
+@pytest.mark.slow
 def test_a_level_that_was_away_at_the_death_gets_the_capture_when_the_keeper_leaves(job):
     blocker = job.root / "level"
     blocker.write_text("not a directory")
@@ -251,6 +252,7 @@ def test_a_broken_connection_does_not_double_the_slots(job):
     assert [entry[0] for entry in job.trainer(reserve=0).inventory()] == [1]
 
 
+@pytest.mark.slow
 def test_a_second_trainer_of_a_running_job_is_told_who_runs(job):
     first = job.trainer()
     error = job.start().connect()
@@ -259,6 +261,7 @@ def test_a_second_trainer_of_a_running_job_is_told_who_runs(job):
     assert f"process {first.process.pid}" in error["text"]
 
 
+@pytest.mark.slow
 def test_a_second_trainer_does_not_come_between_a_trainer_and_its_next_keeper(job, tmp_path):
     log = tmp_path / "points"
     first = job.trainer()
@@ -297,6 +300,7 @@ def test_a_forked_worker_does_not_disturb_its_trainers_keeper(job):
     assert [entry[0] for entry in first.inventory()] == [1]
 
 
+@pytest.mark.slow
 def test_starters_that_race_end_with_one_keeper(job):
     """Of trainers that start at once one is served; the others find it busy, not a keeper of their own."""
     trainers = [job.start() for _ in range(3)]
@@ -447,6 +451,7 @@ def test_drain_brings_the_newest_capture_to_every_level_even_if_the_step_repeats
         assert set(starts_at(level["url"])) - set(before[level["url"]])
 
 
+@pytest.mark.slow
 def test_a_keeper_that_hangs_is_noticed_by_deadline_and_never_blocks_notes(job):
     first = job.trainer(levels=[job.level()], timeout_s=1.0)
     first.capture(step=0)

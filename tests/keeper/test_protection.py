@@ -198,6 +198,7 @@ def failures(rig, caplog):
     return [record.levelno for record in caplog.records if "is not protected by other nodes" in record.getMessage()]
 
 
+@pytest.mark.slow
 def test_a_peer_that_stands_still_is_reported_once_and_taken_back(rig, stands_in, caplog, monkeypatch):
     monkeypatch.setattr(peer_client, "ANSWER_S", 0.5)
     caplog.set_level(logging.INFO, "lazysnap")

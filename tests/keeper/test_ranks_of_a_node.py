@@ -81,6 +81,7 @@ def test_a_killed_keeper_gets_a_successor_that_has_the_memory_of_all_ranks(job):
     assert steps(job.trainer(rank=(1, RANKS), reserve=0)) == [11]
 
 
+@pytest.mark.slow
 def test_what_a_dead_rank_left_stays_while_another_one_trains_and_lingers_from_then_on(job):
     first, second, third = ranks(job, linger_s=1.0)
     for trainer in (first, second, third):
@@ -99,6 +100,7 @@ def test_what_a_dead_rank_left_stays_while_another_one_trains_and_lingers_from_t
     assert until(lambda: processes(job) == [])
 
 
+@pytest.mark.slow
 def test_a_rank_that_says_goodbye_takes_its_memory_along_and_no_other(job):
     level = job.level(every_n_steps=100)
     first, second, _ = ranks(job, levels=[level])
@@ -118,6 +120,7 @@ def test_a_rank_that_says_goodbye_takes_its_memory_along_and_no_other(job):
     assert until(job.is_gone)
 
 
+@pytest.mark.slow
 def test_a_second_trainer_of_one_rank_is_refused_and_those_of_others_are_not(job):
     first, *_ = ranks(job)
 

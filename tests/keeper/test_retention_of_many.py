@@ -71,6 +71,7 @@ def two_disks(rig, tmp_path):
     return trainer.begin(), here, there
 
 
+@pytest.mark.slow
 def test_a_node_that_fails_for_long_costs_no_node_the_last_snapshot_that_all_have(two_disks, at_node):
     trainer, here, there = two_disks
     assert trainer.store() == 2

@@ -5,6 +5,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import pytest
 from test_strange_answers import keeper_at
 
 from lazysnap.config import SnapshotConfig
@@ -17,6 +18,7 @@ TICK_S = 0.05
 """A keeper looks around so often, also if it has no time to answer."""
 
 
+@pytest.mark.slow
 def test_a_keeper_that_answers_slowly_is_waited_for_as_long_as_it_runs(tmp_path):
     """The greeting and the question each take three times as long as a keeper has that does not run."""
     config = SnapshotConfig(job_id=str(tmp_path), io_timeout_s=TIMEOUT_S)

@@ -64,6 +64,7 @@ def test_the_keeper_of_a_training_that_runs_stays(job, capsys):
     assert trainer.capture(step=1)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_stored_keeps_the_keeper_until_force(job, capsys):
     """The level is a file: nothing can be written there."""
     level = job.level()

@@ -23,6 +23,7 @@ def unlinked(rig, node):
     return [event.text for event in list(rig.told_to[node]) if isinstance(event, Alert) and event.about == "links"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("away", "left", "said"), [(1, 0, "the keeper of node 1"), (0, 1, "of rank 0's node")])
 def test_trainers_hear_again_and_again_that_a_node_is_not_reached_and_that_it_is_back(two_nodes, away, left, said):
     rig = two_nodes

@@ -37,6 +37,8 @@ from lazysnap.levels.fsspec_storage import MAX_PARTS, part_bytes
 from lazysnap.levels.s3 import S3Storage
 from lazysnap.shard.checksum import BLOCK_BYTES
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def storage(s3_server, s3_url):

@@ -26,6 +26,8 @@ from lazysnap.levels import s3
 from lazysnap.levels.s3 import S3Storage
 from lazysnap.levels.store import SnapshotStore
 
+pytestmark = pytest.mark.slow
+
 DATA = pattern(SIZE)
 
 

@@ -13,7 +13,7 @@ from lazysnap import LazySnapshotCallback
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.always), 6])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.quick), 6])
 def test_killed_by_sigkill_it_goes_on_from_memory_and_ends_bit_for_bit_the_same(zygote, step, tmp_path, caplog):
     whole = finish(*fit(tmp_path / "whole"))
     arguments = [str(HERE / "killed.py"), str(tmp_path / "cut"), str(step)]

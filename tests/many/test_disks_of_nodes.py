@@ -64,7 +64,6 @@ def test_each_keeps_what_all_have(job, disks, end_keepers):
     assert [line[2] for line in job.events("closed")] == ["True", "True"]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("works", [True, False])
 def test_what_one_rank_has_is_not_durable(job, disks, works):
     if not works:

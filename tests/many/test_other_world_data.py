@@ -34,7 +34,6 @@ def train(zygote, tmp_path):
     return start
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("then", "now", "stop", "twice"),
     [

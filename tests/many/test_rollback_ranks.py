@@ -66,7 +66,6 @@ def test_after_going_back_over_captured_steps_latest_is_the_same_on_all_ranks(zy
     assert [line[0] for line in ranks.all("ended")] == ["8", "8"]
 
 
-@pytest.mark.always
 def test_the_step_that_was_gone_back_to_comes_back_from_another_node(zygote, tmp_path):
     """Not the newer one, which was protected before."""
     ranks = Ranks(zygote, tmp_path / "job")

@@ -9,9 +9,9 @@ from shards import copies, of_scope, pieces_of
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        pytest.param("ddp", "memory", marks=pytest.mark.always),
+        pytest.param("ddp", "memory", marks=pytest.mark.quick),
         ("ddp", "storage"),
-        pytest.param("fsdp", "storage", marks=pytest.mark.always),
+        ("fsdp", "storage"),
     ],
 )
 def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, place):

@@ -58,7 +58,6 @@ def test_all_ranks_end_together_where_one_lacks_what_is_required(make_job):
         assert "max_bytes" in text
 
 
-@pytest.mark.always
 def test_a_keeper_that_is_silent_while_engines_are_made_joins_when_it_answers(make_job):
     """It costs what was trained meanwhile, and neither durability nor protection of the rest of the run."""
     job = make_job(nodes=("node-a", "node-b"))

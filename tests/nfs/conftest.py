@@ -1,4 +1,3 @@
-import os
 import pathlib
 import shutil
 import sys
@@ -78,9 +77,3 @@ def soft(lab):
     yield
     lab.server.ensure()
     lab.guest.run("sh", "umount -l /mnt/soft")
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if os.path.dirname(str(item.path)) == os.path.dirname(__file__):
-            item.add_marker(pytest.mark.slow)

@@ -3,10 +3,8 @@
 import pathlib
 import sys
 
-import pytest
 from support.waiting import until
 
-pytestmark = pytest.mark.always
 WIRE = (sys.executable, str(pathlib.Path(__file__).with_name("wire.py")))
 
 

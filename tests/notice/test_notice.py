@@ -6,8 +6,6 @@ import signal
 
 import pytest
 
-SEED = "LAZYSNAP_TEST_SEED"
-
 DOORS = {
     "plain": ["step", "before", "evaluation", "save_state"],
     "lightning": ["before", "step", "evaluation", "save_state"],
@@ -19,7 +17,7 @@ ENDED = 143
 
 def moments(per_phase):
     """Door, phase, step and parent of seeded moments; every second training goes on beside the notice."""
-    draw = random.Random(os.environ.get(SEED, "0"))
+    draw = random.Random(0)
     for door, phases in DOORS.items():
         for phase in phases:
             for number in range(per_phase):
@@ -39,12 +37,13 @@ def check(trainings, run, code):
     assert (trainings.durable() or None) == (durable or None)
 
 
-def first_always(cases):
+def first_is_quick(cases):
     """The quick tier runs the first one alone."""
-    return [pytest.param(*case, marks=pytest.mark.slow if at else pytest.mark.always) for at, case in enumerate(cases)]
+    first, *others = cases
+    return [pytest.param(*first, marks=pytest.mark.quick), *others]
 
 
-@pytest.mark.parametrize(("door", "phase", "at", "parent"), first_always(moments(7)))
+@pytest.mark.parametrize(("door", "phase", "at", "parent"), first_is_quick(moments(7)))
 def test_a_notice_at_any_moment_leaves_the_newest_step_durable(door, phase, at, parent, trainings, namespaces):
     run = trainings.start(door, phase, at, parent=parent)
     run.await_line(f"{phase} {at.rstrip('+')}")
@@ -52,7 +51,7 @@ def test_a_notice_at_any_moment_leaves_the_newest_step_durable(door, phase, at, 
     check(trainings, run, run.end())
 
 
-@pytest.mark.parametrize("parent", [pytest.param("none", marks=pytest.mark.always), "process 1"])
+@pytest.mark.parametrize("parent", [pytest.param("none", marks=pytest.mark.quick), "process 1"])
 def test_a_step_that_does_not_end_is_cut_and_the_one_before_it_is_durable(parent, trainings, request):
     if parent == "process 1":
         request.getfixturevalue("namespaces")
@@ -87,7 +86,7 @@ MOMENTS_OF_RANKS = [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("
 
 @pytest.mark.parametrize(
     ("phase", "at", "told"),
-    first_always((*moment, told) for moment in MOMENTS_OF_RANKS for told in ("rank 1", "rank 0", "the launcher")),
+    first_is_quick((*moment, told) for moment in MOMENTS_OF_RANKS for told in ("rank 1", "rank 0", "the launcher")),
 )
 def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, at, told, trainings):
     run = trainings.start_ranks(phase, at)

@@ -64,6 +64,7 @@ def captured(engine, step):
         assert time.monotonic() < deadline
 
 
+@pytest.mark.quick
 def test_a_quantised_base_is_stored_once_and_restored_exactly(engines):
     """A restart whose program quantised the base in another way gets the weights and scales of the snapshot."""
     model, optimizer = quantised(seed=1)

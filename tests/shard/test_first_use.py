@@ -42,7 +42,7 @@ use = lambda: decode(data)
 """
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [METADATA, MANIFEST, MESSAGE], ids=["metadata", "manifest", "message"])
 def test_the_first_use_by_several_threads_ends_no_process(make):
     """Without types that are built when they are imported, two of three of these processes died of a wrong address."""

@@ -172,7 +172,7 @@ def test_a_number_below_zero_is_refused_in_one_line(place, option):
     assert f"{option} must be 0 or more" in said
 
 
-@pytest.mark.always
+@pytest.mark.quick
 def test_when_the_runner_is_killed_nothing_stays(place, handles):
     process, *_ = handles
     process.kill()
@@ -181,7 +181,7 @@ def test_when_the_runner_is_killed_nothing_stays(place, handles):
     assert [path.name for path in place.directory.glob("lazysnap-warm/*") if path.is_dir()] == []
 
 
-@pytest.mark.always
+@pytest.mark.quick
 def test_when_the_parent_is_killed_the_program_is_started_again(place, handles):
     process, program, parent, _ = handles
     os.remove(place.directory / "ready.json")
