@@ -1,5 +1,6 @@
 """Estimates of a shard's size, before the optimizer has made its state, so that memory is prepared from the start."""
 
+import resource
 from collections.abc import Callable, Collection, Iterable
 
 import torch
@@ -79,9 +80,13 @@ def growth_bytes(source: StateSource, peak_before: int) -> int:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Return the memory of this process now, and at its peak."""
-    with open("/proc/self/status") as file:
-        fields = dict(line.split(":", 1) for line in file)
+    """Return the memory of this process now, and at its peak. Without /proc only the peak is known: it is both."""
+    try:
+        with open("/proc/self/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return peak, peak
     now, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
     return now, max(now, peak)
 

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Callable
 
-from lazysnap.errors import FormatError
 from lazysnap.keeper.protocol import SlotName
 from lazysnap.memory.arena import Slot, SlotPhase
 
@@ -83,7 +82,7 @@ class MappedSlots:
     def map(self, name: SlotName, fd: int) -> None:
         """Map a slot that the keeper handed over, unless it is mapped already.
 
-        The pages of one for captures follow in the background.
+        The pages of one for captures follow in the background. Raises: FormatError or OSError, if it cannot be mapped.
         """
         inode = os.fstat(fd).st_ino
         for known in (*self._slots.values(), *(slot for _, slot in self._orphans)):
@@ -92,11 +91,7 @@ class MappedSlots:
                 self._slots[name] = known
                 self._orphans = [orphan for orphan in self._orphans if orphan[1] is not known]
                 return
-        try:
-            slot = Slot.attach(fd)
-        except (FormatError, OSError) as error:
-            logger.warning("a slot of the keeper cannot be mapped: %s", error)
-            return
+        slot = Slot.attach(fd)
         if isinstance(name, str):
             self.drop(name)
         self._slots[name] = slot

@@ -1,10 +1,11 @@
 """Read the captures of another rank of this node from the job's keeper: mapped, not copied."""
 
 import contextlib
+import logging
 import threading
 import time
 
-from lazysnap.errors import KeeperError
+from lazysnap.errors import FormatError, KeeperError
 from lazysnap.keeper.asking import answers
 from lazysnap.keeper.client_slots import MappedSlots
 from lazysnap.keeper.events import MemoryInventory
@@ -12,6 +13,8 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import AskInventory, HandOver, Inventory
+
+logger = logging.getLogger(__name__)
 
 
 class NeighbourMemory:
@@ -39,7 +42,10 @@ class NeighbourMemory:
         question, deadline = AskInventory(local_rank=self._local_rank), time.monotonic() + timeout_s
         for message, fds in answers(connection, question, deadline):
             if isinstance(message, HandOver) and message.slot is not None and fds:
-                self._slots.map(message.slot, fds[0])
+                try:
+                    self._slots.map(message.slot, fds[0])
+                except (FormatError, OSError) as error:
+                    logger.warning("a slot of the keeper cannot be mapped: %s", error)
             elif isinstance(message, Inventory):
                 return MemoryInventory.of(message, self._slots.get)
         raise AssertionError("answers() raises at the end")

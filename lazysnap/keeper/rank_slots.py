@@ -108,8 +108,9 @@ class RankSlots:
                     self._settled = None
             except LazySnapError as error:
                 self._emit(MemoryRefused(text=str(error)), ())
-            except Exception:  # the last handler of the thread
+            except Exception as error:  # the last handler of the thread; the trainer asks again later
                 logger.exception("memory")
+                self._emit(MemoryRefused(text=f"the keeper failed to make memory: {type(error).__name__}: {error}"), ())
         self.pool.close()  # what was made meanwhile
 
     def _provide(self, wanted: Reserve) -> bool:

@@ -1,5 +1,6 @@
 """The state of a trainer that outlives its keeper: a keeper may die at any moment, and the next one must get it."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from lazysnap.errors import FormatError
 from lazysnap.events import Complete, Protected
 from lazysnap.keeper import protocol
 from lazysnap.keeper.client_slots import MappedSlots
@@ -14,6 +16,8 @@ from lazysnap.keeper.events import DurableSteps, KeeperEvent
 from lazysnap.keeper.held import LevelStatus
 from lazysnap.keeper.messages import Connection
 from lazysnap.links.listener import ReservedPort
+
+logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
 """Wait so long at most for threads that populate slots."""
@@ -101,13 +105,24 @@ class TrainerState:
                 case protocol.Welcome():
                     self._newest_held = max(self._newest_held, message.newest)
                 case protocol.HandOver(slot=str() | int() as name):
-                    self.slots.map(name, fds[0])
+                    self._map(name, fds[0])
                 case protocol.Return(slot=str(digest)):
                     self.slots.drop(digest)
                 case protocol.Status():
                     self._events.extend(self._news(message))
                 case protocol.MemoryRefused(id=0):
                     self._events.append(message)
+
+    def _map(self, name: protocol.SlotName, fd: int) -> None:
+        """Map a slot. One for captures that cannot be mapped is memory that was refused: nothing goes into it."""
+        try:
+            self.slots.map(name, fd)
+        except (FormatError, OSError) as error:
+            text = f"a slot of the keeper cannot be mapped: {error}"
+            if isinstance(name, int):
+                self._events.append(protocol.MemoryRefused(text=text))
+            else:
+                logger.warning("%s", text)
 
     def _news(self, status: protocol.Status) -> Iterator[KeeperEvent]:
         """Yield what a status says that the last one did not. Of an earlier start only errors of the keeper count."""

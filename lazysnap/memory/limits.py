@@ -12,7 +12,8 @@ def available_bytes(root: str = "/") -> int:
     """Return the memory that can be taken without swapping and without the out-of-memory killer.
 
     The least of what the machine has available and what each control group (version 1 or 2) from the process's own up
-    to the outermost one visible leaves. ``root``: the directory that holds ``proc`` and ``sys``.
+    to the outermost one visible leaves. ``root``: the directory that holds ``proc`` and ``sys``; without ``proc`` it is
+    the memory that the machine has, used or not.
     """
     available = _machine_bytes(root)
     for folder, names in _groups(root):
@@ -32,7 +33,8 @@ def _machine_bytes(root: str) -> int:
     for line in _lines(os.path.join(root, "proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return 1 << 62
+    # Without /proc the kernel tells memory that is in use by caches from other memory to nobody.
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _groups(root: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -87,10 +87,11 @@ def _existing(directory: str) -> str:
     return directory
 
 
-def _kind(folder: str) -> int:
-    """Return ``statfs.f_type``. Raises: OSError."""
+def _kind(file: str | int) -> int:
+    """Return ``statfs.f_type`` of a path, or of an open file by its descriptor. Raises: OSError."""
     room = ctypes.create_string_buffer(512)
-    if _libc.statfs(os.fsencode(folder), room):
+    failed = _libc.fstatfs(file, room) if isinstance(file, int) else _libc.statfs(os.fsencode(file), room)
+    if failed:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return ctypes.c_ulong.from_buffer(room).value & 0xFFFFFFFF
 
@@ -105,6 +106,6 @@ def _nameless(folder: str) -> int:
 
 def _keep_in_place(fd: int) -> None:
     """Have btrfs write into allocated blocks instead of new ones, which a full disk has not got. Raises: OSError."""
-    if _kind(f"/proc/self/fd/{fd}") == _BTRFS:
+    if _kind(fd) == _BTRFS:
         [flags] = struct.unpack("l", fcntl.ioctl(fd, _GET_FLAGS, struct.pack("l", 0)))
         fcntl.ioctl(fd, _SET_FLAGS, struct.pack("l", flags | _NO_COPY_ON_WRITE))

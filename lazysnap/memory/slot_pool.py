@@ -1,5 +1,6 @@
 """The keeper's slots: made in memory within a bound, else as files, and freed when the trainer returns them."""
 
+import errno
 import logging
 import os
 import threading
@@ -16,25 +17,39 @@ from lazysnap.memory.slot_files import check_room
 
 logger = logging.getLogger(__name__)
 
+_ADVICE = {
+    errno.EFBIG: "the keeper has the limit of its training for the size of a file: raise it (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files of the training (ulimit -n), which its keeper has, too",
+    errno.ENFILE: "the whole machine has too many open files: raise fs.file-max",
+}
+"""What helps against errors that are not a want of memory."""
+
 
 def make_slot(meta_capacity: int, image_capacity: int, what: str) -> Slot:
     """Make a slot of these capacities for ``what``, with its pages in place. Blocks. Raises: MemoryBoundExceeded."""
     needed = Slot.bytes_for(meta_capacity, image_capacity)
     with NODE.reserved(needed, what) as populated:
-        slot = Slot.create(meta_capacity, image_capacity)
+        try:
+            slot = Slot.create(meta_capacity, image_capacity)
+        except OSError as error:
+            raise MemoryBoundExceeded(_refusal_of_machine(needed, what, error)) from error
         try:
             slot.populate(progress=populated)
         except OSError as error:
             slot.close()
-            raise MemoryBoundExceeded(
-                f"the machine refused {needed} bytes ({decimal(needed)}) for {what}: {os.strerror(error.errno or 0)}; "
-                "free memory, use a larger machine, or capture a smaller state"
-            ) from error
+            raise MemoryBoundExceeded(_refusal_of_machine(needed, what, error)) from error
         except BaseException:
             slot.close()
             raise
     slot.set_word(Word.READY, 1)
     return slot
+
+
+def _refusal_of_machine(size_bytes: int, what: str, error: OSError) -> str:
+    """Return why the machine does not give that memory, and what would help."""
+    advice = _ADVICE.get(error.errno or 0, "free memory, use a larger machine, or capture a smaller state")
+    reason = os.strerror(error.errno or 0)
+    return f"the machine refused {size_bytes} bytes ({decimal(size_bytes)}) for {what}: {reason}; {advice}"
 
 
 def make_slot_or_file(capacities: tuple[int, int], what: str, refused: str, directory: str | None) -> Slot:
@@ -50,7 +65,7 @@ def make_slot_or_file(capacities: tuple[int, int], what: str, refused: str, dire
     _check_files(directory, Slot.bytes_for(*capacities), refused)
     try:
         slot = Slot.create(*capacities, directory)
-    except MemoryBoundExceeded as error:
+    except (MemoryBoundExceeded, OSError) as error:
         raise MemoryBoundExceeded(f"{refused}; {error}") from error
     logger.info("a slot of %d bytes is a file in %s: %s", slot.size_bytes, directory, refused)
     slot.set_word(Word.READY, 1)

@@ -8,6 +8,8 @@ import weakref
 from support.waiting import until
 
 from lazysnap.keeper.client_slots import MappedSlots
+from lazysnap.keeper.protocol import HandOver, MemoryRefused
+from lazysnap.keeper.trainer_state import TrainerState
 from lazysnap.memory.arena import Slot
 
 
@@ -56,3 +58,16 @@ def test_a_slot_that_is_populated_between_two_keepers_is_ready():
 
     (slot,) = slots.take_all()
     slot.close()
+
+
+def test_a_slot_for_captures_that_cannot_be_mapped_is_memory_that_was_refused():
+    """Nothing else would say why no capture begins."""
+    state = TrainerState(lambda: None)
+    readable = os.open(os.devnull, os.O_RDONLY)
+
+    state.take(HandOver(slot=0), (readable,))
+
+    [refused] = state.poll_events()
+    assert isinstance(refused, MemoryRefused)
+    assert refused.text.startswith("a slot of the keeper cannot be mapped: shared memory of 0 bytes is no arena slot")
+    state.release()
