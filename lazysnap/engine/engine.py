@@ -39,10 +39,13 @@ class SnapshotEngine:
 
     Its methods are the calls of users, each explained here and done elsewhere.
 
-    One engine per process, used on the training thread. With ``torch.distributed`` initialised, every rank makes one
-    at the same point; making it, ``restore``, the first ``boundary`` and ``close`` are collective then.
-    ``keep`` and ``wait`` do not wait for other ranks, but all ranks have to call them. Whatever fails in a
-    keeper or a level never raises into training: it is logged once, counted in ``statistics()``, and tried again.
+    One engine per process and job, used on the training thread: a later one takes the place of the one before, which is
+    left as after a crash (``abandon``). So a cell of a notebook that makes the engine may be run again.
+
+    With ``torch.distributed`` initialised, every rank makes one at the same point; making it, ``restore``, the first
+    ``boundary`` and ``close`` are collective then. ``keep`` and ``wait`` do not wait for other ranks, but all ranks
+    have to call them. Whatever fails in a keeper or a level never raises into training: it is logged once, counted in
+    ``statistics()``, and tried again.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class SnapshotEngine:
         state: StateSource | Mapping[str, Any],
         *,
         default_url: str | None = None,
+        takes_over: bool = True,
     ) -> None:
+        """``default_url`` and ``takes_over`` are for integrations of this package (see ``Session``)."""
         self.config = config = config_at(config)
-        self.session = session = Session(config, source_of(state), default_url)
+        self.session = session = Session(config, source_of(state), default_url, takes_over=takes_over)
         """Private: the calls of integrations of this package."""
         self._rollbacks = Rollbacks(session.parts, session.run, session.boundaries)
         self._client, self._recorder = session.parts.client, session.parts.recorder

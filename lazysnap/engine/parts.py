@@ -41,14 +41,13 @@ class Parts:
 
     @classmethod
     def of(
-        cls, config: SnapshotConfig, source: StateSource, default_url: str | None, on_notice: Callable[[], None]
+        cls, config: SnapshotConfig, source: StateSource, identity: JobIdentity, on_notice: Callable[[], None]
     ) -> "Parts":
         """Make the parts; no keeper is started. Collective. Blocks: for other ranks.
 
         Raises: ConfigError; WaitTimeout.
         """
         phases = {"import": time.time()}
-        identity = JobIdentity.from_config(config, default_url)
         world = World(config.collective_timeout_s, source.optimizers())
         client = KeeperClient(identity, config, Team.of(world.places, world.rank), on_notice)
         messages = Messages(Statistics(), is_first=world.rank == 0, speaks_for_node=world.place.local_rank == 0)

@@ -1,5 +1,7 @@
 """The calls of an engine for integrations of this package, beside its public ones."""
 
+import os
+import weakref
 from collections.abc import Callable
 
 from lazysnap.config import SnapshotConfig
@@ -9,22 +11,38 @@ from lazysnap.engine.parts import Parts
 from lazysnap.engine.run import Run
 from lazysnap.engine.shutdown import Shutdown
 from lazysnap.errors import ConfigError
+from lazysnap.keeper.identity import JobIdentity
 from lazysnap.ranks.checks import together
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.source import StateSource
+
+_sessions: "weakref.WeakSet[Session]" = weakref.WeakSet()
+"""All engines of this process. One that is connected to a keeper stays here: the thread of its connection needs it."""
 
 
 class Session:
     """The parts of one engine, and the calls of integrations that need several. Not public: it may change with any
     release."""
 
-    def __init__(self, config: SnapshotConfig, source: StateSource, default_url: str | None) -> None:
-        """Collective. Blocks: for other ranks."""
+    def __init__(
+        self, config: SnapshotConfig, source: StateSource, default_url: str | None, *, takes_over: bool = True
+    ) -> None:
+        """Collective. Blocks: for other ranks.
+
+        ``takes_over``: an earlier engine of this process, of the same job, that was not ended is left as after a
+        crash. Its keeper would refuse this one.
+        """
+        identity = JobIdentity.from_config(config, default_url)
+        if takes_over:
+            _end_earlier(identity)
         self.notice = Notice(config, lambda: self.shutdown.held(), self._seal)
-        self.parts = parts = Parts.of(config, source, default_url, self.notice.listener.notify)
+        self.parts = parts = Parts.of(config, source, identity, self.notice.listener.notify)
         self.run = Run(parts)
         self.boundaries = Boundaries(parts, self.run, self.notice)
         self.shutdown = Shutdown(parts, self.run, self.boundaries, self.notice)
+        self.pid = os.getpid()
+        """The process that made it: in a forked child it is of no use."""
+        _sessions.add(self)
 
     def _seal(self) -> RankCaptures:
         self.boundaries.seal()
@@ -32,6 +50,11 @@ class Session:
 
     def check_open(self, call: str) -> None:
         """Raises: ConfigError, after the end."""
+        if self.shutdown.is_replaced:
+            raise ConfigError(
+                f"{call}: another SnapshotEngine of this process was made later for the same snapshots, and took the "
+                "place of this one; use the later one, or give each a directory of its own"
+            )
         if self.shutdown.is_closed:
             raise ConfigError(
                 f"{call}: this engine was closed, by close(), abandon() or the end of its with block; make another "
@@ -75,3 +98,10 @@ class Session:
         training may change weights. Raises: as ``boundary``.
         """
         return not self.shutdown.is_closed and self.boundaries.last_boundary(step)
+
+
+def _end_earlier(identity: JobIdentity) -> None:
+    """Leave all engines of this process and this job, as after a crash: a cell of a notebook is run again."""
+    for session in list(_sessions):
+        if session.parts.identity == identity and session.pid == os.getpid():
+            session.shutdown.give_way()

@@ -33,6 +33,8 @@ class Shutdown:
         self._recorder = parts.recorder
         self._history = parts.recorder.history
         self.is_closed = False
+        self.is_replaced = False
+        """True if a later engine of this process took the place of this one."""
         self._has_ended_well = False
         """The result of ``close``."""
 
@@ -222,6 +224,12 @@ class Shutdown:
             self._notice.leave()
             if not self._notice.cuts:  # which has printed the end
                 self._tell_end(report.Ending.ABANDONED, error)
+
+    def give_way(self) -> None:
+        """A later engine of this process takes the place of this one, which is left as after a crash."""
+        if not self.is_closed:
+            self.is_replaced = True
+            self.abandon(None)
 
     def discard(self) -> None:
         """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""

@@ -132,15 +132,18 @@ class WithEngine:
         if self.session is not None:
             self._statistics, self.session = self.session.engine.statistics(), None
 
-    def begin(self, state: StateSource, directory: object) -> Session:
-        """A training begins that has this ``state`` and writes to ``directory``. Collective."""
+    def begin(self, state: StateSource, directory: object, *, only_reads: bool = False) -> Session:
+        """A training begins that has this ``state`` and writes to ``directory``. Collective.
+
+        ``only_reads``: it is an evaluation, which may take place within a training of the same directory.
+        """
         url = place_beside(directory)
-        engine = self._make_engine(self._arguments.config_for(url), state, url)
+        engine = self._make_engine(self._arguments.config_for(url), state, url, only_reads=only_reads)
         self.session = Session(engine)
         return self.session
 
-    def _make_engine(self, config: SnapshotConfig, state: StateSource, url: str) -> SnapshotEngine:
-        return SnapshotEngine(config, state, default_url=url)
+    def _make_engine(self, config: SnapshotConfig, state: StateSource, url: str, *, only_reads: bool) -> SnapshotEngine:
+        return SnapshotEngine(config, state, default_url=url, takes_over=not only_reads)
 
     def _running(self) -> SnapshotEngine:
         return self._running_session().engine

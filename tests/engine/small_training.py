@@ -84,6 +84,13 @@ class Starter:
             assert training.engine._wait_ready(TIMEOUT_S)
         return training
 
+    def other_trainer(self, *levels):
+        """Attach to the keeper as another training of this job does; its connection."""
+        config = self.config(*levels)
+        client = KeeperClient(JobIdentity.from_config(config), config)
+        client.connect(TIMEOUT_S)
+        return client
+
     def crash(self, training):
         """As far as the keeper can tell, this trainer died."""
         training.engine.abandon()

@@ -312,11 +312,12 @@ def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(
 @pytest.mark.parametrize("call", ["restore", "boundary"])
 def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_else(job, caplog, call):
     """Not by a deadline, which would be that of this test."""
-    job.start()
+    client = job.other_trainer()
     second = job.start(ready=False, io_timeout_s=1000)
 
     with pytest.raises(JobBusy, match=r"runs already .* end it, or give this one a directory"), second.engine:
         getattr(second.engine, call)()
+    client.abandon()
 
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 

@@ -283,7 +283,7 @@ class ListCallback(LazySnapshotCallback):
         self.kept, self.trace, self.choice = kept, trace, choice
         self.engines: list[ListEngine] = []
 
-    def _make_engine(self, config: Any, state: Any, url: str) -> Any:
+    def _make_engine(self, config: Any, state: Any, url: str, **_: Any) -> Any:
         engine = ListEngine(config, state, self.kept, self.trace)
         engine.choice = self.choice
         self.engines.append(engine)

@@ -183,7 +183,10 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def _begun(self, trainer: Any) -> Session:
         assert self._state is not None
-        return self.session or self.begin(self._state, trainer.default_root_dir)
+        if self.session is None:
+            self.begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
+        assert self.session is not None
+        return self.session
 
     def leave(self) -> None:
         """See ``WithEngine.leave``; the trainer is as it was."""

@@ -1,0 +1,23 @@
+"""A cell of a notebook that is run again: the process goes on where its earlier, failed run was."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.programs import output_of
+
+CELLS = Path(__file__).with_name("cells.py")
+
+
+@pytest.mark.parametrize("kind", ["loop", "accelerate", "transformers", "lightning"])
+def test_a_cell_that_is_run_again_goes_on_exactly_and_the_engine_before_says_that_it_was_replaced(tmp_path, kind):
+    if kind != "loop":
+        pytest.importorskip(kind)
+
+    result = json.loads(output_of(str(CELLS), str(tmp_path / "run"), kind).splitlines()[-1])
+
+    first, second, third = result["begun"]
+    assert first == 1 < second < third
+    assert result["resumed"] == result["undisturbed"]
+    if kind == "loop":
+        assert result["error"].startswith("ConfigError: boundary: another SnapshotEngine of this process")
