@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lazysnap.integrations.attach import attach
     from lazysnap.integrations.lightning import LazySnapshotCallback
     from lazysnap.integrations.transformers import LazyTrainerCallback
+    from lazysnap.restore.known_run import run_id
     from lazysnap.snapshots.catalogue import latest_path
     from lazysnap.state.codec import register_type
 
@@ -60,6 +61,7 @@ __all__ = [
     "latest_path",
     "load_weights",
     "register_type",
+    "run_id",
 ]
 
 _LAZY = {
@@ -74,6 +76,7 @@ _LAZY = {
     "latest_path": "lazysnap.snapshots.catalogue",
     "load_weights": "lazysnap.exports.load_weights",
     "register_type": "lazysnap.state.codec",
+    "run_id": "lazysnap.restore.known_run",
 }
 
 

@@ -28,7 +28,6 @@ TRAINING_FOLDERS = (
     "faults",
     "huggingface",
     "lightning",
-    "logged",
     "many",
     "nfs",
     "nodes",
@@ -40,9 +39,9 @@ TRAINING_FOLDERS = (
 """Their tests are slow unless they are marked ``quick``."""
 REAL_SERVERS = ("s3_server",)
 """Fixtures that make a test slow."""
-ONE_WORKER = ("nfs", "huggingface", "logged", "nodes")
-"""Folders whose tests share what is started once: a server and a guest; a process that has imported transformers, or
-loggers, too; trainings that nothing happens to, on nodes that take a machine for themselves.
+ONE_WORKER = ("nfs", "huggingface", "nodes")
+"""Folders whose tests share what is started once: a server and a guest; a process that has imported transformers;
+trainings that nothing happens to, on nodes that take a machine for themselves.
 """
 
 

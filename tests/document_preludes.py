@@ -15,6 +15,8 @@ import torch
 from support.documents import all_blocks
 from support.waiting import until
 
+import lazysnap
+
 NAN_AT = 5
 """The batch whose loss is not a number, in the preludes for going back."""
 
@@ -321,6 +323,30 @@ def torchft():
     assert manager.step == names["engine"].step == 1_000
 
 
+def lightning_wandb():
+    """W&B without a server: each start has a directory of its own, which ends with the id of the run."""
+    os.environ["WANDB_MODE"] = "offline"
+    yield from lightning()
+    ids = {directory.name.rpartition("-")[2] for directory in Path("wandb").glob("offline-run-*")}
+    assert ids == {lazysnap.run_id("runs/a")}
+
+
+def lightning_mlflow():
+    """MLflow without a server."""
+    os.environ |= {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    yield from lightning()
+    import mlflow
+
+    client = mlflow.MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name("a").experiment_id])
+    assert run.info.run_name == lazysnap.run_id("runs/a")
+
+
+def lightning_tensorboard():
+    yield from lightning()
+    assert [directory.name for directory in Path("logs/lightning_logs").iterdir()] == [lazysnap.run_id("runs/a")]
+
+
 PRELUDES = {
     "README.md#lazysnap": lightning,
     "cli.md#export": trained_transformer,
@@ -345,6 +371,9 @@ PRELUDES = {
     "doors.md#plain-loop": plain,
     "events.md#events-what-happened-in-a-run": on_s3,
     "index.md#start-in-five-minutes": lightning,
+    "loggers.md#wb": lightning_wandb,
+    "loggers.md#mlflow": lightning_mlflow,
+    "loggers.md#tensorboard": lightning_tensorboard,
     "rollback.md#lightning": lightning_nan,
     "rollback.md#accelerate": accelerate_nan,
     "rollback.md#plain-loops": rollback_loop,

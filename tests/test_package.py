@@ -41,6 +41,7 @@ DOCUMENTED = {
     "latest_path",
     "load_weights",
     "register_type",
+    "run_id",
 }
 TORCH_FREE = (
     "lazysnap",

@@ -91,6 +91,15 @@ class SnapshotEngine:
         """The step of the last boundary, or of the snapshot that was restored after it; 0 before the first."""
         return self._recorder.seen_step or 0
 
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run that this engine trains: 16 hexadecimal digits, the same on all ranks and after every
+        restart of the run. ``None`` before ``restore`` or the first boundary decides which run it is.
+
+        A rollback, and the choice of an older snapshot, begin a new run with an id of its own.
+        """
+        return self.session.run.run_id
+
     def all_steps(self) -> list[int]:
         """Return the steps that a restart could go on from, in ascending order: those of which this rank's memory has
         its capture, or a level all files. Of this run; before ``restore`` or the first boundary, of the newest one.

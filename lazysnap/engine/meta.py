@@ -41,6 +41,8 @@ class MetaWriter:
     start: str
     rank: int
     world_size: int
+    newest: str = ""
+    """The greatest id at the levels when this was made; empty, if there was none."""
     parameters: dict[str, list[str]] | None = None
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
 
@@ -66,7 +68,11 @@ class MetaWriter:
         if newest:
             run_id = id_after(run_id, newest)
             start = id_after(start, newest)
-        return cls(run_id, start, world.rank, world.size)
+        return cls(run_id, start, world.rank, world.size, newest)
+
+    def rename(self, run_id: str) -> None:
+        """Let the run that begins now have the id ``run_id``, or a greater one. The same on all ranks."""
+        self.run_id = id_after(run_id, self.newest) if self.newest else run_id
 
     def begin_after(self, newest_run: str) -> None:
         """Begin a run that is newer than ``newest_run``. The same on all ranks."""

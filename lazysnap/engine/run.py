@@ -68,6 +68,21 @@ class Run:
         self.has_told_start = False
         """True after the line about the start of this training was printed."""
 
+    @property
+    def run_id(self) -> str | None:
+        """See ``SnapshotEngine.run_id``."""
+        is_decided = self.is_begun or self.has_told_start
+        return self.meta.run_id if is_decided else None
+
+    def rename(self, run_id: str) -> None:
+        """Let a training that resumes nothing have the id that rank 0 gives; empty: it keeps its own.
+
+        Before ``fetch``. Collective. Blocks: for other ranks.
+        """
+        id_of_first_rank = self._parts.world.exchange("naming the run", run_id)[0]
+        if id_of_first_rank:
+            self.meta.rename(id_of_first_rank)
+
     # ---------------------------------------------------------------- restart
 
     def fetch(self, which: int | str, restart: Restart | None = None) -> Snapshot | None:

@@ -71,6 +71,12 @@ class Arguments:
         level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
         return SnapshotConfig(every_n_steps=self.every_n_steps, levels=(level,))
 
+    def named_config(self, default_url: str | None) -> SnapshotConfig | None:
+        """Return ``config_for(default_url)``; ``None``, if nothing names a place yet."""
+        if default_url is None and self.config is None and self.dirpath is None:
+            return None
+        return self.config_for(default_url or "")
+
 
 def check_path(which: Any, framework: str, how: str, export: str) -> None:
     """Raises: ConfigError, if ``which`` is the directory of a snapshot, which no framework can read.

@@ -10,7 +10,9 @@ from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments, place_beside
 from lazysnap.integrations.figures import Figures
 from lazysnap.integrations.progress_bar import Bar, shown_later
+from lazysnap.restore.known_run import newest_run
 from lazysnap.runs import means_snapshot
+from lazysnap.shard.names import new_id
 from lazysnap.state.source import StateSource
 
 
@@ -99,11 +101,39 @@ class WithEngine:
     """The session of the running training; ``None`` outside."""
     _statistics: Statistics | None = None
     """The statistics of the last training."""
+    _new_run_id = ""
+    """The id for the next training if that resumes nothing; empty, if the program did not ask for it."""
 
     @property
     def engine(self) -> SnapshotEngine | None:
         """The engine of the running training, for ``wait(...)`` and the like; ``None`` outside."""
         return None if self.session is None else self.session.engine
+
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run that trains; before a training, of the run that it will resume or begin.
+
+        It is the same after every restart of the run, so give it to a logger (docs/loggers.md). It holds for a
+        training that resumes ``"latest"``: any other one begins a new run, with another id. In a training it is
+        ``None`` until it is known which run that resumes; before, where nothing names the place of snapshots yet.
+        Blocks before a training: see ``lazysnap.run_id``. Raises: ConfigError, if nothing names the job.
+        """
+        if self.engine is not None:
+            return self.engine.run_id
+        default_url = self._default_place()
+        config = self._arguments.named_config(default_url)
+        if config is None:
+            return None
+        known = newest_run(config, default_url)
+        if known is not None:
+            return known
+        if not self._new_run_id:
+            self._new_run_id = new_id()
+        return self._new_run_id
+
+    def _default_place(self) -> str | None:
+        """The place of snapshots where the arguments name none; ``None``, if it is not known before a training."""
+        return None
 
     def statistics(self) -> Statistics | None:
         """Counters and timings of the running training, else of the last one; ``None`` before the first."""
@@ -139,6 +169,9 @@ class WithEngine:
         """
         url = place_beside(directory)
         engine = self._make_engine(self._arguments.config_for(url), state, url, only_reads=only_reads)
+        if not only_reads:
+            engine.session.run.rename(self._new_run_id)
+            self._new_run_id = ""
         self.session = Session(engine)
         return self.session
 

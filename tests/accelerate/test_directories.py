@@ -9,7 +9,6 @@ from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConf
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.exports.folder import begin
 from lazysnap.integrations.accelerate import saving
-from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.integrations.accelerate.state import AcceleratorState
 
 pytestmark = pytest.mark.usefixtures("quick_exports")
@@ -252,7 +251,7 @@ def _size(model, optimizer, *registered):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(*registered)
-    return AcceleratorState(accelerator, list, LoggedRuns(accelerator)).size_bytes()
+    return AcceleratorState(accelerator, list).size_bytes()
 
 
 @pytest.mark.parametrize("size", ["small", "large"])

@@ -249,6 +249,9 @@ class ListEngine:
     def tell_start(self, line: str | None = None) -> None:
         pass
 
+    def rename(self, run_id: str) -> None:
+        pass
+
     def statistics(self) -> Statistics:
         return Statistics()
 

@@ -43,6 +43,13 @@ class _WithSnapshots:
         """The engine, for ``wait``, ``keep`` and the like; made when it is first used (collective then)."""
         return self._lazysnap_door.opened().engine
 
+    @property
+    def run_id(self) -> str | None:
+        """The id of the run that trains, the same after every restart of the run: give it to ``init_trackers``
+        (docs/loggers.md). ``None`` before ``load_state("latest")`` or the first boundary.
+        """
+        return self.engine.run_id
+
     def statistics(self) -> Statistics | None:
         """Counters and timings so far; ``None`` before anything was captured or loaded."""
         return self._lazysnap_door.statistics()
@@ -149,20 +156,9 @@ class _WithSnapshots:
         """
         self._lazysnap_door.rollback(steps)
 
-    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
-        """Like Accelerate's; trackers go on with the runs of the snapshot that was loaded."""
-        super().init_trackers(*args, **kwargs)  # type: ignore[misc]
-        self._lazysnap_door.logged.go_on()
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Like Accelerate's; call it behind ``load_state``, which may exchange the run of W&B."""
-        self._lazysnap_door.logged.shown.add(name)
-        return super().get_tracker(name, unwrap)  # type: ignore[misc]
-
     def log(self, values: dict[str, Any], step: int | None = None, *args: Any, **kwargs: Any) -> None:
         """Like Accelerate's; trackers get what snapshots cost as well, under ``lazysnap/…``: see ``Figures.values``."""
         super().log({**values, **self._lazysnap_door.figures()}, step, *args, **kwargs)  # type: ignore[misc]
-        self._lazysnap_door.logged.note(step)
 
     def free_memory(self, *objects: Any) -> Any:
         """Like Accelerate's; the training ends before, as in ``end_training``."""

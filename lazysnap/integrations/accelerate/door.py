@@ -15,7 +15,6 @@ from lazysnap.console import say
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.errors import ConfigError, JobBusy
 from lazysnap.integrations.accelerate.boundaries import Boundaries
-from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.integrations.accelerate.saving import Directories, Wanted
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
 from lazysnap.integrations.arguments import place_beside
@@ -60,9 +59,7 @@ class Door(WithEngine):
         self._config = None if snapshots is None or self._why_stock is not None else config_at(snapshots)
         self._choose_place()
         self.boundaries = Boundaries(self._at_boundary, self._gate, self._counted_epochs)
-        self.logged = LoggedRuns(self._accelerator)
-        """The runs of the trackers."""
-        self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions, self.logged)
+        self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
         self.directories = Directories(self._accelerator, self._state)
         """The checkpoints that the program names."""
         self._begins_from: str | None = None
@@ -298,7 +295,6 @@ class Door(WithEngine):
             self._began_fresh = False
             session.step = snapshot.step
             self.boundaries.passed()
-            self.logged.go_on()
         session.engine.session.boundaries.listen()
         return snapshot
 

@@ -10,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from lazysnap.data import Position
 from lazysnap.exports.accelerate import FACTS
-from lazysnap.integrations.accelerate.logged import LoggedRuns
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.sharding import local_of
 
@@ -22,24 +21,25 @@ _KINDS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedul
 
 
 class _Counters:
-    """The counters that an accelerator keeps itself, and the runs of its trackers."""
+    """The counters that an accelerator keeps itself."""
 
-    def __init__(self, accelerator: Any, logged: LoggedRuns) -> None:
-        self._accelerator, self._logged = accelerator, logged
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
         self.facts: dict[str, Any] = {}
         """More for a snapshot that becomes a checkpoint: see ``exports.accelerate``."""
 
     def state_dict(self) -> dict[str, Any]:
         accelerator = self._accelerator
-        iteration, world_size = accelerator.project_configuration.iteration, accelerator.num_processes
-        found = {"iteration": iteration, "step": accelerator.step, "world_size": world_size, **self.facts}
-        return {**found, "logged": self._logged.collect()}
+        return {
+            "iteration": accelerator.project_configuration.iteration,
+            "step": accelerator.step,
+            "world_size": accelerator.num_processes,
+            **self.facts,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.project_configuration.iteration = state["iteration"]
         self._accelerator.step = state["step"]
-        if "logged" in state:
-            self._logged.restore(state["logged"])
 
 
 def counted_epochs(custom_objects: Sequence[Any]) -> dict[str, int]:
@@ -57,13 +57,13 @@ def counted_epochs(custom_objects: Sequence[Any]) -> dict[str, int]:
 class AcceleratorState(ObjectState):
     """The ``StateSource`` over what an accelerator prepared and what was registered with it, in its order.
 
-    ``positions``: those of the prepared loaders. ``logged``: the runs of the trackers.
+    ``positions``: those of the prepared loaders.
     """
 
-    def __init__(self, accelerator: Any, positions: Callable[[], Sequence[Position]], logged: LoggedRuns) -> None:
+    def __init__(self, accelerator: Any, positions: Callable[[], Sequence[Position]]) -> None:
         self._accelerator = accelerator
         self._positions = positions
-        self.counters = _Counters(accelerator, logged)
+        self.counters = _Counters(accelerator)
         self._first_custom = 0
         """The objects registered before this number are of a training that ended: Accelerate still lists them."""
         self._wrapped: dict[int, Any] = {}

@@ -17,7 +17,6 @@ from lazysnap.engine.signals import ChainedHandler
 from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.lightning.framework import callback_bases, rebase
 from lazysnap.integrations.lightning.latest import HOW, Latest
-from lazysnap.integrations.lightning.logged import LoggedRuns
 from lazysnap.integrations.lightning.loops import ended_within_epoch
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
@@ -43,9 +42,6 @@ class LazySnapshotCallback(WithEngine, Callback):
     Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
     """
 
-    _held: LoggedRuns | None = None
-    """The loggers of a fit that has begun, before ``setup``."""
-
     def __init__(
         self,
         dirpath: "str | os.PathLike[str] | None" = None,
@@ -63,12 +59,14 @@ class LazySnapshotCallback(WithEngine, Callback):
     def _reset(self) -> None:
         self.session = None
         self._state: LightningState | None = None
+        self._is_fit = False
+        """True in a fit that is captured; false in an evaluation."""
         self._patches = Patches()
         self._deaf: set[int] = set()
         """Loggers that raised: each is named once, and gets no more figures."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_arguments": self._arguments}
+        return {"_arguments": self._arguments, "_new_run_id": self._new_run_id}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         rebase(Callback)
@@ -77,23 +75,9 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     # ---------------------------------------------------------------- hooks
 
-    @property
-    def log(self) -> Any:
-        """The ``log`` of the module. Lightning sets it before the runs of loggers begin, which no hook comes before."""
-        return vars(self).get("log")
-
-    @log.setter
-    def log(self, method: Any) -> None:
-        vars(self)["log"], self._held = method, None
-        trainer = getattr(getattr(method, "__self__", None), "_trainer", None)
-        if trainer is not None and trainer.state.fn == "fit" and not trainer.fast_dev_run:
-            self._held = LoggedRuns(trainer)
-            self._held.hold()
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare one run of the trainer. Raises: ConfigError, for a strategy that cannot be captured."""
         self.leave()
-        held, self._held = self._held, None
         if not trainer.fast_dev_run:
             check_strategy(trainer)
         self._state = state = LightningState(trainer)
@@ -107,14 +91,8 @@ class LazySnapshotCallback(WithEngine, Callback):
         if stage == "fit" and not trainer.fast_dev_run:
             wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
             wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
-            state.logged = held or LoggedRuns(trainer)
-            state.logged.delay_checkpoints()
-            wrap(trainer._checkpoint_connector, "resume_start", state.begin_runs)
+            self._is_fit = True
             self._hook_loops(trainer, state)
-
-    @property
-    def _is_fit(self) -> bool:
-        return self._state is not None and self._state.logged is not None
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Heed a notice of the end."""

@@ -29,7 +29,6 @@ from lazysnap.integrations.lightning.extras import (
 from lazysnap.integrations.lightning.framework import neighbour, overrides
 from lazysnap.integrations.lightning.hooks import Hooks
 from lazysnap.integrations.lightning.loaders import LoaderPositions
-from lazysnap.integrations.lightning.logged import LoggedRuns
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
@@ -49,8 +48,6 @@ _OWN = {"epoch", "global_step", "pytorch-lightning_version", "state_dict", "loop
 _MOST_NAMED = 8
 """Paths in one warning."""
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
-_LOGGED = "logged"
-"""Below ``KEY``: the runs of the loggers."""
 _LEFT_OUT = "left_out"
 """Below ``KEY``: paths of the program's values that the snapshot does not hold."""
 
@@ -71,8 +68,6 @@ class LightningState(StateSource):
         self._streams = RandomStreams()
         self.loaders = LoaderPositions()
         self.hooks = Hooks(trainer)
-        self.logged: LoggedRuns | None = None
-        """The runs of the loggers; ``None`` in an evaluation."""
         self._extras: dict[str, ModuleExtras] = {}
         self._landing: dict[str, Any] | None = None
         self._loads_checked = False
@@ -111,8 +106,6 @@ class LightningState(StateSource):
             "streams": self._streams.collect(),
             OPTIMIZERS: classes_of(self),
         }
-        if self.logged is not None:
-            state[KEY][_LOGGED] = self.logged.collect()
         if left_out:
             state[KEY][_LEFT_OUT] = left_out
         return state
@@ -282,12 +275,6 @@ class LightningState(StateSource):
                 why,
             )
 
-    def begin_runs(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Replace the connector's ``resume_start``: then the runs of the loggers begin, or those restored go on."""
-        original(*args, **kwargs)
-        if self.logged is not None:
-            self.logged.begin(None if self._landing is None else self._landing.get(_LOGGED))
-
     @property
     def is_landing(self) -> bool:
         """True if a restored state still waits for its point X."""
@@ -368,10 +355,8 @@ class LightningState(StateSource):
                 callback.on_train_end(self._trainer, self._trainer.lightning_module)
 
     def leave(self) -> None:
-        """The fit is over: loaders and loggers are as they were."""
+        """The fit is over: loaders are as they were."""
         self.loaders.forget()
-        if self.logged is not None:
-            self.logged.leave()
 
     def start(self) -> None:
         """The fit begins: buffers count as changed from here on."""

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -20,7 +20,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lazysnap.config import SnapshotConfig
 from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments, check_path
+from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments, check_path, place_beside
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import WithEngine
@@ -103,6 +103,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
         trainer.train = train
 
+    def _default_place(self) -> str | None:
+        return None if self._trainer is None else place_beside(self._trainer.args.output_dir)
+
     def _reset(self) -> None:
         self._is_running = False
         self._state = TrainingState(self._trainer)
@@ -159,8 +162,6 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         for item in trainer.callback_handler.callbacks:
             if not isinstance(item, (PrinterCallback, ProgressCallback)):  # lines on the console stay as they were
                 self._patches.replace(item, "on_log", self._on_log)
-        for item, _ in self._state.logged.known():
-            self._patches.replace(item, "on_train_begin", partial(self._state.logged.on_train_begin, item))
         self._patches.replace(sys.modules[Trainer.__module__], "skip_first_batches", self._skip_first_batches)
 
     # ---------------------------------------------------------------- in place of the trainer's methods

@@ -19,7 +19,6 @@ from transformers.trainer_callback import ExportableState
 from lazysnap.data import Position
 from lazysnap.data.streams import restore_rng
 from lazysnap.errors import FormatError, StateError
-from lazysnap.integrations.transformers.logged import LoggedRuns
 from lazysnap.state.codec import decode, encode, is_known, path_text
 from lazysnap.state.objects import ObjectState
 
@@ -59,7 +58,6 @@ class TrainingState(ObjectState):
         """The position of the restored state in the data, in words."""
         self.end_reason = ""
         """Why nothing is left to train of the restored state; empty, if something is."""
-        self.logged = LoggedRuns(trainer)
         self._history = History()
         self._is_at_epoch_end = False
         self._completions_reported = False
@@ -104,7 +102,6 @@ class TrainingState(ObjectState):
             },
             "loss": trainer._tr_loss,
             "completions": self._completions(),
-            "logged": self.logged.collect(),
             "epoch": self.epoch,
             "given": position.given,
             "seconds": time.time() - self.began_s + self.earlier_s,
@@ -158,7 +155,6 @@ class TrainingState(ObjectState):
                 "dirpath of its own"
             )
         self.landing, self.earlier_s = state, state["trainer"]["seconds"]
-        self.logged.saved = list(state["trainer"].get("logged", ()))
         self._restore_state(state["trainer"])
         self.end_reason = self._reason()
 

@@ -1,0 +1,69 @@
+"""The run that a start at a place would resume, looked up before there is an engine. Nothing is read or verified."""
+
+import logging
+import os
+
+from lazysnap.config import SnapshotConfig, config_at
+from lazysnap.errors import LazySnapError
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.neighbour import NeighbourMemory
+from lazysnap.restore.level import Level
+from lazysnap.shard.names import SnapshotName
+
+logger = logging.getLogger("lazysnap.engine")
+
+
+def run_id(place: "str | os.PathLike[str] | SnapshotConfig") -> str | None:
+    """Return the id of the newest run of the job at ``place``: the run that a start with ``"latest"`` resumes.
+
+    It is the same after every restart of the run, so a logger can continue its own run under this id, although the
+    logger is made before the training. ``engine.run_id`` is the id of the training itself. A new training, a rollback
+    and the choice of an older snapshot begin a new run, with an id of its own::
+
+        logger = TensorBoardLogger("logs", version=lazysnap.run_id("runs/a"))
+
+    Blocks: asks the keeper of this node, if one runs, and lists the levels, each at most ``timeout_s`` without
+    progress. A level that does not answer is left out. Not collective: with several nodes, call it on the first.
+
+    Args:
+        place: the path or URL of the first level, or the ``SnapshotConfig`` of the training.
+
+    Returns: 16 hexadecimal digits, or ``None`` if neither memory nor a level has a whole snapshot.
+    Raises: ConfigError, if ``place`` names no job.
+    """
+    return newest_run(config_at(place))
+
+
+def newest_run(config: SnapshotConfig, default_url: str | None = None) -> str | None:
+    """See ``run_id``. ``default_url`` names the job where ``config`` does not."""
+    identity = JobIdentity.from_config(config, default_url)
+    runs = _in_memory(identity, config.io_timeout_s) | _at_levels(config)
+    return max(runs, default=None)
+
+
+def _in_memory(identity: JobIdentity, timeout_s: float) -> set[str]:
+    try:
+        memory = NeighbourMemory(identity, 0, timeout_s)
+    except LazySnapError as error:
+        logger.debug("run_id() finds nothing in memory: %s", error)
+        return set()
+    try:
+        return {capture.run_id for capture in memory.inventory.entries}
+    finally:
+        memory.close()
+
+
+def _at_levels(config: SnapshotConfig) -> set[str]:
+    answers = [Level(level, 0).begin_names(marked=False) for level in config.levels]
+    runs = set()
+    for level, answer in zip(config.levels, answers, strict=True):
+        try:
+            directories = answer().directories
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
+            logger.info("run_id() leaves out %s: %s", level.url, error)
+            continue
+        for directory in directories:
+            name = SnapshotName.parse(directory.name)
+            if name is not None and directory.is_whole:
+                runs.add(name.run_id)
+    return runs
