@@ -1,7 +1,6 @@
 """What the program itself adds to a checkpoint: values of its own types, state of its callbacks, slow hooks."""
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -125,7 +124,7 @@ def test_an_unknown_type_in_a_schedule_is_refused_at_the_first_boundary(tmp_path
 
 
 class Slow(Plain):
-    """Its hook takes longer than a capture should, and gives the same each time."""
+    """Its hook takes longer than a capture may, and gives the same each time."""
 
     def __init__(self):
         torch.manual_seed(3)
@@ -134,7 +133,7 @@ class Slow(Plain):
 
     def on_save_checkpoint(self, checkpoint):
         self.calls.append(checkpoint["global_step"])
-        end = time.perf_counter() + 0.011
+        end = time.perf_counter() + 0.11
         while time.perf_counter() < end:
             pass
         checkpoint["vocabulary"] = {"size": 7}
@@ -149,19 +148,6 @@ def test_a_slow_hook_is_called_at_every_captured_step_and_named_once(tmp_path, c
     fit(tmp_path, model=model)
 
     assert model.calls == [*range(1, 13)]  # no entry is older than its step
-    [said] = lines(caplog, "Slow.on_save_checkpoint took")
+    [said] = lines(caplog, "collecting the training state took")
+    assert "on_save_checkpoint" in said
     assert "raise every_n_steps" in said
-
-
-class Writing(Plain):
-    def on_save_checkpoint(self, checkpoint):
-        with (Path(self.trainer.default_root_dir) / "notes.txt").open("a") as file:
-            file.write("x")
-
-
-def test_a_hook_that_writes_a_file_into_the_runs_directory_is_named_once(tmp_path, caplog):
-    fit(tmp_path, model=Writing())
-
-    [said] = lines(caplog, "Writing.on_save_checkpoint wrote")
-    assert str(tmp_path / "notes.txt") in said
-    assert "every captured step" in said

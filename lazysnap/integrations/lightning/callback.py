@@ -107,7 +107,6 @@ class LazySnapshotCallback(WithEngine, Callback):
 
             def prepare() -> None:
                 check_parts(trainer)
-                state.hooks.start(session.engine.config.levels)
                 state.start()
                 session.tell_fresh(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
 

@@ -27,7 +27,6 @@ from lazysnap.integrations.lightning.extras import (
     restore_metrics,
 )
 from lazysnap.integrations.lightning.framework import neighbour, overrides
-from lazysnap.integrations.lightning.hooks import Hooks
 from lazysnap.integrations.lightning.loaders import LoaderPositions
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
@@ -67,7 +66,6 @@ class LightningState(StateSource):
         self._connector = trainer._checkpoint_connector
         self._streams = RandomStreams()
         self.loaders = LoaderPositions()
-        self.hooks = Hooks(trainer)
         self._extras: dict[str, ModuleExtras] = {}
         self._landing: dict[str, Any] | None = None
         self._loads_checked = False
@@ -79,9 +77,9 @@ class LightningState(StateSource):
     # ---------------------------------------------------------------- StateSource
 
     def collect(self) -> dict[str, Any]:
-        """See ``StateSource.collect``. Calls the hooks for checkpoints of the program (see ``hooks``)."""
+        """See ``StateSource.collect``. Calls the hooks for checkpoints of the program."""
         trainer = self._trainer
-        with own_state(trainer), self.hooks.watched():
+        with own_state(trainer):
             state: dict[str, Any] = dict(self._connector.dump_checkpoint(False))
         for name, value in state.items():
             if isinstance(value, dict) and name.endswith(("state_dict", "model_state")):
