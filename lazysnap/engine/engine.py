@@ -1,9 +1,10 @@
 """The engine: one pair of calls round every optimizer step, ``boundary`` and ``gate``, and ``restore`` at the start."""
 
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig, config_at
@@ -12,10 +13,26 @@ from lazysnap.engine.rollback import Rollback, Rollbacks
 from lazysnap.engine.session import Session
 from lazysnap.engine.shutdown import Progress
 from lazysnap.engine.statistics import Statistics
-from lazysnap.errors import ConfigError
+from lazysnap.errors import ConfigError, JobBusy
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.shard.names import check_name
 from lazysnap.state.source import StateSource
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _refused_shortly(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Make ``method`` raise JobBusy without the calls within: every rank prints it, and its text says all."""
+
+    @functools.wraps(method)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return method(*args, **kwargs)
+        except JobBusy as error:
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 class SnapshotEngine:
@@ -65,6 +82,7 @@ class SnapshotEngine:
         self._is_training = False
         """True if the ``with`` block was entered."""
 
+    @_refused_shortly
     def __enter__(self) -> "SnapshotEngine":
         """Begin training. Memory is made ready in the background, after ``restore`` if that comes later.
 
@@ -100,6 +118,7 @@ class SnapshotEngine:
         """
         return self.session.run.run_id
 
+    @_refused_shortly
     def all_steps(self) -> list[int]:
         """Return the steps that a restart could go on from, in ascending order: those of which this rank's memory has
         its capture, or a level all files. Of this run; before ``restore`` or the first boundary, of the newest one.
@@ -113,6 +132,7 @@ class SnapshotEngine:
 
     # ---------------------------------------------------------------- restart
 
+    @_refused_shortly
     def _fetch(self, which: int | str = "latest") -> Snapshot | None:
         """Read the freshest snapshot that verifies, or that of one step, name or run. The live state stays as it is.
 
@@ -128,6 +148,7 @@ class SnapshotEngine:
         self.session.check_open("fetch")
         return self.session.run.fetch(which)
 
+    @_refused_shortly
     def restore(self, which: int | str = "latest") -> Snapshot | None:
         """Resume the freshest snapshot that verifies, or that of one step, name or run.
 
@@ -166,6 +187,7 @@ class SnapshotEngine:
 
     # ---------------------------------------------------------------- training
 
+    @_refused_shortly
     def _prepare(self) -> None:
         """Start the keeper and let it make memory ready in the background: the first capture waits less for it.
 
@@ -189,6 +211,7 @@ class SnapshotEngine:
         self._prepare()
         return self.session.boundaries.wait_ready(timeout_s)
 
+    @_refused_shortly
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
         """Capture the state: optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from lazysnap import faults
 from lazysnap.config import SnapshotConfig
+from lazysnap.console import say
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.identity import JobIdentity
@@ -18,6 +19,8 @@ from lazysnap.topology import Team
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
+_BUSY_SAID_S = 0.5
+"""By then one that was just killed is gone, mostly, and nobody needs to know of it."""
 _BUSY_START_S = 1.0
 """Whoever was refused starts no keeper sooner: where that one dies, the trainer that it served replaces it."""
 _RETRY_S = 0.02
@@ -48,6 +51,7 @@ def attach(
     deadline = time.monotonic() + config.io_timeout_s
     patience = patience or Patience(config.io_timeout_s)
     busy_until = time.monotonic() + _BUSY_GRACE_S
+    busy_said_at = time.monotonic() + _BUSY_SAID_S
     start_at, pause_s, outcome = float("-inf"), _START_AGAIN_S, ""
     starting: Starting | None = None
     was_there = False
@@ -89,6 +93,10 @@ def attach(
             faults.point("client.refused")
             if time.monotonic() > busy_until:
                 raise JobBusy(_why_busy(identity, reply))
+            if time.monotonic() > busy_said_at:
+                busy_said_at = float("inf")
+                if team.local_rank == 0:
+                    say(_waits(identity, reply))
             start_at = max(start_at, time.monotonic() + _BUSY_START_S)
         if time.monotonic() > patience.extend(deadline):
             if connection is not None and was_there and reply is None:
@@ -97,9 +105,16 @@ def attach(
         time.sleep(_RETRY_UNANSWERED_S if reply is None else _RETRY_S)
 
 
+def _waits(identity: JobIdentity, reply: Done) -> str:
+    return (
+        f"waiting {_BUSY_GRACE_S:g} s for another training of job {identity.job_id!r} on {identity.node} to end: "
+        f"{reply.text}, also where they are left over from a launcher that was killed"
+    )
+
+
 def _why_busy(identity: JobIdentity, reply: Done) -> str:
     return (
-        f"job {identity.job_id!r} runs already on this node: {reply.text}; end it, or give this one a directory of its "
+        f"job {identity.job_id!r} runs already on {identity.node}: {reply.text}; or give this one a directory of its "
         "own (without levels: SnapshotConfig(job_id=...))"
     )
 

@@ -214,12 +214,6 @@ class LocalRank:
         self._trainer_died()
         return False
 
-    @property
-    def trainer_text(self) -> str:
-        """The trainer's process and the time when it came, for people."""
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.trainer_since))
-        return f"process {self.trainer_pid}, since {since}"
-
     def attach(self, trainer: Connection, hello: protocol.Hello) -> None:
         """Serve this trainer from now on."""
         self._linger_s = hello.memory.linger_s

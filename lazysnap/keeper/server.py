@@ -347,7 +347,7 @@ class Server:
         number = hello.team.local_rank
         rank = self._ranks.get(number)
         if rank is not None and rank.refuses(connection):
-            connection.send(protocol.Done(ok=False, text=rank.trainer_text))
+            connection.send(protocol.Done(ok=False, text=self._trainers_text()))
             return
         # What it still holds serves a trainer better than no memory for up to an hour.
         self._ends = self._is_leaving = False
@@ -366,6 +366,15 @@ class Server:
             with contextlib.suppress(OSError):  # nobody waits for it any more
                 self._asked_to_stop.send(_stays_for(rank))
             self._asked_to_stop = None
+
+    def _trainers_text(self) -> str:
+        """Return the processes that train, since when, and how to end them, for people."""
+        used = [rank for rank in self._ranks.values() if rank.is_used]
+        pids = [str(pid) for pid in sorted(rank.trainer_pid for rank in used)]
+        since = time.localtime(min(rank.trainer_since for rank in used))
+        noun = "process" if len(pids) == 1 else "processes"
+        who = f"{noun} {', '.join(pids)}, since {time.strftime('%Y-%m-%d %H:%M:%S', since)}"
+        return f"{who}; `kill {' '.join(pids)}` ends {'it' if len(pids) == 1 else 'them'}"
 
     def _show(self, connection: Connection, asked: protocol.AskInventory) -> None:
         """Tell what is held for a rank, or by the node. Raises: OSError, if whoever asked is gone again."""

@@ -257,9 +257,9 @@ class _Search:
             return [refusal, msgspec.to_builtins(mine), parity]
 
         told = self._world.exchange_after("what is in memory", remember)
-        busy = [text for text, *_ in told if text]
-        if busy:
-            raise JobBusy(busy[0])
+        refusals = [text for text, *_ in told]
+        if any(refusals):
+            raise JobBusy(self._refusal(refusals))
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
         memories = [one for _, listed, _ in told for one in msgspec.convert(listed, list[Inventory])]
         memories.append(self._computed(memories, [parity for *_, parity in told]))
@@ -267,6 +267,16 @@ class _Search:
         found = [*memories, *stored]
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found
+
+    def _refusal(self, refusals: Sequence[str]) -> str:
+        """Return why this job cannot start: in full on the first rank of each node, in short on the others.
+
+        ``refusals``: by rank; empty where its keeper did not refuse.
+        """
+        if self._world.place.local_rank != 0:
+            job_id = self._restart.identity.job_id
+            return f"job {job_id!r} runs already; the first rank of each node names its processes"
+        return refusals[self._world.rank] or next(text for text in refusals if text)
 
     def _computed(self, memories: Sequence[Inventory], reports: Sequence[list[Any]]) -> Inventory:
         """Return what parity has of lost nodes. ``reports``: parity in memory, by rank.

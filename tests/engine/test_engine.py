@@ -315,7 +315,7 @@ def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_e
     client = job.other_trainer()
     second = job.start(ready=False, io_timeout_s=1000)
 
-    with pytest.raises(JobBusy, match=r"runs already .* end it, or give this one a directory"), second.engine:
+    with pytest.raises(JobBusy, match=r"runs already .* ends it; or give this one a directory"), second.engine:
         getattr(second.engine, call)()
     client.abandon()
 
