@@ -101,7 +101,7 @@ class Complete(Event, frozen=True, kw_only=True, tag="complete"):
 
     level: str
     steps: list[int]
-    start: str = ""
+    start: str
     """The start that captured them."""
 
 
@@ -110,7 +110,7 @@ class Protected(Event, frozen=True, kw_only=True, tag="protected"):
 
     step: int | None
     """``None``: none does any more, parity was lost with a keeper."""
-    start: str = ""
+    start: str
     """The start that captured it."""
 
 

@@ -33,7 +33,7 @@ FORMAT = "lazysnap"
 TAG = "$"
 """The key in the encoded state that holds the type of a value which plain JSON lacks (docs/format.md)."""
 FORMAT_VERSION = 1
-"""The version that is written, and the newest one that is read."""
+"""The version that is written, and the only one that is read."""
 _OPTIONAL = ("frozen", "parameters", "replicas")
 """Keys that are absent if there is nothing to say."""
 _FACTS = ("dtype", "order", "scope", "global_shape", "offsets", "shared_rows", "nodes")
@@ -224,7 +224,7 @@ class Manifest:
     def decode(cls, data: bytes, where: str) -> "Manifest":
         """Read and check a manifest file; ``where`` names it in errors.
 
-        Raises: FormatError, if any byte is not as it was written; FormatError, if a later version wrote it.
+        Raises: FormatError, if any byte is not as it was written, or if it has another format version.
         """
         body = data[_BODY_START : -len(_TAIL)]
         got = digest(body).encode()
@@ -234,9 +234,10 @@ class Manifest:
         if fields.pop("format", None) != FORMAT:
             raise FormatError(f"{where}: not a lazysnap manifest")
         version = _checked(fields.pop("version", None), Count, f"{where}: version")
-        if version > FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise FormatError(
-                f"{where}: format version {version}, this lazysnap reads version {FORMAT_VERSION}; upgrade lazysnap"
+                f"{where}: format version {version}, and this lazysnap reads version {FORMAT_VERSION} alone: use the "
+                "lazysnap that wrote it"
             )
         created_ns = _checked(fields.pop("created_ns", None), Count, f"{where}: created_ns")
         file: _FileFields = _checked(fields.pop("file", None), _FileFields, f"{where}: file")

@@ -184,7 +184,7 @@ class ObjectState(StateSource):
         if data:
             self._check_loaders()
         check_optimizers(self, state, None)
-        metrics = state.get(KEY, {}).get(METRICS, {})
+        metrics = state[KEY].get(METRICS, {})
         check_metrics(self._unwrapped_modules(), metrics)
         for name, value in self._objects.items():
             if isinstance(value, dict):

@@ -129,5 +129,5 @@ class History:
                 copy_s=0.005,
             ),
             Stored(t=now, level=LEVEL, step=step, bytes=1000, seconds=0.01, checksum_s=0.002, read_back_s=0.03),
-            Complete(t=now, level=LEVEL, steps=[step]),
+            Complete(t=now, level=LEVEL, steps=[step], start=name),
         ]

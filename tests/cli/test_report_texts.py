@@ -63,7 +63,7 @@ def test_json_has_the_same_and_the_classes_sum_up_to_the_wall_time(url, history,
 
 def test_an_older_step_that_is_completed_last_is_not_the_newest(url, history, capsys):
     newest = run_json(capsys, "report", url)[1]["over_time"][-1]["behind"][LEVEL]
-    late = Complete(t=history.events[-1].t - 0.01, level=LEVEL, steps=[1])
+    late = Complete(t=history.events[-1].t - 0.01, level=LEVEL, steps=[1], start="0000")
     write(url, sorted([*history.events, late], key=lambda event: event.t))
 
     assert run_json(capsys, "report", url)[1]["over_time"][-1]["behind"][LEVEL] == newest

@@ -1,14 +1,11 @@
 """Promises of ``lazysnap show``."""
 
 from collections import OrderedDict, deque
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cli_level import MANIFEST, OTHER, SHARD, at, change, flip, frozen_directory, is_base, put, remove, run, run_json
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 
 
 def state(step: int = 10) -> dict:
@@ -127,12 +124,6 @@ def test_names_of_others_are_neither_markup_nor_commands_to_the_terminal(url, ca
     assert "\x07" not in out
     assert "[bold red]" in out
     assert "\\x1b[2J" in out
-
-
-def test_the_oldest_format_is_shown(capsys):
-    code, result = run_json(capsys, "show", str(GOLDEN), "1000")
-    assert code == 0
-    assert len(result["tensors"]) == 9
 
 
 def test_all_ranks_are_shown(url, capsys):

@@ -201,9 +201,10 @@ def test_a_header_with_too_many_values_is_refused_before_it_is_parsed():
         Layout.parse(image, len(image), "place")
 
 
-def test_a_newer_version_says_what_to_do():
-    with pytest.raises(FormatError, match="upgrade lazysnap"):
-        Manifest.decode(manifest_bytes(version=FORMAT_VERSION + 1), "place")
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+def test_another_version_says_what_to_do(version):
+    with pytest.raises(FormatError, match=f"place: format version {version}, .* use the lazysnap that wrote it"):
+        Manifest.decode(manifest_bytes(version=version), "place")
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\0" * 200, b"null", manifest_bytes()[:-1], manifest_bytes() + b" "])
