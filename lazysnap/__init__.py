@@ -24,21 +24,18 @@ if TYPE_CHECKING:
     from lazysnap.data import ResumableLoader
     from lazysnap.engine import SnapshotEngine
     from lazysnap.exports.exporting import export
-    from lazysnap.exports.job import ExportOptions
     from lazysnap.exports.load_weights import load_weights
     from lazysnap.integrations.accelerate import LazyAccelerator
     from lazysnap.integrations.attach import attach
     from lazysnap.integrations.lightning import LazySnapshotCallback
     from lazysnap.integrations.transformers import LazyTrainerCallback
     from lazysnap.restore.known_run import run_id
-    from lazysnap.snapshots.catalogue import latest_path
     from lazysnap.state.codec import register_type
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ConfigError",
-    "ExportOptions",
     "FormatError",
     "JobBusy",
     "KeeperError",
@@ -58,14 +55,12 @@ __all__ = [
     "WaitTimeout",
     "attach",
     "export",
-    "latest_path",
     "load_weights",
     "register_type",
     "run_id",
 ]
 
 _LAZY = {
-    "ExportOptions": "lazysnap.exports.job",
     "LazyAccelerator": "lazysnap.integrations.accelerate",
     "LazySnapshotCallback": "lazysnap.integrations.lightning",
     "LazyTrainerCallback": "lazysnap.integrations.transformers",
@@ -73,7 +68,6 @@ _LAZY = {
     "SnapshotEngine": "lazysnap.engine",
     "attach": "lazysnap.integrations.attach",
     "export": "lazysnap.exports.exporting",
-    "latest_path": "lazysnap.snapshots.catalogue",
     "load_weights": "lazysnap.exports.load_weights",
     "register_type": "lazysnap.state.codec",
     "run_id": "lazysnap.restore.known_run",

@@ -280,7 +280,7 @@ def exported(to):
     import lazysnap
 
     names = next(trained())
-    lazysnap.export("runs/lazysnap", "latest", to=to)
+    lazysnap.export("runs/lazysnap", to, which="latest")
     yield names
 
 

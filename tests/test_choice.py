@@ -36,7 +36,7 @@ def test_a_choice_is_read(which):
 
 @pytest.mark.parametrize("which", [True, None, 1.5, -1, [7]], ids=repr)
 def test_what_is_no_step_and_no_text_is_refused_by_every_reader(which, tmp_path):
-    for read in (Choice.of, lambda which: lazysnap.export(tmp_path, which, to=tmp_path / "out.safetensors")):
+    for read in (Choice.of, lambda which: lazysnap.export(tmp_path, tmp_path / "out.safetensors", which=which)):
         with pytest.raises(ConfigError, match='which must be "latest", a step, a name or a run'):
             read(which)
     with pytest.raises(ConfigError, match="which must be"):

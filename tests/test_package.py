@@ -18,7 +18,6 @@ from lazysnap.engine.messages import Event
 ROOT = Path(__file__).parent.parent
 DOCUMENTED = {
     "ConfigError",
-    "ExportOptions",
     "FormatError",
     "JobBusy",
     "KeeperError",
@@ -38,7 +37,6 @@ DOCUMENTED = {
     "SnapshotConfig",
     "SnapshotEngine",
     "attach",
-    "latest_path",
     "load_weights",
     "register_type",
     "run_id",

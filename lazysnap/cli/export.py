@@ -7,7 +7,7 @@ from rich.filesize import decimal
 from lazysnap.cli.output import Output
 from lazysnap.cli.stores import open_existing
 from lazysnap.exports.exporting import Exported, write
-from lazysnap.exports.job import ExportOptions, Job
+from lazysnap.exports.job import Job
 from lazysnap.exports.target import format_of
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import look_again
@@ -15,9 +15,16 @@ from lazysnap.snapshots.reader import look_again
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Export. Blocks. Raises: SnapshotNotFound, FormatError, StateError, ConfigError, LevelError, OSError."""
-    options = ExportOptions(only=args.only, config=args.config, keep_types=args.keep_types, force=args.force)
-    job = Job(args.to, format_of(args.to, args.format), options, output.bar)
-    options.check(job.format)
+    job = Job(
+        path=args.to,
+        format=format_of(args.to, args.format),
+        only=args.only,
+        config=args.config,
+        keep_types=args.keep_types,
+        force=args.force,
+        bar=output.bar,
+    )
+    job.check()
 
     def written(catalogue: Catalogue) -> tuple[str, Exported]:
         plan = catalogue.find(args.wanted, args.run)

@@ -65,7 +65,7 @@ def write_checkpoint(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     outline = Outline(whole)
     content, notes = stock_state(whole, outline)
     converter = _WeightsOnly()
-    if not job.options.keep_types:
+    if not job.keep_types:
         content = converter.convert(content)
     reads = Reads()
     with contextlib.ExitStack() as files:

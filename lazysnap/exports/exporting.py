@@ -1,7 +1,7 @@
 """``lazysnap.export``: a snapshot of any number of ranks in the format of another tool."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,7 +10,7 @@ from typing import Any
 from lazysnap.config import checked_url
 from lazysnap.errors import ConfigError
 from lazysnap.exports.folder import filled
-from lazysnap.exports.job import ExportOptions, Job
+from lazysnap.exports.job import Job
 from lazysnap.exports.target import format_of, parents_made, replaced_when_whole
 from lazysnap.levels import open_store
 from lazysnap.resolver import RestartPlan
@@ -47,28 +47,38 @@ class Exported:
 
 
 def export(
-    url: "str | os.PathLike[str]",
-    which: "str | int" = LATEST,
+    place: "str | os.PathLike[str]",
+    target: "str | os.PathLike[str]",
     *,
-    to: "str | os.PathLike[str]",
+    which: "str | int" = LATEST,
     format: str | None = None,
-    options: ExportOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write a snapshot in the format of another tool, as ``lazysnap export`` does.
 
-    ``url``: a level, as in ``PersistentLevel``. ``which``: ``"latest"``, a step, a name given by ``keep``, or
-    ``"run:1f3a@200"``. ``to``: a local path. ``format``: ``safetensors``, ``huggingface``, ``ckpt``, ``dcp`` or
-    ``accelerate``; default: what the suffix of ``to`` says (``.safetensors``; ``.ckpt``, ``.pt``; none: ``dcp``).
+    Blocks. Sharded tensors are whole, bit for bit. Memory stays below 1 GB whatever the size. The training that
+    writes there may go on; no keeper and no process group is needed. The result has its name when it is whole and
+    durable.
 
-    Sharded tensors are whole, bit for bit. Memory stays below 1 GB whatever the size. The training that writes there
-    may go on; no keeper and no process group is needed. The result has its name when it is whole and durable.
-    Blocks. Raises: SnapshotNotFound; FormatError; StateError, for a value that the format cannot hold;
-    StateError; ConfigError; LevelError; OSError.
+    Args:
+        place: the path or URL of a level, as in ``PersistentLevel``.
+        target: a local path that does not exist yet.
+        which: ``"latest"``, a step, a name given by ``keep``, or ``"run:1f3a@200"``.
+        format: ``safetensors``, ``huggingface``, ``ckpt``, ``dcp`` or ``accelerate``; default: what the suffix of
+            ``target`` says (``.safetensors``; ``.ckpt``, ``.pt``; none: ``dcp``).
+        storage_options: options for the file system of the level, as in ``PersistentLevel``.
+
+    Returns: step, run, path, format and size of what was written.
+    Raises: SnapshotNotFound; FormatError; StateError, for a value that the format cannot hold; ConfigError, also if
+        the target exists; LevelError; OSError.
+
+    Example::
+
+        lazysnap.export("runs/lazysnap", "model", which="best", format="huggingface")
     """
-    options = options or ExportOptions()
-    job = Job(os.fspath(to), format_of(os.fspath(to), format), options)
-    options.check(job.format)
-    store = open_store(checked_url("export", url), options=options.storage_options)
+    path = os.fspath(target)
+    job = Job(path=path, format=format_of(path, format))
+    store = open_store(checked_url("export", place), options=storage_options)
     return look_again(store, lambda catalogue: write(catalogue, catalogue.find(which), job))
 
 
@@ -79,11 +89,13 @@ def write(catalogue: Catalogue, plan: RestartPlan, job: Job) -> Exported:
     path = os.path.abspath(job.path)
     if job.format == ACCELERATE:
         is_free = not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
-        if not (is_free or job.options.force):
-            raise ConfigError(f"{path} exists: choose the option `force` to replace its checkpoint, or another name")
+        if not (is_free or job.force):
+            raise ConfigError(
+                f"{path} exists: choose another name, or replace its checkpoint with `lazysnap export --force`"
+            )
         place = filled(path, stock_facts(plan))
     else:
-        place = replaced_when_whole(job.path, force=job.options.force)
+        place = replaced_when_whole(job.path, force=job.force)
     with parents_made(path), place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
         notes = writer(WholeSnapshot(snapshot), job, temp)
     size = sum(map(os.path.getsize, _files(path)))

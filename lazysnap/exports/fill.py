@@ -64,7 +64,7 @@ def _fill(catalogue: Catalogue, name: str, of_hooks: set[str]) -> str:
     for left in set(os.listdir()) - of_hooks:  # by an attempt whose snapshot vanished while it was read
         os.unlink(left)
     with closing(open_snapshot(catalogue, plan)) as snapshot:
-        write_stock(WholeSnapshot(snapshot), Job(os.curdir, ACCELERATE), os.curdir)
+        write_stock(WholeSnapshot(snapshot), Job(path=os.curdir, format=ACCELERATE), os.curdir)
     finish(os.curdir, stock_facts(plan))
     return plan.run_id
 

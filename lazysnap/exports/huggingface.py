@@ -36,11 +36,11 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     """Write a new directory; return notes for the user.
 
     The weights are those of one model, in files of at most ``shard_bytes`` with an index; of a PEFT model the adapter
-    alone. Of tied tensors the first is written. ``config.json`` and the other files come from ``ExportOptions.config``,
-    else from the snapshot.
+    alone. Of tied tensors the first is written. ``config.json`` and the other files come from ``Job.config``, else
+    from the snapshot.
     Blocks. Raises: ConfigError, without a config; FormatError; StateError; LevelError; OSError.
     """
-    state, only = whole.meta.state, job.options.only
+    state, only = whole.meta.state, job.only
     facts = _facts(state, only)
     chosen = chosen_tensors(state, only)
     adapter = facts.get("weights")
@@ -49,12 +49,12 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
         if len(chosen) < len(adapter):
             missing = next(held for held in adapter.values() if held not in chosen.values())
             raise FormatError(f"{whole.snapshot.plan.level}: the adapter's tensor {missing!r} is not in the state")
-    files = _copied(job.options.config)
+    files = _copied(job.config)
     needed = "config.json" if adapter is None else "adapter_config.json"
     if needed not in files and needed not in facts["files"]:
         raise ConfigError(
             f"no {needed}, without which from_pretrained loads nothing: this snapshot has none (it has one of models "
-            "of Transformers and PEFT, but not from Lightning); name a directory that has one with the option `config`"
+            "of Transformers and PEFT, but not from Lightning); `lazysnap export --config DIR` copies one"
         )
     tensors = {_plain(name): whole.tensor(stored) for name, stored in chosen.items()}
     tied = tied_names(tensors, list(tensors))
@@ -62,7 +62,7 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     with contextlib.ExitStack() as stack:
         reads = Reads()
         stem = "model" if adapter is None else "adapter_model"
-        shards = _shards({name: one for name, one in tensors.items() if name not in tied}, job.options.shard_bytes)
+        shards = _shards({name: one for name, one in tensors.items() if name not in tied}, job.shard_bytes)
         weights: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -83,7 +83,7 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     return (
         []
         if has_tokenizer or adapter is not None
-        else ["no tokenizer files: the option `config` copies those of a directory"]
+        else ["no tokenizer files: `lazysnap export --config DIR` copies those of a directory"]
     )
 
 
@@ -106,7 +106,7 @@ def _facts(state: Any, only: str | None) -> dict[str, Any]:
     return dict(facts)
 
 
-def _copied(config: "str | os.PathLike[str] | None") -> dict[str, str]:
+def _copied(config: str | None) -> dict[str, str]:
     """Return the files to copy, by name. Raises: ConfigError, if there is no such directory."""
     if config is None:
         return {}

@@ -1,11 +1,9 @@
 """One export: its place and format, the choices of the user, and a display of the progress."""
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError
 from lazysnap.levels.files import pwrite_all
@@ -27,12 +25,15 @@ def no_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Choices for ``lazysnap.export``. Raises: ConfigError."""
+class Job:
+    """One export."""
 
+    path: str
+    """The place of the result."""
+    format: str
     only: str | None = None
     """safetensors, huggingface: only the tensors below this path in the state, without that prefix."""
-    config: "str | os.PathLike[str] | None" = None
+    config: str | None = None
     """huggingface: a directory whose ``config.json``, generation config and tokenizer files are copied."""
     shard_bytes: int = 5_000_000_000
     """huggingface: the most that a file of weights may have, unless one tensor is larger."""
@@ -40,32 +41,16 @@ class ExportOptions:
     """ckpt: also values of types that ``torch.load(weights_only=True)`` refuses."""
     force: bool = False
     """Replace an earlier export, or an empty directory."""
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    """Options for the file system of the level, as in ``PersistentLevel``."""
-
-    def __post_init__(self) -> None:
-        if type(self.shard_bytes) is not int or self.shard_bytes < 1:
-            raise ConfigError(f"ExportOptions.shard_bytes must be a number of bytes >= 1, got {self.shard_bytes!r}")
-
-    def check(self, format: str) -> None:
-        """Raises: ConfigError, for a choice that this format does not have."""
-        if self.only is not None and format not in ("safetensors", "huggingface"):
-            raise ConfigError(f"the option `only` chooses tensors for safetensors and huggingface, not for {format}")
-        if self.config is not None and format != "huggingface":
-            raise ConfigError(f"the option `config` is for huggingface, not for {format}")
-        if self.keep_types and format != "ckpt":
-            raise ConfigError(f"the option `keep_types` is for .ckpt files, not for {format}")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One export."""
-
-    path: str
-    """The place of the result."""
-    format: str
-    options: ExportOptions = field(default_factory=ExportOptions)
     bar: Bar = no_bar
+
+    def check(self) -> None:
+        """Raises: ConfigError, for a choice that the format does not have."""
+        if self.only is not None and self.format not in ("safetensors", "huggingface"):
+            raise ConfigError(f"--only chooses tensors for safetensors and huggingface, not for {self.format}")
+        if self.config is not None and self.format != "huggingface":
+            raise ConfigError(f"--config is for huggingface, not for {self.format}")
+        if self.keep_types and self.format != "ckpt":
+            raise ConfigError(f"--keep-types is for .ckpt files, not for {self.format}")
 
     def fill(self, reads: Reads) -> None:
         """Read the snapshot into the files of an export. Blocks. Raises: as ``Reads.run``."""

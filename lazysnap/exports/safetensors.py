@@ -24,7 +24,7 @@ def write_safetensors(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     Blocks. Raises: ConfigError; FormatError; StateError, for a dtype that safetensors does not have; LevelError;
     OSError.
     """
-    chosen = chosen_tensors(whole.meta.state, job.options.only)
+    chosen = chosen_tensors(whole.meta.state, job.only)
     tensors = {name: whole.tensor(stored) for name, stored in chosen.items()}
     tied = tied_names(tensors, sorted(tensors))
     reads = Reads()
@@ -60,7 +60,7 @@ def add_file(
         if tensor.first.logical is not None:
             raise StateError(
                 f"tensor {name!r} is {tensor.first.logical}, which safetensors cannot hold; export to .ckpt or a DCP "
-                "directory, or choose other tensors with the option `only`"
+                "directory, or choose other tensors with `lazysnap export --only`"
             )
     try:
         layout = Layout.plan([one.spec(name) for name, one in tensors.items()], {**FORMAT, **metadata})

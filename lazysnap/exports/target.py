@@ -77,11 +77,11 @@ def _check(path: str, *, force: bool) -> None:
     if not os.path.lexists(path):
         return
     if not force:
-        raise ConfigError(f"{path} exists: choose the option `force` to replace it, or another name")
+        raise ConfigError(f"{path} exists: choose another name, or replace it with `lazysnap export --force`")
     reason = _foreign(path)
     if reason:
         raise ConfigError(
-            f"{path} is not replaced: {reason}. The option `force` replaces an empty directory or what an export "
+            f"{path} is not replaced: {reason}. --force replaces an empty directory or what an export "
             "wrote; choose another name, or remove it yourself"
         )
 

@@ -37,11 +37,11 @@ def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
                 continue
             text = text[len(prefix) + 1 :]
         if text in found or text == "__metadata__":
-            raise FormatError(f"two tensors would be called {text!r}; choose fewer with the option `only`")
+            raise FormatError(f"two tensors would be called {text!r}; choose fewer with `lazysnap export --only`")
         found[text] = name
     if not found and prefix is not None:
         tops = sorted({path[0] for path, _ in paths if path})
-        raise ConfigError(f"no tensors below {prefix!r}; the option `only` can name one of {tops}, or a path below it")
+        raise ConfigError(f"no tensors below {prefix!r}; --only can name one of {tops}, or a path below it")
     if not found:
         raise ConfigError("the snapshot holds no tensors")
     return found

@@ -4,15 +4,13 @@ The name of a directory holds run, step and start. Directories are listed and ma
 that a caller asks for.
 """
 
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from lazysnap.config import checked_url
 from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
-from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels import SnapshotStore
 from lazysnap.levels.listing import Directory, Listing, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
 from lazysnap.levels.threads import in_threads
@@ -51,20 +49,6 @@ def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list
     """``work(item)`` for every item, in order. Blocks. Raises: the first error."""
     tasks = [partial(work, item) for item in items]
     return in_threads(tasks, min(_THREADS, len(tasks)), "lazysnap-catalogue")
-
-
-def latest_path(url: "str | os.PathLike[Any]") -> str | None:
-    """The directory of the newest complete snapshot below ``url``, ``None`` if there is none.
-
-    For tools that copy files. To load weights use ``load_weights``; for Lightning's ``load_from_checkpoint`` write a
-    file with ``lazysnap export URL latest --to FILE.ckpt``.
-
-    Blocks: lists the level and reads manifests; no shard is read or verified.
-    Raises: LevelError, if the level does not answer; ConfigError, if ``url`` is no path or URL.
-    """
-    store = open_store(checked_url("latest_path", url))
-    plan = next(Catalogue(store).plans(), None)
-    return f"{store.url}/{plan.sources[0][0].location}" if plan is not None else None
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from support.catalogue import newest_directory
 
-from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig, latest_path
+from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.exports.folder import begin
 from lazysnap.integrations.accelerate import saving
@@ -296,4 +297,4 @@ def test_the_directory_of_a_snapshot_is_refused_with_what_to_do_instead(tmp_path
     script.accelerator.end_training()
 
     with pytest.raises(ConfigError, match=r'not a checkpoint file of Accelerate: load_state\("latest"\) resumes'):
-        Script(tmp_path).accelerator.load_state(latest_path(tmp_path / "level"))
+        Script(tmp_path).accelerator.load_state(newest_directory(tmp_path / "level"))

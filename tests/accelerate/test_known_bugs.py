@@ -54,7 +54,7 @@ class Script:
             walked = walk(state)
             boxes = {name: (tensor, None) for name, tensor in zip(walked.names, walked.tensors, strict=True)}
             saving.write(snapshot, rank, boxes, walked.skeleton)
-        export(url, number, to=self.root / f"checkpoint_{number}", format="accelerate")
+        export(url, self.root / f"checkpoint_{number}", which=number, format="accelerate")
 
 
 @pytest.fixture

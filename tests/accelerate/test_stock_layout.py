@@ -9,7 +9,6 @@ from stock_net import Net, plain
 from support.saving import put
 
 import lazysnap
-from lazysnap import ExportOptions
 from lazysnap.data.streams import collect_rng
 from lazysnap.errors import StateError
 from lazysnap.exports.folder import mark_of
@@ -92,8 +91,9 @@ def state_of(model, optimizer, **facts):
 
 def export(state, directory):
     """As the layout of ``save_state``, from a snapshot."""
-    put(str(directory / "level"), 1, state)
-    lazysnap.export(directory / "level", to=directory, format="accelerate", options=ExportOptions(force=True))
+    level = directory.with_name(f"{directory.name}-level")
+    put(str(level), 1, state)
+    lazysnap.export(level, directory, format="accelerate")
 
 
 def stock_load(directory, model, optimizer, scaler=None):

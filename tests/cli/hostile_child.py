@@ -217,7 +217,6 @@ class Readers:
         for name in ("o.ckpt", "o"):
             to = str(self.scratch / name)
             yield f"export {name}", lambda to=to: self.command("export", url, "latest", "--to", to, "--force")
-        yield "latest_path", lambda: self.raises(lambda: lazysnap.latest_path(url))
         for which in ("latest", "best", 10, f"run:{RUN[:8]}", f"run:{RUN}@10"):
             yield (
                 f"load_weights {which}",

@@ -339,21 +339,19 @@ def test_missing_directories_are_made_and_a_refused_export_leaves_none_behind(ma
     assert (code == 0) == (format not in ("accelerate", "huggingface"))
 
 
-def test_messages_of_the_function_name_its_own_options(make_url, tmp_path):
+def test_messages_of_the_function_name_its_arguments_and_the_command_for_the_rest(make_url, tmp_path):
     url = make_url("local")
     put(url, 10)
     path = tmp_path / "out.ckpt"
-    lazysnap.export(url, to=path)
-    for options, words in (
-        ({"to": path}, "`force`"),
-        ({"to": tmp_path / "out.bin"}, "`format`"),
-        ({"to": tmp_path / "other.ckpt", "options": lazysnap.ExportOptions(only="model")}, "`only`"),
-        ({"to": tmp_path / "model", "format": "huggingface"}, "`config`"),
+    lazysnap.export(url, path)
+    for to, format, words in (
+        (path, None, "exists: choose another name, or replace it with `lazysnap export --force`"),
+        (tmp_path / "out.bin", None, "choose the option `format`"),
+        (tmp_path / "model", "huggingface", "`lazysnap export --config DIR` copies one"),
     ):
         with pytest.raises(ConfigError) as refused:
-            lazysnap.export(url, **options)
+            lazysnap.export(url, to, format=format)
         assert words in str(refused.value)
-        assert "--" not in str(refused.value)
 
 
 def test_the_format_can_be_named(make_url, tmp_path):

@@ -9,9 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 from cli_level import MANIFEST, SHARD, at, change, files, put, run, run_json
-from support.catalogue import inventory_of
+from support.catalogue import inventory_of, newest_directory
 
-import lazysnap
 from lazysnap.levels.store import open_store
 from lazysnap.shard.checksum import ALGORITHM, digest
 from lazysnap.shard.limits import MAX_RANKS
@@ -72,7 +71,7 @@ def test_a_claim_of_many_ranks_makes_a_snapshot_incomplete_and_nothing_more(make
     (directory / SHARD).rename(directory / f"{stem}.safetensors")
     (directory / MANIFEST).rename(directory / f"{stem}.json")
 
-    assert lazysnap.latest_path(url) is None
+    assert newest_directory(url) is None
     assert run("show", url, "latest") == 2
     assert run("copy", url, make_url("local")) == 2
     code, listed = run_json(capsys, "ls", url)
@@ -82,7 +81,7 @@ def test_a_claim_of_many_ranks_makes_a_snapshot_incomplete_and_nothing_more(make
     else:
         assert [(item["ranks"], item["world_size"]) for item in listed["snapshots"]] == [(1, ranks)]
     put(url, 20)
-    assert lazysnap.latest_path(url).endswith(at(20))
+    assert newest_directory(url).endswith(at(20))
     assert run("copy", url, make_url("local")) == 0
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 from cli_level import OTHER, RUN, at, put, run, run_json
-from support.catalogue import inventory_of
+from support.catalogue import inventory_of, newest_directory
 from support.names import START
 
-from lazysnap import latest_path
 from lazysnap.levels.store import open_store
 from lazysnap.resolver import candidates
 
@@ -56,7 +55,7 @@ def test_what_an_earlier_start_half_wrote_is_beside_the_complete_one(url, capsys
     ]
     result = run_json(capsys, "verify", url)[1]
     assert sorted(item["state"] for item in result["snapshots"]) == ["good", "incomplete"]
-    assert latest_path(url) is not None
+    assert newest_directory(url) is not None
     # The newest complete one stays; what the first start left counts for nothing.
     code, result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")
     assert code == 0

@@ -8,10 +8,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from small_training import TIMEOUT_S, Training
-from support.catalogue import inventory_of
+from support.catalogue import inventory_of, newest_directory
 from support.waiting import until
 
-from lazysnap import PersistentLevel, SnapshotConfig, latest_path
+from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
@@ -67,7 +67,7 @@ def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_beh
     train(training, 6, 7)
     assert training.engine.close()
     until(lambda: steps_at(tmp_path) == [[7, 6], [8, 7, 4]])  # a keeper deletes after close, too
-    assert f"/step-00000007-{other_run(tmp_path)}-" in latest_path(tmp_path)
+    assert f"/step-00000007-{other_run(tmp_path)}-" in newest_directory(tmp_path)
 
     last = job.start(tmp_path, ready=False).engine
     assert last.restore("latest").step == 7

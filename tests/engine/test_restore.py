@@ -18,7 +18,6 @@ from lazysnap import (
     PersistentLevel,
     SnapshotConfig,
     SnapshotEngine,
-    latest_path,
     load_weights,
     register_type,
 )
@@ -254,15 +253,6 @@ def test_another_model_is_refused_by_name_and_nothing_is_loaded(job, tmp_path):
         assert torch.equal(value, before[name])
 
 
-def test_latest_path_is_the_newest_complete_directory(job, tmp_path):
-    assert latest_path(tmp_path) is None
-    saved(job, tmp_path)
-
-    assert "/step-00000003-" in latest_path(tmp_path)
-    next(tmp_path.glob("step-00000003-*/*.json")).unlink()
-    assert "/step-00000002-" in latest_path(tmp_path)
-
-
 def test_odd_dtypes_and_tied_weights_come_back(job):
     tied = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False)])
     tied.append(tied[0])
@@ -366,17 +356,15 @@ def test_what_chooses_no_snapshot_is_refused(job, tmp_path):
     assert training.engine.step == 2
 
 
-@pytest.mark.parametrize("read", [latest_path, load_weights])
-def test_whoever_only_reads_is_told_nothing_of_training(tmp_path, read):
+def test_a_reader_is_told_nothing_of_training(tmp_path):
     place = tmp_path / "level"
     place.write_text("a file stands where the directory should be")
     with pytest.raises(LevelError, match="Not a directory") as error:
-        read(place)
+        load_weights(place)
     assert "training" not in str(error.value).replace(str(tmp_path), "")
 
 
-@pytest.mark.parametrize("read", [latest_path, load_weights])
 @pytest.mark.parametrize("place", [None, 5, "", b"/tmp"])
-def test_what_is_no_place_is_refused(read, place):
-    with pytest.raises(ConfigError, match=rf"{read.__name__}.* must be a path or URL"):
-        read(place)
+def test_what_is_no_place_is_refused(place):
+    with pytest.raises(ConfigError, match=r"load_weights.* must be a path or URL"):
+        load_weights(place)

@@ -54,7 +54,7 @@ def test_a_flipped_byte_of_a_tensor_is_found_in_its_block(folder, out):
     flip(path, path.stat().st_size - 1)
 
     with refused(out, path.name, "block 1", "the manifest says"):
-        lazysnap.export(folder.parent, to=out)
+        lazysnap.export(folder.parent, out)
 
 
 def test_a_header_that_was_changed_is_found_even_if_it_can_be_read(folder, out):
@@ -66,7 +66,7 @@ def test_a_header_that_was_changed_is_found_even_if_it_can_be_read(folder, out):
     path.write_bytes(data.replace(b'"w"', b'"?"').replace(b'"v"', b'"w"').replace(b'"?"', b'"v"'))
 
     with refused(out, path.name):
-        lazysnap.export(folder.parent, to=out)
+        lazysnap.export(folder.parent, out)
 
 
 def test_names_exchanged_between_tensors_of_one_shape_are_found(tmp_path, out):
@@ -77,23 +77,23 @@ def test_names_exchanged_between_tensors_of_one_shape_are_found(tmp_path, out):
     path.write_bytes(data.replace(b'"a"', b'"?"').replace(b'"b"', b'"a"').replace(b'"?"', b'"b"'))
 
     with refused(out, path.name, "block 0"):
-        lazysnap.export(tmp_path, to=out)
+        lazysnap.export(tmp_path, out)
 
 
 def test_a_lost_shard_is_named(folder, out):
     shard(folder, 1).unlink()
 
     with refused(out, "no complete snapshot", shard(folder, 1).name, "the shard of rank 1 is lost"):
-        lazysnap.export(folder.parent, to=out)
+        lazysnap.export(folder.parent, out)
     with refused(out, "the shard of rank 1 is lost"):
-        lazysnap.export(folder.parent, 10, to=out)
+        lazysnap.export(folder.parent, out, which=10)
 
 
 def test_a_lost_manifest_is_named(folder, out):
     manifest(folder, 0).unlink()
 
     with refused(out, "step 10 is not complete", "no valid manifest there has rank 0;"):
-        lazysnap.export(folder.parent, to=out)
+        lazysnap.export(folder.parent, out)
 
 
 def test_a_truncated_shard_is_named_with_both_sizes(folder, out):
@@ -102,7 +102,7 @@ def test_a_truncated_shard_is_named_with_both_sizes(folder, out):
         file.truncate(size - 10)
 
     with refused(out, shard(folder, 1).name, f"{size - 10} bytes, the manifest says {size}"):
-        lazysnap.export(folder.parent, to=out)
+        lazysnap.export(folder.parent, out)
 
 
 @pytest.mark.parametrize("what", ["truncated", "flipped", "empty"])
@@ -112,21 +112,21 @@ def test_a_damaged_manifest_is_named(folder, what, out):
     path.write_bytes({"truncated": data[:-9], "flipped": data.replace(b'"w"', b'"x"'), "empty": b""}[what])
 
     with refused(out, "the manifest is damaged", path.name):
-        lazysnap.export(folder.parent, to=out)
+        lazysnap.export(folder.parent, out)
 
 
 def test_a_manifest_of_another_rank_is_named(folder, out):
     manifest(folder, 1).write_bytes(manifest(folder, 2).read_bytes())
 
     with refused(out, manifest(folder, 1).name, "its name says otherwise"):
-        lazysnap.export(folder.parent, to=out)
+        lazysnap.export(folder.parent, out)
 
 
 def test_a_snapshot_moved_to_another_step_is_no_snapshot_of_that_step(folder, out):
     folder.rename(folder.parent / directory_of(11))
 
     with refused(out, f"holds {directory_of(10)}", "its name says otherwise"):
-        lazysnap.export(folder.parent, to=out)
+        lazysnap.export(folder.parent, out)
 
 
 def test_a_shard_of_another_snapshot_under_a_right_manifest_is_found(folder, out):
@@ -135,7 +135,7 @@ def test_a_shard_of_another_snapshot_under_a_right_manifest_is_found(folder, out
     shard(folder, 1).write_bytes(shard(folder.parent / directory_of(11), 1).read_bytes())
 
     with refused(out, shard(folder, 1).name, "block 1"):
-        lazysnap.export(folder.parent, 10, to=out)
+        lazysnap.export(folder.parent, out, which=10)
 
 
 def test_a_piece_that_no_shard_has_is_an_error_before_anything_is_filled(tmp_path, out):
@@ -145,7 +145,7 @@ def test_a_piece_that_no_shard_has_is_an_error_before_anything_is_filled(tmp_pat
     write_all(snapshot, state(), lambda name, t, rank: None if (name, rank) == ("w", 1) else cut(name, t, rank))
 
     with refused(out, "tensor w", "800 of 1200 elements"):
-        lazysnap.export(tmp_path, to=out)
+        lazysnap.export(tmp_path, out)
 
 
 def test_pieces_that_overlap_and_leave_a_hole_are_an_error(tmp_path, out):
@@ -155,7 +155,7 @@ def test_pieces_that_overlap_and_leave_a_hole_are_an_error(tmp_path, out):
     write(snapshot, 1, {"w": (torch.zeros(1, 2), ((4, 2), (1, 0), "shard"))}, skeleton)
 
     with refused(out, "tensor w", "6 of 8 elements"):
-        lazysnap.export(tmp_path, to=out)
+        lazysnap.export(tmp_path, out)
 
 
 @pytest.mark.parametrize("difference", ["shape", "dtype"])
@@ -167,7 +167,7 @@ def test_ranks_that_disagree_on_a_tensor_are_an_error(tmp_path, difference, out)
     write(snapshot, 1, {"w": (second, (whole, (2, 0), "shard"))}, skeleton)
 
     with refused(out, "node-00001", "tensor w is", "elsewhere"):
-        lazysnap.export(tmp_path, to=out)
+        lazysnap.export(tmp_path, out)
 
 
 def test_ranks_that_number_their_parameters_differently_are_refused(tmp_path, out):
@@ -178,7 +178,7 @@ def test_ranks_that_number_their_parameters_differently_are_refused(tmp_path, ou
         write(snapshot, rank, {"w": (torch.zeros(2), place)}, {"w": {"$": "tensor", "v": "w"}})
 
     with refused(out, "hold other parameters than those of rank 0"):
-        lazysnap.export(tmp_path, 10, to=out)
+        lazysnap.export(tmp_path, out, which=10)
 
 
 def test_frozen_tensors_that_are_gone_are_named(tmp_path, out):
@@ -188,14 +188,14 @@ def test_frozen_tensors_that_are_gone_are_named(tmp_path, out):
     (image,) = tmp_path.glob("frozen-*/*.safetensors")
     flip(image, image.stat().st_size - 1)
     with refused(out, image.name, "block 0"):
-        lazysnap.export(tmp_path, to=out)
+        lazysnap.export(tmp_path, out)
     (folder,) = tmp_path.glob("frozen-*")
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
 
     with refused(out, "frozen tensors", "which are not there"):
-        lazysnap.export(tmp_path, to=out)
+        lazysnap.export(tmp_path, out)
 
 
 def tampered(folder, rank, change):
@@ -236,4 +236,4 @@ def test_a_manifest_with_nonsense_in_it_is_refused(folder, message, out):
     # In a file of weights there is nothing of the state but names of tensors.
     words = (message, str(folder.parent)) if out.suffix != ".safetensors" else ()
     with refused(out, *words):
-        lazysnap.export(folder.parent, 10, to=out)
+        lazysnap.export(folder.parent, out, which=10)

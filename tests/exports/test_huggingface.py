@@ -11,9 +11,11 @@ from support.saving import put
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import lazysnap
-from lazysnap import ExportOptions
 from lazysnap.cli import main
-from lazysnap.errors import ConfigError
+from lazysnap.exports.exporting import write
+from lazysnap.exports.job import Job
+from lazysnap.levels import open_store
+from lazysnap.snapshots.catalogue import Catalogue
 
 pytestmark = [
     pytest.mark.xdist_group("huggingface export"),
@@ -68,7 +70,7 @@ def test_a_folder_is_as_save_pretrained_writes_it(captured, tmp_path, capsys):
     folder = tmp_path / "model"
     code, result = run_json(capsys, "export", url, "latest", "--to", folder, "--format", "huggingface")
     assert code == 0
-    assert result["notes"] == ["no tokenizer files: the option `config` copies those of a directory"]
+    assert result["notes"] == ["no tokenizer files: `lazysnap export --config DIR` copies those of a directory"]
 
     assert tensors(folder) == tensors(stock)
     assert texts(folder) == texts(stock)
@@ -81,8 +83,9 @@ def test_a_folder_is_as_save_pretrained_writes_it(captured, tmp_path, capsys):
 def test_large_weights_are_in_several_files_with_an_index(captured, tmp_path):
     url, stock = captured
     folder = tmp_path / "model"
-    options = ExportOptions(shard_bytes=5000)
-    lazysnap.export(url, to=folder, format="huggingface", options=options)
+    catalogue = Catalogue(open_store(url))
+    job = Job(path=str(folder), format="huggingface", shard_bytes=5000)
+    write(catalogue, catalogue.find("latest"), job)
 
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     names = {path.name for path in folder.glob("*.safetensors")}
@@ -94,7 +97,7 @@ def test_large_weights_are_in_several_files_with_an_index(captured, tmp_path):
         dict(GPT2LMHeadModel.from_pretrained(stock).state_dict())
     )
     # Another export of fewer files takes the place of this one, and none of these stays.
-    lazysnap.export(url, to=folder, format="huggingface", options=ExportOptions(force=True))
+    assert run("export", url, "latest", "--to", folder, "--format", "huggingface", "--force") == 0
     assert [path.name for path in folder.glob("*.safetensors*")] == ["model.safetensors"]
 
 
@@ -113,7 +116,7 @@ def test_a_directory_gives_config_and_tokenizer_where_the_snapshot_has_none(capt
     code, result = run_json(capsys, "export", url, "10", "--to", folder, *words)
     assert code == 2
     assert "no config.json" in result["error"]
-    assert "option `config`" in result["error"]
+    assert "--config DIR" in result["error"]
     assert not folder.exists()
 
     assert run("export", url, "10", "--to", folder, *words, "--config", base) == 0
@@ -122,9 +125,10 @@ def test_a_directory_gives_config_and_tokenizer_where_the_snapshot_has_none(capt
     }  # fmt: skip
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert flat(dict(loaded.state_dict())) == flat(dict(model.state_dict()))
-    options = ExportOptions(config=tmp_path / "none", only="net.inner")
-    with pytest.raises(ConfigError, match="no such directory"):
-        lazysnap.export(url, to=tmp_path / "other", format="huggingface", options=options)
+    words = ("--to", tmp_path / "other", "--format", "huggingface", "--config", tmp_path / "none")
+    code, result = run_json(capsys, "export", url, "10", *words)
+    assert code == 2
+    assert "no such directory" in result["error"]
 
 
 class Texts(torch.utils.data.Dataset):
@@ -145,7 +149,7 @@ def test_the_trainer_notes_what_a_folder_needs(tmp_path):
     trainer.train()
     trainer.save_model(str(tmp_path / "stock"))
 
-    lazysnap.export(tmp_path / "level", to=tmp_path / "model", format="huggingface")
+    lazysnap.export(tmp_path / "level", tmp_path / "model", format="huggingface")
 
     assert tensors(tmp_path / "model") == tensors(tmp_path / "stock")
     assert texts(tmp_path / "model") == texts(tmp_path / "stock")
@@ -157,7 +161,7 @@ def test_of_two_ranks_it_is_the_folder_that_the_library_saves(worlds, tmp_path, 
     url, stock, folder = str(tmp_path / "level"), tmp_path / "stock", tmp_path / "model"
     worlds.run(2, "save_pretrained", url=url, kind=kind, reference=str(stock))
 
-    lazysnap.export(url, to=folder, format="huggingface")
+    lazysnap.export(url, folder, format="huggingface")
 
     expected = tensors(stock)
     if kind == "fsdp":

@@ -168,7 +168,7 @@ def test_beside_a_training_that_keeps_one_snapshot_the_next_newest_is_read(busy,
     assert not caplog.text
 
     busy([1, 2, 3, 4], suffix)
-    assert lazysnap.export("busy://level", to=tmp_path / "w.safetensors").step == 4
+    assert lazysnap.export("busy://level", tmp_path / "w.safetensors").step == 4
     assert load_file(tmp_path / "w.safetensors")["w"].tolist() == [4.0] * 30
 
     busy([1, 2], suffix)

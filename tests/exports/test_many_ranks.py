@@ -42,12 +42,12 @@ def test_every_format_holds_the_bits_that_torch_saves_whole(saved, tmp_path, wor
     url, reference = saved(*world)
     whole = torch.load(reference, weights_only=False)  # written by this test
 
-    done = lazysnap.export(url, to=tmp_path / "w.safetensors")
+    done = lazysnap.export(url, tmp_path / "w.safetensors")
     assert (done.step, done.format, done.url) == (1, "safetensors", url)
     weights = load_file(tmp_path / "w.safetensors")
     assert flat(weights) == flat({n: t for n, t in whole["model"].items() if n != "head.weight"})
 
-    lazysnap.export(url, 1, to=tmp_path / "state.ckpt")
+    lazysnap.export(url, tmp_path / "state.ckpt", which=1)
     state = torch.load(tmp_path / "state.ckpt", weights_only=True)
     assert flat(state["model"]) == flat(whole["model"])
     assert state["model"]["head.weight"].data_ptr() == state["model"]["embedding.weight"].data_ptr()
@@ -59,7 +59,7 @@ def test_every_format_holds_the_bits_that_torch_saves_whole(saved, tmp_path, wor
     with zipfile.ZipFile(tmp_path / "state.ckpt") as archive:
         assert archive.testzip() is None, "other readers than torch compare checksums"
 
-    lazysnap.export(url, to=tmp_path / "dcp")
+    lazysnap.export(url, tmp_path / "dcp")
     stock = FileSystemReader(f"{reference}.dcp").read_metadata().state_dict_metadata
     ours = FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
     assert {key for key in ours if key.startswith(("model.", "optimizer."))} == set(stock)
@@ -71,7 +71,7 @@ def test_every_format_holds_the_bits_that_torch_saves_whole(saved, tmp_path, wor
 @pytest.mark.parametrize(("origin", "target"), [(("fsdp", 3), ("ddp", 2)), (("ddp", 2), ("tp", 4))], ids=str)
 def test_another_world_loads_an_exported_directory_and_trains_on(worlds, saved, tmp_path, origin, target):
     url, reference = saved(*origin)
-    lazysnap.export(url, to=tmp_path / "dcp")
+    lazysnap.export(url, tmp_path / "dcp")
 
     found = worlds.run(target[1], "load", directory=str(tmp_path / "dcp"), strategy=target[0], reference=reference)
 
@@ -92,7 +92,7 @@ def test_a_state_dict_of_stock_torch_loads_one_rank_of_the_directory(saved, tmp_
     """No process group: what a notebook does."""
     url, reference = saved("tp", 4)
     whole = torch.load(reference, weights_only=False)
-    lazysnap.export(url, to=tmp_path / "dcp")
+    lazysnap.export(url, tmp_path / "dcp")
     target = {"model": {name: torch.zeros_like(tensor) for name, tensor in whole["model"].items()}}
     dcp.load(target, checkpoint_id=tmp_path / "dcp")
     assert flat(target["model"]) == flat(whole["model"])

@@ -10,9 +10,10 @@ from harness import BATCH_SIZE, Net, Numbers, digest
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
+from support.catalogue import newest_directory
 from torch.utils.data import DataLoader
 
-from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig, latest_path
+from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, SnapshotNotFound
 
 
@@ -119,7 +120,7 @@ def test_after_ctrl_c_a_fit_goes_on_from_the_step_before_it(tmp_path, whole):
 def test_a_finished_training_started_again_ends_at_once_and_can_be_prolonged(tmp_path):
     long = finish(*fit(tmp_path / "long", max_epochs=3))
     short = finish(*fit(tmp_path / "short"))
-    assert "/step-00000012-" in latest_path(str(tmp_path / "short" / "lazysnap"))
+    assert "/step-00000012-" in newest_directory(str(tmp_path / "short" / "lazysnap"))
     assert finish(*fit(tmp_path / "short", seed=5)) == short
     assert finish(*fit(tmp_path / "short", seed=6, max_epochs=3)) == long
 
@@ -139,7 +140,7 @@ def test_one_trainer_fits_twice(tmp_path):
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, *loaders())
     assert trainer.global_step == 12
-    assert "/step-00000012-" in latest_path(str(tmp_path / "lazysnap"))
+    assert "/step-00000012-" in newest_directory(str(tmp_path / "lazysnap"))
 
 
 @pytest.mark.parametrize("entry", ["validate", "test", "predict"])
@@ -293,7 +294,7 @@ def test_every_n_steps_still_saves_the_last_step(tmp_path):
     pl.seed_everything(1, verbose=False)
     lazy = LazySnapshotCallback(every_n_steps=5)
     make_trainer(tmp_path, lazy, Ready(lazy)).fit(Plain(), *loaders())
-    assert "/step-00000012-" in latest_path(str(tmp_path / "lazysnap"))
+    assert "/step-00000012-" in newest_directory(str(tmp_path / "lazysnap"))
 
 
 def test_the_command_line_takes_it(tmp_path, monkeypatch):

@@ -6,9 +6,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from support.catalogue import newest_directory
 from test_callback import Plain, fit, loaders, make_trainer
 
-from lazysnap import LazySnapshotCallback, latest_path
+from lazysnap import LazySnapshotCallback
 
 MESSAGES = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 
@@ -63,7 +64,7 @@ def test_a_training_is_evaluated_with_the_precision_that_the_evaluation_asks_for
 
 def test_what_lightning_says_without_the_callback_is_on_the_page_of_messages(tmp_path):
     fit(tmp_path, max_epochs=1)
-    place = latest_path(tmp_path / "lazysnap")
+    place = newest_directory(tmp_path / "lazysnap")
     tries = {
         "Checkpoint file not found: latest": lambda: make_trainer(tmp_path).validate(
             Plain(), loaders()[1], ckpt_path="latest"

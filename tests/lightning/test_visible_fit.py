@@ -9,9 +9,10 @@ import lightning.pytorch as pl
 import pytest
 from harness import digest
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.catalogue import newest_directory
 from test_callback import DieAt, Plain, Ready, fit, loaders, make_trainer, raising
 
-from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig, latest_path, load_weights
+from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig, load_weights
 from lazysnap.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "visible_fit.py"
@@ -130,7 +131,7 @@ def test_persist_every_n_steps_that_contradicts_the_config_is_refused(tmp_path):
 
 def test_the_directory_of_a_snapshot_as_ckpt_path_is_refused_with_what_to_do_instead(tmp_path):
     fit(tmp_path, max_epochs=1)
-    path = latest_path(tmp_path / "lazysnap")
+    path = newest_directory(tmp_path / "lazysnap")
     with pytest.raises(ConfigError, match=r'not a checkpoint file of Lightning: ckpt_path="latest" resumes'):
         fit(tmp_path, ckpt_path=path)
     with pytest.raises(ConfigError, match=r"load_weights"):

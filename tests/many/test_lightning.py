@@ -165,7 +165,7 @@ def test_an_exported_checkpoint_holds_what_lightning_saves_itself(make_fit, tmp_
     assert fit.run(strategy, world, save=True) == [0] * world, fit.output()
     stock = torch.load(fit.place / "stock.ckpt", weights_only=True)
 
-    exported = lazysnap.export(fit.levels[0], to=tmp_path / "exported.ckpt")
+    exported = lazysnap.export(fit.levels[0], tmp_path / "exported.ckpt")
 
     found = torch.load(tmp_path / "exported.ckpt", weights_only=True)
     assert exported.step == found["global_step"] == stock["global_step"]

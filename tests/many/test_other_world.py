@@ -46,7 +46,7 @@ def test_stock_torch_loads_an_export_of_what_several_ranks_took(job, taken, kind
     job.run(taken, 2, stop_at=STEP, wait_durable=True)
     stopped = job.stopped()
 
-    exported = lazysnap.export(job.levels[0]["url"], to=job.root / "exported")
+    exported = lazysnap.export(job.levels[0]["url"], job.root / "exported")
     assert exported.step == STEP
     assert set(job.run(kind, ranks, dcp=exported.path)) == {0}, job.output()
 

@@ -11,9 +11,10 @@ import sys
 import uuid
 
 import pytest
+from support.catalogue import newest_directory
 from support.keepers import keeper_of
 
-from lazysnap import SnapshotConfig, latest_path
+from lazysnap import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
 
 HERE = pathlib.Path(__file__).parent
@@ -110,7 +111,7 @@ class Trainings:
 
     def durable(self):
         """The newest complete step on storage."""
-        path = latest_path(self.url)
+        path = newest_directory(self.url)
         return path and int(re.search(r"step-(\d+)-", path)[1])
 
     def keeper(self, node=None):

@@ -1,6 +1,8 @@
 """What is at a level."""
 
-from lazysnap.levels import SnapshotStore
+import os
+
+from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.resolver import Inventory
 from lazysnap.snapshots.catalogue import Catalogue
 
@@ -8,3 +10,12 @@ from lazysnap.snapshots.catalogue import Catalogue
 def inventory_of(store: SnapshotStore) -> Inventory:
     """All that can be restored from there, and what cannot and why."""
     return Catalogue(store).inventory()
+
+
+def newest_directory(place: str | os.PathLike[str]) -> str | None:
+    """The directory of the newest complete snapshot of a level; ``None`` if there is none."""
+    store = open_store(os.fspath(place))
+    plan = next(Catalogue(store).plans(), None)
+    if plan is None:
+        return None
+    return f"{store.url}/{plan.sources[0][0].location}"
