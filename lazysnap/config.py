@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qsl, urlsplit
 
 from lazysnap.errors import ConfigError
@@ -148,7 +148,7 @@ class PersistentLevel:
     keep_every_n_steps: int | None = field(default=None, kw_only=True)
     """Also keep snapshots whose step is a multiple of this, for ever. Such a step is always stored, and never left out
     for a newer one."""
-    storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
+    storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False, hash=False)
     """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. The keeper receives them over
     a socket of this user, and they are never written to a file. fsspec's own configuration works as well."""
     max_bytes_per_s: int | None = field(default=None, kw_only=True)
@@ -165,6 +165,22 @@ class PersistentLevel:
     """True if all nodes see the same place there: state that several nodes hold (DDP, HSDP) is then stored once,
     not once per node. ``None``: found out at the start, for a path by a small file. Only matters with several
     nodes."""
+
+    if TYPE_CHECKING:  # the field is text, also where a path was given
+
+        def __init__(  # noqa: PLR0913  the fields
+            self,
+            url: str | os.PathLike[str],
+            *,
+            every_n_steps: int = ...,
+            keep_last: int = ...,
+            keep_every_n_steps: int | None = ...,
+            storage_options: Mapping[str, Any] | None = ...,
+            max_bytes_per_s: int | None = ...,
+            timeout_s: float = ...,
+            verify: bool | None = ...,
+            shared: bool | None = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         url = checked_url("PersistentLevel.url", self.url)
@@ -199,6 +215,17 @@ class MemoryLevel:
     spill_dir: str | None = None
     """Directory on a local disk in which slots are files where memory does not suffice. ``None``: that of the first
     local level. An empty text: there are none, and training goes on without snapshots then."""
+
+    if TYPE_CHECKING:  # the field is text, also where a path was given
+
+        def __init__(
+            self,
+            *,
+            slots: int | None = ...,
+            linger_s: float = ...,
+            max_bytes: int | None = ...,
+            spill_dir: str | os.PathLike[str] | None = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if self.spill_dir is not None:
@@ -351,5 +378,5 @@ def config_at(place: "SnapshotConfig | str | os.PathLike[str]") -> SnapshotConfi
     if isinstance(place, SnapshotConfig):
         return place
     if isinstance(place, (str, os.PathLike)):
-        return SnapshotConfig(levels=(PersistentLevel(os.fspath(place)),))
+        return SnapshotConfig(levels=(PersistentLevel(place),))
     raise ConfigError(f"a SnapshotConfig, or a path or URL for snapshots, is needed, got {place!r}")

@@ -246,3 +246,23 @@ def test_a_configuration_file_sets_redundancy():
     assert read("auto") == "auto"
     assert read("null") is None
     assert read('{"parity": 2, "every_n_steps": 5}') == Redundancy(parity=2, every_n_steps=5)
+
+
+def test_settings_can_be_compared_and_are_keys_of_a_dict():
+    def config(secret):
+        level = PersistentLevel("s3://bucket/run", storage_options={"key": "me", "secret": secret})
+        return SnapshotConfig(levels=(level,))
+
+    assert config("a") == config("a")
+    assert config("a") != config("b")
+    assert hash(config("a")) == hash(config("a"))
+    assert len({config("a"): 1, config("a"): 2, config("b"): 3}) == 2
+
+
+def test_places_are_paths_or_text_and_are_kept_as_text(tmp_path):
+    level = PersistentLevel(tmp_path)
+    memory = MemoryLevel(spill_dir=tmp_path)
+
+    assert level == PersistentLevel(str(tmp_path))
+    assert level.url == str(tmp_path)
+    assert memory.spill_dir == str(tmp_path)

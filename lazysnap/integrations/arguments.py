@@ -8,8 +8,9 @@ from lazysnap.config import PersistentLevel, SnapshotConfig, resolve_url
 from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName
 
-EVERY_N_STEPS, PERSIST_EVERY_N_STEPS = 1, 100
-"""Defaults; given beside a ``config`` they mean nothing."""
+_EVERY_N_STEPS = 1
+_PERSIST_EVERY_N_STEPS = 100
+"""What is meant where neither the argument nor a ``config`` is given."""
 
 
 def place_beside(directory: object) -> str:
@@ -24,8 +25,8 @@ class Arguments:
     """Arguments of a callback. Raises: ConfigError, for what is wrong or contradictory."""
 
     dirpath: "str | os.PathLike[str] | None"
-    every_n_steps: int
-    persist_every_n_steps: int
+    every_n_steps: int | None
+    persist_every_n_steps: int | None
     config: SnapshotConfig | None
     owner: str
     """The class of the callback, for messages."""
@@ -34,29 +35,40 @@ class Arguments:
         config = self.config
         if config is not None and not isinstance(config, SnapshotConfig):
             raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {config!r}")
-        SnapshotConfig(every_n_steps=self.every_n_steps)
         try:
-            place: Any = "." if self.dirpath is None else self.dirpath
-            level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
+            short_form = self._short_form(".")
         except ConfigError as error:
             text = str(error).replace("PersistentLevel.every_n_steps", f"{self.owner}.persist_every_n_steps")
             raise ConfigError(text) from error
         if config is not None:
-            self._check_beside(config, level)
+            self._check_beside(config, short_form.levels[0].url)
 
-    def _check_beside(self, config: SnapshotConfig, level: PersistentLevel) -> None:
-        if self.dirpath is not None and level.url not in [each.url for each in config.levels]:
+    def _short_form(self, default_url: str) -> SnapshotConfig:
+        """Return the config that the arguments beside ``config`` mean. Raises: ConfigError."""
+        every_n_steps = self.every_n_steps
+        if every_n_steps is None:
+            every_n_steps = _EVERY_N_STEPS
+        persist_every_n_steps = self.persist_every_n_steps
+        if persist_every_n_steps is None:
+            persist_every_n_steps = _PERSIST_EVERY_N_STEPS
+        place = default_url if self.dirpath is None else self.dirpath
+        level = PersistentLevel(place, every_n_steps=persist_every_n_steps)
+        return SnapshotConfig(every_n_steps=every_n_steps, levels=(level,))
+
+    def _check_beside(self, config: SnapshotConfig, url: str) -> None:
+        """Raises: ConfigError, if an argument that was given says something else than ``config``."""
+        if self.dirpath is not None and url not in [each.url for each in config.levels]:
             raise ConfigError(
                 f"{self.owner}: dirpath={self.dirpath!r} contradicts config.levels, which names "
                 f"{[each.url for each in config.levels] or 'no place'}; give the place in config.levels only"
             )
-        if self.every_n_steps not in (EVERY_N_STEPS, config.every_n_steps):
+        if self.every_n_steps is not None and self.every_n_steps != config.every_n_steps:
             raise ConfigError(
                 f"{self.owner}: every_n_steps={self.every_n_steps} contradicts config.every_n_steps="
                 f"{config.every_n_steps}; give it in config only"
             )
         theirs = [each.every_n_steps for each in config.levels]
-        if self.persist_every_n_steps != PERSIST_EVERY_N_STEPS and set(theirs) != {self.persist_every_n_steps}:
+        if self.persist_every_n_steps is not None and set(theirs) != {self.persist_every_n_steps}:
             raise ConfigError(
                 f"{self.owner}: persist_every_n_steps={self.persist_every_n_steps} contradicts config.levels, "
                 f"where every_n_steps is {theirs or 'not set'}; give it there only, as "
@@ -67,9 +79,7 @@ class Arguments:
         """Return a copy of ``config``, or one persistent level at ``dirpath``."""
         if self.config is not None:
             return replace(self.config)
-        place: Any = default_url if self.dirpath is None else self.dirpath
-        level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
-        return SnapshotConfig(every_n_steps=self.every_n_steps, levels=(level,))
+        return self._short_form(default_url)
 
     def named_config(self, default_url: str | None) -> SnapshotConfig | None:
         """Return ``config_for(default_url)``; ``None``, if nothing names a place yet."""

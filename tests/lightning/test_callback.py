@@ -180,6 +180,29 @@ def test_paths_last_and_best_are_lightnings_as_before(tmp_path):
         fit(tmp_path / "other", ckpt_path=str(tmp_path / "no.ckpt"))
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize(("directory", "is_kept"), [("ckpt", True), ("ckpt-2", False), ("ck", False)])
+def test_the_last_file_counts_in_the_directory_of_the_callback_alone(tmp_path, directory, is_kept):
+    """``save_last="link"`` makes a link to it."""
+
+    def checkpoint(name):
+        return ModelCheckpoint(tmp_path / name, every_n_train_steps=2, save_top_k=-1)
+
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, checkpoint("ckpt"), DieAt(5, raising(ZeroDivisionError())), enable_checkpointing=True)
+    again = checkpoint(directory)
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_start(self, *_):
+            seen.append(again._last_checkpoint_saved)
+
+    fit(tmp_path, again, Watch(), enable_checkpointing=True, seed=99)
+
+    first = str(tmp_path / "ckpt" / "epoch=0-step=4.ckpt")
+    assert seen[0] == (first if is_kept else "")
+
+
 def test_fast_dev_run_ignores_latest_and_writes_nothing(tmp_path):
     trainer, _ = fit(tmp_path, fast_dev_run=True)
     assert trainer.global_step == 1

@@ -122,9 +122,12 @@ def test_persist_every_n_steps_is_what_storage_gets_and_every_n_steps_what_memor
 def test_persist_every_n_steps_that_contradicts_the_config_is_refused(tmp_path):
     config = SnapshotConfig(levels=(PersistentLevel(tmp_path, every_n_steps=50),))
     LazySnapshotCallback(persist_every_n_steps=50, config=config)
-    LazySnapshotCallback(persist_every_n_steps=100, config=config)  # the default: nothing was asked for
-    with pytest.raises(ConfigError, match=r"persist_every_n_steps=40 contradicts .* \[50\]"):
-        LazySnapshotCallback(persist_every_n_steps=40, config=config)
+    LazySnapshotCallback(config=config)
+    for given in (40, 100):  # the second is what it would be without a config
+        with pytest.raises(ConfigError, match=rf"persist_every_n_steps={given} contradicts .* \[50\]"):
+            LazySnapshotCallback(persist_every_n_steps=given, config=config)
+    with pytest.raises(ConfigError, match=r"every_n_steps=1 contradicts config\.every_n_steps=5"):
+        LazySnapshotCallback(every_n_steps=1, config=SnapshotConfig(every_n_steps=5))
     with pytest.raises(ConfigError, match="persist_every_n_steps must be an integer >= 1, got 0"):
         LazySnapshotCallback(persist_every_n_steps=0)
 

@@ -37,17 +37,17 @@ class LazySnapshotCallback(WithEngine, Callback):
     and ``ckpt_path="run:1f3a"`` for the run whose id begins so.
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer
-    steps between snapshots on storage. ``config``: everything else; it replaces the three.
-    Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
+    ``every_n_steps``: optimizer steps between captures into memory (1). ``persist_every_n_steps``: optimizer
+    steps between snapshots on storage (100). ``config``: everything else; it replaces the three.
+    Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
     """
 
     def __init__(
         self,
         dirpath: "str | os.PathLike[str] | None" = None,
         *,
-        every_n_steps: int = 1,
-        persist_every_n_steps: int = 100,
+        every_n_steps: int | None = None,
+        persist_every_n_steps: int | None = None,
         config: SnapshotConfig | None = None,
     ) -> None:
         # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.

@@ -3,6 +3,7 @@
 """
 
 from dataclasses import fields
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -103,8 +104,13 @@ def restore_callbacks(trainer: Any, state: dict[str, Any]) -> None:
         values = unpack(state.get(key_of(callback), {}), trainer.strategy.root_device)
         for name in values.keys() & set(_FIELDS):
             # A file means nothing to a callback that writes to another directory now.
-            if name != _LAST_FILE or str(values[name]).startswith(str(callback.dirpath)):
+            if name != _LAST_FILE or _is_below(values[name], callback.dirpath):
                 setattr(callback, name, values[name])
+
+
+def _is_below(path: object, directory: object) -> bool:
+    """True if a path or URL names something in a directory, or deeper."""
+    return PurePath(str(directory)) in PurePath(str(path)).parents
 
 
 class ModuleExtras:

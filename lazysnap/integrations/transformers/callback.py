@@ -20,7 +20,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lazysnap.config import SnapshotConfig
 from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.integrations.arguments import EVERY_N_STEPS, PERSIST_EVERY_N_STEPS, Arguments, check_path, place_beside
+from lazysnap.integrations.arguments import Arguments, check_path, place_beside
 from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import WithEngine
@@ -53,17 +53,17 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     trainer before training begins, which is too late for ``"latest"``.
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory. ``persist_every_n_steps``: optimizer
-    steps between snapshots on storage. ``config``: everything else; it replaces the three.
-    Raises: ConfigError, for settings that cannot work, or a shorthand that contradicts ``config``.
+    ``every_n_steps``: optimizer steps between captures into memory (1). ``persist_every_n_steps``: optimizer
+    steps between snapshots on storage (100). ``config``: everything else; it replaces the three.
+    Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
     """
 
     def __init__(
         self,
         dirpath: "str | os.PathLike[str] | None" = None,
         *,
-        every_n_steps: int = EVERY_N_STEPS,
-        persist_every_n_steps: int = PERSIST_EVERY_N_STEPS,
+        every_n_steps: int | None = None,
+        persist_every_n_steps: int | None = None,
         config: SnapshotConfig | None = None,
     ) -> None:
         super().__init__()
