@@ -129,7 +129,7 @@ class NameFailed(Event, frozen=True, kw_only=True, tag="name"):
     name: str
     text: str
     is_lost: bool = False
-    """True if the snapshot itself will never be there."""
+    """True if the snapshot itself will never be there; said of the first level."""
 
 
 class Alert(Event, frozen=True, kw_only=True, tag="alert"):

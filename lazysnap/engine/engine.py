@@ -271,12 +271,14 @@ class SnapshotEngine:
     # ---------------------------------------------------------------- names
 
     def keep(self, name: str) -> int:
-        """Name the newest snapshot, that of the last boundary; return its step. Every level keeps it until ``release``.
+        """Name the newest snapshot, that of the last boundary; return its step. It must be stored, due or not, and each
+        level that has it keeps it until ``release``.
 
         Where the last boundary was not captured, or an optimizer stepped since (as in a validation of Lightning), the
         next one is named, and captured, due or not. Then the step returned is the least that it can have. A name is
-        never given to another snapshot than that one. If it is lost before it is stored (a torn copy, memory that
-        died), a warning says so.
+        never given to another snapshot than that one. If its slot is gone before the first level has it (a torn copy,
+        storage that is away for long), a warning says so. A name whose snapshot is not stored ends with the training
+        process, or with the keeper's memory.
         Blocks: where storage has not taken the snapshot named before, until it has, at most ``io_timeout_s``; not
         again, once that has failed. Raises: ConfigError, for a bad name, or without persistent levels.
         """

@@ -66,10 +66,11 @@ class KeeperEvents:
                     kind = Event.LEVEL_FAILED if self.is_training else Event.LEVEL_FAILED_AT_END
                     tell(kind, level=event.level, step=event.step, text=event.text)
                 case NameFailed():
-                    kind = Event.NAME_LOST if event.is_lost else Event.NAME_NOT_AS_ASKED
-                    tell(kind, level=event.level, name=event.name, text=event.text)
-                    if event.is_lost and event.level == next(iter(self._due)):
+                    if event.is_lost:
+                        tell(Event.NAME_LOST, name=event.name, text=event.text)
                         self.lost_names[event.name] = event.text
+                    else:
+                        tell(Event.NAME_NOT_AS_ASKED, level=event.level, name=event.name, text=event.text)
                 case Protected():
                     last = self._statistics.last_protected_step
                     self._statistics.protected += event.step is not None and event.step > (last or -1)

@@ -145,13 +145,8 @@ class Event(enum.Enum):
         "step %(step)d is not persisted: %(text)s", by=By.NODE, counter="level_failures", topic="level %(level)s"
     )
     LEVEL_WORKS = Row("%(level)s works again: step %(step)d is durable there", by=By.NODE, ends="level %(level)s")
-    NAME_LOST = Row("%(level)s: the name %(name)r is lost: %(text)s", by=By.NODE)
+    NAME_LOST = Row("no snapshot is called %(name)r: %(text)s", by=By.NODE)
     NAME_NOT_AS_ASKED = Row("%(level)s: the name %(name)r is not as asked for: %(text)s", by=By.NODE)
-    NAMES_UNUSED = Row("no snapshot is called %(names)s: training %(did)s before it was captured")
-    NAME_IN_DANGER = Row(
-        "the snapshot %(name)r may be lost before it is stored: memory still holds %(waiting)s, which is not stored "
-        "yet. Name snapshots less often, or give training a faster level"
-    )
     # Keepers.
     KEEPER_TROUBLE = Row("%(text)s", by=By.NODE)
     KEEPER_LOST = Row(
@@ -189,11 +184,6 @@ class Event(enum.Enum):
     LAST_NOT_CAPTURED = Row(
         "step %(step)d, the last that was due, is not captured (so far: %(missing)s), so it is nowhere; the newest "
         "snapshot of this training is %(newest)s. %(reason)s"
-    )
-    NAMES_LOST = Row(
-        "the names %(names)s are lost, unless %(level)s takes their snapshots while memory stays (linger_s, "
-        "%(linger_s)g s)",
-        by=By.FIRST,
     )
 
 

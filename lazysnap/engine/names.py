@@ -1,7 +1,5 @@
 """Names that snapshots are kept under: wanted, and given to a capture. They never go to another one."""
 
-from collections.abc import Collection
-
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.protocol import Release, Store
@@ -23,17 +21,8 @@ class Names:
 
     def give_wanted(self, step: int) -> None:
         """A capture began: it gets the names that wait for one."""
-        wanted, self.wanted = self.wanted, []
-        self.give(step, wanted)
-
-    def described(self, steps: Collection[int]) -> str:
-        """Steps with the names that they were given, for a message."""
-        given = self._client.named()
-        return ", ".join(f"step {step} ({', '.join(repr(name) for at, name in given if at == step)})" for step in steps)
-
-    def unstored(self) -> list[str]:
-        """Names of captures that the first level is not known to have."""
-        return [name for step, name in self._client.named() if not self._client.is_stored(step)]
+        self.give(step, self.wanted)
+        self.wanted = []
 
     def begin_run(self) -> None:
         """Another state is loaded: the next capture is not the one that was to be called so."""
@@ -44,9 +33,9 @@ class Names:
         self._give_up_wanted("ended")
 
     def _give_up_wanted(self, did: str) -> None:
-        if self.wanted:
-            self._messages.tell(Event.NAMES_UNUSED, names=self.wanted, did=did)
-            self.wanted = []
+        for name in self.wanted:
+            self._messages.tell(Event.NAME_LOST, name=name, text=f"training {did} before it was captured")
+        self.wanted = []
 
     def release(self, name: str) -> None:
         """Take the name from every snapshot of the run."""

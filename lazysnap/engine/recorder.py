@@ -336,7 +336,7 @@ class Recorder:
 
         ``is_over``: the step of the last boundary is the present one.
         """
-        self._await_named(name)
+        self._await_named()
         newest = self.history.newest
         if is_over and newest is not None and newest.step == self.seen_step and _is_there(newest):
             # Before the keeper receives it: from now on the slot is not used for another capture.
@@ -346,24 +346,22 @@ class Recorder:
         self.names.wanted.append(name)
         return (self.seen_step or 0) + 1
 
-    def _await_named(self, name: str) -> None:
+    def _await_named(self) -> None:
         """Wait until storage has taken what must be stored of other steps: memory has one slot to spare for that.
 
-        Not again after such a wait has failed.
+        Not again after such a wait was in vain: a level that is away must not hold up training at each call.
         """
         deadline = time.monotonic() + (self._config.io_timeout_s if self._waits_for_named else 0.0)
         self._waits_for_named = True
-        while waiting := self._waiting_for_storage():
+        while self._is_storage_behind():
             if time.monotonic() >= deadline or self._client.is_silent:
                 self._waits_for_named = False
-                self._messages.tell(Event.NAME_IN_DANGER, name=name, waiting=self.names.described(waiting))
                 return
             time.sleep(0.001)
 
-    def _waiting_for_storage(self) -> list[int]:
-        """Steps before this one that memory keeps until they are stored."""
-        kept = {slot.kept_step for slot in self._client.slots()}
-        return sorted(step for step in kept if step not in (None, self.seen_step))
+    def _is_storage_behind(self) -> bool:
+        """True if memory keeps a step before this one until it is stored."""
+        return any(slot.kept_step not in (None, self.seen_step) for slot in self._client.slots())
 
     # ---------------------------------------------------------------- ending
 

@@ -99,7 +99,7 @@ class Shutdown:
             return False
         self._notice.closes()
         parts = self._parts
-        durable, over, captured, has_own, unstored = False, False, True, False, list[str]()
+        durable, over, captured, has_own = False, False, True, False
         self._recorder.events.is_training = False
         try:
             self._boundaries.finish_copies()
@@ -109,7 +109,6 @@ class Shutdown:
             has_own = self._history.newest_whole() is not None
             durable = not drain or self._drain(progress, is_common=over)
             captured = not drain or self._has_captured_last()
-            unstored = [] if durable else self._unstored_names()
             self._recorder.protection.sum_up()
         finally:
             self._leave()
@@ -123,9 +122,6 @@ class Shutdown:
                 parts.client.abandon()
             self._notice.leave()
         self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
-        if unstored:
-            level, linger_s = parts.config.levels[0].url, parts.config.memory.linger_s
-            parts.messages.tell(Event.NAMES_LOST, names=unstored, level=level, linger_s=linger_s)
         self._has_ended_well = durable and captured
         self._notice.hand_on()
         return self._has_ended_well
@@ -204,12 +200,6 @@ class Shutdown:
         if self._parts.statistics.skipped["no slots yet"]:
             return "Its memory was not ready in time (io_timeout_s)"
         return "The messages above say why"
-
-    def _unstored_names(self) -> list[str]:
-        """Names that are neither stored nor reported as lost."""
-        self._recorder.drain_events()
-        lost = self._recorder.events.lost_names
-        return [name for name in self._recorder.names.unstored() if name not in lost]
 
     # ---------------------------------------------------------------- other ends
 

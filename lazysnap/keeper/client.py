@@ -92,11 +92,6 @@ class KeeperClient(KeeperLink):
             self._state.names = _without_old_releases([*names, said])
             self.tell(said)
 
-    def named(self) -> list[tuple[int, str]]:
-        """Return the steps of this run with the names that they have, in the order given."""
-        given = (one for one in self._state.names if isinstance(one, protocol.Store))
-        return [(one.step, one.name) for one in given if one.name is not None]
-
     def give_notice(self, *, is_sealed: bool) -> None:
         """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Leave``."""
         ending = self._state.ending = protocol.Leave("sealed" if is_sealed else "soon")
@@ -221,11 +216,6 @@ class KeeperClient(KeeperLink):
     def is_durable(self, step: int) -> bool:
         """True if that step of this start, or a later one, is known to be complete at the first level."""
         return self.newest_durable() >= step
-
-    def is_stored(self, step: int) -> bool:
-        """True if that very step of this start is known to be complete at the first level."""
-        with self._state.lock:
-            return bool(self._config.levels) and self._state.durable.has(self._config.levels[0].url, step)
 
     def lacking(self, step: int) -> list[str]:
         """URLs of the levels that are not known to have that step of this start, or a later one. Thread-safe."""

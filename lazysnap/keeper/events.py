@@ -103,10 +103,6 @@ class DurableSteps:
             self._forgotten[url] = older[-1]
         return news
 
-    def has(self, url: str, step: int) -> bool:
-        """True if a level is known to have that step, or has far newer ones."""
-        return step in self._steps.get(url, ()) or step <= self._forgotten.get(url, -1)
-
     def newest(self, url: str) -> int:
         """The greatest step at a level; -1 if there is none."""
         return max(self._steps.get(url, ()), default=-1)

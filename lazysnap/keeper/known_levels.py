@@ -24,11 +24,6 @@ class KnownLevels:
         """The levels, fast to slow."""
         return tuple(level for level, _ in self.known)
 
-    @property
-    def works(self) -> list[bool]:
-        """True for each level that works on all nodes."""
-        return [since is None for _, since in self.known]
-
     def news(self, levels: Sequence[NodeLevel]) -> list[Complete]:
         """Return what is complete by ``levels``, and was not before."""
         found = []

@@ -23,7 +23,6 @@ from lazysnap.grants.retention import Retention, still_to_copy
 from lazysnap.keeper.frozen import FrozenTurn, FrozenWriter
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.keeper.level_health import LevelHealth
-from lazysnap.keeper.level_names import LevelNames, Naming
 from lazysnap.keeper.node_files import FileWriter, NodeFiles
 from lazysnap.keeper.status import StatusBoard
 from lazysnap.levels import SnapshotStore, open_store
@@ -54,12 +53,19 @@ class WriterContext:
     """Return the slot of each rank that holds a capture of that step of this start."""
     frozen: Callable[[str], Slot | None]
     """Return the slot that holds the frozen tensors of a digest, if there is one."""
-    named_before: Callable[[], set[StepKey]]
-    """Return the snapshots of earlier starts that are still to be named, at this level or another."""
     may_delete: Callable[[], bool]
     """``False`` while a trainer chooses what to go on with: what falls out then may be what it chooses."""
     board: StatusBoard
     """Gets what trainers of the node are to know."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """A name that a level is to give, or to take away."""
+
+    step: int | None
+    """``None``: it is taken from all snapshots of the run."""
+    name: str
 
 
 class LevelPlace:
@@ -87,7 +93,7 @@ class LevelWriter:
     """The thread of one level, for one start of a job. Methods may be called from any thread, and do not block.
 
     It is large because all work at a level takes turns on this one thread: writing, names, deleting, probing. The parts
-    that stand alone are apart: ``FileWriter``, ``LevelNames``, ``LevelHealth``, ``LevelPlace``.
+    that stand alone are apart: ``FileWriter``, ``LevelHealth``, ``LevelPlace``.
     """
 
     def __init__(
@@ -116,7 +122,12 @@ class LevelWriter:
         self._began = 0.0
         """When the work at hand was begun."""
         self._attempt: Watchdog[Any] | None = None
-        self._names = LevelNames()
+        self._namings: deque[Naming] = deque()
+        """Names to give and to take away, in order."""
+        self._given: set[Naming] = set()
+        """Names that were given here, or are among ``_namings``."""
+        self._failed_namings: set[Naming] = set()
+        """Those that failed; each was reported."""
         self.step: int | None = None
         """The step that is being stored; ``None``: nothing."""
 
@@ -126,7 +137,7 @@ class LevelWriter:
         threading.Thread(target=self._run, name="lazysnap-level", daemon=True).start()
 
     def close(self) -> None:
-        """End after what is being done."""
+        """End after what is being done, and after names that are due."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -146,16 +157,25 @@ class LevelWriter:
         """Take the complete steps of all levels, and the names by step: names may be given, old snapshots may go."""
         # On every node: what it stores may be where no other one sees it.
         complete = levels[self._index].complete
-        here = [step for step in names if StepKey(step, self._files.start) in complete]
-        self._names.want([(step, name) for step in here for name in names[step]])
         with self._changed:
-            self._known, self._is_untidy = (levels, names), True
+            for step in sorted(names):
+                if StepKey(step, self._files.start) in complete:
+                    self._want({Naming(step, name) for name in names[step]})
+            self._known = levels, names
+            self._is_untidy = True
             self._changed.notify_all()
+
+    def _want(self, namings: set[Naming]) -> None:
+        missing = namings - self._given
+        self._namings.extend(sorted(missing, key=lambda naming: naming.name))
+        self._given |= missing
 
     def release(self, name: str) -> None:
         """Take a name from the snapshots of the run."""
-        self._names.take(name)
         with self._changed:
+            self._given = {naming for naming in self._given if naming.name != name}
+            self._namings = deque(naming for naming in self._namings if naming.name != name)
+            self._namings.append(Naming(None, name))
             self._changed.notify_all()
 
     def _put(self, work: Callable[[], None]) -> None:
@@ -179,7 +199,7 @@ class LevelWriter:
     @property
     def has_names(self) -> bool:
         """True if names are still to be given or taken away, as far as the level works."""
-        return self.health.fails_since is None and self._names.first() is not None
+        return self.health.fails_since is None and bool(self._namings)
 
     @property
     def is_idle(self) -> bool:
@@ -226,10 +246,12 @@ class LevelWriter:
 
     def _await_work(self) -> Callable[[], None] | None:
         with self._changed:
-            while not self._is_closed:
+            while True:
                 rests_s = self.health.rests_s
-                if rests_s is None and (naming := self._names.first()) is not None:
-                    return partial(self._name, naming)
+                if rests_s is None and self._namings:
+                    return partial(self._name, self._namings[0])
+                if self._is_closed:
+                    return None
                 if self._work:
                     return self._work.popleft()
                 if rests_s is not None and rests_s <= 0:
@@ -238,7 +260,6 @@ class LevelWriter:
                     self._is_untidy = False
                     return self._tidy
                 self._changed.wait(_IDLE_S if rests_s is None else rests_s)
-            return None
 
     def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
         if (count := self.place.num_hanging()) >= _MAX_HANGING:
@@ -376,29 +397,38 @@ class LevelWriter:
     # ---------------------------------------------------------------- names and old snapshots
 
     def _name(self, naming: Naming) -> None:
-        """After a failure it is tried again once a small write works."""
-        name, step = naming.name, naming.step
-
-        def apply(beat: Beat) -> None:
-            store = self._opened(beat)
-            if step is None:
-                store.release(self._files.run_id, name, beat)
-            else:
-                store.keep(self._files.entry(store.url, store.speed, step), name)
-
+        """Give a name, or take it away. One that could not be given is tried again with the next order, see
+        ``on_order``."""
+        is_to_try_again = False
         try:
-            self._within_deadline(f"naming a snapshot {name!r}", apply)
-        except ConfigError as error:  # that does not pass, and the level is well
-            self._not_named(naming, str(error), is_final=True)
+            self._within_deadline(f"naming a snapshot {naming.name!r}", lambda beat: self._apply(naming, beat))
+        except ConfigError as error:  # that does not pass
+            self._report_failed(naming, str(error))
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            self._failed(None, error)
-            self._not_named(naming, f"{error}; it is tried again once the level works", is_final=False)
-        else:
-            self._names.done(naming)
+            is_to_try_again = True
+            if isinstance(error, LevelHangs):
+                self._failed(None, error)
+            if naming.step is None:
+                self._report_failed(naming, f"{error}; release it again")
+            else:
+                self._report_failed(naming, f"{error}; it is tried again with the next snapshot there")
+        with self._changed:
+            if self._namings and self._namings[0] is naming:  # else the name was taken away meanwhile
+                self._namings.popleft()
+                if is_to_try_again:
+                    self._given.discard(naming)
 
-    def _not_named(self, naming: Naming, text: str, *, is_final: bool) -> None:
+    def _apply(self, naming: Naming, beat: Beat) -> None:
+        store = self._opened(beat)
+        if naming.step is None:
+            store.release(self._files.run_id, naming.name, beat)
+        else:
+            store.keep(self._files.entry(store.url, store.speed, naming.step), naming.name)
+
+    def _report_failed(self, naming: Naming, text: str) -> None:
         logger.info("%s: the name %r: %s", self._where, naming.name, text)
-        if self._names.failed(naming, is_final=is_final):
+        if naming not in self._failed_namings:
+            self._failed_namings.add(naming)
             self._memory.board.add(NameFailed(t=time.time(), level=self._level.url, name=naming.name, text=text))
 
     def _tidy(self) -> None:
@@ -418,8 +448,6 @@ class LevelWriter:
             if not self._memory.may_delete():
                 return
             is_own = key.start == self._files.start
-            if key in self._memory.named_before():
-                continue
             if not self._retention.is_over(key, levels[self._index], protected) or not (is_own or self._knows_earlier):
                 continue
             # Asked at the last moment: a step that was cancelled may have been granted again.

@@ -31,12 +31,6 @@ class NodeLinks:
                 links.connect(0, peers.host, peers.port)
         self._loop.start(links)
 
-    @property
-    def are_down(self) -> bool:
-        """True if some node was not reached for long."""
-        nodes, seconds = self._loop.unreached
-        return bool(nodes) and seconds > _UNREACHED_S
-
     def look(self) -> None:
         """Say that nothing is stored, once in a while, as long as that is so. Called now and then."""
         nodes, seconds = self._loop.unreached

@@ -98,7 +98,7 @@ class NodeSlots:
             # Memory has one slot to spare: of several that must be stored the oldest is stored first.
             first = min(kept, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
             for slot in pinned:
-                # A later start may capture the same step while names of this one are waited for.
+                # An earlier start may have captured the same step.
                 is_granted = rank.starts.holds(slot, self._start) and slot.word(Word.PIN) & ~KEEP == granted
                 if slot is not first and not (is_granted and is_read(slot)):
                     slot.unpin()

@@ -13,13 +13,12 @@ from lazysnap.config import PersistentLevel
 from lazysnap.events import NameFailed, Notice
 from lazysnap.grants.core import Action, Begin, GiveNotice, Learn, Pin, ReleaseStalePins
 from lazysnap.grants.messages import StepKey
-from lazysnap.grants.node import NodeLevel, RankView, whole_before_newest
+from lazysnap.grants.node import NodeLevel, whole_before_newest
 from lazysnap.keeper.grant_loop import GrantLoop, make_core
 from lazysnap.keeper.known_levels import KnownLevels, copied
 from lazysnap.keeper.level_writer import LevelPlace, LevelWriter, WriterContext
 from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.keeper.node_links import NodeLinks
-from lazysnap.keeper.node_names import NodeNames
 from lazysnap.keeper.node_slots import NodeSlots, Ranks
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.protection import NodeProtection, ProtectionContext
@@ -38,8 +37,6 @@ _REST_S = 0.25
 """Seconds after which an idle thread looks again."""
 _ALONE_S = 20.0
 """Seconds that other nodes may be silent before a node without trainers stores its captures alone."""
-_NAMES_S = 300.0
-"""Seconds for which snapshots of this start may get their names beside the next start."""
 _AFTER_ERROR_S = 5.0
 """Pause after an error that nobody foresaw."""
 
@@ -73,7 +70,7 @@ class NodeStorage:
         context: StorageContext,
         before: "NodeStorage | None" = None,
     ) -> None:
-        """``before``: the storage of an earlier start. It gives its names beside this one, and is closed then."""
+        """``before``: the storage of an earlier start, which ends now."""
         self.run = run
         self._before = before
         self.levels = tuple(replace(level, shared=level.url in run.shared) for level in levels)
@@ -87,20 +84,19 @@ class NodeStorage:
         self._slots = NodeSlots(context.ranks, run.start, run.step)
         self._telling = threading.Lock()
         """Held while writers get the complete steps, so that each sees names and levels together."""
-        self._names = NodeNames(run.start)
+        self._names: dict[int, set[str]] = {}
+        """Names by step. Used under ``_telling``."""
+        self._lost_names: set[tuple[int, str]] = set()
+        """Names whose snapshot the first level will never have; each was reported. Used under ``_telling``."""
         core = make_core(self.levels, run, team, _ALONE_S)
         self._node, self._core = core.node, core
         self._known = KnownLevels(self.levels, self._node.levels[: len(levels)], run.start)
         self._is_closed = False
-        self._is_retired = False
-        """True once memory belongs to the next start."""
         self._is_ending = False
         """True once somebody said that the processes of this start are about to be killed."""
-        self._has_memory = False
-        """True once memory belongs to this start. Parity does not wait for that."""
         self._indices = range(len(levels))
         """The levels, without the protection by other nodes."""
-        self._loop = GrantLoop(core, self._views, self._act)
+        self._loop = GrantLoop(core, self._slots.views, self._act)
         self._links = NodeLinks(run, team, self._loop, context.board.add)
         self._writers = [self._writer(level, index) for index, level in enumerate(self.levels)]
         for writer in self._writers:
@@ -123,23 +119,21 @@ class NodeStorage:
         earlier = () if self._before is None else self._before._writers
         before = next((writer.place for writer in earlier if writer.place.level.url == level.url), None)
         reads = self._loop, self._slots.of_step, self._context.frozen
-        context = WriterContext(*reads, self._named_before, self._may_delete, self._context.board)
+        context = WriterContext(*reads, self._may_delete, self._context.board)
         return LevelWriter(LevelPlace(level, before), index, files, context, knows_earlier=level.url in run.stored)
 
     def _begin(self) -> None:
-        """The thread that begins, and then waits for the end of the start before."""
+        """The thread that ends the start before, and begins."""
         try:
             if self._before is not None:
-                self._before.end_protection()
+                self._before.close()
+                self._before = None
             if self._protection is None:
                 for slot in self._slots.all():  # nobody counts on what an earlier start protected
                     slot.set_word(Word.HOLD, 0)
             self._links.begin(self._context.admit)
-            if self._before is not None:
-                self._before.retire()
             if self._is_closed:
                 return
-            self._has_memory = True
             if self.run.is_new:
                 for index in self._indices:
                     self._loop.post(self._node.listed, index, set())
@@ -147,9 +141,6 @@ class NodeStorage:
                 self._require_kept()
                 for writer in self._writers:
                     writer.list_own()
-            if self._before is not None:
-                self._before.end()
-                self._before = None
         except Exception:  # the last handler of the thread
             logger.exception("storage")
 
@@ -168,21 +159,17 @@ class NodeStorage:
 
     # ---------------------------------------------------------------- the grants' side (``grant_loop``)
 
-    def _views(self) -> list[RankView]:
-        views = self._slots.views()
-        return [RankView(view.begun, True, ()) for view in views] if self._is_retired else views
-
     def _act(self, action: Action) -> None:
         """Carry out an action of the grants."""
         if self._protection is not None:
             self._protection.act(action)
         match action:
-            case Pin(ranks, step) if not self._is_retired:
+            case Pin(ranks, step):
                 slots = self._slots.of_step(step)
                 for slot in (slots[number] for number in ranks):
                     if slot is not None and slot.word(Word.PIN) & ~KEEP != step + 1:
                         slot.pin(step)
-            case ReleaseStalePins(word) if self._has_memory and not self._is_retired:
+            case ReleaseStalePins(word):
                 self._slots.release_stale_pins(0 if word is None else word + 1, self._is_answered, self._is_read)
             case Begin(write) if write.level < len(self._writers):
                 if write.is_alone:
@@ -215,25 +202,25 @@ class NodeStorage:
 
     def _tell(self, levels: tuple[NodeLevel, ...]) -> None:
         """Names may be written, old snapshots may go."""
-        names = self._names.by_step()
+        names = {step: set(given) for step, given in self._names.items()}
         for writer in self._writers:
             writer.on_order(levels, names)
-        for index, step, name in self._names.newly_lost(levels):
-            text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
-            self._name_lost(index, name, text)
+        for step in sorted(names):
+            if step in levels[0].lost:
+                self._report_lost(step, names[step])
 
-    def _name_lost(self, index: int, name: str, text: str) -> None:
-        url = self.levels[index].url
-        self._context.board.add(NameFailed(t=time.time(), level=url, name=name, text=text, is_lost=True))
+    def _report_lost(self, step: int, names: set[str]) -> None:
+        text = f"that of step {step} was dropped, or overwritten in memory, before it was stored"
+        level = self.levels[0].url
+        for name in sorted(names):
+            if (step, name) not in self._lost_names:
+                self._lost_names.add((step, name))
+                self._context.board.add(NameFailed(t=time.time(), level=level, name=name, text=text, is_lost=True))
 
     # --------------------------------------------------------------- the writers' side (``level_writer.WriterContext``)
 
     def _may_delete(self) -> bool:
-        return not self._is_retired and not any(rank.is_choosing for rank in self._slots.ranks())
-
-    def _named_before(self) -> set[StepKey]:
-        before = self._before
-        return set() if before is None else before._names.keys() | before._named_before()
+        return not self._is_closed and not any(rank.is_choosing for rank in self._slots.ranks())
 
     # ---------------------------------------------------------------- the keeper's side
 
@@ -266,20 +253,18 @@ class NodeStorage:
             self._loop.post(self._node.require, step, [len(self.levels)])
 
     def keep(self, name: str, step: int) -> None:
-        """Name a snapshot, at every level."""
-        self._names.give(step, name)
+        """Name a snapshot: it must be stored, and gets the name at each level where it is complete."""
         # A new keeper gets old names, too: what is being written does not give way to those.
         self.require(step, is_urgent=any(slot is not None for slot in self._slots.of_step(step)))
         with self._telling:
+            self._names.setdefault(step, set()).add(name)
             self._tell(self._known.levels)
 
     def release(self, name: str) -> None:
         """Take a name from this run's snapshots at every level."""
-        before = self._before
-        if before is not None:
-            before.release(name)  # it would give it later
-        self._names.take(name)
         with self._telling:  # else a writer that just got the name would give it again
+            for names in self._names.values():
+                names.discard(name)
             for writer in self._writers:
                 writer.release(name)
             self._tell(self._known.levels)
@@ -340,56 +325,26 @@ class NodeStorage:
 
     def has_names(self) -> bool:
         """True if snapshots are still to be named, as far as levels work and nodes answer."""
-        works = self._known.works
-        missing = any(works[index] for index, _, _ in self._names.missing(self._known.levels))
-        return (missing and not self.has_stored_alone) or any(writer.has_names for writer in self._writers)
+        if any(writer.has_names for writer in self._writers):
+            return True
+        with self._telling:
+            named = [step for step, names in self._names.items() if names]
+        works = [level for level, stopped_at in self._known.known if stopped_at is None]
+        return not self.has_stored_alone and any(self._is_awaited(step, level) for step in named for level in works)
+
+    def _is_awaited(self, step: int, level: NodeLevel) -> bool:
+        return StepKey(step, self.run.start) not in level.complete and step not in level.lost
 
     def is_idle(self) -> bool:
         """True if levels that work have nothing left to do: names, old snapshots."""
-        before = self._before
-        if before is not None and not before.is_idle():
-            return False
         return not self.has_names() and all(writer.is_idle for writer in self._writers)
-
-    def retire(self) -> None:
-        """Leave memory to the next start. Levels may go on copying from each other, and giving names.
-
-        Blocks: until each snapshot that was named is at some level, at most ``_NAMES_S``.
-        """
-        deadline = time.monotonic() + _NAMES_S
-        while self._needs_memory() and not self._is_closed and not self._is_to_be_left(deadline):
-            time.sleep(_REST_S)
-        with self._loop.lock:
-            self._is_retired = True
-        self._loop.slots_changed()
-
-    def _needs_memory(self) -> bool:
-        """True if a named snapshot is nowhere but in memory, and a level that works may take it."""
-        before = self._before
-        is_before = before is not None and not before._is_retired
-        return is_before or self._names.are_in_memory_alone(self._known.levels, self._known.works)
-
-    def _is_to_be_left(self, deadline: float) -> bool:
-        return time.monotonic() > deadline or self._links.are_down
-
-    def end(self) -> None:
-        """Close, once names are given; what was not named is reported. Blocks: at most ``_NAMES_S``."""
-        deadline = time.monotonic() + _NAMES_S
-        while (self._before is not None or self.has_names()) and not self._is_closed:
-            if self._is_to_be_left(deadline):
-                break
-            time.sleep(_REST_S)
-        text = "training was started again before its snapshot was stored there"
-        for index, _, name in [] if self._is_closed else self._names.missing(self._known.levels):
-            self._name_lost(index, name, text)
-        self.close()
 
     def close(self) -> None:
         """Store no more; what is under way may end. Blocks: for a moment."""
         self._is_closed = True
         before = self._before
         if before is not None:
-            before.close()
+            before.close()  # this one did not begin yet
         self.end_protection()
         self._loop.close()
         for writer in self._writers:
@@ -399,7 +354,7 @@ class NodeStorage:
 
     def _rest(self) -> None:
         """The thread that looks after memory and links while nothing else does. No error ends it."""
-        while not self._is_closed and not self._is_retired:
+        while not self._is_closed:
             try:
                 self._links.look()
                 if self._protection is not None:

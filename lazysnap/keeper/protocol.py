@@ -266,7 +266,7 @@ class Status(Message, frozen=True):
     protected: int | None = None
     """The newest step that survives the loss of a node."""
     names: list[NameFailed] = []
-    """The names that could not be given since the start began, also those of the start before."""
+    """The names that could not be given since the start began."""
     alerts: list[Alert] = []
     """The last one about links and about protection, and the last errors of the keeper."""
     is_ending: bool = False

@@ -29,7 +29,7 @@ class StatusBoard:
         """Replaced as a whole."""
 
     def begin(self, start: str) -> None:
-        """Report this start from now on; of earlier ones only names that cannot be given after this."""
+        """Report this start from now on."""
         with self._lock:
             troubles = [alert for alert in self.status.alerts if alert.about == "keeper"]
             self.status = Status(start, alerts=troubles)

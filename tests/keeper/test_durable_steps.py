@@ -30,7 +30,4 @@ def test_of_a_long_run_no_step_is_news_twice(known):
 
     assert known.newest("/a") == 4999
     assert known.add("/a", [4500, 0]) == []
-    assert known.has("/a", 0)
-    assert not known.has("/a", 5000)
-    assert not known.has("/b", 0)
     assert sum(map(len, known._steps.values())) <= 2048, "months of training"

@@ -152,56 +152,37 @@ def test_a_capture_with_a_name_reaches_every_level_and_stays(rig, tmp_path):
     assert until(lambda: names_at(slow) == {2: (), 3: ()})
 
 
-class Naming:
-    """What happens when names are written at a level, and when it is probed."""
+@pytest.fixture
+def naming_fails(passing):
+    """``naming_fails(count)``: the first so many names cannot be written."""
 
-    def __init__(self, passing, failures):
-        self.tries = self.probes = 0
-        self.is_away = True
-        self._failures = failures
-        passing(self._work)
+    def fail(count):
+        left = [None] * count
 
-    def _work(self, name):
-        if name != "level.local.create":
-            return
-        doing = threading.current_thread().name
-        if "naming" in doing:
-            self.tries += 1
-            if self.tries <= self._failures:
+        def work(name):
+            if name == "level.local.create" and "naming" in threading.current_thread().name and left:
+                left.pop()
                 raise OSError("injected")
-        elif "small write" in doing and self.is_away:
-            self.probes += 1
-            raise OSError("injected")
+
+        passing(work)
+
+    return fail
 
 
-@pytest.mark.slow
-def test_a_name_that_a_level_did_not_take_is_given_once_the_level_works_again(rig, tmp_path, passing):
-    level = PersistentLevel(tmp_path, every_n_steps=1)
-    naming, trainer = Naming(passing, failures=1), rig(level)
-    assert trainer.store() == 2
-
-    trainer.storages[0].keep("first", 2)
-    until(lambda: naming.probes > 3)
-    assert (naming.tries, names_at(level)) == (1, {2: ()})
-    naming.is_away = False
-
-    until(lambda: names_at(level) == {2: ("first",)})
-    assert [event.name for event in trainer.told(NameFailed)] == ["first"]
-
-
-@pytest.mark.slow
-def test_a_name_that_was_given_up_is_tried_again_later_and_told_once(rig, tmp_path, passing):
+def test_a_name_that_a_level_did_not_take_is_given_when_the_next_snapshot_is_there_and_told_once(
+    rig, tmp_path, naming_fails
+):
     level = PersistentLevel(tmp_path, every_n_steps=1, keep_last=9)
-    naming, trainer = Naming(passing, failures=4), rig(level)
-    naming.is_away = False
+    naming_fails(3)
+    trainer = rig(level)
     assert trainer.store() == 2
 
     trainer.storages[0].keep("first", 2)
-    until(lambda: naming.tries == 3)
+    until(lambda: trainer.told(NameFailed))
     trainer.train_until(lambda: names_at(level)[2] == ("first",))
 
-    assert naming.tries > 4
     assert [event.name for event in trainer.told(NameFailed)] == ["first"]
+    assert not trainer.told(LevelFailed)
 
 
 def test_a_name_that_can_never_be_given_costs_the_level_nothing(rig, tmp_path):
@@ -222,19 +203,20 @@ def test_a_name_that_can_never_be_given_costs_the_level_nothing(rig, tmp_path):
     assert not trainer.told(LevelFailed)
 
 
-def test_a_name_that_is_taken_away_while_the_level_fails_is_not_given_later(rig, tmp_path, passing):
+def test_a_name_that_is_taken_away_before_it_was_given_is_not_given_later(rig, tmp_path, naming_fails):
     level = PersistentLevel(tmp_path, every_n_steps=1, keep_last=9)
-    naming, trainer = Naming(passing, failures=1), rig(level)
+    naming_fails(1)
+    trainer = rig(level)
     assert trainer.store() == 2
     trainer.storages[0].keep("first", 2)
-    until(lambda: naming.probes)
+    until(lambda: trainer.told(NameFailed))
 
     trainer.storages[0].release("first")
     trainer.storages[0].keep("last", 2)
-    naming.is_away = False
+    trainer.store()
 
-    until(lambda: "last" in names_at(level)[2])
-    assert names_at(level) == {2: ("last",)}
+    until(lambda: trainer.storages[0].is_idle())
+    assert names_at(level)[2] == ("last",)
 
 
 def test_a_slow_level_that_comes_to_a_named_snapshot_after_newer_ones_does_not_delete_it(rig, tmp_path):
@@ -270,27 +252,6 @@ def stalling(passing):
     yield make
     for let_go in made:
         let_go.set()
-
-
-def test_a_name_that_waits_at_a_slow_level_holds_up_no_other_level_of_the_next_start(rig, tmp_path, stalling):
-    fast, slow = (PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=1) for name in ("fast", "slow"))
-    let_go = stalling("slow", "level.store.begin")
-    trainer = rig(fast, slow)
-    named = trainer.store(fast)
-    trainer.storages[0].keep("mine", named)
-    assert until(lambda: names_at(fast) == {named: ("mine",)})
-
-    trainer.begin(STARTS[1], follows=True, stored={fast.url: [(STARTS[0], named)], slow.url: []})
-    trainer.train_until(lambda: len(trainer.complete(fast)) > 2)
-
-    assert names_at(slow) == {}
-    assert not trainer.storages[0].is_idle()
-    let_go.set()
-    assert until(lambda: names_at(slow).get(named) == ("mine",))
-    check(slow, named)
-    assert until(lambda: trainer.complete(slow))
-    newest = trainer.complete(fast)[-1]
-    assert until(lambda: sorted(names_at(fast)) == [named, newest])
 
 
 def test_frozen_tensors_are_written_once_at_every_level(rig, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.events import Alert, Complete, LevelFailed, NameFailed, Notice, Protected, Stored
+from lazysnap.events import Alert, Complete, LevelFailed, Notice, Protected, Stored
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.events import KeeperEvent
 from lazysnap.keeper.held import MAX_COMPLETE
@@ -94,16 +94,6 @@ def test_a_failure_that_repeats_itself_is_news_each_time(board):
     for t in (1.0, 2.0):
         board.add(LevelFailed(t=t, level=URL, step=1, text="full"))
         assert [event.step for event in trainer.news(board)] == [1]
-
-
-def test_the_next_start_hears_of_names_of_the_one_before_that_cannot_be_given_then(board):
-    board.add(failed(1))
-    board.add(NameFailed(t=0.0, level=URL, name="tried again", text="-"))
-    board.begin(SECOND)
-    lost = NameFailed(t=1.0, level=URL, name="best", text="-", is_lost=True)
-    board.add(lost)
-
-    assert Trainer(SECOND).news(board) == [lost]
 
 
 def test_of_alerts_about_one_thing_the_last_one_stays_and_of_errors_in_the_keeper_the_last_few(board):
