@@ -201,6 +201,26 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
     assert "no snapshot is called 'c': that of step 3 was dropped, or overwritten in memory" in caplog.text
 
 
+def test_a_name_whose_snapshot_no_level_had_before_a_restart_is_on_none(job, tmp_path):
+    place = tmp_path / "level"
+    place.write_text("no directory")
+    training = job.start(place)
+    training.run(1, 2)
+    assert training.engine.keep("early") == 2
+    training.engine.abandon()
+
+    again = job.start(place, ready=False)
+    assert again.engine.restore().step == 2
+    again.run(3, 3)
+    place.unlink()
+    durable(again, 4, 6)
+    assert again.engine.close()
+
+    assert named(place) == {}
+    with pytest.raises(SnapshotNotFound, match="called 'early'"):
+        job.start(place, ready=False).engine.restore("early")
+
+
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_a_name_for_a_capture_that_never_comes_is_said_to_be_unused(job, tmp_path, caplog, end):
     training = job.start(tmp_path)
