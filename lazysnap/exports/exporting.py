@@ -69,8 +69,9 @@ def export(
         storage_options: options for the file system of the level, as in ``PersistentLevel``.
 
     Returns: step, run, path, format and size of what was written.
+
     Raises: SnapshotNotFound; FormatError; StateError, for a value that the format cannot hold; ConfigError, also if
-        the target exists; LevelError; OSError.
+    the target exists; LevelError; OSError.
 
     Example::
 
