@@ -1,6 +1,6 @@
 """Measure lazysnap.
 
-    python -m benchmarks stall | levels | restore | restart | data | parity | scale | gpu | events [options]
+    python -m benchmarks stall | levels | restore | restart | data | parity | scale | gpu [options]
     python -m benchmarks compare --against a39cbad [stall [options]]
 
 Lines of JSON and tables are written to ``--out``. How each measures, and figures: docs/benchmarks.md.
@@ -25,7 +25,6 @@ NAMES = [
     "parity",
     "scale",
     "gpu",
-    "events",
     "compare",
 ]
 

@@ -1,7 +1,7 @@
 """The events of a run, which its keepers report: to trainers (``keeper.protocol.Status``), and in a file at the first
 level (docs/events.md).
 
-The file has one JSON object per line. It is for people and their reports alone: a run whose file is missing or damaged
+Each line of the file is a JSON object. It is for people and their reports alone: a run whose file is missing or damaged
 is restored all the same.
 """
 
@@ -9,90 +9,90 @@ import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from lazysnap.errors import FormatError
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import open_store
 from lazysnap.shard.names import parse_events_file_name
 
-Phase = Literal["import", "rendezvous", "search", "read", "load", "first_step"]
-PHASES: tuple[Phase, ...] = ("import", "rendezvous", "search", "read", "load", "first_step")
-"""Parts of a start in their order; a start without a restore has no ``search``, ``read`` and ``load``."""
+MAX_FILE_BYTES = 4 << 20
+"""A file of events that would be larger becomes the older one, and another one is begun."""
+MAX_TEXT = 2000
+"""Characters of a text that are written down."""
+_MAX_LINE_BYTES = 64 << 10
+"""A longer line is no event."""
+
+Time = Annotated[float, msgspec.Meta(ge=0, le=250e9)]
+"""Unix time in seconds, before the year 9892."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=250e9)]
+Count = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+"""A step, a rank, a size: nothing that is read from a file makes a report compute with larger numbers."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
     """Any of them."""
 
-    t: float
+    t: Time
     """Unix time in seconds, by the clock of the node."""
 
 
 class KeeperStarted(Event, frozen=True, kw_only=True, tag="keeper"):
     """A keeper writes this file from now on."""
 
-    pid: int
+    pid: Count
     host: str
-    node: int
-    nodes: int
+    node: Count
+    nodes: Count
     version: str
 
 
 class TrainerStarted(Event, frozen=True, kw_only=True, tag="start"):
     """A trainer reported its run."""
 
-    rank: int
-    pid: int
+    rank: Count
+    pid: Count
     start: str
-    step: int
+    step: Count
     """The step after which it continues; 0: the beginning."""
-    world_size: int
-    every_n_steps: int
-    began: float
-    """Unix time when its process was started."""
+    world_size: Count
+    every_n_steps: Count
+    began: Time
+    """Unix time when its process was started; of one whose earlier lines went with an older file, ``t``."""
     source: str | None = None
     """The place from which ``step`` was restored: ``memory``, or the URL of a level."""
 
 
-class PhaseEnded(Event, frozen=True, kw_only=True, tag="phase"):
-    """A part of a start is over: it began when the one before it ended."""
-
-    rank: int
-    start: str
-    phase: Phase
-    waited_s: float = 0.0
-    """The seconds, with ``first_step``, of ``Progress.waited_s`` that passed before it."""
-
-
 class Progress(Event, frozen=True, kw_only=True, tag="progress"):
-    """The progress of a trainer; not more often than about once a second."""
+    """The progress of a trainer, the first one of its node: after its first boundary, then from time to time."""
 
-    rank: int
+    rank: Count
     start: str
-    step: int
+    step: Count
     """The newest boundary that it passed."""
-    every: int
+    every: Count
     """Steps from one capture to the next, now."""
-    waited_s: float
+    waited_s: Seconds
     """The seconds that training waited for captures in all, in this start, when the newest capture began."""
-    captured: int
+    captured: Count
     """The step of the newest whole capture; with ``taken``, its Unix time, and ``copy_s``, the seconds it took."""
-    taken: float
-    copy_s: float
+    taken: Time
+    copy_s: Seconds
 
 
 class Stored(Event, frozen=True, kw_only=True, tag="stored"):
     """The node's part of a snapshot is durable at a level."""
 
     level: str
-    step: int
-    bytes: int
-    seconds: float
+    step: Count
+    bytes: Count
+    seconds: Seconds
     """The seconds from the beginning of the write until it is durable."""
-    checksum_s: float
+    checksum_s: Seconds
     """The part of ``seconds`` that checksums took, of all writing threads together."""
-    read_back_s: float
+    read_back_s: Seconds
     """The seconds after that in which it was read and compared; 0: the level is not read back."""
 
 
@@ -100,7 +100,7 @@ class Complete(Event, frozen=True, kw_only=True, tag="complete"):
     """Snapshots are durable at a level, the parts of all nodes."""
 
     level: str
-    steps: list[int]
+    steps: list[Count]
     start: str
     """The start that captured them."""
 
@@ -108,7 +108,7 @@ class Complete(Event, frozen=True, kw_only=True, tag="complete"):
 class Protected(Event, frozen=True, kw_only=True, tag="protected"):
     """A snapshot survives the loss of nodes: all parity of it is there."""
 
-    step: int | None
+    step: Count | None
     """``None``: none does any more, parity was lost with a keeper."""
     start: str
     """The start that captured it."""
@@ -118,12 +118,12 @@ class LevelFailed(Event, frozen=True, kw_only=True, tag="failed"):
     """A level could not take a snapshot; it is tried again with the next one."""
 
     level: str
-    step: int
+    step: Count
     text: str
 
 
 class NameFailed(Event, frozen=True, kw_only=True, tag="name"):
-    """A level could not write, or take away, the name of a snapshot."""
+    """A level could not write, or take away, the name of a snapshot. For trainers alone: it is in no file."""
 
     level: str
     name: str
@@ -148,16 +148,29 @@ class Notice(Event, frozen=True, kw_only=True, tag="notice"):
 class TrainerEnded(Event, frozen=True, kw_only=True, tag="end"):
     """A trainer is gone."""
 
-    rank: int
-    pid: int
+    rank: Count
+    pid: Count
     start: str
-    step: int
+    step: Count
     """The last boundary that it passed."""
     how: Literal["goodbye", "left", "died"]
     """``goodbye``: the training was over; ``left``: it ended as after a crash, with an exception or a notice."""
 
 
-_ANY: Any = functools.reduce(operator.or_, Event.__subclasses__())
+FILED = (
+    KeeperStarted,
+    TrainerStarted,
+    Progress,
+    Stored,
+    Complete,
+    Protected,
+    LevelFailed,
+    Alert,
+    Notice,
+    TrainerEnded,
+)
+"""The kinds that are in files."""
+_ANY: Any = functools.reduce(operator.or_, FILED)
 _decoder = msgspec.json.Decoder(_ANY)
 _encoder = msgspec.json.Encoder()
 
@@ -168,12 +181,16 @@ def encode(event: Event) -> bytes:
 
 
 def decode(data: bytes) -> list[Event]:
-    """Return the events of a file in their order. Lines that are none, and kinds that are not known, are left out."""
+    """Return the events of a file in their order. Nothing in it is believed: what is no event of a known kind, has
+    values out of any reason, or was cut by a crash, is passed over.
+    """
     found = []
     for line in data.splitlines():
+        if len(line) > _MAX_LINE_BYTES:
+            continue
         try:
             found.append(_decoder.decode(line))
-        except (msgspec.MsgspecError, RecursionError):  # cut by a crash, or of a later version
+        except (msgspec.MsgspecError, RecursionError):
             continue
     return found
 
@@ -189,16 +206,28 @@ class EventFile:
 
 
 def read(url: str, options: Mapping[str, Any] | None = None) -> list[EventFile]:
-    """Return all files of events at a level, sorted by run, the newest last, and node.
+    """Return the events at a level: one item for each run and node, sorted by run, the newest last, and node.
 
     Blocks. Raises: LevelError, if the level does not answer; ConfigError, for a bad URL.
     """
     storage = open_store(url, options=options).storage
-    names = sorted((parsed, name) for name in storage.list() if (parsed := parse_events_file_name(name)) is not None)
-    files = [EventFile(run_id, node, _events(storage, name)) for (run_id, node), name in names]
-    return [file for file in files if file.events]
+    lines: dict[tuple[str, int], list[Event]] = {}
+    for name in storage.list():
+        parsed = parse_events_file_name(name)
+        if parsed is not None:
+            lines.setdefault(parsed, []).extend(_events(storage, name))
+    files = []
+    for (run_id, node), found in sorted(lines.items()):
+        if found:
+            found.sort(key=lambda event: event.t)
+            files.append(EventFile(run_id, node, tuple(found)))
+    return files
 
 
-def _events(storage: Storage, name: str) -> tuple[Event, ...]:
-    found = decode(storage.get(name))
-    return tuple(sorted(found, key=lambda event: event.t))
+def _events(storage: Storage, name: str) -> list[Event]:
+    """Return the events of one file; of one that is too large to be ours, those at its end."""
+    try:
+        data = storage.get(name)
+    except (FileNotFoundError, FormatError):  # it was rotated since, or is no small file
+        return []
+    return decode(data[-2 * MAX_FILE_BYTES :])

@@ -242,22 +242,6 @@ def test_protection_between_nodes_is_measured_and_a_lost_node_is_computed(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_cost_of_events_is_that_of_a_file_that_is_written_and_of_none(tmp_path):
-    run("events", "--seconds", 3, "--rounds", 1, "--out", tmp_path)
-
-    found = lines(tmp_path / "events.jsonl")
-    assert [(line["events"], line["file_kb"] > 0) for line in found if line["measure"] == "events"] == [
-        ("off", False),
-        ("on", True),
-    ]
-    [largest] = [line for line in found if line["measure"] == "file"]
-    assert 0.8 * largest["largest_mb"] < largest["mb"] <= largest["largest_mb"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_the_gpu_benchmark_resumes_what_it_captured_from_memory_and_from_disk(tmp_path):
     """On a CPU: the program is the same, the figures mean nothing."""
     run("gpu", "--device", "cpu", "--sizes-gb", 0.005, "--out", tmp_path)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 
 from lazysnap.cli.history import GOODBYE, UNSEEN, Marks, Start, microseconds, rising, starts_of, value_at
-from lazysnap.events import PHASES, Complete, EventFile, Protected, TrainerEnded
+from lazysnap.events import Complete, EventFile, Protected, TrainerEnded
 
 CLASSES = ("productive", "waiting", "setup", "lost", "down", "restarting", "draining")
 MEMORY, OTHER_NODES = "memory", "memory of other nodes"
@@ -24,7 +24,7 @@ class Span:
     begin: int
     end: int
     kind: str
-    """A phase, or ``productive``, ``lost``, ``down`` or ``draining``."""
+    """``starting``, ``productive``, ``lost``, ``down`` or ``draining``."""
     start: int
     waited: int = 0
     """Time in it that training waited for copies."""
@@ -32,7 +32,9 @@ class Span:
     @property
     def of_class(self) -> str:
         """The class, apart from the time waited."""
-        return self.kind if self.kind not in PHASES else "restarting" if self.start else "setup"
+        if self.kind != "starting":
+            return self.kind
+        return "restarting" if self.start else "setup"
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,6 @@ class Account:
             times["waiting"] += span.waited
         return times
 
-    def phases(self, of_class: str) -> dict[str, int]:
-        """Return the time of each phase of ``setup`` or ``restarting``; nothing for other classes."""
-        times = Counter[str]()
-        for span in self.spans:
-            if span.kind in PHASES and span.of_class == of_class:
-                times[span.kind] += span.end - span.begin
-        return dict(times)
-
     def step_at(self, time: int) -> int | None:
         """Return the newest step passed at a time; ``None`` if no process trained then."""
         start = self.starts[max(0, bisect_right(self.starts, time, key=lambda one: one.began) - 1)]
@@ -139,11 +133,11 @@ def account(files: Sequence[EventFile], rank: int | None = None) -> Account | No
     waits: Marks = [(starts[0].began, 0)]
     usual = int(median([one.step_us for one in starts if one.step_us is not None] or [0]))
     for index, start in enumerate(starts):
-        phases = list(_phases(index, start, usual))
+        before_work = list(_before_work(index, start, usual))
         waits += [(at, waits[-1][1] + waited) for at, waited in start.waits]
-        start.marks = _marks(start, phases[-1].end, starts[index + 1 : index + 2])
+        start.marks = _marks(start, before_work[-1].end, starts[index + 1 : index + 2])
         start.kept = start.reached
-        spans += phases
+        spans += before_work
     losses = [_cut(starts, index) for index in range(len(starts))]
     for index, start in enumerate(starts):
         spans += _work(index, start, waits)
@@ -151,25 +145,19 @@ def account(files: Sequence[EventFile], rank: int | None = None) -> Account | No
     return Account(starts, spans, waits, _newest(files, starts), list(_interruptions(files, starts, spans, losses)))
 
 
-def _phases(index: int, start: Start, usual: int) -> Iterator[Span]:
-    """Yield the spans until work begins. A first step takes as long as any other; the rest of its phase is no work.
+def _before_work(index: int, start: Start, usual: int) -> Iterator[Span]:
+    """Yield the spans until work begins. A first step takes as long as any other; what it takes more is no work.
 
     ``usual``: the time of a step, where this start passed too few.
     """
-    cursor = start.began
-    first = start.waits[0][0] if start.waits else None
-    for name in PHASES[:-1]:
-        if name in start.phases:
-            end = min(max(start.phases[name], cursor), start.ended if first is None else first)
-            yield Span(cursor, end, name, index)
-            cursor = end
-    if first is not None:
+    if start.waits:
+        first = start.waits[0][0]
         step_us = usual if start.step_us is None else start.step_us
-        yield Span(cursor, max(cursor, first - step_us), PHASES[-1], index)
-    else:
-        named = min(max(microseconds(start.name.t), cursor), start.ended)
-        yield Span(cursor, named, PHASES[0], index)  # its phases are reported at its first boundary
-        yield Span(named, start.ended, "draining" if start.how == GOODBYE else PHASES[-1], index)
+        yield Span(start.began, max(start.began, first - step_us), "starting", index)
+        return
+    named = min(max(microseconds(start.name.t), start.began), start.ended)
+    yield Span(start.began, named, "starting", index)
+    yield Span(named, start.ended, "draining" if start.how == GOODBYE else "starting", index)
 
 
 # ---------------------------------------------------------------- work

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from lazysnap.events import (
-    PHASES,
     Event,
     EventFile,
     KeeperStarted,
     LevelFailed,
-    PhaseEnded,
     Progress,
     Stored,
     TrainerEnded,
@@ -37,8 +35,6 @@ class Start:
     ended: int
     how: str | None
     """The way it ended; ``None`` if nobody saw the end of the last start: it runs, or was lost with its keeper."""
-    phases: dict[str, int]
-    """The time at which each phase ended."""
     progress: list[Progress]
     end: TrainerEnded | None
     waits: Marks = field(default_factory=list)
@@ -133,7 +129,7 @@ def starts_of(files: Sequence[EventFile], rank: int | None = None) -> list[Start
     own: dict[str, tuple[EventFile, list[Event]]] = {}
     for file in files:
         for one in file.events:
-            if isinstance(one, (TrainerStarted, PhaseEnded, Progress, TrainerEnded)) and one.rank == rank:
+            if isinstance(one, (TrainerStarted, Progress, TrainerEnded)) and one.rank == rank:
                 own.setdefault(one.start, (file, []))[1].append(one)
     # A trainer names itself again to a new keeper: the first time counts.
     names = [next((one for one in lines if isinstance(one, TrainerStarted)), None) for _, lines in own.values()]
@@ -152,7 +148,6 @@ def _began(name: TrainerStarted) -> int:
 def _start(
     name: TrainerStarted, file: EventFile, lines: list[Event], began: int, follower: TrainerStarted | None
 ) -> Start:
-    phases = [one for one in lines if isinstance(one, PhaseEnded)]
     progress = [one for one in lines if isinstance(one, Progress)]
     end = next((one for one in lines if isinstance(one, TrainerEnded)), None)
     how = end.how if end is not None else None if follower is None else UNSEEN
@@ -167,12 +162,17 @@ def _start(
     def within(seconds: float) -> int:
         return min(max(microseconds(seconds), began), ended)
 
-    start = Start(name, file.node, began, ended, how, {one.phase: within(one.t) for one in phases}, progress, end)
-    boundaries = [one for one in phases if one.phase == PHASES[-1]] + [one for one in progress if one.step > name.step]
-    if boundaries:
-        first = within(boundaries[0].t)
-        counted = ((within(one.taken), microseconds(one.waited_s - boundaries[0].waited_s)) for one in progress)
-        start.waits = rising([(first, 0), *((at, waited) for at, waited in counted if at > first)])
+    start = Start(name, file.node, began, ended, how, progress, end)
+    passed = [line for line in progress if line.step > name.step]
+    if passed:
+        # The keeper notes the first boundary at once: its capture began then, if it is whole already.
+        first = within(passed[0].taken if passed[0].captured > name.step else passed[0].t)
+        waits = [(first, 0)]
+        for line in passed:
+            at = within(line.taken)
+            if at > first:
+                waits.append((at, microseconds(line.waited_s - passed[0].waited_s)))
+        start.waits = rising(waits)
     if follower is not None and how == UNSEEN and progress and (step_us := start.step_us):
         unseen_steps = max(0, follower.step - progress[-1].step)  # their lines were lost with the keeper
         start.ended = max(ended, min(_began(follower), start.sampled_at + unseen_steps * step_us))

@@ -16,7 +16,7 @@ from lazysnap.cli.output import Output, count_of, percent, when
 from lazysnap.cli.stores import open_existing
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
-from lazysnap.events import PHASES, Alert, Event, EventFile, LevelFailed, Notice, read
+from lazysnap.events import Alert, Event, EventFile, LevelFailed, Notice, read
 
 _BINS, _BARS, _WIDTH = 120, " ▁▂▃▄▅▆▇█", 32
 _SHOWN = 12
@@ -148,7 +148,7 @@ def tables(report: Report) -> Iterator[Rows]:
     for name in CLASSES:
         share = classes[name] / max(1, run.wall)
         bar = "█" * round(_WIDTH * share)
-        rows.append((LABELS[name], length(classes[name]), percent(share, 1), parts(run.phases(name)) or bar))
+        rows.append((LABELS[name], length(classes[name]), percent(share, 1), bar))
     rows.append(("wall time", length(run.wall), "100.0 %", ""))
     yield Rows("where the time went", ("", "time>", "share>", ""), rows)
     if run.interruptions:
@@ -166,6 +166,13 @@ def tables(report: Report) -> Iterator[Rows]:
         yield Rows(f"notes, {min(len(notes), _SHOWN)} of {len(notes)}", ("at", "node>", ""), notes[-_SHOWN:])
 
 
+_WORDS = {
+    "down": "down",
+    "starting": "restart",
+    "productive": "training",
+    "lost": "lost again",
+    "draining": "draining",
+}
 _PLACES = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time")
 _LEVELS = ("stored at", "snapshots>", "size>", "write>", "rate>", "of it checksums>", "read back>", "failures>")
 _NOTES = (Alert, LevelFailed, Notice)
@@ -190,12 +197,10 @@ def length(time_us: int) -> str:
 
 
 def parts(times: dict[str, int]) -> str:
-    """Say where time went, as in ``down 2.0 s, import 1.1 s``, without what is less than 3 %."""
+    """Say where time went, as in ``down 2.0 s, restart 1.1 s``, without what is less than 3 %."""
     least = max(1, sum(times.values()) // 33)
-    order = ("down", *PHASES, "productive", "lost", "draining")
-    named = {name: times[name] for name in order if times.get(name, 0) >= least}
-    words = {"first_step": "first step", "productive": "training", "lost": "lost again"}
-    return ", ".join(f"{words.get(name, name)} {length(spent)}" for name, spent in named.items())
+    named = [(word, times.get(kind, 0)) for kind, word in _WORDS.items()]
+    return ", ".join(f"{word} {length(spent)}" for word, spent in named if spent >= least)
 
 
 def _interruption(one: Interruption, report: Report) -> Iterator[str]:
@@ -265,8 +270,6 @@ def _fields(report: Report) -> dict[str, Any]:
         "goodput": run.goodput,
         "step": run.reached,
         "classes_s": _seconds(run.classes()),
-        "setup_s": _seconds(run.phases("setup")),
-        "restarting_s": _seconds(run.phases("restarting")),
         "starts": [
             {
                 "began": one.began / 1e6,

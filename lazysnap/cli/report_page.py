@@ -66,7 +66,7 @@ def _strip(run: Account) -> str:
     """Draw the classes over time."""
     boxes = []
     for span in run.spans:
-        label = LABELS[span.of_class] + (f", {span.kind.replace('_', ' ')}" if span.kind != span.of_class else "")
+        label = LABELS[span.of_class]
         waited = f", of it {length(span.waited)} waiting for copies" if span.waited else ""
         left, right = _x(run, span.begin), _x(run, span.end)
         boxes.append(

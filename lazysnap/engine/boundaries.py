@@ -49,7 +49,6 @@ class Boundaries:
         """Steps of optimizers up to the last boundary."""
         self._is_past_first = False
         """True if the first boundary is over."""
-        self._has_told_phases = False
         """True once the keeper knows the times of this start."""
         self._weights: list[torch.Tensor] = []
         """The optimizers' weights at the last capture, if not every boundary is due, or at the last one that failed."""
@@ -131,16 +130,7 @@ class Boundaries:
         self._steps = self.gates.steps
         self._reached.reached(step)
         self._notice.passed()
-        if not self._has_told_phases:
-            self._tell_phases()
         return began
-
-    def _tell_phases(self) -> None:
-        phases, client, waited_s = self._parts.phases, self._parts.client, self._parts.statistics.waited_s
-        phases.setdefault("first_step", time.time())
-        if client.keeper_pid is not None and self._run.is_begun:
-            self._has_told_phases = True
-            client.update_run(phases=phases, waited_s=waited_s)
 
     def _pass(self, step: int, *, force: bool) -> bool:
         with self.lock:

@@ -1,6 +1,5 @@
 """The parts that the objects of one engine share."""
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +35,6 @@ class Parts:
     """The addresses of other nodes."""
     shared: list[str]
     """Levels that are one place for all nodes."""
-    phases: dict[str, float]
-    """Unix time in seconds at which each part of this start ended (``protocol.Run.phases``)."""
 
     @classmethod
     def of(
@@ -47,7 +44,6 @@ class Parts:
 
         Raises: ConfigError; WaitTimeout.
         """
-        phases = {"import": time.time()}
         world = World(config.collective_timeout_s, source.optimizers())
         client = KeeperClient(identity, config, Team.of(world.places, world.rank), on_notice)
         messages = Messages(Statistics(), is_first=world.rank == 0, speaks_for_node=world.place.local_rank == 0)
@@ -56,8 +52,7 @@ class Parts:
         discovery = discover_keepers(world, client, config, identity.job_id)
         recorder.slots.group = discovery.group
         shared = shared_levels(world, config.levels)
-        phases["rendezvous"] = time.time()
-        return cls(config, source, identity, world, client, messages, recorder, discovery, shared, phases)
+        return cls(config, source, identity, world, client, messages, recorder, discovery, shared)
 
     @property
     def statistics(self) -> Statistics:

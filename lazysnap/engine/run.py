@@ -53,7 +53,7 @@ class Run:
         self._parts = parts
         self.meta = meta = parts.recorder.meta
         who = parts.identity, parts.world, parts.discovery
-        self.restart = Restart(parts.config, parts.source, parts.client, *who, start=meta.start, phases=parts.phases)
+        self.restart = Restart(parts.config, parts.source, parts.client, *who, start=meta.start)
         self.lineage = Lineage()
         self._from_step = 0
         """Captures from now on are of later steps."""
@@ -161,7 +161,6 @@ class Run:
             self._discard_others(snapshot)
         self.begin()
         self.has_told_start = False
-        self._parts.phases["load"] = time.time()
         self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
         if snapshot.new_run is not None:
             new, left = snapshot.new_run, snapshot.new_run.left

@@ -6,9 +6,6 @@ with a deadline.
 
 import time
 from collections.abc import Callable
-from typing import Any
-
-import msgspec
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import KeeperError
@@ -72,14 +69,6 @@ class KeeperClient(KeeperLink):
         self.tell(run)
         if is_told:
             self._state.run_was_told()
-
-    def update_run(self, **changes: Any) -> None:
-        """Change what was said of the run (``protocol.Run``), to this keeper and the next. Does not block."""
-        with self._state.lock:
-            if self._state.run is None:
-                return
-            run = self._state.run = msgspec.structs.replace(self._state.run, **changes)
-        self.tell(run)
 
     def name(self, said: protocol.Store | protocol.Release) -> None:
         """Give a name to a step of this run, or take it away, at this keeper and each later one: a keeper may die

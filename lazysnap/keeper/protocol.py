@@ -104,10 +104,6 @@ class Run(Message, frozen=True):
     """The group, with several nodes that protect each other."""
     source: str | None = None
     """The place from which the step was restored. For the events of the run alone (``lazysnap.events``)."""
-    phases: dict[str, float] = {}
-    """Unix time in seconds at which each part of the start ended; known after its first boundary. For events alone."""
-    waited_s: float = 0.0
-    """The seconds that training waited in it for captures and memory."""
 
 
 class Reserve(Question, frozen=True, kw_only=True):

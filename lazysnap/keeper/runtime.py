@@ -6,6 +6,7 @@
         keeper-KEY.lock      the process that holds a lock on it (flock) is the keeper, or starts the keeper
         keeper-KEY.sock      the keeper listens here
         keeper-KEY.log       errors of the keeper
+        events-RUN-….jsonl   events of a run whose first level is at a URL (``keeper.event_file``)
 
 KEY is a digest of job, user and node. The directory is the value of ``LAZYSNAP_RUNTIME_DIR``, else
 ``/tmp/lazysnap-UID``. It depends on neither ``HOME``, ``TMPDIR`` nor ``XDG_RUNTIME_DIR``: the next start of a job may
@@ -23,6 +24,7 @@ import stat
 import time
 
 from lazysnap.errors import KeeperError
+from lazysnap.shard.names import parse_events_file_name
 
 ENVIRONMENT = "LAZYSNAP_RUNTIME_DIR"
 _LONGEST_PATH = 107
@@ -156,7 +158,7 @@ def remove_old_files() -> None:
     """Remove files of jobs that ended long ago. Raises: OSError; KeeperError."""
     directory = runtime_directory()
     for path in directory.iterdir():
-        if not _FILE_NAME.fullmatch(path.name):
+        if _FILE_NAME.fullmatch(path.name) is None and parse_events_file_name(path.name) is None:
             continue
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _KEPT_S:
@@ -164,7 +166,7 @@ def remove_old_files() -> None:
 
 
 def _remove_old(path: pathlib.Path) -> None:
-    if path.suffix == ".log":
+    if path.suffix in (".log", ".jsonl"):
         path.unlink()
         return
     lock = KeeperFiles.of_socket(str(path)).try_lock()

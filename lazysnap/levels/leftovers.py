@@ -5,7 +5,7 @@ Only files with names of this format count, in snapshot directories that are no 
 * temporary files of writers: the storage checks that the writer is dead before it deletes them;
 * files without a manifest that are a day old: a younger one may be a copy in progress (``cp``, ``rsync``,
   ``aws s3 cp``);
-* small files from tests of the place that are a day old, and temporary files of events;
+* small files from tests of the place that are a day old;
 * names (``keep-…``) that a run gave, in a directory that holds nothing else, and that are a day old.
 """
 
@@ -22,7 +22,6 @@ from lazysnap.shard.names import (
     NodeName,
     is_directory_of_ours,
     is_id,
-    parse_events_file_name,
     parse_file_name,
     parse_frozen_directory_name,
     parse_keep_file_name,
@@ -63,19 +62,13 @@ def _owner_of(name: str) -> NodeName | None:
     return _NODE_0 if parse_keep_file_name(match[1]) is not None else None
 
 
-def _is_of_events(name: str) -> bool:
-    """True for a temporary file of a file of events, which is written without a lock, within milliseconds."""
-    match = TEMPORARY.fullmatch(name)
-    return match is not None and parse_events_file_name(match[1]) is not None
-
-
 def leftovers(storage: Storage, is_ours: IsOurs | None, beat: Beat = lambda: None) -> Iterator[Leftover]:
     """Yield the leftovers of a level. ``is_ours``: of which nodes; ``None``: of all.
 
     Blocks; ``beat`` is called for each directory. Raises: LevelError.
     """
     for name in storage.list():
-        if _is_of_events(name) or (is_probe(name) and is_settled(storage, name)):
+        if is_probe(name) and is_settled(storage, name):
             yield Leftover(name)
         elif is_directory_of_ours(name):
             beat()

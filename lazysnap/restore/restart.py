@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -64,8 +64,6 @@ class Restart:
     """True if levels are looked at; otherwise memory alone."""
     start: str = ""
     """The id of this start: no earlier one has a greater id."""
-    phases: dict[str, float] = field(default_factory=dict)
-    """Gets the Unix time at which the search ended, and the reading (``protocol.Run.phases``)."""
     casts: bool = False
     """True for an evaluation, which may use another precision than the training: see ``targets.check_fits``."""
 
@@ -206,12 +204,10 @@ class _Search:
             self._sources.forget()
             self._connections.close()
             self.inventories = self._list(is_patient=is_patient)
-            self._restart.phases["search"] = time.time()
             is_patient = True
             for plan in order(self.inventories):
                 snapshot, has_vanished = self._attempt(plan, flaw)
                 if snapshot is not None:
-                    self._restart.phases["read"] = time.time()
                     return dataclasses.replace(
                         snapshot,
                         seconds=time.perf_counter() - self._started,

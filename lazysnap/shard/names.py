@@ -19,7 +19,7 @@ _FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{32})")
 _FILE = re.compile(r"node-([0-9]{5,7})-of-([0-9]{5,7})")
 _SUFFIXES = ("safetensors", "json")
 _KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_EVENTS_FILE = re.compile(r"events-([0-9a-f]{16})-node-([0-9]{5,7})\.jsonl")
+_EVENTS_FILE = re.compile(r"events-([0-9a-f]{16})-node-([0-9]{5,7})(\.older)?\.jsonl")
 _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 
 
@@ -106,9 +106,12 @@ def parse_keep_file_name(file: str) -> str | None:
     return match[1] if match else None
 
 
-def events_file_name(run_id: str, node: int) -> str:
-    """Return ``events-<run>-node-00003.jsonl``: what the keepers of a node saw in a run."""
-    return f"events-{run_id}-node-{node:05d}.jsonl"
+def events_file_name(run_id: str, node: int, *, is_older: bool = False) -> str:
+    """Return ``events-<run>-node-00003.jsonl``: what the keepers of a node saw in a run. ``is_older``: the file that
+    was before it, ``events-<run>-node-00003.older.jsonl``.
+    """
+    older = ".older" if is_older else ""
+    return f"events-{run_id}-node-{node:05d}{older}.jsonl"
 
 
 def parse_events_file_name(file: str) -> tuple[str, int] | None:
@@ -116,8 +119,9 @@ def parse_events_file_name(file: str) -> tuple[str, int] | None:
     match = _EVENTS_FILE.fullmatch(file)
     if match is None:
         return None
-    found = match[1], int(match[2])
-    return found if events_file_name(*found) == file else None
+    run_id, node = match[1], int(match[2])
+    is_ours = events_file_name(run_id, node, is_older=match[3] is not None) == file
+    return (run_id, node) if is_ours else None
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Histories of runs: what really happened, and the events that keepers write of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lazysnap.events import (
     Complete,
     EventFile,
     KeeperStarted,
-    PhaseEnded,
     Progress,
     Stored,
     TrainerEnded,
@@ -20,12 +19,12 @@ LEVEL = "/data/run"
 
 @dataclass
 class Life:
-    """One start: seconds of its phases, of a step and of a wait, how many steps it passes, how it ends."""
+    """One start: seconds until it names its run, of a step and of a wait, how many steps it passes, how it ends."""
 
     steps: int
     step_s: float = 1.0
     wait_s: float = 0.0
-    phases: dict = field(default_factory=lambda: {"import": 2.0, "rendezvous": 0.5})
+    named_s: float = 2.5
     first_s: float = 0.5
     """Beside the time of a step."""
     partial_s: float = 0.25
@@ -62,9 +61,7 @@ class History:
 
     def live(self, number, life, *, is_last):
         began, name, resumed = self.now, f"{number:04d}", len(self.done)
-        for phase, seconds in life.phases.items():
-            self.now += seconds
-            self.events.append(PhaseEnded(t=self.now, rank=0, start=name, phase=phase))
+        self.now += life.named_s
         if not self.has_keeper:  # its first line is written when the trainer names its run
             self.events.append(self.keeper())
         self.events.append(
@@ -89,9 +86,7 @@ class History:
             self.now += wait + life.step_s
             waited += wait
             self.done.append((life.step_s, wait))
-            if index == 0:
-                self.events.append(PhaseEnded(t=self.now, rank=0, start=name, phase="first_step", waited_s=0.0))
-            if self.now - sampled >= self.sample_s:
+            if index == 0 or self.now - sampled >= self.sample_s:
                 sampled = self.now
                 room = life.partial_s if index == life.steps - 1 else life.step_s
                 self.sample(name, waited, self.now + min(0.4, room / 2))

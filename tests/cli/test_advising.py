@@ -89,7 +89,6 @@ class Journal:
         self.now = began + own_s
         of = {"rank": 0, "start": start}
         self.add(events.TrainerStarted, **of, pid=2, step=first, world_size=4, every_n_steps=every, began=began)
-        self.add(events.PhaseEnded, **of, phase="first_step")
         waited = 0.0
         for step in range(first + 1, last + 1):
             is_due = step % every == 0
@@ -119,9 +118,9 @@ def test_a_run_is_told_from_what_it_measured(capsys, tmp_path):
     assert told["mtbf_s"] == pytest.approx(trained_s / 3)
     assert level["every_n_steps"] % 3 == 0
     assert level["every_s"] >= 2 * 20, "storage is busy for at most half of the time"
-    # A failure costs the 10 s that its restarts took, half an interval, and the copy.
+    # A failure costs the 12 s until the first boundary after it, half an interval, and the copy.
     rate = 1 / told["mtbf_s"]
-    expected = (2 / 2.02) * (1 - rate * (3 * 2.02 / 2 + 0.5)) / (1 + rate * 10)
+    expected = (2 / 2.02) * (1 - rate * (3 * 2.02 / 2 + 0.5)) / (1 + rate * 12.06)
     assert memory["goodput"] == pytest.approx(expected, rel=0.01)
     assert level["goodput"] < memory["goodput"]
     assert level["lost_s"] > memory["lost_s"]

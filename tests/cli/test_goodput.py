@@ -11,11 +11,9 @@ from run_history import BEGAN, LEVEL, RUN, History, Life
 
 from lazysnap.cli.goodput import CLASSES, account
 from lazysnap.events import (
-    PHASES,
     Complete,
     EventFile,
     KeeperStarted,
-    PhaseEnded,
     Progress,
     Protected,
     TrainerEnded,
@@ -49,9 +47,7 @@ def test_every_class_of_a_run_that_was_killed_and_resumed():
     assert died.lost / 1e6 == pytest.approx(7.75, abs=0.02)
     # Steps 16 to 20 are trained again, step 21 is the first new one.
     assert (died.new_at - died.at) / 1e6 == pytest.approx(3 + 3 + 6, abs=0.02)
-    assert seconds(died.until_new) == pytest.approx(
-        {"down": 3, "import": 2, "rendezvous": 0.5, "first_step": 0.5, "productive": 6}, abs=0.02
-    )
+    assert seconds(died.until_new) == pytest.approx({"down": 3, "starting": 3, "productive": 6}, abs=0.02)
 
 
 def test_a_start_that_goes_back_behind_the_one_before_it_costs_both():
@@ -78,7 +74,7 @@ def test_a_death_that_the_keeper_sees_only_after_the_next_process_began():
 def test_an_unfinished_start_that_named_itself_counts_as_a_first_step():
     history = History([Life(5), Life(0, partial_s=7.0), Life(5, how="goodbye")])
     result = account([history.file])
-    assert result.phases("restarting")["first_step"] / 1e6 == pytest.approx(7.0 + 0.5, abs=0.02)
+    assert result.classes()["restarting"] / 1e6 == pytest.approx(2 * 2.5 + 7.0 + 0.5, abs=0.02)
     assert [one.new_at is not None for one in result.interruptions] == [True, True]
 
 
@@ -125,8 +121,8 @@ def test_of_several_nodes_rank_0_counts_and_the_first_death_is_named():
 
 def test_how_far_each_place_is_behind_training():
     result = account([History([Life(20, how="goodbye")], sample_s=5.0).file])
-    at = round((BEGAN + 3 + 13.5) * 1e6)  # in the step after 13; 10 was sampled and stored
-    assert (result.step_at(at), result.behind(LEVEL, at), result.behind("memory", at)) == (13, 3, 0)
+    at = round((BEGAN + 3 + 13.5) * 1e6)  # in the step after 13; 11 was sampled and stored
+    assert (result.step_at(at), result.behind(LEVEL, at), result.behind("memory", at)) == (13, 2, 0)
     assert result.behind(LEVEL, round((BEGAN + 1) * 1e6)) is None
 
 
@@ -137,9 +133,7 @@ lives = st.builds(
     steps=st.integers(0, 30),
     step_s=st.floats(0.01, 20),
     wait_s=st.floats(0, 5),
-    phases=st.dictionaries(st.sampled_from(PHASES[:-1]), st.floats(0, 60)).map(
-        lambda d: dict(sorted(d.items(), key=lambda i: PHASES.index(i[0])))
-    ),
+    named_s=st.floats(0, 60),
     first_s=st.floats(0, 30),
     partial_s=st.floats(0, 10),
     how=st.sampled_from(("died", "left", "goodbye", None)),
@@ -159,8 +153,6 @@ def check(result):
     assert set(times) == set(CLASSES)
     assert min(times.values()) >= 0
     assert sum(times.values()) == result.wall
-    for name in ("setup", "restarting"):
-        assert sum(result.phases(name).values()) == times[name]
     assert sum(one.lost for one in result.interruptions) == times["lost"]
     for one in result.interruptions:
         if one.new_at is not None:
@@ -192,12 +184,11 @@ VALUES = {
     **dict.fromkeys(("host", "version"), st.just("")),
     "start": starts,
     "source": st.none(),
-    "phase": st.sampled_from(PHASES),
     "level": st.just(LEVEL),
     "steps": st.lists(steps, max_size=3),
     "how": st.sampled_from(("goodbye", "left", "died")),
 }
-KINDS = (KeeperStarted, TrainerStarted, PhaseEnded, Progress, Complete, TrainerEnded)
+KINDS = (KeeperStarted, TrainerStarted, Progress, Complete, TrainerEnded)
 any_event = st.one_of(
     *(st.builds(kind, **{name: VALUES[name] for name in kind.__struct_fields__}) for kind in KINDS),
     st.builds(Protected, t=times, step=st.none() | steps),

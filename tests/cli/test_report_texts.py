@@ -9,7 +9,7 @@ import pytest
 from cli_level import run, run_json
 from run_history import BEGAN, LEVEL, RUN, History, Life
 
-from lazysnap.events import Alert, Complete, LevelFailed, Notice, TrainerEnded, encode
+from lazysnap.events import Alert, Complete, LevelFailed, Notice, Progress, TrainerEnded, TrainerStarted, encode
 from lazysnap.shard.names import events_file_name
 
 LIVES = [Life(20, wait_s=0.5, back=5), Life(10, how="left", back=2), Life(10, how="goodbye", partial_s=2)]
@@ -41,7 +41,7 @@ def test_the_text_says_what_happened(url, history, capsys):
     out = capsys.readouterr().out
     assert "3 starts" in out
     assert re.search(r"goodput 49\.3 %", out), out
-    assert re.search(r"died +20 +15 +5 steps, 7\.8 s +12 s +down 3\.0 s, import 2\.0 s, rendezvous 0.5 s", out), out
+    assert re.search(r"died +20 +15 +5 steps, 7\.8 s +12 s +down 3\.0 s, restart 3\.0 s, training 6", out), out
     assert re.search(r"left +25 +23 +2 steps, ", out), out
     assert "the training ended well" in out
     assert "nothing is stored" in out
@@ -83,6 +83,34 @@ def test_runs_are_chosen_and_nodes_are_put_together(url, tmp_path, capsys):
     assert run_json(capsys, "report", url, "--run", "0000")[1]["step"] == 3
     assert run("report", url, "--run", "5") == 2
     assert RUN in capsys.readouterr().err
+
+
+def test_of_a_run_whose_beginning_was_rotated_away_the_report_covers_what_is_there(url, capsys):
+    """A file that begins within a start says who trains, as if that had begun then."""
+    of = {"rank": 0, "start": "0123456789abcdef"}
+    began = TrainerStarted(t=BEGAN, **of, pid=1, step=500, world_size=1, every_n_steps=1, began=BEGAN)
+    lines = [
+        Progress(
+            t=BEGAN + n, **of, step=500 + n, every=1, waited_s=900.0, captured=500 + n, taken=BEGAN + n, copy_s=0.1
+        )
+        for n in range(10, 100)
+    ]
+    ended = TrainerEnded(t=BEGAN + 99.5, **of, pid=1, step=599, how="goodbye")
+    write(url, [began, *lines, ended])
+
+    _, told = run_json(capsys, "report", url)
+
+    assert (told["step"], told["how"], told["wall_s"]) == (599, "goodbye", pytest.approx(99.5))
+    assert told["classes_s"]["productive"] == pytest.approx(90, abs=0.1)
+    assert told["classes_s"]["setup"] == pytest.approx(9, abs=0.1)
+
+
+def test_a_last_line_that_a_killed_keeper_did_not_end_is_passed_over(url, history, capsys):
+    _, whole = run_json(capsys, "report", url)
+    path = pathlib.Path(url) / events_file_name(RUN, 0)
+    path.write_bytes(path.read_bytes() + encode(Notice(t=BEGAN + 1000))[:-9])
+
+    assert run_json(capsys, "report", url)[1] == whole
 
 
 def test_without_events_the_message_says_where_they_are(url, tmp_path, capsys):

@@ -10,6 +10,7 @@ import pytest
 from support.waiting import until
 
 from lazysnap.keeper.trouble import Trouble
+from lazysnap.shard.names import events_file_name
 
 HOUR_S = 3600
 
@@ -59,14 +60,17 @@ def test_an_error_in_a_storage_thread_is_told(temporary, job):
 
 def test_a_keeper_removes_log_files_that_nobody_wrote_to_for_a_week_and_makes_none_without_an_error(temporary, job):
     old, new = (temporary / f"keeper-{name}.log" for name in ("0123456789abcdef", "0123456789abcde0"))
-    for path, hours in ((old, 200), (new, 100)):
+    events = temporary / events_file_name("0123456789abcdef", 0)
+    foreign = temporary / "events.jsonl"
+    for path, hours in ((old, 200), (events, 200), (foreign, 200), (new, 100)):
         path.touch()
         os.utime(path, (time.time() - hours * HOUR_S,) * 2)
 
     job.trainer()
 
-    assert until(lambda: not old.exists())
+    assert until(lambda: not old.exists() and not events.exists())
     assert list(temporary.glob("*.log")) == [new]
+    assert foreign.exists()
 
 
 def test_the_log_of_a_keeper_stays_small_and_the_same_error_is_told_once(temporary):

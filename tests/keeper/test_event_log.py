@@ -5,15 +5,12 @@ import pathlib
 import signal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.names import START
 from support.waiting import until
 
 from lazysnap import events
 from lazysnap.config import PersistentLevel
-from lazysnap.keeper.event_log import MAX_BYTES, EventFileWriter, thinned
-from lazysnap.levels import open_store
+from lazysnap.keeper.event_file import EventFileWriter
 from lazysnap.shard.names import events_file_name, new_id, parse_events_file_name
 
 RUN = "ab" * 8
@@ -80,7 +77,7 @@ def test_the_next_keeper_goes_on_with_the_file(job):
     until(lambda: max((event.step for event in found(level) if isinstance(event, events.Stored)), default=0) == 2)
 
     assert kinds(level).count(events.KeeperStarted) == 2
-    assert kinds(level).count(events.TrainerStarted) == 1
+    assert len({event.start for event in found(level) if isinstance(event, events.TrainerStarted)}) == 1
     assert not ends(level)
 
 
@@ -91,16 +88,6 @@ def test_a_run_that_stores_nothing_leaves_no_file(job):
     until(job.is_gone)
 
     assert not pathlib.Path(level["url"]).exists()
-
-
-def test_no_file_is_written_where_events_are_off(job):
-    level = job.level()
-    trainer = job.trainer(levels=[level], environment={"LAZYSNAP_EVENTS": "0"})
-    trainer.capture(step=1, must=True)
-    trainer.goodbye()
-    until(job.is_gone)
-
-    assert [path.name[:5] for path in pathlib.Path(level["url"]).iterdir()] == ["step-"]
 
 
 def test_a_failing_level_is_named_with_the_reason(job):
@@ -132,117 +119,184 @@ def test_what_is_no_event_is_left_out(tmp_path):
     assert events.read(str(tmp_path)) == [events.EventFile(RUN, 3, (events.Notice(t=1.0), good, good))]
 
 
-@pytest.mark.parametrize("kind", events.Event.__subclasses__())
+@pytest.mark.parametrize("kind", events.FILED)
 def test_every_kind_has_its_documented_name(kind):
     page = pathlib.Path(__file__).parents[2] / "docs" / "events.md"
     assert f"| `{kind.__struct_config__.tag}` |" in page.read_text()
 
 
+def test_values_out_of_any_reason_are_no_events(tmp_path):
+    """A report that computed with them would fail, or fill memory."""
+    good = events.encode(progress(5, 0)).decode()
+    bad = [good.replace('"t":5', f'"t":{value}') for value in ("1e300", "-1.0", "1e12")] + [
+        good.replace('"step":5', f'"step":{value}') for value in ("-9", "1e99", str(1 << 70), '"5"')
+    ]
+    (tmp_path / events_file_name(RUN, 0)).write_text("".join([*bad, good, good.replace(START, "x" * 70_000)]))
+
+    assert found({"url": str(tmp_path)}) == [progress(5, 0)]
+
+
+def test_the_older_file_is_read_too(tmp_path):
+    (tmp_path / events_file_name(RUN, 0, is_older=True)).write_bytes(events.encode(progress(1, 0)))
+    (tmp_path / events_file_name(RUN, 0)).write_bytes(events.encode(progress(2, 0)))
+
+    assert events.read(str(tmp_path)) == [events.EventFile(RUN, 0, (progress(1, 0), progress(2, 0)))]
+
+
 def test_a_name_of_a_file_is_read_as_it_is_written():
     assert parse_events_file_name(events_file_name(RUN, 12)) == (RUN, 12)
+    assert parse_events_file_name(events_file_name(RUN, 12, is_older=True)) == (RUN, 12)
     for name in (
         f"events-{RUN}-node-12.jsonl",
         f"events-{RUN}-node-000012.jsonl",
         f"events-{RUN[1:]}-node-00012.jsonl",
+        f"events-{RUN}-node-00012.oldest.jsonl",
     ):
         assert parse_events_file_name(name) is None
 
 
-# ---------------------------------------------------------------- thinning
+# ---------------------------------------------------------------- the file
 
 
 def progress(t, rank):
     times = {"waited_s": 0.0, "taken": 0.0, "copy_s": 0.0}
-    return events.Progress(t=t, rank=rank, start=START, step=t, every=1, captured=t, **times)
+    return events.Progress(t=float(t), rank=rank, start=START, step=t, every=1, captured=t, **times)
 
 
-@given(st.lists(st.sampled_from([0, 1, None]), min_size=8, max_size=200))
-def test_thinning_keeps_what_is_rare_and_what_came_right_before_it(which):
-    found = [events.Notice(t=t) if rank is None else progress(t, rank) for t, rank in enumerate(which)]
-    kept = thinned(found)
-
-    assert len(kept) < len(found)
-    assert kept == [event for event in found if event in kept]
-    border = len(found) * 3 // 4
-    assert kept[-(len(found) - border) :] == found[border:]
-    if kept[0] == found[0]:  # else all of the oldest went
-        rare = [number for number in range(border) if isinstance(found[number], events.Notice)]
-        assert all(found[number] in kept for number in rare)
-        assert all(found[number - 1] in kept for number in rare if number)
+def stored(step):
+    times = {"seconds": 1.0, "checksum_s": 0.1, "read_back_s": 0.1}
+    return events.Stored(t=float(step), level="a", step=step, bytes=1, **times)
 
 
-def test_thinning_takes_of_each_rank_alike():
-    found = [progress(t, t % 2) for t in range(4000)]
-    while sum(len(events.encode(event)) for event in found) > MAX_BYTES // 4:
-        found = thinned(found)
-
-    counts = [sum(event.rank == rank for event in found) for rank in (0, 1)]
-    assert abs(counts[0] - counts[1]) <= 8
+def written(path):
+    return path.read_bytes() if path.exists() else b""
 
 
-def test_a_file_that_grew_too_long_is_thinned_out(job):
-    level = job.level()
-    path = pathlib.Path(level["url"]) / events_file_name(RUN, 0)
-    path.parent.mkdir()
-    path.write_bytes(b"".join(events.encode(progress(t, 0)) for t in range(20_000)))
-    assert path.stat().st_size > 2 * MAX_BYTES
-    trainer = job.trainer(levels=[level])
-    trainer.capture(step=1, must=True)
-    trainer.goodbye()  # its end is written at once; a long file waits for what is less rare
+@pytest.fixture
+def write(tmp_path):
+    """Opens the file of a run at a URL, by default in an empty directory, and closes it at the end."""
+    opened = []
 
-    until(lambda: events.Stored in kinds(level))
-    assert path.stat().st_size <= MAX_BYTES
-    assert found(level)[0] == progress(0, 0)
+    def begin(url=None, node=0):
+        opened.append(EventFileWriter(PersistentLevel(url or str(tmp_path)), RUN, node))
+        return opened[-1]
 
-
-def test_one_event_that_is_longer_than_the_file_may_be_is_written_all_the_same(tmp_path):
-    writer = EventFileWriter(PersistentLevel(str(tmp_path)), RUN, 0)
-    writer.add(events.Stored(t=1.0, level="a", step=1, bytes=1, seconds=1.0, checksum_s=0.1, read_back_s=0.1))
-    writer.add(events.Alert(t=2.0, about="keeper", text="x" * 2 * MAX_BYTES))
-    writer.close(60.0)
-
-    assert (tmp_path / events_file_name(RUN, 0)).stat().st_size > MAX_BYTES
+    yield begin
+    for writer in opened:
+        writer.close(60.0)
 
 
-def test_a_level_that_fails_for_days_does_not_fill_the_keepers_memory(tmp_path):
-    """The file in the way is where the level's directory would be."""
-    (tmp_path / "level").write_text("")
-    writer = EventFileWriter(PersistentLevel(str(tmp_path / "level")), RUN, 0)
+def test_lines_are_appended_and_those_before_them_stay_as_they_are(tmp_path, write):
+    path = tmp_path / events_file_name(RUN, 0)
+    writer = write()
+    writer.add(stored(1))
+    until(lambda: written(path))
+    first, number = written(path), path.stat().st_ino
+
+    writer.add(stored(2))
+    until(lambda: len(written(path)) > len(first))
+
+    assert written(path) == first + events.encode(stored(2))
+    assert path.stat().st_ino == number
+
+
+def test_after_a_line_that_a_killed_keeper_did_not_end_the_next_one_is_whole(tmp_path, write):
+    path = tmp_path / events_file_name(RUN, 0)
+    path.write_bytes(events.encode(stored(1)) + events.encode(stored(2))[:-20])
+
+    write().add(stored(3))
+
+    until(lambda: found({"url": str(tmp_path)}) == [stored(1), stored(3)])
+
+
+def test_a_file_that_grew_too_long_becomes_the_older_one_and_the_next_one_says_who_trains(tmp_path, write):
+    path = tmp_path / events_file_name(RUN, 0)
+    older = tmp_path / events_file_name(RUN, 0, is_older=True)
+    started = events.TrainerStarted(
+        t=1.0, rank=0, pid=1, start=START, step=0, world_size=1, every_n_steps=1, began=1.0, source="memory"
+    )
+    writer = write()
+    for event in (started, stored(1), progress(7, 0)):
+        writer.add(event)
+    until(lambda: written(path).count(b"\n") == 3)
+    with path.open("ab") as file:
+        while file.tell() < events.MAX_FILE_BYTES:
+            file.write(events.encode(progress(8, 0)) * 1000)
+    grown = written(path)
+
+    writer.add(progress(9, 0))
+    until(lambda: older.exists() and written(path).endswith(events.encode(progress(9, 0))))
+
+    assert written(older) == grown
+    [restated, last] = events.decode(written(path))
+    assert (restated.start, restated.step, restated.began, restated.source) == (START, 7, restated.t, None)
+    assert last == progress(9, 0)
+
+
+def test_a_level_that_fails_for_days_does_not_fill_the_keepers_memory(tmp_path, write):
+    """The file in the way is where the level's directory would be; it goes away after 50,000 events."""
+    level = tmp_path / "level"
+    level.write_text("")
+    writer = write(str(level))
+    writer.add(stored(1))
     for t in range(50_000):
         writer.add(progress(t, 0))
+    ended = events.TrainerEnded(t=1e6, rank=0, pid=1, start=START, step=50_000, how="died")
+    writer.add(ended)
+    level.unlink()
+    level.mkdir()
     writer.close(60.0)
 
-    assert len(writer._events) < 10_000
-    assert writer._events[-1] == progress(49_999, 0)
+    lines = found({"url": str(level)})
+    assert len(lines) < 10_000
+    assert lines[-1] == ended
 
 
-def test_a_sweep_takes_what_a_killed_keeper_left_of_it(tmp_path):
-    store = open_store(str(tmp_path))
-    left, other = (
-        tmp_path / f".{name}.tmp-1-0123abcd" for name in (events_file_name(RUN, 0), "events-by-others.jsonl")
-    )
-    for path in (left, other):
-        path.write_text("")
-
-    assert store.sweep() == [left.name]
-    assert other.exists()
+# ---------------------------------------------------------------- a first level at a URL
 
 
-@pytest.mark.slow
-def test_at_a_url_the_file_is_written_every_five_minutes_at_most_and_at_the_end(tmp_path):
-    levels = [PersistentLevel(f"memory://{tmp_path.name}/run"), PersistentLevel(str(tmp_path / "run"))]
-    (tmp_path / "run").mkdir()
-    url, path = ({"url": level.url} for level in levels)
-    writers = [EventFileWriter(level, RUN, 0) for level in levels]
-    for writer in writers:
-        writer.add(events.Stored(t=1.0, level="x", step=1, bytes=1, seconds=1.0, checksum_s=0.5, read_back_s=0.0))
-    until(lambda: kinds(url) == kinds(path) == [events.Stored])
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A URL, and a runtime directory of the test's own."""
+    (tmp_path / "runtime").mkdir(mode=0o700)
+    monkeypatch.setenv("LAZYSNAP_RUNTIME_DIR", str(tmp_path / "runtime"))
+    return f"memory://{tmp_path.name}/run"
 
-    for writer in writers:
-        writer.add(events.Alert(t=2.0, about="keeper", text="an error"))
 
-    until(lambda: kinds(path) == [events.Stored, events.Alert])
-    assert kinds(url) == [events.Stored]
-    for writer in writers:
-        writer.close(60)
-    assert kinds(url) == [events.Stored, events.Alert]
+def test_at_a_url_the_file_is_copied_every_five_minutes_at_most_and_at_the_end(tmp_path, place, write):
+    here = tmp_path / "runtime" / events_file_name(RUN, 0)
+    writer = write(place)
+    writer.add(stored(1))
+    until(lambda: found({"url": place}) == [stored(1)])
+
+    writer.add(stored(2))
+    until(lambda: written(here) == events.encode(stored(1)) + events.encode(stored(2)))
+    assert found({"url": place}) == [stored(1)]
+
+    writer.close(60.0)
+    assert found({"url": place}) == [stored(1), stored(2)]
+    assert not here.exists()
+
+
+def test_what_a_killed_keeper_did_not_copy_the_next_one_of_the_node_does(tmp_path, place, write):
+    (tmp_path / "runtime" / events_file_name(RUN, 0)).write_bytes(events.encode(stored(1)) + b'{"event":"no')
+
+    writer = write(place)
+    writer.add(stored(2))
+    writer.close(60.0)
+
+    assert found({"url": place}) == [stored(1), stored(2)]
+
+
+def test_a_keeper_on_another_machine_goes_on_with_the_copy_of_the_level(tmp_path, place, write, monkeypatch):
+    writer = write(place)
+    writer.add(stored(1))
+    writer.close(60.0)
+    (tmp_path / "other").mkdir(mode=0o700)
+    monkeypatch.setenv("LAZYSNAP_RUNTIME_DIR", str(tmp_path / "other"))
+
+    writer = write(place)
+    writer.add(stored(2))
+    writer.close(60.0)
+
+    assert found({"url": place}) == [stored(1), stored(2)]
