@@ -302,6 +302,9 @@ class SnapshotConfig:
     reading does not count. Only used with several ranks."""
     drain_timeout_s: float = 600.0
     """Seconds to wait at a clean end until the newest capture is durable at every level."""
+    preemption_timeout_s: float = 25.0
+    """Seconds from SIGTERM or SIGUSR1 until the process ends, even if the newest capture is not durable by then. Give
+    less than the time after which the scheduler kills the process."""
 
     def __post_init__(self) -> None:
         _check_positive("SnapshotConfig", "every_n_steps", self.every_n_steps)
@@ -330,7 +333,7 @@ class SnapshotConfig:
             raise ConfigError(f"SnapshotConfig.require_memory must be True or False, got {self.require_memory!r}")
         if self.job_id is not None and (not isinstance(self.job_id, str) or not self.job_id.strip()):
             raise ConfigError(f"SnapshotConfig.job_id must be a non-empty string, got {self.job_id!r}")
-        for name in ("io_timeout_s", "collective_timeout_s", "drain_timeout_s"):
+        for name in ("io_timeout_s", "collective_timeout_s", "drain_timeout_s", "preemption_timeout_s"):
             _check_seconds("SnapshotConfig", name, getattr(self, name))
 
 

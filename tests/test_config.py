@@ -60,6 +60,7 @@ BAD_CONFIGS = [
     ({"io_timeout_s": None}, "io_timeout_s"),
     ({"collective_timeout_s": float("nan")}, "collective_timeout_s"),
     ({"drain_timeout_s": "600"}, "drain_timeout_s"),
+    ({"preemption_timeout_s": -1}, "preemption_timeout_s"),
 ]
 BAD_REDUNDANCIES = [
     (Redundancy, {"every_n_steps": 0}, "every_n_steps"),

@@ -1,14 +1,13 @@
 """A training of ``lazysnap chaos``: its directory, its log, and the processes of all its starts.
 
-Whatever is started inherits a marker in its environment. By it the processes are found again, the keeper too, and only
-they are struck.
+Whatever is started inherits the runtime directory of this training in its environment. By it the processes are found
+again, the keeper too, and only they are struck.
 """
 
 import contextlib
 import os
 import pathlib
 import re
-import secrets
 import shutil
 import signal
 import subprocess
@@ -20,9 +19,6 @@ from dataclasses import dataclass, field
 
 from lazysnap.keeper.runtime import ENVIRONMENT as RUNTIME_DIRECTORY
 
-DIRECTORY = "LAZYSNAP_CHAOS_DIR"
-"""Environment variable with the directory of a training."""
-_MARKER = "LAZYSNAP_CHAOS_TRAINING"
 _TICK_S = 0.005
 _DEATH_S = 30.0
 _LONGEST_LINE = 1 << 16
@@ -53,10 +49,9 @@ class Training:
         """The directory in which the command runs; ``None``: the current one."""
         self.log = place / "log.txt"
         self._log = self.log.open("wb", buffering=0)
-        self._mark = f"{_MARKER}={secrets.token_hex(16)}"
         self._runtime = tempfile.TemporaryDirectory(prefix="lazysnap-", ignore_cleanup_errors=True)
-        own = {DIRECTORY: str(self.files), RUNTIME_DIRECTORY: self._runtime.name, "PYTHONUNBUFFERED": "1"}
-        self._environment = {**os.environ, **own, _MARKER: self._mark.partition("=")[2]}
+        self._mark = f"{RUNTIME_DIRECTORY}={self._runtime.name}"
+        self._environment = {**os.environ, RUNTIME_DIRECTORY: self._runtime.name, "PYTHONUNBUFFERED": "1"}
         self._readers: list[threading.Thread] = []
         self.starts: list[Start] = []
 

@@ -10,9 +10,9 @@
     end         at a boundary by an exception in the training thread, else at once
 
 A boundary comes soon if it comes within twice the time of the last step, counted from the last boundary, and within
-half of the budget. When the budget is over, the line says what is not durable and where it is, and the process ends.
-A program that handles the signal itself ends itself: then the newest capture
-is stored, and the rest is up to the program.
+half of ``preemption_timeout_s``. When that time is over, the line says what is not durable and where it is, and the
+process ends. A program that handles the signal itself ends itself: then the newest capture is stored, and the rest is
+up to the program.
 """
 
 import contextlib
@@ -25,25 +25,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.console import say
 from lazysnap.engine.signals import Listener
-from lazysnap.errors import ConfigError
 from lazysnap.keeper.client import KeeperClient
 
 logger = logging.getLogger("lazysnap.engine")
 
-NOTICE_S = "LAZYSNAP_NOTICE_S"
-"""The environment variable with the seconds from a notice until the process is killed."""
-EXIT_CODE = "LAZYSNAP_NOTICE_EXIT_CODE"
-"""The environment variable with the exit code of a training that a notice ends."""
-_DEFAULT_NOTICE_S, _DEFAULT_EXIT_CODE = 30.0, 128 + 15
-_LONGEST_S = 86400.0
-_Number = TypeVar("_Number", int, float)
-_MARGIN = 0.1
-"""The part of the budget that is left to the end of the process."""
+EXIT_CODE = 128 + 15
+"""The exit code of a training that a notice ends."""
 _SLACK_S = 0.5
 """A step may take so much longer than twice the one before."""
 _LOOK_S = 0.1
@@ -74,7 +66,7 @@ class Notice:
     """Waits for the notice of one training, and does what follows it.
 
     It is large because three threads take part in the one procedure that the module draws: the training thread, the
-    listener's and the one that watches the budget.
+    listener's and the one that watches the time.
     """
 
     def __init__(
@@ -82,12 +74,9 @@ class Notice:
     ) -> None:
         """Both are called on other threads. ``held`` returns what is captured by now; ``seal``, too, when copies are
         done, and lets nothing be captured any more.
-
-        Raises: ConfigError, for an environment variable with another value than it may have.
         """
         self._config, self._held, self._seal = config, held, seal
-        self._budget_s = _number(NOTICE_S, float, _DEFAULT_NOTICE_S, _LONGEST_S)
-        self._code = _number(EXIT_CODE, int, _DEFAULT_EXIT_CODE, 255)
+        self._timeout_s = config.preemption_timeout_s
         self._exception: type[BaseException] = SystemExit
         self.listener = Listener(self._received)
         self._client: KeeperClient | None = None
@@ -152,12 +141,12 @@ class Notice:
             if threading.current_thread() is not threading.main_thread():
                 self._exit()
             self._is_raised = True
-            raise self._exception(self._code)
+            raise self._exception(EXIT_CODE)
 
     def _await_line(self) -> None:
-        """The training thread has arrived: block until the last line is written, within the budget."""
+        """The training thread has arrived: block until the last line is written, within the time."""
         self._arrived.set()
-        self._is_told.wait(self._budget_s)
+        self._is_told.wait(self._timeout_s)
 
     def closes(self) -> None:
         """The training is over, and is about to be closed: a notice waits for that."""
@@ -189,10 +178,11 @@ class Notice:
 
     def _received(self, what: str) -> None:
         """Do all that follows a notice, on the listener's thread."""
-        client, ends_at = self._client, time.monotonic() + (1 - _MARGIN) * self._budget_s
+        client = self._client
         assert client is not None
+        ends_at = time.monotonic() + self._timeout_s
         self._what = what
-        threading.Thread(target=self._guard, args=(ends_at,), name="lazysnap-budget", daemon=True).start()
+        threading.Thread(target=self._guard, args=(ends_at,), name="lazysnap-notice-end", daemon=True).start()
         if self._is_closing:
             self._way = _Way.CLOSE
         elif self.listener.is_of_program(what):
@@ -216,7 +206,7 @@ class Notice:
         """Return the seconds within which the next boundary is expected."""
         if self._pace_s is None:
             return 0.0
-        return max(0.0, min(self._last_s + 2 * self._pace_s + _SLACK_S - time.monotonic(), self._budget_s / 2))
+        return max(0.0, min(self._last_s + 2 * self._pace_s + _SLACK_S - time.monotonic(), self._timeout_s / 2))
 
     def _store(self, client: KeeperClient, held: RankCaptures, ends_at: float) -> bool:
         """Block until the newest step that all ranks hold is durable at the first level; ``False`` after the deadline.
@@ -244,7 +234,7 @@ class Notice:
         self._tell(is_stored=True)
 
     def _guard(self, ends_at: float) -> None:
-        """End the process when the budget is over, unless the training has ended, or the program ends it."""
+        """End the process when the time is over, unless the training has ended, or the program ends it."""
         if self._is_left.wait(max(0.0, ends_at - time.monotonic())):
             return
         self._tell(is_stored=False)
@@ -294,12 +284,15 @@ class Notice:
             where += ", which goes on storing it"
         if not levels:
             return f"{head}; {where}: there is no storage level"
-        return f"{head}; NOT DURABLE after {self._budget_s:g} s ({NOTICE_S}): {where}; {stored or 'no step is durable'}"
+        return (
+            f"{head}; NOT DURABLE after {self._timeout_s:g} s (preemption_timeout_s): {where}; "
+            f"{stored or 'no step is durable'}"
+        )
 
     def _exit(self) -> NoReturn:
         """End the process. Nothing else is reliable from here: the main thread may stand in a collective."""
         _in_time(_flush)
-        os._exit(self._code)
+        os._exit(EXIT_CODE)
 
 
 def _in_time(work: Callable[[], None]) -> None:
@@ -313,13 +306,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-
-
-def _number(name: str, kind: type[_Number], default: _Number, most: _Number) -> _Number:
-    """Return the environment variable ``name``. Raises: ConfigError."""
-    text = os.environ.get(name) or str(default)
-    with contextlib.suppress(ValueError):
-        if 0 <= (value := kind(text)) <= most:
-            return value
-    what = "an integer" if kind is int else "a number"
-    raise ConfigError(f"{name} must be {what} from 0 to {most:g}, got {text!r}")

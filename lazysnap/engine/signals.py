@@ -1,4 +1,4 @@
-"""Signals and a file that say that this process is about to be killed."""
+"""Signals that say that this process is about to be killed."""
 
 import contextlib
 import logging
@@ -12,12 +12,10 @@ from typing import Any
 
 logger = logging.getLogger("lazysnap.engine")
 
-STOP_FILE = "LAZYSNAP_STOP_FILE"
-"""The environment variable that names a file. When it appears, or is written again, training ends."""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_CLOSE, _FROM_HANDLER, _FILE, _KEEPER = 0, 128, 254, 255
+_CLOSE, _FROM_HANDLER, _KEEPER = 0, 128, 255
 """Bytes in the pipe that are no number of a signal; ``_FROM_HANDLER`` is added to one."""
-_LOOK_S, _JOIN_S = 0.25, 5.0
+_JOIN_S = 5.0
 _forking = threading.local()
 """The signals that were blocked before the fork of a thread."""
 _listeners: "weakref.WeakSet[Listener]" = weakref.WeakSet()
@@ -67,10 +65,6 @@ class Listener:
             self._install(writer)
         self._thread = threading.Thread(target=self._listen, args=(reader,), name="lazysnap-notice", daemon=True)
         self._thread.start()
-        path = os.environ.get(STOP_FILE)
-        if path:
-            # Apart from signals: a file system that does not answer holds this thread up, and nothing else.
-            threading.Thread(target=self._watch, args=(path,), name="lazysnap-file", daemon=True).start()
 
     def _install(self, writer: int) -> None:
         for number in SIGNALS:
@@ -117,27 +111,18 @@ class Listener:
                 os.write(pipe[1], bytes([what]))
 
     def _listen(self, reader: int) -> None:
-        names = {int(number): number.name for number in SIGNALS} | {_FILE: os.environ.get(STOP_FILE, ""), _KEEPER: ""}
+        names = {int(number): number.name for number in SIGNALS} | {_KEEPER: ""}
         while (read := os.read(reader, 1)) and (what := read[0]) != _CLOSE:
             if self._wakeup_before >= 0 and what < _FROM_HANDLER:
                 with contextlib.suppress(OSError):
                     os.write(self._wakeup_before, read)
-            if what not in (_FILE, _KEEPER):
+            if what != _KEEPER:
                 what &= ~_FROM_HANDLER
             if what in names:
                 self._has_received = True
                 self._received(names[what])
                 names = {}
         os.close(reader)
-
-    def _watch(self, path: str) -> None:
-        before = _stamp(path)
-        while not self._is_over.wait(_LOOK_S):
-            now = _stamp(path)
-            if now is not None and now != before:
-                self._write(_FILE)
-                return
-            before = now
 
     def close(self) -> None:
         """Put the handlers back that were there before. Idempotent. Blocks: an instant, for the thread to end."""
@@ -181,15 +166,6 @@ class Listener:
             for end in self._pipe:
                 os.close(end)
             self._pipe = None
-
-
-def _stamp(path: str) -> object:
-    """Return a value that changes when the file is written again; ``None`` if there is no file."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns
 
 
 def _is_caught(number: signal.Signals) -> bool:

@@ -42,9 +42,6 @@ def main() -> None:
     from lazysnap.keeper.server import run_keeper
     from lazysnap.keeper.trouble import Trouble
 
-    log = os.environ.get("LAZYSNAP_KEEPER_LOG")
-    if log:
-        logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
     trouble = Trouble(files.log_path)
     trouble.watch()
     try:

@@ -78,7 +78,8 @@ def plain(url):
     model = net()
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = torch.optim.AdamW(model.parameters())
-    config = SnapshotConfig(levels=(PersistentLevel(url, every_n_steps=1000),))
+    timeout_s = float(os.environ.get("LAZYSNAP_TEST_PREEMPTION_S", "25"))
+    config = SnapshotConfig(levels=(PersistentLevel(url, every_n_steps=1000),), preemption_timeout_s=timeout_s)
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "state": State()})
     engine.restore("latest")
     with engine:

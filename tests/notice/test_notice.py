@@ -109,18 +109,11 @@ def test_a_notice_on_one_node_is_one_on_all_and_all_store_the_same_step(phase, a
     check_ranks(trainings, run)
 
 
-@pytest.mark.parametrize("notice", ["SIGUSR1", "a file"])
-def test_another_notice_does_the_same(notice, trainings, tmp_path):
-    file = tmp_path / "stop"
-    file.touch()  # of the run before: it says nothing
-    run = trainings.start("plain", "evaluation", "5", LAZYSNAP_STOP_FILE=str(file), LAZYSNAP_NOTICE_EXIT_CODE="75")
+def test_sigusr1_does_the_same(trainings):
+    run = trainings.start("plain", "evaluation", "5")
     run.await_line("evaluation 5")
-    if notice == "a file":
-        file.unlink()
-        file.touch()
-    else:
-        os.kill(run.pid(), signal.SIGUSR1)
-    assert run.end() == 75
+    os.kill(run.pid(), signal.SIGUSR1)
+    assert run.end() == ENDED
     assert run.cut() == (6, 5)
     assert trainings.durable() == 5
 
@@ -157,29 +150,21 @@ def test_a_signal_while_a_training_is_closed_ends_the_program_after_the_close(tr
 
 
 def test_a_console_that_nobody_reads_keeps_no_process_alive(trainings):
-    run = trainings.start("plain", "step", "6", LAZYSNAP_NOTICE_S="4", LAZYSNAP_TEST_FILLS_PIPE="1")
+    run = trainings.start("plain", "step", "6", LAZYSNAP_TEST_PREEMPTION_S="4", LAZYSNAP_TEST_FILLS_PIPE="1")
     run.await_line("step 6")
     run.await_line("full")
     os.kill(run.pid(), signal.SIGTERM)
     assert run.process.wait(60) == ENDED
 
 
-@pytest.mark.parametrize(("name", "value"), [("LAZYSNAP_NOTICE_S", "inf"), ("LAZYSNAP_NOTICE_EXIT_CODE", "0.5")])
-def test_a_variable_that_cannot_be_used_is_refused_at_the_start(name, value, trainings):
-    run = trainings.start("plain", "-", "-", **{name: value})
-    assert run.end() == 1
-    assert any(name in line and value in line for line in run.lines)
-
-
 def test_what_is_not_durable_in_time_is_named_with_the_place_where_it_is(trainings):
-    run = trainings.start(
-        "plain", "step", "6", LAZYSNAP_NOTICE_S="4", LAZYSNAP_FAULT="level.store.begin:1:hang",
-    )  # fmt: skip
+    environment = {"LAZYSNAP_TEST_PREEMPTION_S": "4", "LAZYSNAP_FAULT": "level.store.begin:1:hang"}
+    run = trainings.start("plain", "step", "6", **environment)
     run.await_line("step 6")
     os.kill(run.pid(), signal.SIGTERM)
     assert run.end() == ENDED
     [line] = [line for line in run.lines if "NOT DURABLE" in line]
-    assert "in step 6; NOT DURABLE after 4 s (LAZYSNAP_NOTICE_S): step 5 is in the memory of the keeper" in line
+    assert "in step 6; NOT DURABLE after 4 s (preemption_timeout_s): step 5 is in the memory of the keeper" in line
     assert f"(process {trainings.keeper()}), which goes on storing it" in line
 
 

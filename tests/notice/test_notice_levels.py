@@ -1,6 +1,5 @@
 """The last line after a notice names the level that has the step, not the first one."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
 levels = tuple(PersistentLevel(url, every_n_steps=1) for url in sys.argv[1:])
-engine = SnapshotEngine(SnapshotConfig(levels=levels), {"model": model, "optimizer": optimizer})
+config = SnapshotConfig(levels=levels, preemption_timeout_s=4)
+engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
 engine.restore("latest")
 with engine:
     while True:
@@ -30,8 +30,7 @@ def test_where_the_first_level_fails_the_line_names_the_one_that_has_the_step(tm
     broken, works = tmp_path / "broken", tmp_path / "works"
     broken.write_text("a file where the level's directory would be")
     command = [sys.executable, "-c", PROGRAM, str(broken), str(works)]
-    environment = {**os.environ, "LAZYSNAP_NOTICE_S": "4"}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as run:
         until(lambda: works.exists() and files_below(works, "*.json"))
         run.send_signal(signal.SIGTERM)
         text = run.stdout.read()

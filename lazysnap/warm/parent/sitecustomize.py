@@ -31,7 +31,7 @@ _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel")
 _UNFIT, _STALE = 81, 82
 """Exit codes of the second process: a module that it imported must be left out; installed packages have changed."""
 _MOST_FAILURES = 8
-_IMPORT_S = int(os.environ.get("LAZYSNAP_WARM_IMPORT_S", "300"))
+_IMPORT_S = 300
 """Seconds that the import of one module may take: clients wait meanwhile."""
 _LOOK_S = 0.5
 _STORE_S = 0.5
