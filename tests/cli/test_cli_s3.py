@@ -1,12 +1,19 @@
 """The commands on a real S3 server."""
 
 import json
+import os
+import pathlib
+import signal
+import tempfile
 
 import pytest
 import safetensors.torch
 import seaweed
 import torch
 from cli_level import put, run, run_json
+from support.waiting import until
+
+from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine, events
 
 pytestmark = pytest.mark.slow  # a real server
 URL = f"s3://{seaweed.BUCKET}/cli/run"
@@ -50,6 +57,45 @@ def test_snapshots_go_to_s3_are_checked_exported_and_pruned_there_and_come_back(
     assert run("copy", URL, back, *options(s3_server, "--from-option")) == 0
     assert run_json(capsys, "verify", back)[1]["ok"] is True
     assert [item["step"] for item in run_json(capsys, "ls", back)[1]["snapshots"]] == [10, 30]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    """A runtime directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="lazysnap-", dir="/tmp") as directory:
+        monkeypatch.setenv("LAZYSNAP_RUNTIME_DIR", directory)
+        yield pathlib.Path(directory)
+
+
+def test_the_report_of_a_run_whose_keeper_was_killed_is_whole_at_a_url(s3_server, s3_url, runtime, capsys):
+    """The next keeper goes on with the file in the runtime directory, and copies it at its end."""
+    level = PersistentLevel(s3_url, every_n_steps=1, storage_options=s3_server.options())
+    engine = SnapshotEngine(SnapshotConfig(levels=(level,)), {"model": torch.nn.Linear(10, 10)})
+    with engine:
+        assert engine.boundary(1)
+        engine.gate()
+        assert engine.wait(1, until="durable", timeout_s=60)
+        [here] = until(lambda: list(runtime.glob("events-*.jsonl")))
+        until(lambda: b'"event":"complete"' in here.read_bytes())
+        keeper = engine._client.keeper_pid
+        os.kill(keeper, signal.SIGKILL)
+        until(lambda: engine._client.keeper_pid not in (None, keeper))
+        until(lambda: engine.boundary(engine.step + 1))
+        assert engine.wait(until="durable", timeout_s=60)
+        last = engine.step
+
+    s3 = options(s3_server)
+    until(lambda: not here.exists(), timeout_s=60)
+    code, found = run_json(capsys, "report", s3_url, *s3)
+    assert (code, found["step"], found["how"], found["interruptions"]) == (0, last, "goodbye", [])
+    keepers = [
+        event.pid
+        for file in events.read(s3_url, s3_server.options())
+        for event in file.events
+        if isinstance(event, events.KeeperStarted)
+    ]
+    assert len(keepers) == 2
+    assert keepers[0] == keeper
 
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket/run", URL], ids=["bucket", "key"])
