@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lazysnap.capture.gradients import WaitingGradients
+from lazysnap.capture.gradients import WaitingGradients, ZeroGradHook
 
 Closure = Callable[[], Any]
 
@@ -25,7 +25,7 @@ class OptimizerGates:
         self._gate = gate
         self._is_disturbed = is_disturbed
         self._late = late
-        self._handles: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[RemovableHandle]]] = {}
+        self._handles: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[RemovableHandle | ZeroGradHook]]] = {}
         self.steps = 0
         """Steps of optimizers so far."""
         self.gradients = WaitingGradients()
@@ -46,9 +46,10 @@ class OptimizerGates:
             self._drop(key)
         for optimizer in optimizers:
             if id(optimizer) not in self._handles:
-                handles = [
+                handles: list[RemovableHandle | ZeroGradHook] = [
                     optimizer.register_step_pre_hook(self._before_step),
                     optimizer.register_step_post_hook(self._after_step),
+                    self.gradients.watch_clearing(optimizer),
                 ]
                 self._handles[id(optimizer)] = (weakref.ref(optimizer), handles)
                 self.gradients.accept(optimizer)

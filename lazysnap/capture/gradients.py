@@ -3,10 +3,16 @@
 A snapshot holds no gradients, so a step boundary with gradients that wait is not captured. Not every such gradient is
 used: the loss of a generator leaves gradients in its discriminator, which clears them before its own backward.
 That is learned from the first time: an optimizer that steps without the gradients of a boundary has dropped them.
+
+A gradient is judged by its version, which every write changes, and by the calls of ``step`` and ``zero_grad``. Its
+values are not read: on a device that would wait for all its work.
 """
 
+import functools
+import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -14,14 +20,20 @@ from lazysnap.state.sharding import local_of
 
 _MOST_BOUNDARIES = 64
 """Boundaries in a row that wait for one optimizer."""
+_IN_USE_STEPS = 2
+"""Steps without a ``zero_grad`` after which an optimizer is one whose ``zero_grad`` is not in use."""
 _STEPPED = "_lazysnap_stepped"
-"""Attribute of a gradient: its version at the last step of its optimizer."""
+"""Attribute of a gradient: its version at the last ``step`` or ``zero_grad`` of its optimizer."""
 _WAITS = "_lazysnap_waits"
-"""Attribute of a gradient that waited at a boundary."""
+"""Attribute of a gradient that waited at a boundary. It is taken off when the gradient is cleared or used."""
 
 
 class WaitingGradients:
-    """The gradients of all captured optimizers. Marks are attributes of gradients: a new gradient has none."""
+    """The gradients of all captured optimizers. Marks are attributes of gradients: a new gradient has none.
+
+    Under DDP with ``gradient_as_bucket_view`` a gradient keeps its marks when ``zero_grad`` took it off its parameter:
+    it is the same view each time.
+    """
 
     def __init__(self) -> None:
         self._waits: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -30,6 +42,14 @@ class WaitingGradients:
         """Optimizers that are known to step without the gradients of a boundary."""
         self._abandoned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that no boundary waits for any more."""
+        self._keeping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that stepped with the gradients of a boundary at least once."""
+        self._steps_since_clear: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps of each optimizer since its last ``zero_grad``; none for one whose ``zero_grad`` was never called."""
+        self._cleared_by_hand: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """By optimizer on a device, and number of writes since its step: True if its gradients were zero then."""
 
     def accept(self, optimizer: torch.optim.Optimizer) -> None:
         """Treat the present gradients as used: nothing is known of the steps before. ``step`` does it, too."""
@@ -38,33 +58,73 @@ class WaitingGradients:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the optimizer has stepped. Hot."""
+        if optimizer in self._steps_since_clear:
+            self._steps_since_clear[optimizer] += 1
         if optimizer in self._waits:
             del self._waits[optimizer]
             kept = [gradient for gradient in _gradients(optimizer) if _is_marked(gradient)]
             if kept:
                 self._dropping.discard(optimizer)
+                self._keeping.add(optimizer)
             else:
                 self._dropping.add(optimizer)
             for gradient in kept:
                 delattr(gradient, _WAITS)
         self.accept(optimizer)
 
+    def watch_clearing(self, optimizer: torch.optim.Optimizer) -> "ZeroGradHook":
+        """Follow calls of the optimizer's ``zero_grad`` until the hook is removed."""
+        return ZeroGradHook(optimizer, self._clear)
+
+    def _clear(self, optimizer: torch.optim.Optimizer, clear: Callable[[], Any]) -> Any:
+        """Call ``clear``, the optimizer's ``zero_grad``. Hot."""
+        dropped = [gradient for gradient in _gradients(optimizer) if _is_marked(gradient)]
+        result = clear()
+        for gradient in dropped:
+            delattr(gradient, _WAITS)
+        self._steps_since_clear[optimizer] = 0
+        self.accept(optimizer)
+        return result
+
     def awaited(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Return the optimizers whose gradients wait at this boundary, which then is not to be captured. Hot."""
         awaited = []
         for optimizer in optimizers:
             waiting = _changed_since_step(optimizer)
-            if not waiting:
+            is_open = optimizer not in self._dropping and optimizer not in self._abandoned
+            if not waiting or (is_open and self._are_cleared_by_hand(optimizer, waiting)):
                 self._waits.pop(optimizer, None)
                 continue
-            if optimizer in self._waits and not any(_is_marked(gradient) for gradient in waiting):
-                self._dropping.add(optimizer)  # those of the boundary before were cleared without a step
+            is_cleared = optimizer in self._waits and not any(_is_marked(gradient) for gradient in waiting)
+            # One that accumulates clears its gradients without a step, too, after an overflow (GradScaler).
+            if is_cleared and optimizer not in self._keeping:
+                self._dropping.add(optimizer)
             for gradient in waiting:
                 setattr(gradient, _WAITS, True)
             self._waits[optimizer] = self._waits.get(optimizer, 0) + 1
             if optimizer not in self._dropping and optimizer not in self._abandoned:
                 awaited.append(optimizer)
         return awaited
+
+    def _are_cleared_by_hand(self, optimizer: torch.optim.Optimizer, changed: Sequence[torch.Tensor]) -> bool:
+        """True if the program wrote zeros into these gradients itself, as ``model.zero_grad(set_to_none=False)`` does.
+
+        Not asked of an optimizer whose ``zero_grad`` is in use. Values on a device are read once for each number of
+        writes since the step: a loop does the same in each round.
+        """
+        if self._steps_since_clear.get(optimizer, _IN_USE_STEPS) < _IN_USE_STEPS:
+            return False
+        if not all(_is_comparable(gradient) for gradient in changed):
+            return False
+        if all(gradient.device.type == "cpu" for gradient in changed):
+            return all(_is_zero(gradient) for gradient in changed)
+        known = self._cleared_by_hand.setdefault(optimizer, {})
+        writes = changed[0]._version - int(getattr(changed[0], _STEPPED))
+        if len(known) > _MOST_BOUNDARIES:
+            known.clear()
+        if writes not in known:
+            known[writes] = all(_is_zero(gradient) for gradient in changed)
+        return known[writes]
 
     def is_kept_long(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if this is not the first boundary in a row that waits for it."""
@@ -91,18 +151,65 @@ def _is_marked(gradient: torch.Tensor) -> bool:
 
 
 def _changed_since_step(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients that changed since the last step, but not those that were set to zero in place."""
+    """Return the gradients that changed since the last step, or since they were cleared behind it."""
     changed = []
     for gradient in _gradients(optimizer):
         version = getattr(gradient, _STEPPED, None)
         if version != gradient._version:
             changed.append(gradient)
-    is_cleared = all(_is_zeroed(gradient) for gradient in changed)
-    return [] if is_cleared else changed
+    return changed
 
 
-def _is_zeroed(gradient: torch.Tensor) -> bool:
-    """True after ``zero_grad(set_to_none=False)`` behind a step: the tensor is the same, and holds zeros."""
-    if not hasattr(gradient, _STEPPED) or gradient.layout is not torch.strided:
-        return False
+def _is_comparable(gradient: torch.Tensor) -> bool:
+    """True if the tensor is the one of the last step, and can be asked for its values."""
+    return hasattr(gradient, _STEPPED) and gradient.layout is torch.strided
+
+
+def _is_zero(gradient: torch.Tensor) -> bool:
     return not bool(local_of(gradient).any())
+
+
+class ZeroGradHook:
+    """A hook on ``zero_grad`` of one optimizer: torch has hooks on ``step`` alone.
+
+    It stands on the object, as the one of torch's schedulers on ``step``, and keeps no optimizer alive.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        around: Callable[[torch.optim.Optimizer, Callable[[], Any]], Any],
+    ) -> None:
+        """``around``: called with the optimizer and the call to do, whose result it returns."""
+        self._optimizer = weakref.ref(optimizer)
+        self._before = vars(optimizer).get("zero_grad")
+        self._around: Callable[[torch.optim.Optimizer, Callable[[], Any]], Any] | None = around
+        self._hook = self._make(optimizer)
+        vars(optimizer)["zero_grad"] = self._hook
+
+    def _make(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        alive = self._optimizer
+        before = self._before
+
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            called = alive()
+            assert called is not None  # it is an attribute of that object
+            method = before if before is not None else functools.partial(type(called).zero_grad, called)
+            if self._around is None or torch.compiler.is_compiling():
+                return method(*args, **kwargs)
+            return self._around(called, functools.partial(method, *args, **kwargs))
+
+        # Accelerate looks for the argument ``set_to_none``.
+        zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)  # type: ignore[attr-defined]
+        return zero_grad
+
+    def remove(self) -> None:
+        """Take the hook off. Where another one stands on it, it only calls ``zero_grad`` from now on."""
+        self._around = None
+        optimizer = self._optimizer()
+        if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:
+            return
+        if self._before is None:
+            del vars(optimizer)["zero_grad"]
+        else:
+            vars(optimizer)["zero_grad"] = self._before

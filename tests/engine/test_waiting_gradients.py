@@ -1,9 +1,17 @@
 """A restart never loses gradients that an optimizer accumulates over several boundaries."""
 
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lazysnap import SnapshotConfig, SnapshotEngine
+from lazysnap.capture.gradients import WaitingGradients
 
 STEPS = 12
 LEFT_OUT = "gradients wait for an optimizer step"
@@ -75,6 +83,64 @@ class Adversarial(TwoOptimizers):
             optimizer.step()
 
 
+class AdversarialInPlace(TwoOptimizers):
+    """The same with ``zero_grad(set_to_none=False)``: each gradient stays the same tensor."""
+
+    def train(self, step):
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=False)
+            self._loss(step).backward()
+            optimizer.step()
+
+
+class AccumulatingInPlace(Accumulating):
+    """``zero_grad(set_to_none=False)`` behind the step of every fourth micro-batch."""
+
+    def train(self, step):
+        self._loss(step).backward()
+        if step % 4 == 0:
+            self.optimizers["all"].step()
+            self.optimizers["all"].zero_grad(set_to_none=False)
+
+
+class ClearedByHand(Accumulating):
+    """Gradients are set to zero in place without the optimizer."""
+
+    def train(self, step):
+        self._loss(step).backward()
+        self.optimizers["all"].step()
+        self.model.zero_grad(set_to_none=False)
+
+
+class AdversarialInBuckets(TwoOptimizers):
+    """Under DDP each gradient is always the same view into a bucket, also after ``zero_grad()``."""
+
+    def __init__(self):
+        super().__init__()
+        self.wrapped = {
+            name: torch.nn.parallel.DistributedDataParallel(part, gradient_as_bucket_view=True)
+            for name, part in self.model.items()
+        }
+
+    def train(self, step):
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad()
+            self._loss(step).backward()
+            optimizer.step()
+
+    def _loss(self, step):
+        batch = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        return self.wrapped["second"](self.wrapped["first"](batch)).square().mean()
+
+
+@pytest.fixture(autouse=True)
+def one_process_group(tmp_path):
+    """DDP of one rank."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def run(training, engine, first, last):
     for step in range(first, last + 1):
         training.train(step)
@@ -90,6 +156,10 @@ def run(training, engine, first, last):
         (Adversarial, list(range(2, 11)), False),
         (ClearedInPlace, list(range(1, 11)), False),
         (ClearedBefore, list(range(1, 11)), False),
+        (AdversarialInPlace, list(range(2, 11)), False),
+        (AccumulatingInPlace, [4, 8], True),
+        (ClearedByHand, list(range(1, 11)), False),
+        (AdversarialInBuckets, list(range(2, 11)), False),
     ],
 )
 def test_a_boundary_with_gradients_that_wait_is_not_captured(kind, eligible, says, tmp_path, caplog):
@@ -116,6 +186,92 @@ def test_a_boundary_with_gradients_that_wait_is_not_captured(kind, eligible, say
         assert torch.equal(weight, again.model.state_dict()[name]), name
     lines = [record.message for record in caplog.records if "holds no gradients" in record.message]
     assert len(lines) == (2 if says else 0)  # of each engine one
+
+
+class ValuesRead(TorchDispatchMode):
+    """Counts how often a value of a tensor is handed to Python: on a device each of them waits for all its work."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "kind", [Accumulating, AccumulatingInPlace, Adversarial, AdversarialInPlace, ClearedInPlace, AdversarialInBuckets]
+)
+def test_no_boundary_reads_values_of_gradients(kind, tmp_path):
+    training = kind()
+    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    try:
+        engine.restore("latest")
+        reads = ValuesRead()
+        for step in range(1, STEPS + 1):
+            training.train(step)
+            with reads:
+                engine.boundary(step)
+        assert reads.count == 0
+        assert engine.statistics().began
+    finally:
+        engine.close(drain=False)
+
+
+def test_an_optimizer_whose_accumulated_gradients_were_dropped_once_is_still_waited_for(tmp_path):
+    """As ``GradScaler`` does after an overflow."""
+    training = Accumulating()
+    optimizer = training.optimizers["all"]
+    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    left_out = []
+    try:
+        engine.restore("latest")
+        for step in range(1, 13):
+            if step % 4 == 1:
+                optimizer.zero_grad()
+            training._loss(step).backward()
+            if step in (4, 12):  # not at 8
+                optimizer.step()
+            before = engine.statistics().skipped[LEFT_OUT]
+            engine.boundary(step)
+            if engine.statistics().skipped[LEFT_OUT] > before:
+                left_out.append(step)
+    finally:
+        engine.close(drain=False)
+    assert left_out == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
+
+
+def test_the_hook_on_zero_grad_disturbs_nobody_and_goes_with_the_engine(tmp_path):
+    training = Accumulating()
+    optimizer = training.optimizers["all"]
+    before = inspect.signature(optimizer.zero_grad)
+    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    try:
+        engine.restore("latest")
+        engine.boundary(1)
+        assert inspect.signature(optimizer.zero_grad) == before
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+        assert "zero_grad" not in vars(copied)
+        training._loss(1).backward()
+        torch.compile(optimizer.zero_grad, backend="eager")(set_to_none=False)
+        assert all(not one.grad.any() for one in training.model.parameters())
+    finally:
+        engine.close(drain=False)
+    assert "zero_grad" not in vars(optimizer)
+
+
+def test_the_hook_on_zero_grad_keeps_no_optimizer_alive():
+    """Its state may fill a device, and the garbage collector comes late."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 1e-2)
+    hook = WaitingGradients().watch_clearing(optimizer)
+    optimizer.zero_grad()
+    gc.disable()
+    try:
+        gone = weakref.ref(optimizer)
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    hook.remove()
 
 
 def test_in_a_loop_that_asks_for_no_restart_used_gradients_do_not_wait(tmp_path):
@@ -153,12 +309,14 @@ def test_gradients_that_are_never_used_hold_up_captures_for_a_while_only(tmp_pat
     engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
     try:
         engine.restore("latest")
+        captured = []
         for step in range(1, 80):
             training.optimizers["first"].zero_grad()
             training._loss(step).backward()
             training.optimizers["first"].step()
-            engine.boundary(step)
-        assert engine.wait(79, until="captured", timeout_s=30)
+            if engine.boundary(step):
+                captured.append(step)
     finally:
         engine.close(drain=False)
+    assert captured[0] == 65
     assert "is captured without the gradients of second" in caplog.text
