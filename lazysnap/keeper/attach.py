@@ -10,7 +10,6 @@ from lazysnap import faults
 from lazysnap.config import SnapshotConfig
 from lazysnap.console import say
 from lazysnap.errors import JobBusy, KeeperError
-from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import KeeperBusy, Starting, start_keeper, try_connect
 from lazysnap.keeper.messages import Connection, OtherVersion, Received
@@ -40,16 +39,14 @@ def attach(
     config: SnapshotConfig,
     team: Team,
     hand_over: HandOver = lambda _: None,
-    patience: Patience | None = None,
 ) -> tuple[Connection, Received]:
     """A connection as this job's trainer, starting a keeper if there is none, the welcome, and what came with it.
 
     Memory is handed over with the hello, not after the answer: until then it is lost if this process dies.
-    Blocks: at most ``io_timeout_s``, longer for a keeper that runs slowly (``patience``), if it is known to be one.
+    Blocks: at most ``io_timeout_s``.
     Raises: JobBusy, if another trainer is attached; KeeperError.
     """
     deadline = time.monotonic() + config.io_timeout_s
-    patience = patience or Patience(config.io_timeout_s)
     busy_until = time.monotonic() + _BUSY_GRACE_S
     busy_said_at = time.monotonic() + _BUSY_SAID_S
     start_at, pause_s, outcome = float("-inf"), _START_AGAIN_S, ""
@@ -77,7 +74,7 @@ def attach(
                 hand_over(connection)
                 if not was_there:
                     faults.point("client.handed_over")
-                if _wait(connection, deadline, patience):
+                if _wait(connection, deadline):
                     received = connection.receive() or []
         reply = received[0][0] if received else None
         if isinstance(reply, Welcome):
@@ -98,7 +95,7 @@ def attach(
                 if team.local_rank == 0:
                     say(_waits(identity, reply))
             start_at = max(start_at, time.monotonic() + _BUSY_START_S)
-        if time.monotonic() > patience.extend(deadline):
+        if time.monotonic() > deadline:
             if connection is not None and was_there and reply is None:
                 raise KeeperError(_why_silent(identity, config, connection.peer_pid))
             raise KeeperError(_why_none(identity, outcome))
@@ -167,15 +164,8 @@ def _explained(connection: Connection) -> Iterator[None]:
         ) from error
 
 
-def _wait(connection: Connection, deadline: float, patience: Patience | None) -> bool:
-    """Block until something can be read; ``False`` if nothing came in time. Without patience ``deadline`` stays."""
+def _wait(connection: Connection, deadline: float) -> bool:
+    """Block until something can be read; ``False`` if nothing came before ``deadline``, by the monotonic clock."""
     poll = select.poll()
     poll.register(connection.sock, select.POLLIN)
-    if patience is None:
-        return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
-    patience.look(connection.peer_pid)
-    while not poll.poll(1000 * LOOK_S):
-        patience.look(connection.peer_pid)
-        if time.monotonic() > patience.extend(deadline):
-            return False
-    return True
+    return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))

@@ -12,7 +12,6 @@ from lazysnap.errors import KeeperError
 from lazysnap.keeper import protocol
 from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.keeper.events import KeeperEvent, MemoryInventory
-from lazysnap.keeper.heartbeat import Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.link import KeeperLink
 from lazysnap.keeper.trainer_state import TrainerState
@@ -147,11 +146,9 @@ class KeeperClient(KeeperLink):
     def inventory(self, timeout_s: float) -> MemoryInventory:
         """Whole captures that the keeper holds, of this or of a dead trainer, and what they refer to. Blocks.
 
-        Raises: KeeperError, if there is no answer in time; a keeper that runs slowly has more of it.
+        Raises: KeeperError, if there is no answer in time.
         """
-        reply = self._questions.ask(
-            protocol.AskInventory(local_rank=self._team.local_rank), timeout_s, patience=Patience(timeout_s)
-        )
+        reply = self._questions.ask(protocol.AskInventory(local_rank=self._team.local_rank), timeout_s)
         if not isinstance(reply, protocol.Inventory):
             raise KeeperError(f"the keeper did not tell what it holds within {timeout_s:g} s")
         with self._state.lock:

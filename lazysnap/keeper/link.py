@@ -7,6 +7,7 @@ One daemon thread owns the connection: it starts a keeper where there is none, g
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 import weakref
@@ -16,7 +17,6 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.attach import attach
 from lazysnap.keeper.events import KeeperAnswers, KeeperLost, KeeperReady, KeeperSilent, KeeperUnreachable
-from lazysnap.keeper.heartbeat import Heartbeat, Patience
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, Received, Unclaimed
 from lazysnap.keeper.protocol import Answer, Leave, Message, Question
@@ -34,6 +34,11 @@ _REPLACE_AT_MOST_S = 1.0
 _MOST_ASKED = 3
 """Keepers that may die over one question."""
 _SEND_AGAIN_S = 0.002
+_TURN_S = 0.25
+_LEAST_SILENCE_S = 3.0
+"""A keeper on a busy machine misses a second."""
+_REASON_S = 1.0
+"""The thread gives up at its deadline, and says why: whoever waits for it waits a moment longer."""
 _LAST_WORD_S = 0.5
 _JOIN_S = 5.0
 """Wait so long at most for the thread to end, of a keeper that is just being started also."""
@@ -51,21 +56,15 @@ class KeeperLink:
         self._goodbye: Leave | None = None
         """The message that this trainer leaves with; ``None`` while it stays."""
         self._fatal: Exception | None = None
-        self._heartbeat = Heartbeat(config.io_timeout_s)
-        """The heartbeat of the connection."""
-        self._patience = Patience(config.io_timeout_s)
-        """The patience with the keeper that is being reached."""
         self._questions = Questions(state.lock, lambda: self._connection)
+        self.is_silent = False
+        """True if a keeper is attached that sent nothing for ``io_timeout_s``: it is stopped, or its machine is
+        overloaded. Written by the thread."""
         self.was_attached = False
         """True once a keeper was reached."""
         _live_links.add(self)
 
     # ---------------------------------------------------------------- how it is
-
-    @property
-    def is_silent(self) -> bool:
-        """True if a keeper is attached that does not answer: frozen, or its machine is overloaded."""
-        return self._heartbeat.is_silent
 
     @property
     def keeper_pid(self) -> int | None:
@@ -89,19 +88,18 @@ class KeeperLink:
             self._thread.start()
 
     def connect(self, timeout_s: float) -> None:
-        """Connect, starting a keeper if there is none. Blocks: at most ``timeout_s``, longer for one that runs slowly.
+        """Connect, starting a keeper if there is none. Blocks: at most ``timeout_s``, and a second.
 
         Raises: JobBusy, if another trainer of this job is attached; KeeperError.
         """
         self._begin()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s + _REASON_S
         with self._state.lock:
             while self._connection is None:
                 if self._is_leaving() or self._fatal is not None:
                     raise self._fatal or KeeperError("this connection was closed: make another client")
-                remaining = self._patience.extend(deadline) - time.monotonic()
-                is_woken = self._state.lock.wait(max(0.0, remaining))
-                if not is_woken and time.monotonic() >= self._patience.extend(deadline):
+                is_woken = self._state.lock.wait(max(0.0, deadline - time.monotonic()))
+                if not is_woken:
                     raise KeeperError(
                         f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s"
                     )
@@ -119,9 +117,7 @@ class KeeperLink:
                 if died_early > 1:  # the first successor comes at once, for memory's sake
                     with self._state.lock:
                         self._state.lock.wait_for(self._is_leaving, min(_REPLACE_S * 2**died_early, _REPLACE_AT_MOST_S))
-                self._patience = Patience(self._config.io_timeout_s)
-                hand_over = self._state.hand_over
-                connection, received = attach(self._identity, self._config, self._team, hand_over, self._patience)
+                connection, received = attach(self._identity, self._config, self._team, self._state.hand_over)
                 try:
                     self._take_all(received)
                 except BaseException:
@@ -165,30 +161,42 @@ class KeeperLink:
     # ---------------------------------------------------------------- receiving
 
     def _listen(self, connection: Connection) -> None:
-        self._heartbeat = heartbeat = Heartbeat(self._config.io_timeout_s)
         try:
             while True:
-                while not heartbeat.wait(connection):
-                    if heartbeat.is_over and heartbeat.fall_silent():
-                        self._say_silent(connection)
+                self._await_message(connection)
                 try:
                     received = connection.receive()
                 except (OSError, KeeperError):
                     received = None
                 if received is None:
                     break
-                if heartbeat.heard():
+                if self.is_silent:
+                    self.is_silent = False
                     self._state.say(KeeperAnswers(connection.peer_pid))
                 self._take_all(received)
         finally:
             with self._state.lock:
                 self._connection = None
-                self._heartbeat = Heartbeat(self._config.io_timeout_s)
+                self.is_silent = False
                 self._state.slots.orphan_all()
                 connection.close()
                 if not self._is_leaving():
                     self._state.say(KeeperLost())
                 self._state.lock.notify_all()
+
+    def _await_message(self, connection: Connection) -> None:
+        """Block until there is something to receive; say so if that takes ``io_timeout_s``: a keeper sends its status
+        every second.
+        """
+        poll = select.poll()
+        poll.register(connection.sock, select.POLLIN)
+        waited_s = 0.0
+        # In short turns: after this process itself was stopped, its clock says nothing of the keeper.
+        while not poll.poll(1000 * _TURN_S):
+            waited_s += _TURN_S
+            if waited_s >= max(_LEAST_SILENCE_S, self._config.io_timeout_s) and not self.is_silent:
+                self.is_silent = True
+                self._say_silent(connection)
 
     def _say_silent(self, connection: Connection) -> None:
         keeper = f"the keeper of this node (process {connection.peer_pid} on {self._identity.node})"

@@ -32,6 +32,8 @@ DRAIN_LIMIT_S = 3600.0
 """Seconds after which captures of a rank without a trainer are freed, even if a level still hangs."""
 _NAMES_S = 60.0
 """Seconds for which a rank that drains waits for names; after that the keeper goes on giving them by itself."""
+_HEARTBEAT_S = 1.0
+"""A trainer gets a status so often, though nothing changed."""
 _AWAY_GRACE_S = 1.5
 """A trainer that lives and lost its connection comes back sooner; until then no other process takes its place. Less
 than the time for which a new trainer asks again (``attach._BUSY_GRACE_S``).
@@ -70,6 +72,8 @@ class LocalRank:
         self._node = node
         self._sent: tuple[protocol.Status, tuple[int, int]] | None = None
         """The last status that the trainer took, and the progress with it."""
+        self._sent_at = float("-inf")
+        """The time of that, by the monotonic clock."""
         self.phase = Phase.WAITING
         self._phase_since = self._deadline = time.monotonic()
         self._linger_s = 0.0
@@ -273,8 +277,6 @@ class LocalRank:
             case protocol.SlotsChanged():
                 if storage is not None:
                     storage.slots_changed()
-            case protocol.Ping():
-                self.emit(protocol.Done(id=message.id))
             case protocol.Reserve(frozen=None):
                 self._memory.reserve(message)
             case protocol.Reserve():
@@ -359,9 +361,17 @@ class LocalRank:
                 logger.info("could not tell the trainer: %s", error)
 
     def send_status(self) -> bool:
-        """Send the newest status, unless the trainer has it; ``False`` if it does not take it now. Does not block."""
-        status, progress, trainer = self._node.board.status, self._progress, self.trainer
-        if trainer is None or (self._sent is not None and self._sent[0] is status and self._sent[1] == progress):
+        """Send the newest status, unless the trainer got it within the last second; ``False`` if it takes none now.
+
+        Does not block.
+        """
+        status = self._node.board.status
+        progress = self._progress
+        trainer = self.trainer
+        if trainer is None:
+            return True
+        is_new = self._sent is None or self._sent[0] is not status or self._sent[1] != progress
+        if not is_new and time.monotonic() - self._sent_at < _HEARTBEAT_S:
             return True
         try:
             is_taken = trainer.post(msgspec.structs.replace(status, drained=progress))
@@ -370,6 +380,7 @@ class LocalRank:
             return False
         if is_taken:
             self._sent = status, progress
+            self._sent_at = time.monotonic()
         return is_taken
 
     def _is_reading(self, slot: Slot) -> bool:

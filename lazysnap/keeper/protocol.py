@@ -14,7 +14,7 @@ from lazysnap.keeper.held import HeldCapture, HeldParity, LevelStatus, NodeState
 from lazysnap.links.secret import Secret
 from lazysnap.topology import Team
 
-PROTOCOL = 17
+PROTOCOL = 18
 """Version of the messages: trainer and keeper must have the same. Raised with every change that the other end sees."""
 
 
@@ -179,10 +179,6 @@ class ServePeers(Question, frozen=True, kw_only=True):
     secret: Secret
 
 
-class Ping(Question, frozen=True):
-    """Answered by ``Done``, which is a sign of life."""
-
-
 class Leave(Message, frozen=True):
     """The trainer ends, or is about to."""
 
@@ -253,7 +249,10 @@ class Inventory(Answer, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True):
-    """The message of a keeper to its trainers: all that they must know of one start."""
+    """The message of a keeper to its trainers: all that they must know of one start.
+
+    It is sent when something changed, and once a second: it shows that the keeper runs.
+    """
 
     start: str = ""
     """Empty: no trainer began one yet."""

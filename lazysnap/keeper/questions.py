@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from lazysnap.keeper.heartbeat import LOOK_S, Patience
 from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.protocol import Answer, Message, Question
 
@@ -29,12 +28,10 @@ class Questions:
         question: Question,
         timeout_s: float,
         meanwhile: Callable[[], bool] = lambda: False,
-        patience: Patience | None = None,
     ) -> Answer | None:
         """Send a question, wait for its answer; ``None`` if none came in time. Blocks.
 
         ``meanwhile`` is called whenever the keeper sent something else; no lock is held then. ``True``: wait no longer.
-        With ``patience`` a keeper that runs slowly has longer.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
@@ -46,7 +43,7 @@ class Questions:
             self._open[number] = None
         try:
             connection.send(msgspec.structs.replace(question, id=number), timeout_s=max(0.05, min(timeout_s, _SEND_S)))
-            return self._answer(number, connection, deadline, meanwhile, patience)
+            return self._answer(number, connection, deadline, meanwhile)
         except OSError:
             return None
         finally:
@@ -54,23 +51,17 @@ class Questions:
                 del self._open[number]
 
     def _answer(
-        self,
-        number: int,
-        connection: Connection,
-        deadline: float,
-        meanwhile: Callable[[], bool],
-        patience: Patience | None,
+        self, number: int, connection: Connection, deadline: float, meanwhile: Callable[[], bool]
     ) -> Answer | None:
         while True:
-            if patience is not None:
-                patience.look(connection.peer_pid)
-                deadline = patience.extend(deadline)
             with self._lock:
-                if (answer := self._open[number]) is not None:
+                answer = self._open[number]
+                if answer is not None:
                     return answer
-                if time.monotonic() >= deadline or self._connection() is not connection:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or self._connection() is not connection:
                     return None
-                self._lock.wait(max(0.0, min(deadline - time.monotonic(), LOOK_S)))
+                self._lock.wait(left_s)
             if meanwhile():
                 return None
 

@@ -1,5 +1,6 @@
 """The first boundary waits for the memory of one snapshot, as long as there may be some; later ones do not."""
 
+import dataclasses
 import os
 import signal
 
@@ -83,10 +84,9 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
     training = job.start(ready=False, io_timeout_s=10 * TIMEOUT_S)
     client = training.engine._client
-    of_no_keeper = client._heartbeat
     training.engine._prepare()
-    until(lambda: client._heartbeat is not of_no_keeper)
-    client._heartbeat._timeout_s = 3  # only now: it had as long as it took to start
+    until(lambda: client.keeper_pid is not None)
+    client._config = dataclasses.replace(client._config, io_timeout_s=3)  # only now: it had as long as it took to start
     keeper = client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
     try:

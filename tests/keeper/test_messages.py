@@ -10,7 +10,7 @@ from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.messages import Connection, OtherVersion
-from lazysnap.keeper.protocol import PROTOCOL, HandOver, MemoryRefused, Ping, decode, encode
+from lazysnap.keeper.protocol import PROTOCOL, HandOver, MemoryRefused, SlotsChanged, decode, encode
 
 
 def framed(body, fds=0):
@@ -39,7 +39,7 @@ def test_a_descriptor_arrives_with_its_message(pair):
     one, two = pair
     memory = os.memfd_create("x")
     os.write(memory, b"hello")
-    one.send(Ping())
+    one.send(SlotsChanged())
     one.send(HandOver(slot="b"), (memory,))
     os.close(memory)
 
@@ -47,7 +47,7 @@ def test_a_descriptor_arrives_with_its_message(pair):
     while len(received) < 2:
         received += two.receive()
 
-    assert [message for message, _ in received] == [Ping(), HandOver(slot="b")]
+    assert [message for message, _ in received] == [SlotsChanged(), HandOver(slot="b")]
     assert received[0][1] == ()
     (fd,) = received[1][1]
     assert os.pread(fd, 5, 0) == b"hello"
@@ -76,7 +76,7 @@ def test_messages_survive_any_fragmentation(pair):
         framed(b'{"type":"Nothing"}'),
         framed(b'{"type":"HandOver"}'),
         framed(b'{"type":"HandOver","slot":2.5}'),
-        framed(encode(Ping()), fds=1),
+        framed(encode(SlotsChanged()), fds=1),
         struct.pack("<IHH", 1 << 30, PROTOCOL, 0),
     ],
 )

@@ -9,6 +9,7 @@ trains on one, over NCCL; else on the CPU.
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -310,7 +311,8 @@ def main() -> None:
         engine._prepare()
         write("ready", engine._wait_ready(timeout_s=30))
     if "silent_after_s" in settings:  # only now: the keeper had as long as it took to start
-        engine._client._heartbeat._timeout_s = settings["silent_after_s"]
+        client = engine._client
+        client._config = dataclasses.replace(client._config, io_timeout_s=settings["silent_after_s"])
     for step in range(start + 1, settings["steps"] + 1):
         # The same data whatever the world: each rank takes its part of the global batch.
         generator = torch.Generator().manual_seed(step)
