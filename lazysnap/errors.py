@@ -27,7 +27,7 @@ class StateError(LazySnapError, ValueError):
 
 
 class FormatError(LazySnapError, ValueError):
-    """Bytes that violate the format: damaged, truncated, or written by a newer lazysnap."""
+    """Bytes that violate the format: damaged, truncated, or of another format version."""
 
 
 class SnapshotNotFound(LazySnapError, FileNotFoundError):

@@ -50,7 +50,7 @@ def share_of(parts: Sequence[Mapping[str, Any]], length: int | None, data: int |
 
 def has_other_workers(state: Mapping[str, Any], share: Share) -> bool:
     """True if the running epoch of the position ``state`` was read by another number of worker processes."""
-    return bool(_given(state)) and state["share"].get("workers") != share["workers"]
+    return bool(_given(state)) and state["share"]["workers"] != share["workers"]
 
 
 def _batch_size(parts: Sequence[Mapping[str, Any]]) -> int | None:
@@ -92,7 +92,9 @@ def passed_in(state: Mapping[str, Any], share: Share) -> int | None:
 
 
 def _given(state: Mapping[str, Any]) -> int:
-    return int(state.get("skip", 0) if state["given"] is None else state["given"])
+    if state["given"] is None:
+        return int(state["skip"])
+    return int(state["given"])
 
 
 def _sizes(before: Share, now: Share) -> tuple[int, int] | None:
@@ -120,13 +122,13 @@ def changes_in(state: Mapping[str, Any], share: Share, passed: int | None) -> li
             f"were trained, and it goes on behind {passed} of {sizes[1]}; {most}{again} of its samples are trained "
             "twice, none is skipped"
         )
-    if before.get("subset") != share.get("subset"):
+    if before["subset"] != share["subset"]:
         said.append(
             "its Subset has other indices than in the snapshot, so other samples are trained from here on, maybe some "
             "that were held out before: random_split without a seed draws anew at each start; give it "
             "generator=torch.Generator().manual_seed(0)"
         )
-    pairs = [("samples", before.get("data"), share.get("data"))]
+    pairs = [("samples", before["data"], share["data"])]
     if given and (sizes is None or sizes[0] == sizes[1]):
         pairs.append(("batches", before["length"], share["length"]))
     for unit, then, now in pairs:

@@ -78,7 +78,7 @@ class LoaderPositions:
             iterator._consumed = landing["consumed"] or iterator._consumed
         elif landing is not None:
             for number, position in enumerate(landing["loaders"][: len(iterator.iterators)]):
-                if position["given"] is None and not position.get("skip"):
+                if position["given"] is None and not position["skip"]:
                     iterator.iterators[number] = iter(())  # a shorter one, that was at its end
         for one in self._watched:
             one.position.is_held = length_of(combined) is None
