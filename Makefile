@@ -57,8 +57,12 @@ demo: $(VENV)/.demo
 record: $(VENV)/.dev  # the picture in the README, of a run on this machine
 	$(BIN)/python docs/record.py docs/demo.svg $(BIN)/lazysnap demo
 
-test: lint
-	$(RUN_TESTS) --tier quick $(PYTEST)
+test: $(VENV)/.dev  # lint runs beside the tests; what it says comes behind them
+	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
+	$(MAKE) --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
+	tests=0; $(RUN_TESTS) --tier quick $(PYTEST) || tests=$$?; \
+	linted=0; wait "$$lint" || linted=$$?; cat "$$said"; \
+	exit "$$((linted ? linted : tests))"
 
 test-all: lint
 	$(RUN_TESTS) --tier full $(PYTEST)

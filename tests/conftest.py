@@ -86,17 +86,27 @@ def _is_slow(item):
         return False
     if item.get_closest_marker("slow") or item.path.parent.name in TRAINING_FOLDERS:
         return True
-    return any(name in REAL_SERVERS for name in getattr(item, "fixturenames", ()))
+    return any(name in REAL_SERVERS for name in item.fixturenames)
+
+
+def _worker(item, is_quick):
+    """The tests with one name here run on one worker; ``None``: this one runs anywhere."""
+    # Where few start trainings, one process that has imported the frameworks is enough.
+    if is_quick and "zygote" in item.fixturenames:
+        return "zygote"
+    directory = item.path.parent.name
+    return directory if directory in ONE_WORKER else None
 
 
 def pytest_collection_modifyitems(config, items):
+    is_quick = config.getoption("tier") == "quick"
     for item in items:
-        directory = item.path.parent.name
-        if directory in ONE_WORKER:
-            item.add_marker(pytest.mark.xdist_group(directory))
+        worker = _worker(item, is_quick)
+        if worker is not None:
+            item.add_marker(pytest.mark.xdist_group(worker))
     slow = [item for item in items if _is_slow(item)]
     quick = [item for item in items if item not in set(slow)]
-    if config.getoption("tier") == "quick":
+    if is_quick:
         config.hook.pytest_deselected(items=slow)
         items[:] = quick
     else:  # no worker begins with what takes long when the others are done

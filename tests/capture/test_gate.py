@@ -161,6 +161,7 @@ def test_installing_again_adds_nothing_and_a_replaced_optimizer_is_let_go(parame
     assert len(second._optimizer_step_pre_hooks) == 1
 
 
+@pytest.mark.slow
 def test_the_gate_does_not_keep_an_optimizer_alive(parameter):
     optimizer = adam([parameter])
     journal = Journal(optimizer, parameter)

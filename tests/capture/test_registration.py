@@ -60,6 +60,7 @@ def test_a_slot_is_registered_once_and_whole():
     slot.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["closed", "forgotten"])
 def test_registration_ends_before_the_memory_is_unmapped(way):
     cuda, slot = CudaRuntime(), Slot.create(1 << 16, 1 << 20)

@@ -43,6 +43,7 @@ def verdicts(result):
     return [one["verdict"] for one in result["runs"]]
 
 
+@pytest.mark.slow
 def test_a_program_that_resumes_by_itself_passes_under_every_fault_that_needs_no_keeper(chaos):
     code, result = chaos(f"{ANY_PROGRAM},keeper,flip", "--steps", "100")
 
@@ -87,6 +88,7 @@ def test_a_program_that_hangs_after_its_restart_fails_at_the_deadline(capsys, tm
     assert "--deadline" in one["reason"]
 
 
+@pytest.mark.slow
 def test_without_lines_of_steps_the_moment_is_one_of_time_and_no_work_is_counted(chaos):
     code, result = chaos("kill", "--silent", "--steps", "100")
 
@@ -107,6 +109,7 @@ def test_steps_that_begin_anew_with_each_epoch_are_not_counted(capsys, tmp_path,
     assert (code, result["undisturbed"]["steps"], result["runs"][0]["steps_again"]) == (0, None, None)
 
 
+@pytest.mark.slow
 def test_a_program_whose_result_changes_by_itself_is_not_judged(chaos):
     code, result = chaos("kill", "--unseeded")
 
@@ -136,6 +139,7 @@ def test_what_cannot_be_judged_is_said_with_exit_code_2(words, said, capsys, tmp
     assert said in result["error"]
 
 
+@pytest.mark.slow
 def test_people_are_told_the_verdict_the_reason_and_how_to_repeat_it(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = run("chaos", "--faults", "kill", "--seed", "9", "--result", "result.json", "--", *PROGRAM, "--begins-anew")
@@ -147,6 +151,7 @@ def test_people_are_told_the_verdict_the_reason_and_how_to_repeat_it(capsys, tmp
     assert "log.txt" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_chaos_leaves_no_process_and_no_file_but_logs(number, tmp_path):
     words = [

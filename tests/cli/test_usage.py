@@ -142,6 +142,7 @@ def test_a_password_in_the_url_is_refused_and_not_shown(capsys):
     assert "hunter2" not in captured.out + captured.err
 
 
+@pytest.mark.slow
 def test_in_a_pipe_bars_and_colours_leave_no_trace_and_a_closed_one_is_no_crash(make_url):
     url = make_url("local")
     for step in range(1, 40):

@@ -219,6 +219,7 @@ def test_a_sampler_that_draws_from_the_global_generators_as_it_goes_is_named(cap
     assert line.startswith("the sampler of Numbers draws from the global random generators")
 
 
+@pytest.mark.slow
 def test_workers_whose_batches_come_in_any_order_are_named(caplog):
     Run(lambda: numbers(num_workers=2, in_order=False), 1).train()
 
@@ -284,6 +285,7 @@ def test_datasets_of_hugging_face_go_on_exactly(kind):
     check_cuts(HUGGING_FACE[kind], FEW if "workers" in kind else CUTS)
 
 
+@pytest.mark.slow
 def test_a_stream_of_hugging_face_shuffles_each_epoch_by_its_number():
     def set_epoch(loader, epoch):
         loader.dataset.set_epoch(epoch)

@@ -207,6 +207,7 @@ def test_another_number_of_workers_in_mid_epoch_keeps_the_order_or_is_named(capl
     assert f"num_workers is {now}, in the snapshot {before}: workers divide the data" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_iterator_that_exists_before_restore_is_refused_and_nothing_is_loaded(tmp_path):
     def start():
         model = torch.nn.Linear(2, 1)

@@ -1,6 +1,9 @@
 """What ``close`` says when it is called again: the same, and nothing better."""
 
+import pytest
 
+
+@pytest.mark.slow
 def test_what_could_not_be_made_durable_is_not_durable_when_asked_again(job, tmp_path):
     place = tmp_path / "level"
     place.write_text("a file stands where the directory should be")

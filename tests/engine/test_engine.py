@@ -218,6 +218,7 @@ class Slow:
         pass
 
 
+@pytest.mark.slow
 def test_a_state_that_takes_long_to_collect_is_named_once(job, caplog):
     job.start(extra={"slow": Slow()}).run(1, 3)
 
@@ -387,6 +388,7 @@ def test_a_job_needs_a_name(monkeypatch):
         SnapshotEngine(SnapshotConfig(), {"counters": {}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_boundaries_start_no_garbage_collection_and_leave_the_collector_as_it_was(job, enabled):
     training = job.start(extra={"many": {"lists": [[number] for number in range(20_000)]}})

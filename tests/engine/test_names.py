@@ -108,6 +108,7 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     assert named(tmp_path) == {"kept": 4}
 
 
+@pytest.mark.slow
 def test_a_name_of_a_stored_snapshot_that_the_keeper_died_before_writing_is_given(job, tmp_path):
     training = job.start(tmp_path)
     durable(training, 1, 3)

@@ -78,6 +78,7 @@ def with_little_stack(work, left=80):
     return descend(sys.getrecursionlimit() - depth - left)
 
 
+@pytest.mark.slow
 def test_what_is_nested_as_deep_as_allowed_is_stored_shown_verified_and_restored(job, tmp_path):
     values = deep(MAX_STATE_DEPTH - ABOVE)
     values["tensor"] = {"weights": nested(KINDS["numbers"], MAX_STATE_DEPTH - ABOVE - 2) | {0: torch.arange(3)}}

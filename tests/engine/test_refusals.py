@@ -127,6 +127,7 @@ def test_local_sgd_is_refused(make, group, make_engine):
             engine._prepare()
 
 
+@pytest.mark.slow
 def test_optimizer_steps_within_no_sync_are_refused_and_accumulation_is_not(group, make_engine):
     model = DistributedDataParallel(linear())
     engine = make_engine({"model": torch.compile(model)})

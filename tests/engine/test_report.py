@@ -133,6 +133,7 @@ def test_a_rank_that_outlives_another_says_that_memory_has_it_and_warns_of_nothi
     )
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_first_step_of_a_restart_is_named_and_so_is_what_is_durable(job, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lazysnap")
     first = job.start(tmp_path)

@@ -53,6 +53,7 @@ def test_nothing_there_is_none_and_leaves_the_model_alone(job, tmp_path):
     assert torch.equal(training.model[0].weight, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_an_engine_at_its_end_keeps_nothing_of_the_training_in_memory(job, end):
     """Models and workers of loaders go with the program's own last reference, without the garbage collector."""
@@ -75,6 +76,7 @@ def test_an_engine_at_its_end_keeps_nothing_of_the_training_in_memory(job, end):
         gc.enable()
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_closed_maps_no_slot_any_more_whatever_was_fetched(job, tmp_path):
     first = job.start(tmp_path, memory=MEMORY)
     first.run(1, 1)
@@ -145,6 +147,7 @@ def stored_with(job, level, **extra):
     assert training.engine.close()
 
 
+@pytest.mark.slow
 def test_an_error_of_the_programs_own_objects_ends_the_restart_and_costs_no_snapshot(job, tmp_path, caplog):
     """It was taken for one of each snapshot, which were passed over one after the other."""
 
@@ -186,6 +189,7 @@ def label_type(monkeypatch):
     return codec._decoders.clear
 
 
+@pytest.mark.slow
 def test_a_type_that_the_program_forgot_to_register_ends_the_restart_with_its_name(job, tmp_path, caplog, label_type):
     """All snapshots were passed over for it, and training began at step 0."""
     stored_with(job, tmp_path, values={"label": Label("first")})
@@ -198,6 +202,7 @@ def test_a_type_that_the_program_forgot_to_register_ends_the_restart_with_its_na
     assert "passed over" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_value_that_its_decoder_refuses_costs_that_snapshot_only(job, tmp_path, caplog, label_type):
     label = Label("first")
 
@@ -322,6 +327,7 @@ def test_what_the_last_keeper_writes_until_it_ends_is_found(job, tmp_path):
     assert other.engine.restore("latest").step == 9
 
 
+@pytest.mark.slow
 def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_path, passing):
     run, later = tmp_path / "run", tmp_path / "later"
     saved(job, run, steps=2)

@@ -25,6 +25,7 @@ def warnings(caplog, text):
     return [record for record in caplog.records if record.levelname == "WARNING" and text in record.getMessage()]
 
 
+@pytest.mark.slow
 def test_training_goes_on_without_a_keeper(job, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     training = job.start(ready=False, io_timeout_s=1)

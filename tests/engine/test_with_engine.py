@@ -106,6 +106,7 @@ def test_a_training_that_ends_before_there_is_memory_for_its_last_step_is_stored
     assert training.engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fetches_one_more", [False, True])
 def test_what_is_captured_at_the_end_stands_where_the_data_was_at_the_last_boundary(job, tmp_path, fetches_one_more):
     def begin():
@@ -213,6 +214,7 @@ def test_what_is_neither_config_nor_path_is_refused(wrong):
         Training(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boundaries", [0, 1], ids=["while the keeper starts", "while memory is made ready"])
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["at a good end", "after Ctrl-C"])
 def test_no_thread_outlives_the_block(job, boundaries, error):

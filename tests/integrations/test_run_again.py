@@ -9,6 +9,7 @@ from support.programs import output_of
 CELLS = Path(__file__).with_name("cells.py")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["loop", "accelerate", "transformers", "lightning"])
 def test_a_cell_that_is_run_again_goes_on_exactly_and_the_engine_before_says_that_it_was_replaced(tmp_path, kind):
     if kind != "loop":

@@ -5,6 +5,7 @@ import os
 import threading
 import weakref
 
+import pytest
 from support.waiting import until
 
 from lazysnap.keeper.client_slots import MappedSlots
@@ -21,6 +22,7 @@ def handed_over():
     return fd
 
 
+@pytest.mark.slow
 def test_a_slot_that_is_returned_while_it_is_populated_goes(monkeypatch):
     entered, may_go_on = threading.Event(), threading.Event()
     original = Slot.populate

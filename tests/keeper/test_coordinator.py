@@ -114,6 +114,7 @@ def test_all_nodes_store_the_same_steps_and_old_ones_go(job):
     until(lambda: len(files_below(job.directory, "node-1")) <= 3)  # two that are kept, one being written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_after_the_death_of_a_keeper_snapshots_become_complete_again(job, number):
     """Node 0's is the coordinator: the new one counts what all nodes have."""
@@ -128,6 +129,7 @@ def test_after_the_death_of_a_keeper_snapshots_become_complete_again(job, number
     job.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["releasestalepins", "pin", "begin"])
 def test_an_action_that_fails_once_costs_at_most_a_step(job, action):
     """What the core has decided is carried out, or the write has failed and another one follows."""
@@ -141,6 +143,7 @@ def test_an_action_that_fails_once_costs_at_most_a_step(job, action):
     job.check()
 
 
+@pytest.mark.slow
 def test_a_flush_stores_the_newest_step_while_training_waits(job):
     """A step that is not due; the next granted one would never be begun."""
     job.train_until(lambda: job.newest() >= 10 and job.step % 10 == 5)
@@ -152,6 +155,7 @@ def test_a_flush_stores_the_newest_step_while_training_waits(job):
     job.train_until(lambda: job.newest() % 10 == 0)
 
 
+@pytest.mark.slow
 def test_when_all_trainers_die_the_newest_step_becomes_complete(job):
     job.train_until(lambda: job.newest() >= 10)
     job.train()

@@ -27,6 +27,7 @@ def failures(trainer):
     return [told["text"] for name, told in trainer.take_events() if name == "Alert"]
 
 
+@pytest.mark.slow
 def test_an_error_in_the_main_loop_costs_no_memory_and_the_next_trainer_is_told(temporary, job):
     """It happens when the trainer dies, so that nobody is there to be told."""
     first = job.trainer(environment={"LAZYSNAP_FAULT": "keeper.trainer_died:1:raise"})
@@ -45,6 +46,7 @@ def test_an_error_in_the_main_loop_costs_no_memory_and_the_next_trainer_is_told(
     assert "Traceback" in log.read_text()
 
 
+@pytest.mark.slow
 def test_an_error_in_a_storage_thread_is_told(temporary, job):
     """In that which computes checksums of memory at rest."""
     first = job.trainer(environment={"LAZYSNAP_FAULT": "keeper.persist.checksum:1:raise"})

@@ -90,6 +90,7 @@ def test_a_run_that_stores_nothing_leaves_no_file(job):
     assert not pathlib.Path(level["url"]).exists()
 
 
+@pytest.mark.slow
 def test_a_failing_level_is_named_with_the_reason(job):
     first, second = job.level("first"), job.level("second")
     pathlib.Path(second["url"]).write_text("in the way")

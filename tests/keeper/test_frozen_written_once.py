@@ -155,6 +155,7 @@ class NodeProcess:
         self.popen.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_if_the_node_that_writes_frozen_tensors_is_killed_the_other_one_writes_them(tmp_path, killed):
     """Also node 0, whose keeper says who writes."""

@@ -59,6 +59,7 @@ def test_a_rule_that_is_left_out_breaks_a_promise(rule, scenario, promise, seeds
     assert play_many(scenario, seeds, without=[rule])[0][promise] > 0
 
 
+@pytest.mark.slow
 def test_without_a_small_write_that_works_a_hanging_level_is_granted_in_vain():
     with_rule, without = (play_many("hangs", range(12), without=rules)[1] for rules in ([], ["probe"]))
 

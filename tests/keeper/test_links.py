@@ -245,6 +245,7 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, listenin
     assert peak_kib() - before < 64 << 10
 
 
+@pytest.mark.slow
 def test_a_silent_peer_is_dropped(ends, listening, secret):
     links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
     with authenticated(listening(links), secret) as peer:
@@ -337,6 +338,7 @@ def test_of_two_nodes_the_one_with_the_greater_number_connects(server):
         links.connect(1, host, port)
 
 
+@pytest.mark.slow
 def test_links_that_are_closed_while_others_connect_leave_nothing(secret):
     """What is accepted or made just then is closed, too: a warning of an open socket would fail this."""
     for _ in range(40):

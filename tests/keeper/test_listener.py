@@ -199,6 +199,7 @@ def test_connections_that_say_nothing_are_closed_in_time(open_port, secret):
     assert port.reached.empty()
 
 
+@pytest.mark.slow
 def test_a_handshake_that_trickles_is_ended_in_time(open_port):
     """Each byte comes soon after the one before; together they would take forever."""
     port, is_open = open_port(Deadlines(connect_s=1.0)), True

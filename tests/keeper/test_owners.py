@@ -149,6 +149,7 @@ def test_a_keeper_whose_files_were_deleted_leaves_those_of_the_next_keeper_alone
         job.close()
 
 
+@pytest.mark.slow
 def test_a_keeper_that_is_stopped_is_named_with_the_way_to_continue_it(job):
     trainer = job.trainer()
     trainer.capture(step=1)  # without any it would end with its trainer

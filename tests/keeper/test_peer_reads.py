@@ -511,11 +511,13 @@ def test_a_server_that_fails_in_the_middle_is_given_up_in_time(impostor, connect
         reader.open(SLOT)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up_in_time(connect):
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(KeeperError, match="in time"):
         connect(silent.getsockname(), timeout_s=1.0)
 
 
+@pytest.mark.slow
 def test_a_server_that_says_only_that_it_is_alive_is_given_up_in_time(impostor, connect, monkeypatch):
     monkeypatch.setattr(peer_client, "ANSWER_S", 1.0)
 
@@ -530,6 +532,7 @@ def test_a_server_that_says_only_that_it_is_alive_is_given_up_in_time(impostor, 
         reader.read_into(0, memoryview(bytearray(1)))
 
 
+@pytest.mark.slow
 def test_whether_it_was_whole_is_waited_for_longer(impostor, connect, monkeypatch):
     """A trainer may evaluate for minutes before it can say so."""
     monkeypatch.setattr(peer_client, "ANSWER_S", 0.2)

@@ -152,6 +152,7 @@ def test_what_a_trainer_asked_a_keeper_to_store_is_stored_by_the_next_one(job):
     assert until(lambda: first.pinned() == 0)
 
 
+@pytest.mark.slow
 def test_bytes_that_rest_in_memory_get_checksums(job):
     first = job.trainer()
     first.capture(step=1)
@@ -382,6 +383,7 @@ def test_slots_of_a_new_size_never_cost_the_newest_capture(job):
     assert [entry[0] for entry in first.inventory()] == [2]
 
 
+@pytest.mark.slow
 def test_slots_of_a_size_that_were_there_before_are_made_again(job):
     first = job.trainer(reserve=2)
     first.capture(step=1)
@@ -400,6 +402,7 @@ def test_a_slot_that_is_returned_although_it_is_wanted_is_made_again(job):
     assert until(lambda: first.slots() == 2)
 
 
+@pytest.mark.slow
 def test_what_a_trainer_counts_on_stays_though_captures_have_another_size_now(job):
     """Of several ranks the newest that all have may be an older one."""
     first = job.trainer(reserve=3, kept=2)

@@ -6,7 +6,8 @@ import pytest
 from support.protection_simulation import SCENARIOS, play
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("block", range(5))
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_no_fault_breaks_what_is_promised_of_protection(scenario, block):
     """What is said to be protected can be computed, no trainer waits for held slots, and grants go on after faults."""

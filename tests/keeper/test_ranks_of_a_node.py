@@ -131,6 +131,7 @@ def test_a_second_trainer_of_one_rank_is_refused_and_those_of_others_are_not(job
     assert job.trainer(rank=(RANKS, RANKS + 1)).capture(step=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", [(0,), (0, 1), (0, 1, 2)])
 def test_a_keeper_and_trainers_that_die_together_leave_the_others_what_they_had(job, victims):
     trainers = ranks(job)
@@ -167,6 +168,7 @@ def test_sigterm_makes_the_newest_capture_of_every_rank_durable(job):
     assert names == ["node-00000-of-00001.json"]
 
 
+@pytest.mark.slow
 def test_what_an_earlier_start_left_is_stored_as_of_the_ranks_and_nodes_that_it_had(job):
     level = job.level(every_n_steps=100)
     for trainer in ranks(job, 2, levels=[level]):
@@ -189,6 +191,7 @@ def test_what_an_earlier_start_left_is_stored_as_of_the_ranks_and_nodes_that_it_
     assert [(entry.rank, entry.world_size) for entry in found] == [(0, 2), (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)], ids=["fewer", "more"])
 def test_other_nodes_read_what_an_earlier_start_left_as_of_the_ranks_that_it_had(job, before, now):
     for trainer in ranks(job, before):
@@ -213,6 +216,7 @@ def test_other_nodes_read_what_an_earlier_start_left_as_of_the_ranks_that_it_had
             assert reader.open(SlotOf(number, 1, "image")) > 0
 
 
+@pytest.mark.slow
 def test_what_ranks_left_that_the_next_start_does_not_have_stays_until_a_snapshot_of_it_is_durable(job):
     level = job.level()
     pathlib.Path(level["url"]).write_text("in the way of the level's directory")

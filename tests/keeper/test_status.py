@@ -109,6 +109,7 @@ def test_after_the_death_of_its_trainer_the_keeper_says_what_memory_still_has(jo
     assert "the process (it ended)" in shown
 
 
+@pytest.mark.slow
 def test_a_level_that_fails_shows_failure_and_queue_until_it_works_again(job, status, of_job, capsys):
     level = job.level()
     place = pathlib.Path(level["url"])
@@ -136,6 +137,7 @@ def test_a_level_that_fails_shows_failure_and_queue_until_it_works_again(job, st
     assert status(job.job_id)[0] == 0
 
 
+@pytest.mark.slow
 def test_what_is_being_stored_is_shown_with_its_progress(job, of_job):
     trainer = job.trainer(levels=[job.level(max_bytes_per_s=200_000)], size=12_000_000)
     trainer.capture(step=7, must=True)
@@ -205,6 +207,7 @@ def test_a_process_of_another_user_is_no_keeper_of_this_one(status):
     assert others.pid not in said["not_asked"]
 
 
+@pytest.mark.slow
 def test_watching_ends_with_ctrl_c_and_leaves_the_terminal_as_it_was(job):
     job.trainer().capture(step=1)
     ours, theirs = pty.openpty()

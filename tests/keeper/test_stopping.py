@@ -18,6 +18,7 @@ def stop(capsys, job, *more):
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_lingering_keeper_stores_its_newest_capture_and_ends(job, capsys):
     level = job.level(every_n_steps=1000)
     first = job.trainer(levels=[level])
@@ -34,6 +35,7 @@ def test_a_lingering_keeper_stores_its_newest_capture_and_ends(job, capsys):
     assert max(entry.step for entry in inventory_of(open_store(level["url"])).entries) == 3
 
 
+@pytest.mark.slow
 def test_a_keeper_that_stored_its_capture_while_somebody_looked_ends_at_once(job, capsys):
     """While a trainer chooses what to go on with nothing is deleted; one that left without choosing is over that."""
     level = job.level(max_bytes_per_s=1_000_000)

@@ -117,6 +117,7 @@ def work(root):
     with_base(2).write(store)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["the shard is truncated", "a bit of the manifest is flipped"])
 def test_killed_at_any_point_of_a_replacement_they_are_whole_or_not_there(tmp_path, how):
     def prepare(name):

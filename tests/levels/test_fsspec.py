@@ -77,6 +77,7 @@ def test_bytes_are_sent_as_they_come_and_nothing_shows_before_the_end(storage):
         assert hidden(storage) == [NAME]
 
 
+@pytest.mark.slow
 def test_what_is_given_up_never_shows_also_when_the_driver_cleans_up_after_itself(storage):
     """A buffered file of fsspec publishes what it has when it is collected."""
     writer = storage.create(SHARD, SIZE)

@@ -89,6 +89,7 @@ def temporary(storage: LocalStorage) -> list[str]:
 # -------------------------------------------------------------------------------------------------- names
 
 
+@pytest.mark.slow
 def test_of_several_writers_of_one_name_each_has_its_turn_and_the_last_stands_whole(storage, child):
     rounds = 20
     writers = {name: child("contend", storage.url, name * 1000, str(rounds)) for name in "abc"}

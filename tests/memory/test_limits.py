@@ -106,6 +106,7 @@ def test_a_real_group_is_seen_from_inside(inner):
         assert 500 * MIB < int(run(group, "-c", AVAILABLE)) <= 700 * MIB
 
 
+@pytest.mark.slow
 def test_ranks_that_ask_at_once_are_given_what_there_is_and_no_more():
     """1,200 MiB with 256 of them left to others hold three slots of 275 MiB; eight ranks ask."""
     with memory_group(1200 * MIB) as group:

@@ -84,6 +84,7 @@ def test_a_flipped_bit_in_any_byte_of_the_manifest_is_found():
             Manifest.decode(bytes(bad), "golden")
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_any_byte_of_the_shard_is_found_and_its_block_named():
     good = golden.SHARD_PATH.read_bytes()
     checksums = Manifest.decode(golden.MANIFEST_PATH.read_bytes(), "golden").checksums

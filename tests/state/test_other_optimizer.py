@@ -72,19 +72,6 @@ def test_another_class_is_refused_and_nothing_is_loaded(there, here, options, st
     assert len(optimizer.state) == before[2]
 
 
-@pytest.mark.parametrize("there", [torch.optim.AdamW, torch.optim.SGD, AdamW])
-@pytest.mark.parametrize("here", [torch.optim.AdamW, torch.optim.SGD, AdamW])
-def test_a_snapshot_that_does_not_tell_the_class_is_compared_by_keys(there, here):
-    state = saved(there)
-    del state["lazysnap"]
-    source, _, _ = made(here)
-    if there is here:
-        source.load(state)
-    else:
-        with pytest.raises(StateError, match=f"optimizer: the live {here.__name__} needs"):
-            source.load(state)
-
-
 def test_other_state_of_a_class_by_that_name_is_refused():
     state = saved(AdamW)
     for one in state["optimizer"]["state"].values():
