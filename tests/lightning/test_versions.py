@@ -25,6 +25,47 @@ def test_resumed_from_memory_it_ends_as_uninterrupted(tmp_path):
     assert resumed.trace == whole.trace[-len(resumed.trace) :]
 
 
+OF_BOTH = """
+import pickle
+import warnings
+
+warnings.simplefilter("ignore")
+
+import lightning.pytorch
+from lazysnap import LazySnapshotCallback
+
+classes = LazySnapshotCallback.__mro__
+import pytorch_lightning
+
+
+class Both(pytorch_lightning.Callback, lightning.pytorch.Callback):
+    pass
+
+
+class Mine(LazySnapshotCallback, Both):
+    pass
+
+
+for kind in (LazySnapshotCallback, Mine):
+    callback = kind("snapshots")
+    for package in (lightning.pytorch, pytorch_lightning):
+        trainer = package.Trainer(callbacks=callback, logger=False, accelerator="cpu")
+        assert callback in trainer.callbacks
+    again = pickle.loads(pickle.dumps(callback))
+    assert isinstance(again, kind) and isinstance(again, pytorch_lightning.Callback)
+    assert again.state_key == kind.__qualname__
+assert LazySnapshotCallback.__mro__ == classes
+"""
+
+
+def test_a_package_that_is_imported_later_leaves_the_class_and_its_subclasses_as_they_are(tmp_path):
+    """Trainers of both packages take the callback, although it was defined for the first one."""
+    done = subprocess.run(
+        [sys.executable, "-c", OF_BOTH], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_same_with_pytorch_lightning(tmp_path):
     script = Path(__file__).with_name("other_package.py")
     done = subprocess.run(

@@ -15,7 +15,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.signals import ChainedHandler
 from lazysnap.integrations.arguments import Arguments
-from lazysnap.integrations.lightning.framework import callback_bases, rebase
+from lazysnap.integrations.lightning.framework import callback_bases, class_of_program, extended, new_of_class
 from lazysnap.integrations.lightning.latest import HOW, Latest
 from lazysnap.integrations.lightning.loops import ended_within_epoch
 from lazysnap.integrations.lightning.state import LightningState
@@ -51,7 +51,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         config: SnapshotConfig | None = None,
     ) -> None:
         # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.
-        rebase(Callback)
+        self.__class__ = extended(type(self))
         super().__init__()
         self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazySnapshotCallback")
         self._reset()
@@ -68,8 +68,11 @@ class LazySnapshotCallback(WithEngine, Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {"_arguments": self._arguments, "_new_run_id": self._new_run_id}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return new_of_class, (class_of_program(self),), self.__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rebase(Callback)
+        self.__class__ = extended(type(self))
         self.__dict__.update(state)
         self._reset()
 

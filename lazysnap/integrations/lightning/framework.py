@@ -4,13 +4,17 @@ A ``Trainer`` takes callbacks of its own package only. Importing the other one a
 callback gets its base classes from the packages that the program has imported.
 """
 
+import functools
 import sys
+import types
 from importlib import import_module
 from typing import Any
 
 from lazysnap.integrations.installed import is_installed, require
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_EXTENDED = "_lazysnap_extended_class"
+"""The attribute of a class that ``extended`` made: the class that it extends."""
 
 
 def callback_bases() -> tuple[type, ...]:
@@ -25,11 +29,28 @@ def callback_bases() -> tuple[type, ...]:
     return tuple(import_module(name).Callback for name in loaded)
 
 
-def rebase(cls: type) -> None:
-    """Let ``cls`` derive from the ``Callback`` classes of all packages imported by now."""
-    wanted = callback_bases()
-    if not all(issubclass(cls, base) for base in wanted):
-        cls.__bases__ = wanted
+def extended(cls: type) -> type:
+    """Return ``cls``, or a subclass of it that is also a ``Callback`` of the packages that were imported later."""
+    missing = tuple(base for base in callback_bases() if not issubclass(cls, base))
+    return _extended_by(cls, missing) if missing else cls
+
+
+@functools.cache
+def _extended_by(cls: type, bases: tuple[type, ...]) -> type:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _EXTENDED: cls}
+    return types.new_class(cls.__name__, (cls, *bases), exec_body=lambda body: body.update(names))
+
+
+def class_of_program(instance: Any) -> type:
+    """Return the class of ``instance`` by the name that the program knows, without what ``extended`` added."""
+    kind = type(instance)
+    extended_class: type = vars(kind).get(_EXTENDED, kind)
+    return extended_class
+
+
+def new_of_class(cls: type) -> Any:
+    """Return an instance of ``cls`` without calling its constructor, for pickles."""
+    return object.__new__(cls)
 
 
 def neighbour(instance: Any, name: str) -> Any:
