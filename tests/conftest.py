@@ -1,8 +1,9 @@
 """Two tiers of tests, and what tests on several workers must share.
 
 ``--tier full``, also without the option, runs everything. ``--tier quick`` runs what is not slow; tests of properties
-try fewer examples there, in every run the same. Slow is what is marked ``slow`` (it takes more than a second, or waits
-for time to pass), what needs a real server, and in folders that start whole trainings all that is not marked ``quick``.
+try fewer examples there, in every run the same. Slow is what is marked ``slow`` (it takes more than half a second, or
+waits for time to pass), what needs a real server, and in folders that start whole trainings all that is not marked
+``quick``.
 """
 
 import os

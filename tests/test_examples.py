@@ -47,6 +47,7 @@ def test_the_rollback_example_goes_back_once_and_ends_with_finite_weights(tmp_pa
     assert "step 39, weights are finite: True" in output
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_readme_goes_on_where_it_was_killed_and_ends_once(zygote, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     [loop] = [block for block in blocks if "engine.boundary()" in block]

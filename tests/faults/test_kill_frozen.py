@@ -88,7 +88,6 @@ def test_a_keeper_that_dies_while_it_gets_the_image_is_replaced(zygote, wanted, 
     assert ["begun", str(STEPS)] in events
 
 
-@pytest.mark.quick
 def test_a_killed_training_leaves_on_storage_what_it_had_in_memory(zygote, wanted, tmp_path):
     """Only the first step was due at the level; memory ends soon after the trainer."""
     place = tmp_path / "job"

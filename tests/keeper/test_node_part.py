@@ -67,7 +67,7 @@ def test_it_is_read_while_the_captures_fill_and_is_void_if_one_is_torn(ranks):
     waiting.start()
     assert not came.is_set()
     ranks[1].finish(slots[1])
-    assert came.wait(10)
+    assert came.wait(60)
     part.finish()
 
     slots[1].discard()

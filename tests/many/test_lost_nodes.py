@@ -55,7 +55,6 @@ def test_a_frozen_base_comes_from_the_memory_of_another_node(train, kind, nodes)
     assert levels == ["memory"] * (world // 2) + ["parity"] * (world // 2)
 
 
-@pytest.mark.quick
 def test_damaged_memory_of_a_node_is_computed_from_what_the_others_hold(train):
     digest = train.protect("fsdp", 2)
     train.damage("node-b")

@@ -32,7 +32,7 @@ def stored(job):
     [
         ("ddp", 2, 1, "storage"),
         # FSDP2: the base is a DTensor; each rank's shard of it is one file, which its replicas share.
-        pytest.param("fsdp", 2, 2, "memory", marks=pytest.mark.quick),
+        ("fsdp", 2, 2, "memory"),
         ("hsdp", 4, 2, "storage"),
         ("tp", 4, 2, "memory"),
     ],

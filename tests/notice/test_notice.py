@@ -37,13 +37,7 @@ def check(trainings, run, code):
     assert (trainings.durable() or None) == (durable or None)
 
 
-def first_is_quick(cases):
-    """The quick tier runs the first one alone."""
-    first, *others = cases
-    return [pytest.param(*first, marks=pytest.mark.quick), *others]
-
-
-@pytest.mark.parametrize(("door", "phase", "at", "parent"), first_is_quick(moments(7)))
+@pytest.mark.parametrize(("door", "phase", "at", "parent"), list(moments(7)))
 def test_a_notice_at_any_moment_leaves_the_newest_step_durable(door, phase, at, parent, trainings, namespaces):
     run = trainings.start(door, phase, at, parent=parent)
     run.await_line(f"{phase} {at.rstrip('+')}")
@@ -51,7 +45,7 @@ def test_a_notice_at_any_moment_leaves_the_newest_step_durable(door, phase, at, 
     check(trainings, run, run.end())
 
 
-@pytest.mark.parametrize("parent", [pytest.param("none", marks=pytest.mark.quick), "process 1"])
+@pytest.mark.parametrize("parent", ["none", "process 1"])
 def test_a_step_that_does_not_end_is_cut_and_the_one_before_it_is_durable(parent, trainings, request):
     if parent == "process 1":
         request.getfixturevalue("namespaces")
@@ -86,7 +80,7 @@ MOMENTS_OF_RANKS = [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("
 
 @pytest.mark.parametrize(
     ("phase", "at", "told"),
-    first_is_quick((*moment, told) for moment in MOMENTS_OF_RANKS for told in ("rank 1", "rank 0", "the launcher")),
+    [(*moment, told) for moment in MOMENTS_OF_RANKS for told in ("rank 1", "rank 0", "the launcher")],
 )
 def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, at, told, trainings):
     run = trainings.start_ranks(phase, at)
@@ -187,6 +181,7 @@ def test_a_forked_child_of_the_training_dies_of_the_signal_as_any_process(traini
     assert not [line for line in run.lines if "ended this training" in line]
 
 
+@pytest.mark.quick
 def test_after_a_training_signals_are_handled_as_before(trainings):
     run = trainings.start("twice", "-", "-")
     assert run.end() == 128 + signal.SIGTERM
