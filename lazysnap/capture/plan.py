@@ -21,6 +21,7 @@ from lazysnap.capture.frozen import FrozenSet
 from lazysnap.errors import StateError
 from lazysnap.memory.arena import Slot
 from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import json_text
 from lazysnap.shard.strides import order_of
 from lazysnap.state.codec import path_text
 from lazysnap.state.modules import is_uninitialised
@@ -90,6 +91,14 @@ class CapturePlan:
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
     """Made once per slot; they go with it."""
+
+    @cached_property
+    def facts_text(self) -> str:
+        """Fields of the metadata that are the same in every capture of this plan: JSON, without braces around it."""
+        fields: dict[str, Any] = {"tensors": self.logical, "aliases": self.aliases}
+        if self.replicas:
+            fields["replicas"] = self.replicas
+        return json_text(fields)[1:-1]
 
     @cached_property
     def lazy(self) -> list[int]:

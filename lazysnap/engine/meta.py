@@ -1,7 +1,6 @@
 """The description of a capture: written into the slot before its first byte, later the body of the manifest."""
 
 import importlib.metadata
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.world import World
 from lazysnap.restore.level import newest_id
-from lazysnap.shard.manifest import FrozenReference
+from lazysnap.shard.manifest import FrozenReference, json_text
 from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.walk import Walk
 
@@ -45,6 +44,8 @@ class MetaWriter:
     """The greatest id at the levels when this was made; empty, if there was none."""
     parameters: dict[str, list[str]] | None = None
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
+    _written: tuple[dict[str, list[str]], str] | None = field(default=None, init=False, repr=False)
+    """See ``_parameters_text``: the ``parameters`` that it wrote, and the text."""
 
     @classmethod
     def agreed(cls, world: World, config: SnapshotConfig) -> "MetaWriter":
@@ -93,16 +94,18 @@ class MetaWriter:
             "rank": self.rank,
             "world_size": self.world_size,
             "captured_ns": time.time_ns(),
-            "tensors": plan.logical,
-            "aliases": plan.aliases,
             "packages": self._packages,
         }
-        if self.parameters is not None:
-            fields["parameters"] = self.parameters
-        if plan.replicas:
-            fields["replicas"] = plan.replicas
         if frozen is not None:
             fields["frozen"] = msgspec.structs.asdict(frozen)
-        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        # The walk wrote the state as text already.
-        return f'{text[:-1]},"state":{walked.text}}}'.encode("utf-8", "surrogatepass")
+        # What grows with the number of tensors is text already: of the plan, of the optimizers, of the walk.
+        text = f'{json_text(fields)[:-1]},{plan.facts_text},{self._parameters_text()}"state":{walked.text}}}'
+        return text.encode("utf-8", "surrogatepass")
+
+    def _parameters_text(self) -> str:
+        """Return the field ``parameters`` with the comma behind it; empty, if there is none."""
+        if self.parameters is None:
+            return ""
+        if self._written is None or self._written[0] is not self.parameters:
+            self._written = self.parameters, f'"parameters":{json_text(self.parameters)},'
+        return self._written[1]

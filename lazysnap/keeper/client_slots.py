@@ -84,9 +84,8 @@ class MappedSlots:
 
         The pages of one for captures follow in the background. Raises: FormatError or OSError, if it cannot be mapped.
         """
-        inode = os.fstat(fd).st_ino
         for known in (*self._slots.values(), *(slot for _, slot in self._orphans)):
-            if os.fstat(known.fd).st_ino == inode:
+            if os.path.sameopenfile(known.fd, fd):
                 os.close(fd)
                 self._slots[name] = known
                 self._orphans = [orphan for orphan in self._orphans if orphan[1] is not known]

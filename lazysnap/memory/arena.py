@@ -15,6 +15,7 @@ any two stores leaves a slot that is empty or torn, never whole. ``END`` is writ
 import contextlib
 import ctypes
 import enum
+import errno
 import fcntl
 import mmap
 import os
@@ -367,7 +368,7 @@ class Slot:
             try:
                 self._populate(start, count)
             except OSError as error:
-                if error.errno != 22:  # EINVAL: a kernel before 5.14 faults pages in on first use instead
+                if error.errno != errno.EINVAL:  # a kernel before 5.14 faults pages in on first use instead
                     raise
                 return
             progress(count)

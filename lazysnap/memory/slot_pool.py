@@ -130,9 +130,8 @@ class SlotPool:
     def adopt(self, slot: Slot) -> tuple[int, Slot]:
         """Take over a slot that a trainer kept when an earlier keeper died; its number, and the slot that is used."""
         with self._lock:
-            inode = os.fstat(slot.fd).st_ino
             for number, other in self._slots.items():
-                if os.fstat(other.fd).st_ino == inode:
+                if os.path.sameopenfile(other.fd, slot.fd):
                     # The same memory: the connection broke, not the keeper. Two slots of it would overwrite each other.
                     slot.close()
                     return number, other

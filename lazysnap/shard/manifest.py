@@ -277,9 +277,14 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
         raise FormatError(f"{where}: {error}") from error
 
 
+def json_text(fields: dict[str, Any]) -> str:
+    """Return fields of a manifest as text: JSON without spaces. Raises: ValueError, for a number that is not finite."""
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def _dump(fields: dict[str, Any]) -> bytes:
     try:
-        text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        text = json_text(fields)
     except ValueError as error:  # a number that was read as infinite, such as 1e999
         raise FormatError(f"the metadata is no JSON: {error}") from error
     return text.encode("utf-8", "surrogatepass")
