@@ -49,15 +49,19 @@ def attach(
     deadline = time.monotonic() + config.io_timeout_s
     busy_until = time.monotonic() + _BUSY_GRACE_S
     busy_said_at = time.monotonic() + _BUSY_SAID_S
-    start_at, pause_s, outcome = float("-inf"), _START_AGAIN_S, ""
+    start_at = float("-inf")
+    pause_s = _START_AGAIN_S
+    outcome = ""
     starting: Starting | None = None
     was_there = False
     while True:
         connection = try_connect(identity)
         was_there = connection is not None
         if connection is None and time.monotonic() > start_at:
-            outcome = starting.failure() if starting is not None else outcome
-            start_at, pause_s = time.monotonic() + pause_s, min(2 * pause_s, _START_AGAIN_AT_MOST_S)
+            if starting is not None:
+                outcome = starting.failure()
+            start_at = time.monotonic() + pause_s
+            pause_s = min(2 * pause_s, _START_AGAIN_AT_MOST_S)
             try:
                 starting = start_keeper(identity)
                 connection = starting.connection
