@@ -39,7 +39,7 @@ NOT_RUN = {
     "lazysnap run": "cold starts: tests/warm, and below",
 }
 """Command lines that are parsed and no more, by how they begin, and why."""
-KILLED_AT = "engine.begun:6:kill"
+KILLED_AT = "engine.begun:3:kill"
 RESUMES = re.compile(r"(restore|load_state)\(\"latest\"|(ckpt_path|resume_from_checkpoint)=\"latest\"")
 TRAINS_NOTHING = {"coming-from.md#weights-that-you-have"}
 NEEDS = {"loggers.md#wb": "wandb", "loggers.md#mlflow": "mlflow", "loggers.md#tensorboard": "tensorboard"}
