@@ -40,10 +40,6 @@ TRAINING_FOLDERS = (
 """Their tests are slow unless they are marked ``quick``."""
 REAL_SERVERS = ("s3_server",)
 """Fixtures that make a test slow."""
-ONE_WORKER = ("nfs", "huggingface", "nodes")
-"""Folders whose tests share what is started once: a server and a guest; a process that has imported transformers;
-trainings that nothing happens to, on nodes that take a machine for themselves.
-"""
 
 
 def pytest_addoption(parser):
@@ -90,21 +86,24 @@ def _is_slow(item):
     return any(name in REAL_SERVERS for name in item.fixturenames)
 
 
-def _worker(item, is_quick):
-    """The tests with one name here run on one worker; ``None``: this one runs anywhere."""
-    # Where few start trainings, one process that has imported the frameworks is enough.
-    if is_quick and "zygote" in item.fixturenames:
+def _group(item):
+    """The tests of the quick tier with one name here run on one worker; ``None``: this one runs anywhere."""
+    # They are few: one process that has imported the frameworks is enough for all of them.
+    if "zygote" in item.fixturenames:
         return "zygote"
-    directory = item.path.parent.name
-    return directory if directory in ONE_WORKER else None
+    if item.path.parent.name == "huggingface":
+        return "huggingface"
+    return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     is_quick = config.getoption("tier") == "quick"
-    for item in items:
-        worker = _worker(item, is_quick)
-        if worker is not None:
-            item.add_marker(pytest.mark.xdist_group(worker))
+    if is_quick:
+        for item in items:
+            group = _group(item)
+            if group is not None:
+                item.add_marker(pytest.mark.xdist_group(group))
     slow = [item for item in items if _is_slow(item)]
     quick = [item for item in items if item not in set(slow)]
     if is_quick:
