@@ -229,7 +229,7 @@ def test_a_data_module_without_hooks_for_checkpoints_is_captured_and_resumed(tmp
 
     lazy = LazySnapshotCallback()
     make_trainer(tmp_path, lazy, max_epochs=1).fit(Plain(), datamodule=Data(), ckpt_path="latest")
-    assert lazy.statistics().skipped == {}
+    assert lazy.statistics().last_whole_step == 6
     again = make_trainer(tmp_path, LazySnapshotCallback(), max_epochs=2)
     again.fit(Plain(), datamodule=Data(), ckpt_path="latest")
     assert (again.global_step, again.current_epoch) == (12, 2)

@@ -140,7 +140,7 @@ class TrainingState(ObjectState):
         Raises: StateError, if it is the state of another kind of training.
         """
         if self._is_at_epoch_end:  # the next iteration begins an epoch
-            state = {**state, "data": {**state["data"], "given": None}}
+            state = {**state, "data": {**state["data"], "given": None, "skip": 0}}
         super().load(state, data=data)
 
     # ---------------------------------------------------------------- a restart
