@@ -5,7 +5,7 @@ used: the loss of a generator leaves gradients in its discriminator, which clear
 That is learned from the first time: an optimizer that steps without the gradients of a boundary has dropped them.
 
 A gradient is judged by its version, which every write changes, and by the calls of ``step`` and ``zero_grad``. Its
-values are not read: on a device that would wait for all its work.
+values are read only to recognise gradients that the program cleared by hand: on a device that waits for all its work.
 """
 
 import functools

@@ -74,9 +74,10 @@ class EventFileWriter:
     def add(self, event: Event) -> None:
         """Take an event. Does not block. Thread-safe."""
         with self._changed:
-            if isinstance(event, Stored):
+            is_first_stored = isinstance(event, Stored) and not self._may_write
+            if is_first_stored:
                 self._may_write = True
-            if len(self._waiting) < _MOST_WAITING or isinstance(event, _ALWAYS):
+            if len(self._waiting) < _MOST_WAITING or isinstance(event, _ALWAYS) or is_first_stored:
                 self._waiting.append(event)
                 self._changed.notify()
 
@@ -159,9 +160,11 @@ class EventFileWriter:
 
     def _append(self, path: pathlib.Path, events: list[Event]) -> None:
         data = b"".join(map(encode, events))
-        if path.exists() and path.stat().st_size + len(data) > MAX_FILE_BYTES:
+        size = path.stat().st_size if path.exists() else 0
+        if size > 0 and size + len(data) > MAX_FILE_BYTES:
             os.replace(path, path.with_name(self._older_name))
-        if not path.exists():
+            size = 0
+        if size == 0:  # also where an append failed before its first line: a full disk leaves an empty file
             data = b"".join(map(encode, self._facts.as_of(time.time()))) + data
         append(path, data)
         for event in events:
@@ -262,7 +265,9 @@ class _Copy:
 
 
 def append(path: pathlib.Path, data: bytes) -> None:
-    """Append whole lines to a file, all of them or none. Not durable at once: a power cut may take the last seconds.
+    """Append whole lines to a file, all of them or none, unless the process is killed within. One process at a time.
+
+    Not durable at once: a power cut may take the last seconds.
 
     Blocks. Raises: OSError.
     """

@@ -31,6 +31,7 @@ _EARLY_S = 5.0
 """Keepers that die sooner than this after they began are replaced more and more slowly."""
 _REPLACE_S = 0.1
 _REPLACE_AT_MOST_S = 1.0
+_MOST_DOUBLINGS = 10
 _MOST_ASKED = 3
 """Keepers that may die over one question."""
 _SEND_AGAIN_S = 0.002
@@ -116,7 +117,10 @@ class KeeperLink:
             while not self._is_leaving():
                 if died_early > 1:  # the first successor comes at once, for memory's sake
                     with self._state.lock:
-                        self._state.lock.wait_for(self._is_leaving, min(_REPLACE_S * 2**died_early, _REPLACE_AT_MOST_S))
+                        pause_s = min(_REPLACE_S * 2 ** min(died_early, _MOST_DOUBLINGS), _REPLACE_AT_MOST_S)
+                        self._state.lock.wait_for(self._is_leaving, pause_s)
+                        if self._is_leaving():
+                            return
                 connection, received = attach(self._identity, self._config, self._team, self._state.hand_over)
                 try:
                     self._take_all(received)
