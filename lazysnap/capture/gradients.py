@@ -46,10 +46,9 @@ class WaitingGradients:
         """Optimizers that stepped with the gradients of a boundary at least once."""
         self._steps_since_clear: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps of each optimizer since its last ``zero_grad``; none for one whose ``zero_grad`` was never called."""
-        self._cleared_by_hand: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, bool]] = (
-            weakref.WeakKeyDictionary()
-        )
-        """By optimizer on a device, and number of writes since its step: True if its gradients were zero then."""
+        self._has_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._not_cleared: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        """By optimizer on a device: numbers of writes since its step after which its gradients were not zero."""
 
     def accept(self, optimizer: torch.optim.Optimizer) -> None:
         """Treat the present gradients as used: nothing is known of the steps before. ``step`` does it, too."""
@@ -58,6 +57,7 @@ class WaitingGradients:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the optimizer has stepped. Hot."""
+        self._has_stepped.add(optimizer)
         if optimizer in self._steps_since_clear:
             self._steps_since_clear[optimizer] += 1
         if optimizer in self._waits:
@@ -78,12 +78,17 @@ class WaitingGradients:
 
     def _clear(self, optimizer: torch.optim.Optimizer, clear: Callable[[], Any]) -> Any:
         """Call ``clear``, the optimizer's ``zero_grad``. Hot."""
-        dropped = [gradient for gradient in _gradients(optimizer) if _is_marked(gradient)]
+        before = [(gradient, gradient._version) for gradient in _gradients(optimizer)]
         result = clear()
-        for gradient in dropped:
-            delattr(gradient, _WAITS)
+        left = {id(gradient) for gradient in _gradients(optimizer)}
+        for gradient, version in before:
+            if id(gradient) in left:
+                if gradient._version == version:
+                    continue  # a ``zero_grad`` of the program's own may clear only now and then
+                setattr(gradient, _STEPPED, gradient._version)
+            if _is_marked(gradient):
+                delattr(gradient, _WAITS)
         self._steps_since_clear[optimizer] = 0
-        self.accept(optimizer)
         return result
 
     def awaited(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -96,8 +101,9 @@ class WaitingGradients:
                 self._waits.pop(optimizer, None)
                 continue
             is_cleared = optimizer in self._waits and not any(_is_marked(gradient) for gradient in waiting)
-            # One that accumulates clears its gradients without a step, too, after an overflow (GradScaler).
-            if is_cleared and optimizer not in self._keeping:
+            # One that accumulates clears its gradients without a step, too, after an overflow (GradScaler): in its
+            # first round as in any other.
+            if is_cleared and optimizer in self._has_stepped and optimizer not in self._keeping:
                 self._dropping.add(optimizer)
             for gradient in waiting:
                 setattr(gradient, _WAITS, True)
@@ -109,8 +115,8 @@ class WaitingGradients:
     def _are_cleared_by_hand(self, optimizer: torch.optim.Optimizer, changed: Sequence[torch.Tensor]) -> bool:
         """True if the program wrote zeros into these gradients itself, as ``model.zero_grad(set_to_none=False)`` does.
 
-        Not asked of an optimizer whose ``zero_grad`` is in use. Values on a device are read once for each number of
-        writes since the step: a loop does the same in each round.
+        Not asked of an optimizer whose ``zero_grad`` is in use. Values on a device that were not zero are not read
+        again after the same number of writes: a loop does the same in each round.
         """
         if self._steps_since_clear.get(optimizer, _IN_USE_STEPS) < _IN_USE_STEPS:
             return False
@@ -118,13 +124,14 @@ class WaitingGradients:
             return False
         if all(gradient.device.type == "cpu" for gradient in changed):
             return all(_is_zero(gradient) for gradient in changed)
-        known = self._cleared_by_hand.setdefault(optimizer, {})
+        not_cleared = self._not_cleared.setdefault(optimizer, set())
         writes = changed[0]._version - int(getattr(changed[0], _STEPPED))
-        if len(known) > _MOST_BOUNDARIES:
-            known.clear()
-        if writes not in known:
-            known[writes] = all(_is_zero(gradient) for gradient in changed)
-        return known[writes]
+        if writes in not_cleared:
+            return False
+        is_cleared = all(_is_zero(gradient) for gradient in changed)
+        if not is_cleared and len(not_cleared) < _MOST_BOUNDARIES:
+            not_cleared.add(writes)
+        return is_cleared
 
     def is_kept_long(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if this is not the first boundary in a row that waits for it."""

@@ -49,7 +49,6 @@ class Boundaries:
         """Steps of optimizers up to the last boundary."""
         self._is_past_first = False
         """True if the first boundary is over."""
-        """True once the keeper knows the times of this start."""
         self._weights: list[torch.Tensor] = []
         """The optimizers' weights at the last capture, if not every boundary is due, or at the last one that failed."""
         self._pointers: list[int] = []

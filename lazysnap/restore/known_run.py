@@ -16,14 +16,15 @@ logger = logging.getLogger("lazysnap.engine")
 def run_id(place: "str | os.PathLike[str] | SnapshotConfig") -> str | None:
     """Return the id of the newest run of the job at ``place``: the run that a start with ``"latest"`` resumes.
 
-    It is the same after every restart of the run, so a logger can continue its own run under this id, although the
-    logger is made before the training. ``engine.run_id`` is the id of the training itself. A new training, a rollback
-    and the choice of an older snapshot begin a new run, with an id of its own::
+    It is the same after every restart of the run. A new training, a rollback and the choice of an older snapshot begin
+    a new run, with an id of its own. Before the first snapshot there is no id: a logger that is made before the
+    training takes ``callback.run_id``, one that is made later ``engine.run_id`` (docs/loggers.md)::
 
-        logger = TensorBoardLogger("logs", version=lazysnap.run_id("runs/a"))
+        print(lazysnap.run_id("runs/a"))  # 1a220fa0c0ffee11
 
     Blocks: asks the keeper of this node, if one runs, and lists the levels, each at most ``timeout_s`` without
-    progress. A level that does not answer is left out. Not collective: with several nodes, call it on the first.
+    progress. A level that does not answer is left out, with a warning. Not collective: with several nodes, call it on
+    the first.
 
     Args:
         place: the path or URL of the first level, or the ``SnapshotConfig`` of the training.
@@ -60,10 +61,12 @@ def _at_levels(config: SnapshotConfig) -> set[str]:
         try:
             directories = answer().directories
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            logger.info("run_id() leaves out %s: %s", level.url, error)
+            logger.warning("run_id() leaves out %s: %s", level.url, error)
             continue
         for directory in directories:
             name = SnapshotName.parse(directory.name)
-            if name is not None and directory.is_whole:
+            # Of a level that each node sees a part of, no node sees a whole snapshot.
+            is_whole = directory.is_whole or level.shared is False
+            if name is not None and is_whole:
                 runs.add(name.run_id)
     return runs

@@ -145,13 +145,22 @@ def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
             continue  # load_state_dict gives a lazy one its shape
         if value.shape != buffer.shape:
             buffer.data = buffer.new_empty(value.shape)
-        elif is_expanded(buffer):
-            with torch.no_grad():
-                fill(buffer, value)
-            state[name] = buffer  # load_state_dict copies it onto itself, which torch allows
+    _fill_expanded(module, state)
     module.load_state_dict(state, strict=strict)
     if extras:
         _load_extras(module, extras)
+
+
+def _fill_expanded(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Fill the expanded tensors of a module, which torch cannot copy to, and put them into ``state`` themselves."""
+    for name, tensor in entries_of(module).items():
+        value = state.get(name)
+        if not isinstance(value, torch.Tensor) or not isinstance(tensor, torch.Tensor):
+            continue
+        if is_expanded(tensor) and value.shape == tensor.shape:
+            with torch.no_grad():
+                fill(tensor, value)
+            state[name] = tensor  # load_state_dict copies it onto itself, which torch allows
 
 
 def _load_extras(module: torch.nn.Module, extras: Mapping[str, Any]) -> None:

@@ -71,7 +71,7 @@ def fill(live: torch.Tensor, value: torch.Tensor) -> None:
     # torch refuses to copy to a tensor with several elements at one place: each place is filled once.
     places = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in live.stride())
     live[places].copy_(value[places])
-    if not torch.equal(_bytes_of(live), _bytes_of(value.to(live.device))):
+    if not torch.equal(_bytes_of(live), _bytes_of(value.to(live.device, live.dtype))):
         live.data = live.new_empty(live.shape)
         live.copy_(value)
 

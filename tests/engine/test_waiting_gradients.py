@@ -217,7 +217,12 @@ def test_no_boundary_reads_values_of_gradients(kind, tmp_path):
         engine.close(drain=False)
 
 
-def test_an_optimizer_whose_accumulated_gradients_were_dropped_once_is_still_waited_for(tmp_path):
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [((4, 12), [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]), ((8, 12), [1, 2, 3, 4, 5, 6, 7, 9, 10, 11])],
+    ids=["in the second round", "in the first round"],
+)
+def test_an_optimizer_whose_accumulated_gradients_were_dropped_once_is_still_waited_for(steps, expected, tmp_path):
     """As ``GradScaler`` does after an overflow."""
     training = Accumulating()
     optimizer = training.optimizers["all"]
@@ -229,7 +234,7 @@ def test_an_optimizer_whose_accumulated_gradients_were_dropped_once_is_still_wai
             if step % 4 == 1:
                 optimizer.zero_grad()
             training._loss(step).backward()
-            if step in (4, 12):  # not at 8
+            if step in steps:
                 optimizer.step()
             before = engine.statistics().skipped[LEFT_OUT]
             engine.boundary(step)
@@ -237,7 +242,40 @@ def test_an_optimizer_whose_accumulated_gradients_were_dropped_once_is_still_wai
                 left_out.append(step)
     finally:
         engine.close(drain=False)
-    assert left_out == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
+    assert left_out == expected
+
+
+class SeldomClearing(torch.optim.Adam):
+    """Its ``zero_grad`` is called at each micro-batch, and clears only behind a step."""
+
+    has_stepped = False
+
+    def step(self, *args, **kwargs):
+        self.has_stepped = True
+        return super().step(*args, **kwargs)
+
+    def zero_grad(self, *args, **kwargs):
+        if self.has_stepped:
+            super().zero_grad(*args, **kwargs)
+        self.has_stepped = False
+
+
+def test_a_zero_grad_that_clears_nothing_leaves_gradients_that_wait(tmp_path):
+    training = Accumulating()
+    optimizer = SeldomClearing(training.model.parameters(), 1e-2)
+    state = {"model": training.model, "all": optimizer}
+    engine = SnapshotEngine(SnapshotConfig(levels=()), state, default_url=str(tmp_path))
+    try:
+        engine.restore("latest")
+        for step in range(1, 9):
+            training._loss(step).backward()
+            if step % 4 == 0:
+                optimizer.step()
+            optimizer.zero_grad()
+            engine.boundary(step)
+        assert engine.statistics().skipped[LEFT_OUT] == 6
+    finally:
+        engine.close(drain=False)
 
 
 def test_the_hook_on_zero_grad_disturbs_nobody_and_goes_with_the_engine(tmp_path):

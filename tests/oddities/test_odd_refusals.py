@@ -228,6 +228,17 @@ def test_an_expanded_buffer_gets_the_values_of_the_snapshot(engines, value):
     assert torch.equal(loose["mask"], value)
 
 
+def test_an_expanded_parameter_gets_the_values_of_the_snapshot(engines):
+    model = torch.nn.Module()
+    model.scale = torch.nn.Parameter(torch.full((1,), 7.0).expand(3), requires_grad=False)
+    captured(engines, {"model": model})
+    model.scale = torch.nn.Parameter(torch.zeros(1).expand(3), requires_grad=False)
+
+    engines({"model": model}).restore("latest")
+
+    assert torch.equal(model.scale, torch.full((3,), 7.0))
+
+
 def test_parameters_that_are_trained_and_in_no_part_of_the_state_are_told_of(engines, caplog):
     model, loose = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1)

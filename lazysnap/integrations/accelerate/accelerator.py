@@ -46,7 +46,8 @@ class _WithSnapshots:
     @property
     def run_id(self) -> str | None:
         """The id of the run that trains, the same after every restart of the run: give it to ``init_trackers``
-        (docs/loggers.md). ``None`` before ``load_state("latest")`` or the first boundary.
+        (docs/loggers.md). ``None`` before ``load_state("latest")`` or the first boundary. Collective then, on all
+        ranks: it makes the engine.
         """
         return self.engine.run_id
 
