@@ -7,7 +7,7 @@ fails costs this level this snapshot, and nothing else.
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from lazysnap.shard.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
+_NAMING_TRIES = 3
 _MAX_HANGING = 3
 """Threads that may hang at one level at a time; then it is left alone until one comes back."""
 _STANDS_S = 30.0
@@ -126,8 +127,8 @@ class LevelWriter:
         """Names to give and to take away, in order."""
         self._given: set[Naming] = set()
         """Names that were given here, or are among ``_namings``."""
-        self._failed_namings: set[Naming] = set()
-        """Those that failed; each was reported."""
+        self._naming_failures: Counter[Naming] = Counter()
+        """How often those at work failed; the first time is reported. Only the thread uses it."""
         self.step: int | None = None
         """The step that is being stored; ``None``: nothing."""
 
@@ -397,26 +398,33 @@ class LevelWriter:
     # ---------------------------------------------------------------- names and old snapshots
 
     def _name(self, naming: Naming) -> None:
-        """Give a name, or take it away. One that could not be given is tried again with the next order, see
-        ``on_order``."""
-        is_to_try_again = False
+        """Give a name, or take it away. What failed is tried again, ``_NAMING_TRIES`` times in all; then a name that
+        could not be given waits for the next order, see ``on_order``.
+        """
         try:
             self._within_deadline(f"naming a snapshot {naming.name!r}", lambda beat: self._apply(naming, beat))
-        except ConfigError as error:  # that does not pass
+        except ConfigError as error:  # that does not pass, and the level is well
             self._report_failed(naming, str(error))
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            is_to_try_again = True
+            self._report_failed(naming, f"{error}; it is tried again")
             if isinstance(error, LevelHangs):
                 self._failed(None, error)
+            if self._naming_failures[naming] < _NAMING_TRIES:
+                self._store = None  # credentials may have expired, a mount gone stale
+                with self._changed:
+                    self._changed.wait(_IDLE_S)
+                return
             if naming.step is None:
-                self._report_failed(naming, f"{error}; release it again")
+                del self._naming_failures[naming]  # whoever releases it again is told again
             else:
-                self._report_failed(naming, f"{error}; it is tried again with the next snapshot there")
+                self._naming_failures[naming] = 1  # the next order asks for it again, and it was reported
+            with self._changed:
+                self._given.discard(naming)
+        else:
+            self._naming_failures.pop(naming, None)
         with self._changed:
             if self._namings and self._namings[0] is naming:  # else the name was taken away meanwhile
                 self._namings.popleft()
-                if is_to_try_again:
-                    self._given.discard(naming)
 
     def _apply(self, naming: Naming, beat: Beat) -> None:
         store = self._opened(beat)
@@ -427,8 +435,8 @@ class LevelWriter:
 
     def _report_failed(self, naming: Naming, text: str) -> None:
         logger.info("%s: the name %r: %s", self._where, naming.name, text)
-        if naming not in self._failed_namings:
-            self._failed_namings.add(naming)
+        self._naming_failures[naming] += 1
+        if self._naming_failures[naming] == 1:
             self._memory.board.add(NameFailed(t=time.time(), level=self._level.url, name=naming.name, text=text))
 
     def _tidy(self) -> None:

@@ -185,6 +185,20 @@ def test_a_name_that_a_level_did_not_take_is_given_when_the_next_snapshot_is_the
     assert not trainer.told(LevelFailed)
 
 
+def test_a_name_that_failed_once_is_given_without_another_snapshot(rig, tmp_path, naming_fails):
+    """It may be the last of the training."""
+    level = PersistentLevel(tmp_path, every_n_steps=1, keep_last=9)
+    naming_fails(1)
+    trainer = rig(level)
+    assert trainer.store() == 2
+
+    trainer.storages[0].keep("last", 2)
+    until(lambda: trainer.told(NameFailed))
+    until(lambda: trainer.storages[0].is_idle())
+
+    assert names_at(level)[2] == ("last",)
+
+
 def test_a_name_that_can_never_be_given_costs_the_level_nothing(rig, tmp_path):
     level = PersistentLevel(tmp_path, every_n_steps=1, keep_last=9)
     trainer = rig(level)
