@@ -155,7 +155,12 @@ class Position:
             self._pending, self.skipped = None, passed
             return
         self._pending = self._recounted(state, share, passed) if state["given"] is not None else None
-        self.skipped = state.get("skip", 0) if passed is None or state["given"] is not None else passed
+        if state["given"] is not None:
+            self.skipped = 0
+        elif passed is None:
+            self.skipped = state["skip"]
+        else:
+            self.skipped = passed
         self.streams.restore_owned(state["now"])
 
     @staticmethod
