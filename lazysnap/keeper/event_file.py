@@ -247,9 +247,11 @@ class _Copy:
         Their order does not matter, each line has its time.
         """
         try:
-            earlier = self._storage.get(self._path.name)[-MAX_FILE_BYTES:]
+            earlier = self._storage.get(self._path.name)
         except FileNotFoundError:
             earlier = b""
+        if len(earlier) > MAX_FILE_BYTES:
+            earlier = earlier[-MAX_FILE_BYTES:].partition(b"\n")[2]  # whole lines only
         here = set[bytes]()
         with contextlib.suppress(FileNotFoundError):
             here.update(self._path.read_bytes().splitlines())
