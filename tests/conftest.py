@@ -1,16 +1,16 @@
 """Two tiers of tests, and what tests on several workers must share.
 
 ``--tier full``, also without the option, runs everything. ``--tier quick`` runs what is not slow; tests of properties
-try fewer examples there, in every run the same. Slow is what is marked ``slow`` (it takes more than half a second, or
+try fewer examples there, in every run the same. Slow is what is marked ``slow`` (it takes more than 0.3 s, or
 waits for time to pass), what needs a real server, and in folders that start whole trainings all that is not marked
 ``quick``.
 """
 
 import os
 import pathlib
+import re
 import shutil
 import signal
-import sys
 import tempfile
 import uuid
 
@@ -46,15 +46,7 @@ def pytest_addoption(parser):
     parser.addoption("--tier", choices=("quick", "full"), default="full", help="quick: what is not slow")
 
 
-def _compile_once(config):
-    """Where no bytecode is to be written, importing Lightning takes ten seconds, each time: write it to a cache."""
-    if sys.dont_write_bytecode and "PYTHONPYCACHEPREFIX" not in os.environ and hasattr(config, "cache"):
-        sys.dont_write_bytecode, sys.pycache_prefix = False, str(config.cache.mkdir("bytecode"))
-        os.environ |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": sys.pycache_prefix}
-
-
 def pytest_configure(config):
-    _compile_once(config)
     # A job in the background ignores these, and so would every program that a test starts and interrupts.
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -70,12 +62,21 @@ def pytest_configure(config):
     paths = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if config.getoption("tier") == "quick":
-        hypothesis.settings.register_profile("quick", max_examples=20, derandomize=True)
+        hypothesis.settings.register_profile("quick", max_examples=10, derandomize=True)
         hypothesis.settings.load_profile("quick")
 
 
 def pytest_report_header(config):
     return f"tier: {config.getoption('tier')}"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Where the quick tier takes nothing, it imports nothing: frameworks take seconds in each worker."""
+    if config.getoption("tier") != "quick" or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    is_slow = collection_path.parent.name in TRAINING_FOLDERS or re.search(r"^pytestmark = [^=]*mark\.slow", text, re.M)
+    return True if is_slow and "mark.quick" not in text else None
 
 
 def _is_slow(item):
@@ -104,8 +105,9 @@ def pytest_collection_modifyitems(config, items):
             group = _group(item)
             if group is not None:
                 item.add_marker(pytest.mark.xdist_group(group))
-    slow = [item for item in items if _is_slow(item)]
-    quick = [item for item in items if item not in set(slow)]
+    slow, quick = [], []
+    for item in items:
+        (slow if _is_slow(item) else quick).append(item)
     if is_quick:
         config.hook.pytest_deselected(items=slow)
         items[:] = quick

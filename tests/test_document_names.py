@@ -75,6 +75,7 @@ def could_say(template, wanted):
     return any(len(end) >= 10 and wanted.startswith(end) for end in ends) or any(map(wanted.endswith, beginnings))
 
 
+@pytest.mark.slow
 def test_messages_that_the_page_of_messages_explains_are_said_by_something():
     of_lightning = {"Checkpoint file not found: latest", "Is a directory"}
     of_pieces = {"training failed in step", "s3://***@"}

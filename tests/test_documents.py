@@ -188,6 +188,7 @@ def test_a_command_line_of_a_page_is_one_that_the_command_takes(line):
     assert parses(line), line
 
 
+@pytest.mark.slow
 def test_commands_in_the_prose_have_the_options_that_it_names():
     commands = inline_commands("lazysnap")
     assert len(commands) > 40

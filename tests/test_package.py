@@ -103,6 +103,7 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = lazysnap.no_such_name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_importing_it_imports_neither_torch_nor_numpy_nor_lightning(module):
     code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"

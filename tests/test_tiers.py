@@ -9,6 +9,7 @@ CONFTEST = pathlib.Path(__file__).with_name("conftest.py")
 pytest_plugins = ["pytester"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tier", "count"), [("quick", 3), ("full", 8)])
 def test_marks_and_folders_decide_what_a_tier_runs(pytester, tier, count):
     pytester.makeconftest(CONFTEST.read_text())

@@ -137,6 +137,7 @@ def test_the_file_is_a_safetensors_file_and_its_name_the_digest_of_its_bytes(tmp
     assert digest(chosen) == copied == Checksums.of(room).whole
 
 
+@pytest.mark.slow
 def test_files_of_many_blocks_have_the_same_digest_in_pieces_and_as_a_whole():
     model = torch.nn.ParameterList(
         torch.nn.Parameter(torch.randint(0, 255, (size,), dtype=torch.uint8), requires_grad=False)

@@ -9,6 +9,7 @@ from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine, events
 from lazysnap.shard.names import events_file_name
 
 
+@pytest.mark.slow
 def test_what_is_planned_is_what_a_training_takes(capsys, tmp_path):
     model = torch.nn.Linear(1000, 1000, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())

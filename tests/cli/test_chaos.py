@@ -57,6 +57,7 @@ def test_a_program_that_resumes_by_itself_passes_under_every_fault_that_needs_no
     assert {one["fault"] for one in result["runs"] if one["restarts"]} == {"kill", "term"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "fault", "verdict", "reason"),
     [

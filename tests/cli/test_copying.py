@@ -144,6 +144,7 @@ def test_a_full_target_is_exit_code_2_and_nothing_half_is_left(make_url):
     assert files(target) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["level.local.created", "level.local.write", "level.store.publish_shard"])
 def test_ctrl_c_leaves_nothing_half_visible_and_the_next_copy_goes_on(make_url, point):
     source, target = make_url("local"), make_url("local")
@@ -168,6 +169,7 @@ def test_ctrl_c_leaves_nothing_half_visible_and_the_next_copy_goes_on(make_url, 
     assert len(files(target)) == 4
 
 
+@pytest.mark.slow
 def test_what_a_killed_copy_left_goes_with_the_next_one(make_url):
     source, target = make_url("local"), make_url("local")
     put(source, 10)

@@ -19,6 +19,7 @@ def test_the_demo_kills_a_training_and_its_keeper_and_passes_in_an_empty_directo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_more_kills_than_the_steps_have_room_for_are_refused(tmp_path):
     printed = output_of("-m", "lazysnap.cli", "demo", "--max-steps", "60", "--kills", "30", code=2)
     assert "--kills must be from 1 to 7" in printed

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from cli_level import SHARD, at, files, put, run, run_json
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ["out.safetensors", "out.ckpt", "out"]
 
 

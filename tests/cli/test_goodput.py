@@ -195,6 +195,7 @@ any_event = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(any_event, max_size=40), st.lists(any_event, max_size=10))
 def test_sums_hold_for_events_in_any_order_and_of_any_values(first, second):

@@ -61,6 +61,7 @@ def claim(url: str, **claims: object) -> None:
     change(url, f"{at(10)}/{MANIFEST}", how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, MAX_RANKS, MAX_RANKS + 1, 9_999_999_999])
 def test_a_claim_of_many_ranks_makes_a_snapshot_incomplete_and_nothing_more(make_url, ranks, capsys):
     url = make_url("local")

@@ -225,6 +225,7 @@ def test_a_place_that_cannot_be_listed_is_exit_code_2(tmp_path, capsys):
     assert result["ok"] is False
 
 
+@pytest.mark.slow
 def test_whatever_needs_no_torch_imports_none(make_url, tmp_path):
     url = make_url("local")
     put(url, 10)

@@ -8,6 +8,8 @@ from support.names import START
 from lazysnap.levels.store import open_store
 from lazysnap.resolver import candidates
 
+pytestmark = pytest.mark.slow
+
 FIRST, SECOND = "00000000000000aa", "00000000000000bb"
 """Two starts of the same two ranks, which both passed step 10."""
 ALIKE = RUN[:9] + "f" * 7

@@ -26,6 +26,8 @@ from support.catalogue import inventory_of
 
 from lazysnap.levels.store import open_store
 
+pytestmark = pytest.mark.slow
+
 
 def steps(url: str, run_id: str = RUN) -> list[int]:
     return sorted(entry.step for entry in inventory_of(open_store(url)).entries if entry.run_id == run_id)

@@ -70,6 +70,7 @@ def test_show_tells_what_is_stored_where(tuned, capsys):
     assert kinds["model.adapter.weight"] == "shard"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["w.safetensors", "w.ckpt"])
 def test_an_export_has_base_and_adapter(tuned, tmp_path, name):
     url, model = tuned

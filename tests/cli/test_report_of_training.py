@@ -12,7 +12,7 @@ import pytest
 import torch
 from cli_level import run, run_json
 from support.keepers import keeper_of
-from support.waiting import until
+from support.waiting import stop, until
 
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.events import Progress, Stored, read
@@ -42,7 +42,7 @@ def train(url, journal, kill_at, *, with_keeper=False):
                     lambda: any((getattr(one, "step", 0) or 0) >= kill_at for file in read(url) for one in file.events),
                     timeout_s=200,
                 )
-                process.send_signal(signal.SIGSTOP)  # it must not start another keeper
+                stop(process)  # it must not start another keeper
                 keeper = keeper_of(JobIdentity.from_config(SnapshotConfig(levels=(PersistentLevel(url),))))
                 os.kill(keeper, signal.SIGKILL)
             process.kill()
@@ -118,6 +118,7 @@ def test_the_report_agrees_with_a_stopwatch(url, tmp_path, capsys, stopped):
         assert one["new_step_after_s"] == pytest.approx(new - before[2], abs=bound + UNWRITTEN_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_of_captures(url, verify, capsys, stopped):
     model = torch.nn.Linear(1000, 1000)

@@ -90,10 +90,12 @@ class S3(Place):
         return open_store(storage.url, options=s3_server.options(seaweed.READER)).storage
 
 
+@pytest.mark.slow
 class TestDisk(Disk, StorageContract, StoreContract):
     pass
 
 
+@pytest.mark.slow
 class TestMemory(Memory, StorageContract, StoreContract):
     pass
 

@@ -175,6 +175,7 @@ class Read(Numbers):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "again"), [(0, 0), (2, 1)])
 def test_what_was_trained_is_not_fetched_again(tmp_path, workers, again):
     """With workers fewer batches than there are workers are."""
@@ -280,6 +281,7 @@ HUGGING_FACE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", workers_are_slow(HUGGING_FACE))
 def test_datasets_of_hugging_face_go_on_exactly(kind):
     check_cuts(HUGGING_FACE[kind], FEW if "workers" in kind else CUTS)

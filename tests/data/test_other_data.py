@@ -113,6 +113,7 @@ def test_a_pipeline_that_shuffles_with_a_generator_of_its_own_is_read_again_exac
     check_cuts(lambda: loader(Drawn(lambda: random.Random(4))), (1, 5, 9))
 
 
+@pytest.mark.slow
 def test_parts_beyond_the_search_are_named(caplog):
     class Large(InADict):
         def __init__(self):

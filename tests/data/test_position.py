@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 from accelerate import Accelerator
-from lightning.fabric import Fabric
 from loader_run import EPOCHS, Run, check_chain, check_cuts, workers_are_slow
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -49,6 +48,8 @@ def by_accelerate(loader, **settings):
 
 
 def by_fabric(loader):
+    from lightning.fabric import Fabric  # seconds, in each worker
+
     return ResumableLoader(Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader))
 
 
@@ -88,6 +89,7 @@ def in_place(loader):
     return loader
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_exactly_after_any_batch(kind):
@@ -96,6 +98,7 @@ def test_it_goes_on_exactly_after_any_batch(kind):
     assert len(check_cuts(LOADERS[kind], cuts)) >= batches
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_exactly_from_start_to_start(kind):

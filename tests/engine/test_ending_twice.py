@@ -20,6 +20,7 @@ def test_what_was_durable_stays_so(job, tmp_path):
     assert [training.engine.close(), training.engine.close()] == [True, True]
 
 
+@pytest.mark.slow
 def test_a_training_that_was_abandoned_did_not_end_well(job, tmp_path):
     training = job.start(tmp_path / "level")
     training.run(1, 1)

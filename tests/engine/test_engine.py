@@ -63,6 +63,7 @@ def test_captures_do_not_change_the_training(job, expected):
     assert training.facts() == expected
 
 
+@pytest.mark.slow
 def test_what_follows_the_boundary_does_not_reach_the_snapshot(job):
     training = job.start()
     training.run(1, 2)
@@ -80,6 +81,7 @@ def test_what_follows_the_boundary_does_not_reach_the_snapshot(job):
         assert torch.equal(held.state["model"][name], value), name
 
 
+@pytest.mark.slow
 def test_a_restored_state_shares_no_memory_with_the_slots(job):
     training = job.start()
     training.run(1, 1)
@@ -91,6 +93,7 @@ def test_a_restored_state_shares_no_memory_with_the_slots(job):
     assert torch.equal(held.state["model"]["0.weight"], copy)
 
 
+@pytest.mark.slow
 def test_captures_are_made_every_n_steps(job):
     training = job.start(every_n_steps=3)
     training.run(1, 8)
@@ -98,6 +101,7 @@ def test_captures_are_made_every_n_steps(job):
     assert training.began == [True, False, True, False, False, True, False, False]
 
 
+@pytest.mark.slow
 def test_statistics_tell_what_happened(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 4)
@@ -113,6 +117,7 @@ def test_statistics_tell_what_happened(job, tmp_path):
     assert statistics.boundary.count == statistics.gate.count == statistics.copy.count == 4
 
 
+@pytest.mark.slow
 def test_statistics_that_a_program_holds_do_not_change(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)
@@ -128,6 +133,7 @@ def test_statistics_that_a_program_holds_do_not_change(job, tmp_path):
     assert (later.began, later.whole, later.last_durable_step) == (4, 4, {str(tmp_path): 4})
 
 
+@pytest.mark.slow
 def test_waiting_tells_captured_from_dropped(job):
     training = job.start()
     training.run(1, 2)
@@ -138,6 +144,7 @@ def test_waiting_tells_captured_from_dropped(job):
         training.engine.wait(2, until="durable", timeout_s=1)
 
 
+@pytest.mark.slow
 def test_a_step_beside_the_copy_drops_that_snapshot_and_the_next_is_whole(job):
     training = job.start()
     big = torch.nn.Parameter(torch.zeros(4_000_000))
@@ -181,6 +188,7 @@ def test_several_optimizers_are_all_gated(job):
     assert not optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.slow
 def test_an_unknown_value_is_refused_at_the_first_boundary(job):
     training = job.start(extra={"odd": {"thing": object()}})
 
@@ -263,6 +271,7 @@ def preempt(number, frame):
     raise Preempted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["collecting", "encoding"])
 def test_an_exception_of_the_programs_signal_handler_in_a_boundary_reaches_the_loop(job, when, restored_signal):
     register_type(Encoded, name="tests.Encoded", encode=encode_interrupted, decode=lambda value: Encoded())
@@ -284,6 +293,7 @@ def restored_signal():
     signal.signal(signal.SIGUSR2, before)
 
 
+@pytest.mark.slow
 def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(job):
     """The slot that fits is the newest capture, which may not be written over: others are asked for at once."""
     losses = {"losses": [0.1 * number for number in range(100_000)], "buffer": np.arange(1 << 14)}
@@ -323,12 +333,13 @@ def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_e
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
     training = job.start(tmp_path)
     training.run(1, 1)
     getattr(training.engine, end)()
-    engine, facts, stored = training.engine, training.facts(), sorted(tmp_path.rglob("*"))
+    engine, facts, stored = training.engine, training.facts(), sorted(tmp_path.glob("step-*/*"))
 
     calls = [
         engine.__enter__,
@@ -351,9 +362,10 @@ def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
 
     assert engine.step == 1
     assert {**training.facts(), "next": None} == {**facts, "next": None}
-    assert end == "abandon" or sorted(tmp_path.rglob("*")) == stored
+    assert end == "abandon" or sorted(tmp_path.glob("step-*/*")) == stored
 
 
+@pytest.mark.slow
 def test_a_fresh_start_beside_memory_of_an_earlier_one_is_stored_from_its_first_step(job, tmp_path):
     """What is in memory is of a training that was further than this one."""
     first = job.start()

@@ -7,6 +7,8 @@ from transformers import Adafactor
 
 from lazysnap import SnapshotEngine
 
+pytestmark = pytest.mark.slow
+
 STEPS, CUT = 8, 4
 """Steps of the whole training, and the step after which it dies."""
 

@@ -34,6 +34,7 @@ def test_the_first_capture_waits_for_one_slot_alone(job, monkeypatch):
     assert training.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_the_first_capture_after_a_restore_waits_as_well(job):
     first = job.start(ready=False)
     first.run(1, 2)
@@ -55,6 +56,7 @@ def test_memory_that_was_prepared_before_the_first_boundary_is_waited_for(job):
     assert training.began == [True]
 
 
+@pytest.mark.slow
 def test_the_first_capture_waits_for_frozen_tensors(job):
     tuning = Tuning(job.config())
     job.trainings.append(tuning)
@@ -102,6 +104,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
         os.kill(keeper, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_the_wait(job, monkeypatch):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
     training = job.start(ready=False)
@@ -115,6 +118,7 @@ def test_a_deadline_ends_the_wait(job, monkeypatch):
     assert 0 < statistics.memory_wait_s < TIMEOUT_S
 
 
+@pytest.mark.slow
 def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):
     training = job.start(ready=False)
     training.run(1, 3)

@@ -79,6 +79,7 @@ def matches(tuning, snapshot):
     return fresh == tuning.held[snapshot.step]
 
 
+@pytest.mark.slow
 def test_a_snapshot_costs_the_adapters_only_and_memory_holds_the_base_once(job):
     tuning = job.start(width=1024, layers=12)
     base = sum(p.nbytes for p in tuning.model.parameters() if not p.requires_grad)
@@ -114,6 +115,7 @@ def test_a_restart_goes_on_bit_for_bit_and_nothing_is_copied_again(job):
     assert len(images_of(second)) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_keeper_is_replaced_and_gets_the_image_from_its_trainer(job):
     tuning = job.start()
     tuning.run(1, 2)
@@ -132,6 +134,7 @@ def test_a_killed_keeper_is_replaced_and_gets_the_image_from_its_trainer(job):
     assert matches(tuning, snapshot)
 
 
+@pytest.mark.slow
 def test_a_frozen_teacher_that_is_averaged_in_place_is_noticed_and_every_snapshot_is_right(job, caplog):
     teacher = torch.nn.Linear(512, 512).requires_grad_(False)
     tuning = job.start(extra={"teacher": teacher})
@@ -164,6 +167,7 @@ def test_a_frozen_teacher_that_is_averaged_in_place_is_noticed_and_every_snapsho
     assert not any(name.startswith("teacher") for name in tuning.engine._recorder.frozen.names)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_unfrozen_in_the_middle_is_captured_from_then_on(job):
     tuning = job.start()
     tuning.run(1, 2)
@@ -192,6 +196,7 @@ def test_a_base_that_is_unfrozen_in_the_middle_is_captured_from_then_on(job):
     assert other.facts() == tuning.held[last]
 
 
+@pytest.mark.slow
 def test_a_damaged_image_in_memory_gives_way_to_the_one_on_storage_and_is_replaced(job, tmp_path):
     tuning = job.start(tmp_path)
     tuning.run(1, 3)
@@ -215,6 +220,7 @@ def test_a_damaged_image_in_memory_gives_way_to_the_one_on_storage_and_is_replac
     assert matches(second, second.engine._fetch("latest"))
 
 
+@pytest.mark.slow
 def test_a_fresh_run_in_the_same_memory_uses_the_image_of_the_last_one(job, tmp_path):
     first = job.start(tmp_path)
     first.run(1, 2)
@@ -231,6 +237,7 @@ def test_a_fresh_run_in_the_same_memory_uses_the_image_of_the_last_one(job, tmp_
     assert matches(second, snapshot)
 
 
+@pytest.mark.slow
 def test_parts_that_survive_at_different_levels_make_one_snapshot(job, tmp_path):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     first = job.start(fast, slow)
@@ -245,6 +252,7 @@ def test_parts_that_survive_at_different_levels_make_one_snapshot(job, tmp_path)
     assert matches(first, snapshot)
 
 
+@pytest.mark.slow
 def test_too_little_memory_for_the_image_is_said_once_and_training_goes_on(job, caplog):
     tuning = job.start(ready=False, width=1024, memory=MemoryLevel(max_bytes=10 << 20, linger_s=60))
     tuning.engine._prepare()
@@ -262,6 +270,7 @@ def test_too_little_memory_for_the_image_is_said_once_and_training_goes_on(job, 
     assert len(warnings) == 1
 
 
+@pytest.mark.slow
 def test_weights_that_are_loaded_before_the_first_capture_are_stored_apart_all_the_same(job):
     tuning = job.start()
     other = torch.nn.Linear(512, 512)
@@ -277,6 +286,7 @@ def test_weights_that_are_loaded_before_the_first_capture_are_stored_apart_all_t
     assert matches(tuning, tuning.engine._fetch("latest"))
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_averaged_from_the_first_step_on_is_part_of_every_snapshot(job):
     teacher = torch.nn.Linear(512, 512).requires_grad_(False)
     tuning = job.start(extra={"teacher": teacher})
@@ -296,6 +306,7 @@ def test_a_teacher_that_is_averaged_from_the_first_step_on_is_part_of_every_snap
     assert "teacher.weight" not in tuning.engine._recorder.frozen.names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restores", [False, True])
 def test_a_flipped_bit_of_the_base_on_storage_is_mended_by_the_next_start(job, tmp_path, restores):
     """Memory still has the base; snapshots that are stored from then on can be restored from storage alone."""

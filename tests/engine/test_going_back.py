@@ -8,6 +8,7 @@ from lazysnap.levels import open_store
 from lazysnap.levels.listing import list_names
 
 
+@pytest.mark.slow
 def test_after_going_back_only_what_is_captured_from_then_on_is_the_last(job, tmp_path):
     training = job.start(tmp_path)
     engine = training.engine
@@ -27,6 +28,7 @@ def test_after_going_back_only_what_is_captured_from_then_on_is_the_last(job, tm
     assert engine.close()
 
 
+@pytest.mark.slow
 def test_a_file_in_the_place_of_a_level_is_not_taken_for_an_empty_one(job, tmp_path, caplog):
     """Snapshots may be elsewhere: it is said, and not only that there are none."""
     path = tmp_path / "level"

@@ -44,6 +44,7 @@ def test_a_kept_snapshot_outlives_all_others_at_every_level_and_is_restored_by_i
     assert all(value.equal(facts[name]) for name, value in other.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_released_snapshot_goes_as_any_other(job, tmp_path):
     training = job.start(tmp_path)
     durable(training, 1, 1)
@@ -62,6 +63,7 @@ def test_a_released_snapshot_goes_as_any_other(job, tmp_path):
     until(lambda: steps_at(tmp_path) == [6, 7])
 
 
+@pytest.mark.slow
 def test_the_next_boundary_is_captured_and_named_where_the_last_was_not(job, tmp_path):
     training = job.start(tmp_path, every_n_steps=5)
     assert training.engine.keep("first") == 1
@@ -74,6 +76,7 @@ def test_the_next_boundary_is_captured_and_named_where_the_last_was_not(job, tmp
     assert named(tmp_path) == {"first": 1, "fourth": 4}
 
 
+@pytest.mark.slow
 def test_a_name_is_given_though_no_level_would_take_that_step(job, tmp_path):
     level = PersistentLevel(str(tmp_path), every_n_steps=1000)
     memory = job.config().memory
@@ -91,6 +94,7 @@ def test_a_name_is_given_though_no_level_would_take_that_step(job, tmp_path):
     assert named(tmp_path) == {"six": 6}
 
 
+@pytest.mark.slow
 def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp_path):
     training = job.start(tmp_path)
     durable(training, 1, 3)
@@ -128,6 +132,7 @@ def test_a_name_of_a_stored_snapshot_that_the_keeper_died_before_writing_is_give
     until(lambda: steps_at(tmp_path) == [3, 7, 8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_name_is_given_though_the_keeper_dies_and_no_boundary_follows(job, tmp_path, is_late):
     training = job.start(tmp_path)
@@ -144,6 +149,7 @@ def test_a_name_is_given_though_the_keeper_dies_and_no_boundary_follows(job, tmp
     assert named(tmp_path) == {"kept": 3}
 
 
+@pytest.mark.slow
 def test_a_name_that_is_released_while_there_is_no_keeper_goes(job, tmp_path):
     training = job.start(tmp_path)
     durable(training, 1, 3)
@@ -202,6 +208,7 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
     assert "no snapshot is called 'c': that of step 3 was dropped, or overwritten in memory" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_name_whose_snapshot_no_level_had_before_a_restart_is_on_none(job, tmp_path):
     place = tmp_path / "level"
     place.write_text("no directory")
@@ -222,6 +229,7 @@ def test_a_name_whose_snapshot_no_level_had_before_a_restart_is_on_none(job, tmp
         job.start(place, ready=False).engine.restore("early")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["close", "abandon"])
 def test_a_name_for_a_capture_that_never_comes_is_said_to_be_unused(job, tmp_path, caplog, end):
     training = job.start(tmp_path)
@@ -249,6 +257,7 @@ def test_without_levels_nothing_can_be_kept(job):
         job.start(ready=False).engine.keep("x")
 
 
+@pytest.mark.slow
 def test_a_name_that_nothing_has_is_not_found(job, tmp_path):
     training = job.start(tmp_path)
     durable(training, 1, 1)
@@ -258,6 +267,7 @@ def test_a_name_that_nothing_has_is_not_found(job, tmp_path):
         job.start(tmp_path, ready=False).engine._fetch("nowhere")
 
 
+@pytest.mark.slow
 def test_a_name_that_is_given_in_a_step_that_is_not_over_is_of_that_step(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)

@@ -108,6 +108,7 @@ def test_what_is_nested_as_deep_as_allowed_is_stored_shown_verified_and_restored
     assert found == values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "cycle"])
 def test_what_is_nested_deeper_is_refused_at_the_first_boundary_by_its_path(job, tmp_path, kind):
     levels = MAX_STATE_DEPTH - ABOVE + 1
@@ -125,6 +126,7 @@ def test_what_is_nested_deeper_is_refused_at_the_first_boundary_by_its_path(job,
     assert not training.engine.close()
 
 
+@pytest.mark.slow
 def test_a_state_that_becomes_too_deep_costs_its_snapshots_and_flush_says_so(job, tmp_path):
     holder = {"values": 1}
     training = job.start(tmp_path, extra={"deep": holder})

@@ -150,6 +150,7 @@ def test_a_damaged_capture_is_known_and_done_without(rig, step, node):
             image[at] ^= 1
 
 
+@pytest.mark.slow
 def test_where_too_much_is_damaged_nothing_is_computed(rig, step):
     """Two nodes are lost, and a third one's capture is not what it was."""
     image = slot_of(rig, 3, step).image
@@ -177,6 +178,7 @@ def test_more_that_die_meanwhile_than_parity_replaces_are_named(live):
         computed(live, newest(live), meanwhile=lambda: die(live, 2, 3))
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_while_parity_is_computed_costs_nothing_that_was_protected(live, caplog):
     live.settings = {"every_n_steps": 1000}
     last = live.step
@@ -198,6 +200,7 @@ def test_a_node_that_dies_while_parity_is_computed_costs_nothing_that_was_protec
     assert computed(live, step) == image_of(step, LOST)
 
 
+@pytest.mark.slow
 def test_a_node_that_dies_before_all_have_said_that_they_have_their_parity_costs_nothing(live, monkeypatch):
     encoded, goes_on = [], threading.Event()
     original = faults.point

@@ -140,6 +140,7 @@ def test_optimizer_steps_within_no_sync_are_refused_and_accumulation_is_not(grou
     assert engine.boundary(2)
 
 
+@pytest.mark.slow
 def test_fsdp2_and_a_plain_optimizer_in_a_group_of_one_are_captured(group, make_engine, tmp_path):
     model = torch.nn.Sequential(linear(), linear())
     fully_shard(model[0])

@@ -69,6 +69,7 @@ def test_a_training_that_was_over_when_it_was_resumed_says_that_no_step_was_trai
     assert "no step was trained" not in caplog.text
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_loop_that_begins_again_is_known_to_be_durable(job, tmp_path, caplog):
     again = job.start(tmp_path)
     again.run(1, 3)
@@ -99,6 +100,7 @@ def test_a_start_that_trains_nothing_leaves_the_only_copy_of_a_training_where_it
     until(lambda: {entry.step for entry in inventory_of(open_store(str(place))).entries} == {3})
 
 
+@pytest.mark.slow
 def test_memory_alone_outlasts_a_start_that_trains_nothing(job):
     first = job.start()
     first.run(1, 3)
@@ -150,6 +152,7 @@ def test_an_exception_in_the_first_step_of_a_restart_is_named_and_so_is_what_is_
     assert "as it should be" not in caplog.text
 
 
+@pytest.mark.slow
 def test_an_exception_without_a_storage_level_says_so_beside_what_memory_has(job, caplog):
     caplog.set_level(logging.INFO, logger="lazysnap")
     training = job.start()
@@ -162,6 +165,7 @@ def test_an_exception_without_a_storage_level_says_so_beside_what_memory_has(job
     assert "step 1: it stays in memory" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_exception_before_storage_has_a_step_names_the_step_that_memory_has(job, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lazysnap")
     place = tmp_path / "level"
@@ -177,6 +181,7 @@ def test_an_exception_before_storage_has_a_step_names_the_step_that_memory_has(j
     until(lambda: {entry.step for entry in inventory_of(open_store(str(place))).entries} == {1})
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_first_step_says_that_a_restart_begins_fresh(job, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lazysnap")
     training = job.start(tmp_path, ready=False)
@@ -189,6 +194,7 @@ def test_an_exception_in_the_first_step_says_that_a_restart_begins_fresh(job, tm
     assert job.start(tmp_path, ready=False).engine.restore("latest") is None
 
 
+@pytest.mark.slow
 def test_a_boundary_with_a_lower_step_than_the_last_says_once_what_latest_finds_from_then_on(job, tmp_path, caplog):
     training = job.start(tmp_path)
     training.run(1, 3)

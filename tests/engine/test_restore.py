@@ -96,6 +96,7 @@ def test_an_engine_that_is_closed_maps_no_slot_any_more_whatever_was_fetched(job
     assert snapshot.level == "memory"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [9, 5000, -1])
 def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, tmp_path, where):
     saved(job, tmp_path)
@@ -110,6 +111,7 @@ def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, tmp_path, where):
     assert f"{path}: block" in reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -237,6 +239,7 @@ def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
     assert any(str(fast) in reason for reason in snapshot.skipped)
 
 
+@pytest.mark.slow
 def test_a_step_can_be_chosen_and_one_that_is_not_there_is_refused(job, tmp_path):
     saved(job, tmp_path)
     engine = job.start(tmp_path, ready=False).engine
@@ -246,6 +249,7 @@ def test_a_step_can_be_chosen_and_one_that_is_not_there_is_refused(job, tmp_path
         engine._fetch(77)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_by_name_and_nothing_is_loaded(job, tmp_path):
     saved(job, tmp_path)
     other = job.start(tmp_path, ready=False, width=17)
@@ -258,6 +262,7 @@ def test_another_model_is_refused_by_name_and_nothing_is_loaded(job, tmp_path):
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.slow
 def test_odd_dtypes_and_tied_weights_come_back(job):
     tied = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False)])
     tied.append(tied[0])
@@ -279,6 +284,7 @@ def test_odd_dtypes_and_tied_weights_come_back(job):
         assert torch.equal(state["values"][name], value), name
 
 
+@pytest.mark.slow
 def test_a_directory_that_vanished_does_not_stop_a_restart_from_memory(job, tmp_path):
     directory = tmp_path / "snapshots"
     first = job.start(directory)
@@ -292,6 +298,7 @@ def test_a_directory_that_vanished_does_not_stop_a_restart_from_memory(job, tmp_
     assert (snapshot.step, snapshot.level) == (3, "memory")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [30, -1], ids=["a name in the header", "the last byte"])
 def test_damage_in_memory_is_named_as_such_whatever_else_it_looks_like(job, where):
     """The bytes are compared while they are read: what is wrong with them may be met before."""
@@ -306,6 +313,7 @@ def test_damage_in_memory_is_named_as_such_whatever_else_it_looks_like(job, wher
     assert any("step 2" in reason and "xxh3" in reason for reason in snapshot.skipped)
 
 
+@pytest.mark.slow
 def test_what_the_last_keeper_writes_until_it_ends_is_found(job, tmp_path):
     """A job that is put back into the queue: its trainer is dead, its keeper was told to end, and still writes."""
     level = PersistentLevel(str(tmp_path), every_n_steps=1, keep_last=1, max_bytes_per_s=2_000_000)
@@ -350,6 +358,7 @@ def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, tmp_
     assert (snapshot.step, snapshot.skipped) == (3, ())
 
 
+@pytest.mark.slow
 def test_what_chooses_no_snapshot_is_refused(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)

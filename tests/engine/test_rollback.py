@@ -51,6 +51,7 @@ def captured(training, first, last):
         assert training.engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_nan_batch_ends_with_the_weights_of_a_run_that_never_saw_it(job, capsys):
     batches = batches_of(51, bad=[25])
     plain = job.start()
@@ -68,6 +69,7 @@ def test_a_run_with_a_nan_batch_ends_with_the_weights_of_a_run_that_never_saw_it
     assert training.engine._client.keeper_pid == keeper
 
 
+@pytest.mark.slow
 def test_the_user_sees_one_line_per_rollback(job, caplog):
     training = job.start()
     with caplog.at_level("INFO", "lazysnap"):
@@ -77,6 +79,7 @@ def test_the_user_sees_one_line_per_rollback(job, caplog):
     assert "the batches since step 3 are skipped" in line
 
 
+@pytest.mark.slow
 def test_what_is_in_the_place_of_a_boundary_is_undone_and_steps_count_from_there(job):
     training = job.start()
     training.run(1, 3)
@@ -91,6 +94,7 @@ def test_what_is_in_the_place_of_a_boundary_is_undone_and_steps_count_from_there
     assert training.facts() == before
 
 
+@pytest.mark.slow
 def test_gradients_of_the_bad_step_are_cleared(job):
     training = job.start()
     training.run(1, 2)
@@ -99,6 +103,7 @@ def test_gradients_of_the_bad_step_are_cleared(job):
     assert all(parameter.grad is None for parameter in training.model.parameters())
 
 
+@pytest.mark.slow
 def test_latest_means_the_way_back_from_the_moment_rollback_returns(job, tmp_path):
     """Newer snapshots of the run that was left, in memory and on storage, are not offered any more."""
     training = job.start(tmp_path)
@@ -117,6 +122,7 @@ def test_latest_means_the_way_back_from_the_moment_rollback_returns(job, tmp_pat
     assert second.facts() == wanted
 
 
+@pytest.mark.slow
 def test_storage_gets_the_state_that_was_gone_back_to(job, tmp_path):
     """Also where the level takes few steps: without trainer and keeper the bad branch would be the newest."""
     training = job.start(tmp_path)
@@ -128,6 +134,7 @@ def test_storage_gets_the_state_that_was_gone_back_to(job, tmp_path):
     assert (newest.step, newest.run_id) == (5, training.engine._recorder.meta.run_id)
 
 
+@pytest.mark.slow
 def test_a_training_that_ends_where_it_went_back_to_is_durable_and_says_so(job, tmp_path, caplog):
     training = job.start(tmp_path)
     captured(training, 1, 5)
@@ -141,6 +148,7 @@ def test_a_training_that_ends_where_it_went_back_to_is_durable_and_says_so(job, 
     assert "(newest: step 4)" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("further", [0, 1])
 def test_what_was_durable_of_the_run_that_was_left_does_not_count_for_the_new_one(job, tmp_path, caplog, further):
     training = job.start(tmp_path)
@@ -158,6 +166,7 @@ def test_what_was_durable_of_the_run_that_was_left_does_not_count_for_the_new_on
     assert "NOT DURABLE" not in caplog.text
 
 
+@pytest.mark.slow
 def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
     """A rollback to the last boundary leaves no run behind on storage."""
     training = job.start(tmp_path)
@@ -183,6 +192,7 @@ def test_what_is_not_in_memory_comes_from_storage(job, tmp_path):
     assert training.facts() == wanted
 
 
+@pytest.mark.slow
 def test_with_more_slots_than_needed_memory_has_the_newest_captures_whether_they_are_durable_or_not(job, tmp_path):
     level = PersistentLevel(str(tmp_path), every_n_steps=10)
     memory = MemoryLevel(slots=6, linger_s=60)
@@ -200,6 +210,7 @@ def test_with_more_slots_than_needed_memory_has_the_newest_captures_whether_they
     assert (back.step, back.level) == (20, "memory")
 
 
+@pytest.mark.slow
 def test_a_keeper_that_dies_takes_no_way_back_along(job):
     training = job.start()
     captured(training, 1, 3)
@@ -211,6 +222,7 @@ def test_a_keeper_that_dies_takes_no_way_back_along(job):
     assert training.facts() == wanted
 
 
+@pytest.mark.slow
 def test_nothing_to_go_back_to_is_said_and_nothing_is_changed(job):
     training = job.start()
     captured(training, 1, 1)
@@ -232,6 +244,7 @@ def test_wrong_arguments_are_refused(job):
             training.engine.rollback(**settings)
 
 
+@pytest.mark.slow
 def test_a_snapshot_with_nan_in_its_weights_is_passed_over(job):
     """The loss of step 3 was finite, its gradients were not: the snapshot after it is no way back."""
     training = job.start()
@@ -244,6 +257,7 @@ def test_a_snapshot_with_nan_in_its_weights_is_passed_over(job):
     assert training.facts() == wanted
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_the_run_before_is_no_way_back_beyond_the_branch(job, tmp_path):
     """After going back to step 4 and training to 6 again, steps 5 and 6 are those of the new run."""
     training = job.start(tmp_path)
@@ -277,6 +291,7 @@ class Loader:
         self.at = state["at"]
 
 
+@pytest.mark.slow
 def test_a_damaged_slot_is_passed_over(job, tmp_path):
     """The keeper knows the checksums of what it stored: a flipped bit in memory is found before anything is loaded."""
     training = job.start(tmp_path)
@@ -290,6 +305,7 @@ def test_a_damaged_slot_is_passed_over(job, tmp_path):
     assert training.facts() == wanted
 
 
+@pytest.mark.slow
 def test_loaders_go_on_and_all_else_goes_back(job):
     loader, own = ResumableLoader(torch.utils.data.DataLoader(list(range(8)), batch_size=None)), Loader()
     training = job.start(extra={"loader": loader, "own": own})
@@ -306,6 +322,7 @@ def test_loaders_go_on_and_all_else_goes_back(job):
     assert training.counters["seen"] == 16
 
 
+@pytest.mark.slow
 def test_a_frozen_base_stays_what_it_was(job):
     """Loading it again is no change of it: it stays stored once."""
     base = torch.nn.Linear(800, 800)

@@ -62,6 +62,7 @@ def test_as_many_of_the_newest_whole_ones_as_are_to_be_kept_are_left_alone():
     assert choose_slot([*slots[:2], status(SlotPhase.VOID, 9)], [True] * 3, kept=2) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "ranks"), [(1, 2), (1, 5), (2, 3), (3, 3)])
 @pytest.mark.parametrize("seed", range(5))
 def test_at_every_moment_some_step_is_whole_on_all_ranks_though_hosts_run_ahead_of_devices(every, ranks, seed):
@@ -99,6 +100,7 @@ def walked(kind, config, ranks, seed, moments):
     return machines, None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swells", [False, True])
 @pytest.mark.parametrize(("every", "ranks"), [(1, 2), (1, 5), (2, 4), (3, 3)])
 @pytest.mark.parametrize("seed", range(5))

@@ -32,6 +32,7 @@ def slots(training):
     return training.engine._client.slots()
 
 
+@pytest.mark.slow
 def test_a_training_without_memory_is_captured_into_files_and_resumes_from_them(job, tmp_path, caplog):
     caplog.set_level(logging.INFO, "lazysnap")
     # A level that stores nothing: what resumes is in the files.
@@ -62,6 +63,7 @@ def test_a_training_without_memory_is_captured_into_files_and_resumes_from_them(
     assert left == []
 
 
+@pytest.mark.slow
 def test_files_outlive_the_keeper_as_memory_does(job, tmp_path):
     training = job.start(memory=tight(tmp_path))
     training.run(1, 3)
@@ -82,6 +84,7 @@ def test_files_outlive_the_keeper_as_memory_does(job, tmp_path):
     assert second.facts() == facts
 
 
+@pytest.mark.slow
 def test_frozen_tensors_that_memory_does_not_hold_are_a_file_too(job, tmp_path):
     tuning = Tuning(job.config(memory=tight(tmp_path)))
     job.trainings.append(tuning)
@@ -98,6 +101,7 @@ def test_frozen_tensors_that_memory_does_not_hold_are_a_file_too(job, tmp_path):
     assert second.facts() == facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "file", "memory", "small"])
 def test_where_no_files_can_be_made_training_goes_on_and_says_why(kind, job, tmp_path, caplog):
     with small_disk(tmp_path / "small", 64 * MIB) if kind == "small" else contextlib.nullcontext(tmp_path) as disk:
@@ -120,6 +124,7 @@ def test_where_no_files_can_be_made_training_goes_on_and_says_why(kind, job, tmp
         assert "max_bytes" in warning
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_training_runs_costs_no_capture(job, tmp_path):
     with small_disk(tmp_path / "small", 320 * MIB) as disk:
         training = job.start(memory=tight(disk), width=4096)

@@ -77,6 +77,7 @@ def test_an_error_in_the_keeper_reaches_the_console_of_the_training_with_the_log
     log.unlink()
 
 
+@pytest.mark.slow
 def test_a_killed_keeper_is_replaced_and_the_captures_go_on(job):
     training = job.start()
     training.run(1, 2)
@@ -91,6 +92,7 @@ def test_a_killed_keeper_is_replaced_and_the_captures_go_on(job):
     assert job.start(ready=False).engine._fetch("latest").step == 4
 
 
+@pytest.mark.slow
 def test_a_memory_bound_that_is_too_small_is_said_once_and_training_goes_on(job, caplog):
     training = job.start(ready=False, memory=MemoryLevel(max_bytes=1 << 20, linger_s=60))
     training.engine._prepare()
@@ -114,6 +116,7 @@ def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog
     assert len(warnings(caplog, "not persisted")) == 1
 
 
+@pytest.mark.slow
 def test_a_copy_that_does_not_end_is_dropped_at_the_deadline(job):
     training = job.start()
     training.wait_for_io(0.0)
@@ -124,6 +127,7 @@ def test_a_copy_that_does_not_end_is_dropped_at_the_deadline(job):
     assert statistics.whole + statistics.failed == statistics.began == 1
 
 
+@pytest.mark.slow
 def test_statistics_count_a_state_that_grows(job, caplog):
     training = job.start()
     training.run(1, 1)
@@ -142,6 +146,7 @@ def test_statistics_count_a_state_that_grows(job, caplog):
     assert held.state["counters"]["more"][-1] == 399_999
 
 
+@pytest.mark.slow
 def test_snapshots_that_a_slow_level_leaves_out_are_counted(job, tmp_path):
     fast = PersistentLevel(str(tmp_path / "fast"), every_n_steps=1)
     slow = PersistentLevel(str(tmp_path / "slow"), every_n_steps=1, max_bytes_per_s=100_000)
@@ -199,6 +204,7 @@ def test_what_could_not_be_made_durable_at_the_end_stays_in_memory_and_is_writte
     until(lambda: 4 in [entry.step for entry in inventory_of(open_store(str(level))).entries])
 
 
+@pytest.mark.slow
 def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog):
     training = job.start(tmp_path)
     training.run(1, 2)
@@ -215,6 +221,7 @@ def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog)
     assert [entry.step for entry in inventory_of(open_store(str(tmp_path))).entries][-1] == 2
 
 
+@pytest.mark.slow
 def test_a_last_step_that_is_torn_is_counted_at_the_end(job, caplog):
     training = job.start(width=300_000, ready=False)
     training.run(1, 1)
@@ -233,6 +240,7 @@ def test_a_last_step_that_is_torn_is_counted_at_the_end(job, caplog):
     assert "1 torn)" in warning.getMessage()
 
 
+@pytest.mark.slow
 def test_loading_a_checkpoint_in_a_running_training_warns_of_nothing(job, caplog):
     caplog.set_level("INFO", "lazysnap")
     training = job.start()
@@ -246,6 +254,7 @@ def test_loading_a_checkpoint_in_a_running_training_warns_of_nothing(job, caplog
     assert training.engine._fetch("latest").step == 3
 
 
+@pytest.mark.slow
 def test_a_training_of_one_step_is_stored(job, tmp_path, caplog):
     training = job.start(tmp_path, ready=False)
     training.run(1, 1)

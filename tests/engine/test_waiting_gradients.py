@@ -148,6 +148,7 @@ def run(training, engine, first, last):
             engine.boundary(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "eligible", "says"),
     [
@@ -198,6 +199,7 @@ class ValuesRead(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [Accumulating, AccumulatingInPlace, Adversarial, AdversarialInPlace, ClearedInPlace, AdversarialInBuckets]
 )
@@ -217,6 +219,7 @@ def test_no_boundary_reads_values_of_gradients(kind, tmp_path):
         engine.close(drain=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "expected"),
     [((4, 12), [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]), ((8, 12), [1, 2, 3, 4, 5, 6, 7, 9, 10, 11])],
@@ -260,6 +263,7 @@ class SeldomClearing(torch.optim.Adam):
         self.has_stepped = False
 
 
+@pytest.mark.slow
 def test_a_zero_grad_that_clears_nothing_leaves_gradients_that_wait(tmp_path):
     training = Accumulating()
     optimizer = SeldomClearing(training.model.parameters(), 1e-2)
@@ -278,6 +282,7 @@ def test_a_zero_grad_that_clears_nothing_leaves_gradients_that_wait(tmp_path):
         engine.close(drain=False)
 
 
+@pytest.mark.slow
 def test_the_hook_on_zero_grad_disturbs_nobody_and_goes_with_the_engine(tmp_path):
     training = Accumulating()
     optimizer = training.optimizers["all"]
@@ -312,6 +317,7 @@ def test_the_hook_on_zero_grad_keeps_no_optimizer_alive():
     hook.remove()
 
 
+@pytest.mark.slow
 def test_in_a_loop_that_asks_for_no_restart_used_gradients_do_not_wait(tmp_path):
     training = ClearedBefore()
     engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
@@ -340,6 +346,7 @@ def test_the_last_step_is_captured_with_a_warning(tmp_path, caplog):
         engine.close(drain=False)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_never_used_hold_up_captures_for_a_while_only(tmp_path, caplog):
     """An optimizer that steps no more does not leave the training without snapshots."""
     training = TwoOptimizers()

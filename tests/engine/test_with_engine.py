@@ -39,6 +39,7 @@ def train(training, last, error=None):
         raise error
 
 
+@pytest.mark.slow
 def test_steps_are_counted_from_what_was_restored(start, job):
     first = start()
     assert first.engine.step == 0
@@ -63,6 +64,7 @@ def test_steps_are_counted_from_what_was_restored(start, job):
     assert second.engine._fetch("latest").step == 11
 
 
+@pytest.mark.slow
 def test_steps_that_are_not_due_count_as_well(start):
     training = start(every_n_steps=4)
     train(training, 6)
@@ -71,6 +73,7 @@ def test_steps_that_are_not_due_count_as_well(start):
     assert training.engine._fetch("latest").step == 4
 
 
+@pytest.mark.slow
 def test_at_the_end_of_the_block_the_last_step_is_stored(start, tmp_path):
     training = start(tmp_path)
     with training.engine as engine:
@@ -82,6 +85,7 @@ def test_at_the_end_of_the_block_the_last_step_is_stored(start, tmp_path):
     assert training.engine.close()  # says what it said at the end of the block
 
 
+@pytest.mark.slow
 def test_at_the_end_the_last_step_is_captured_though_it_is_not_due(start, tmp_path):
     training = start(tmp_path, every_n_steps=4)
     with training.engine:
@@ -94,6 +98,7 @@ def test_at_the_end_the_last_step_is_captured_though_it_is_not_due(start, tmp_pa
     assert again.facts() == facts
 
 
+@pytest.mark.slow
 def test_a_training_that_ends_before_there_is_memory_for_its_last_step_is_stored(start, tmp_path):
     training = start(tmp_path)
     with training.engine as engine:
@@ -148,6 +153,7 @@ def point_elsewhere(training):
     training.model[0].weight.data = training.model[0].weight.data.clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [step_on, swap_in, point_elsewhere])
 def test_weights_that_changed_after_the_last_boundary_are_not_captured_as_its_step(start, tmp_path, change):
     training = start(tmp_path, every_n_steps=4)
@@ -158,6 +164,7 @@ def test_weights_that_changed_after_the_last_boundary_are_not_captured_as_its_st
     assert stored(tmp_path)[-1] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_restored_within", [False, True])
 def test_in_the_block_memory_is_made_ready_as_soon_as_it_is_settled_how_training_starts(start, is_restored_within):
     training = start()
@@ -175,6 +182,7 @@ def test_in_the_block_memory_is_made_ready_as_soon_as_it_is_settled_how_training
 ENDINGS = [(RuntimeError("no"), False), (KeyboardInterrupt(), False), (SystemExit(3), False), (SystemExit(0), True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "is_clean"), [*ENDINGS, (SystemExit(), True), (SystemExit("no"), False)])
 def test_after_an_exception_memory_stays_for_the_next_start(start, tmp_path, error, is_clean):
     training = start(tmp_path)
@@ -189,6 +197,7 @@ def test_after_an_exception_memory_stays_for_the_next_start(start, tmp_path, err
     assert again.facts() == facts
 
 
+@pytest.mark.slow
 def test_what_the_first_boundary_refuses_leaves_the_block(start):
     training = start()
     training.counters["odd"] = object()
@@ -197,6 +206,7 @@ def test_what_the_first_boundary_refuses_leaves_the_block(start):
         train(training, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [str, lambda path: path])
 def test_a_path_is_a_config_with_one_level(job, tmp_path, kind):
     training = Training(kind(tmp_path))
@@ -232,6 +242,7 @@ def test_no_thread_outlives_the_block(job, boundaries, error):
     assert [thread.name for thread in set(threading.enumerate()) - before] == []
 
 
+@pytest.mark.slow
 def test_the_steps_that_a_restart_could_go_on_from_are_listed(start, job, tmp_path):
     """Memory has the two newest captures here, the level every second one; a level that is a file has nothing."""
     (tmp_path / "file").write_text("")

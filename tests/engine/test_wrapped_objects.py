@@ -10,6 +10,8 @@ from lazysnap import SnapshotEngine
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.wrappers import stepping, unwrapped
 
+pytestmark = pytest.mark.slow
+
 
 class SetUp:
     """A loop over a model, an optimizer and a schedule, by Fabric or without."""

@@ -12,6 +12,8 @@ import lazysnap
 from lazysnap import LazySnapError
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 
+pytestmark = pytest.mark.slow
+
 WORLD = 3
 
 

@@ -51,6 +51,7 @@ def test_frozen_tensors_are_read_from_their_own_file():
     assert state["model"]["adapter"].tolist() == [[0.5, -0.25]]
 
 
+@pytest.mark.slow
 def test_what_a_training_stored_is_read(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)).to(torch.bfloat16)

@@ -18,6 +18,7 @@ from lazysnap.levels import open_store
 from lazysnap.snapshots.catalogue import Catalogue
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("huggingface export"),
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
@@ -101,6 +102,7 @@ def test_large_weights_are_in_several_files_with_an_index(captured, tmp_path):
     assert [path.name for path in folder.glob("*.safetensors*")] == ["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_directory_gives_config_and_tokenizer_where_the_snapshot_has_none(captured, tmp_path, capsys):
     url, stock = str(tmp_path / "level"), captured[1]
     model = gpt2()
@@ -140,6 +142,7 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
+@pytest.mark.slow
 def test_the_trainer_notes_what_a_folder_needs(tmp_path):
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True

@@ -72,6 +72,7 @@ def train(directory, job, model, steps, name="model"):
     return was
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_plain_loop_come_back_bit_for_bit_and_a_damaged_latest_is_passed_over(tmp_path, caplog):
     level = tmp_path / "level"
     was = train(level, str(tmp_path), Model(), 3)
@@ -108,6 +109,7 @@ def test_sharded_weights_of_several_ranks_come_back_whole(tmp_path):
         lazysnap.load_weights(tmp_path, 20)
 
 
+@pytest.mark.slow
 def test_another_name_than_model_is_asked_for_and_what_is_wrong_is_said(tmp_path):
     level = tmp_path / "level"
     was = train(level, str(tmp_path), Model(), 1, name="generator")

@@ -74,7 +74,6 @@ def test_it_says_that_it_starts_fresh_that_it_resumed_what_was_lost_and_what_is_
     )
 
 
-@pytest.mark.quick
 def test_with_the_keeper_dead_too_nothing_is_invented(start, tmp_path):
     level = tmp_path / "level"
     start(steps=4)

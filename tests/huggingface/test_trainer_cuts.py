@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from hf_training import CASES
 from support.programs import TWO_RANKS, output_of
 
 PROGRAM = str(Path(__file__).parent / "hf_training.py")
@@ -107,6 +106,8 @@ def test_killed_between_two_steps_it_does_the_whole_end_of_the_step_again(traini
 
 
 def test_every_kind_of_training_is_cut():
+    from hf_training import CASES  # Transformers takes seconds, in each worker
+
     assert set(STEPS) | {"two_ranks"} == set(CASES)
 
 

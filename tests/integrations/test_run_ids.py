@@ -30,6 +30,7 @@ def train(zygote, tmp_path):
 SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("lightning", "accelerate", "transformers")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["loop", *SLOW_KINDS])
 def test_a_run_keeps_its_id_after_sigkill_and_another_run_has_another(train, kind, tmp_path):
     place = tmp_path / "snapshots"

@@ -28,6 +28,7 @@ def reconnected(trainer):
     assert until(lambda: trainer.slots() == 3)
 
 
+@pytest.mark.slow
 def test_a_capture_that_is_being_copied_when_the_connection_breaks_is_whole_in_the_end(job):
     first = job.trainer()
     first.capture(step=1)
@@ -40,6 +41,7 @@ def test_a_capture_that_is_being_copied_when_the_connection_breaks_is_whole_in_t
     assert job.keeper_pid() == keeper
 
 
+@pytest.mark.slow
 def test_the_first_capture_of_all_is_not_given_up_either(job):
     first = job.trainer()
     first.begin(step=1)
@@ -51,6 +53,7 @@ def test_the_first_capture_of_all_is_not_given_up_either(job):
     assert job.keeper_pid() == keeper
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_trainer_that_dies_without_a_connection_is_settled_as_any_other(job, whole):
     """Its keeper waits for a restart with what is whole, drops what is not, and leaves if that was all."""
@@ -79,6 +82,7 @@ def asked(job, data):
     return received[0][0] if received else None
 
 
+@pytest.mark.slow
 def test_a_program_of_another_version_ends_no_trainer_that_lost_its_connection(job):
     first = job.trainer()
     keeper = job.keeper_pid()

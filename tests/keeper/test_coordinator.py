@@ -105,6 +105,7 @@ def job(tmp_path):
         node.kill()
 
 
+@pytest.mark.slow
 def test_all_nodes_store_the_same_steps_and_old_ones_go(job):
     job.train_until(lambda: len(job.nodes[2].complete) >= 4)
     job.check()

@@ -60,6 +60,7 @@ def test_an_error_in_a_storage_thread_is_told(temporary, job):
     assert "OSError" in text
 
 
+@pytest.mark.slow
 def test_a_keeper_removes_log_files_that_nobody_wrote_to_for_a_week_and_makes_none_without_an_error(temporary, job):
     old, new = (temporary / f"keeper-{name}.log" for name in ("0123456789abcdef", "0123456789abcde0"))
     events = temporary / events_file_name("0123456789abcdef", 0)

@@ -81,6 +81,7 @@ def test_the_next_keeper_goes_on_with_the_file(job):
     assert not ends(level)
 
 
+@pytest.mark.slow
 def test_a_run_that_stores_nothing_leaves_no_file(job):
     level = job.level(every_n_steps=1000)
     trainer = job.trainer(levels=[level])
@@ -187,6 +188,7 @@ def write(tmp_path):
         writer.close(60.0)
 
 
+@pytest.mark.slow
 def test_lines_are_appended_and_those_before_them_stay_as_they_are(tmp_path, write):
     path = tmp_path / events_file_name(RUN, 0)
     writer = write()
@@ -201,6 +203,7 @@ def test_lines_are_appended_and_those_before_them_stay_as_they_are(tmp_path, wri
     assert path.stat().st_ino == number
 
 
+@pytest.mark.slow
 def test_after_a_line_that_a_killed_keeper_did_not_end_the_next_one_is_whole(tmp_path, write):
     path = tmp_path / events_file_name(RUN, 0)
     path.write_bytes(events.encode(stored(1)) + events.encode(stored(2))[:-20])
@@ -210,6 +213,7 @@ def test_after_a_line_that_a_killed_keeper_did_not_end_the_next_one_is_whole(tmp
     until(lambda: found({"url": str(tmp_path)}) == [stored(1), stored(3)])
 
 
+@pytest.mark.slow
 def test_a_file_that_grew_too_long_becomes_the_older_one_and_the_next_one_says_who_trains(tmp_path, write):
     path = tmp_path / events_file_name(RUN, 0)
     older = tmp_path / events_file_name(RUN, 0, is_older=True)
@@ -264,6 +268,7 @@ def place(tmp_path, monkeypatch):
     return f"memory://{tmp_path.name}/run"
 
 
+@pytest.mark.slow
 def test_at_a_url_the_file_is_copied_every_five_minutes_at_most_and_at_the_end(tmp_path, place, write):
     here = tmp_path / "runtime" / events_file_name(RUN, 0)
     writer = write(place)

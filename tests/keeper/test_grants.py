@@ -39,6 +39,7 @@ def test_no_fault_breaks_a_promise(scenario, num_levels, block):
     assert complete > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["calm", "slow"])
 def test_nearly_every_granted_step_becomes_complete(scenario):
     _, seen, complete = play_many(scenario, range(12))
@@ -46,6 +47,7 @@ def test_nearly_every_granted_step_becomes_complete(scenario):
     assert complete >= 0.9 * seen["grants"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "scenario", "promise", "seeds"),
     [

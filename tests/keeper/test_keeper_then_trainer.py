@@ -49,6 +49,7 @@ def test_a_trainer_that_dies_before_the_next_keeper_runs_has_left_it_everything(
         assert until(job.is_gone)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_comes_while_the_next_keeper_starts_waits_for_it_and_finds_what_it_was_left(job, tmp_path):
     """Did it start a keeper of its own, one of the two would have to end, and memory with it."""
     gate, log = tmp_path / "gate", tmp_path / "points"
@@ -63,6 +64,7 @@ def test_a_trainer_that_comes_while_the_next_keeper_starts_waits_for_it_and_find
     assert [entry[0] for entry in second.result(DEADLINE_S).inventory()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_dies_before_it_starts_the_next_keeper_leaves_what_is_on_storage(job):
     level = job.level(every_n_steps=1000)
     killed(job, "client.start_keeper:2:kill", levels=[level])

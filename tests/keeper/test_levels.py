@@ -52,6 +52,7 @@ def test_each_level_has_its_own_pace(rig, tmp_path):
     check(slow, 4)
 
 
+@pytest.mark.slow
 def test_a_level_that_refuses_is_stood_in_for_and_comes_back(rig, tmp_path):
     (tmp_path / "first").write_text("in the way")
     first, second = (PersistentLevel(tmp_path / name, every_n_steps=1) for name in ("first", "second"))
@@ -71,6 +72,7 @@ def test_a_level_that_refuses_is_stood_in_for_and_comes_back(rig, tmp_path):
     assert until(lambda: not trainer.is_pinned())
 
 
+@pytest.mark.slow
 def test_when_no_level_works_no_slot_is_held_and_all_come_back(rig, tmp_path):
     (tmp_path / "a").write_text("in the way")
     levels = [PersistentLevel(tmp_path / "a" / name, every_n_steps=1) for name in "xy"]
@@ -130,6 +132,7 @@ def test_what_retention_asks_for_is_never_left_out(rig, tmp_path):
     assert until(lambda: steps_at(fast) == [14])  # what had still to be copied went after it was copied
 
 
+@pytest.mark.slow
 def test_a_capture_with_a_name_reaches_every_level_and_stays(rig, tmp_path):
     fast = PersistentLevel(tmp_path / "fast", every_n_steps=1, keep_last=1)
     slow = PersistentLevel(tmp_path / "slow", every_n_steps=100, keep_last=2)
@@ -169,6 +172,7 @@ def naming_fails(passing):
     return fail
 
 
+@pytest.mark.slow
 def test_a_name_that_a_level_did_not_take_is_given_when_the_next_snapshot_is_there_and_told_once(
     rig, tmp_path, naming_fails
 ):
@@ -185,6 +189,7 @@ def test_a_name_that_a_level_did_not_take_is_given_when_the_next_snapshot_is_the
     assert not trainer.told(LevelFailed)
 
 
+@pytest.mark.slow
 def test_a_name_that_failed_once_is_given_without_another_snapshot(rig, tmp_path, naming_fails):
     """It may be the last of the training."""
     level = PersistentLevel(tmp_path, every_n_steps=1, keep_last=9)
@@ -329,6 +334,7 @@ def test_bytes_that_are_not_what_their_digest_says_never_get_to_storage(rig, tmp
     assert files_below(level.url, "*.json") == []
 
 
+@pytest.mark.slow
 def test_a_level_with_a_bound_is_written_no_faster(rig, tmp_path):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, max_bytes_per_s=1_000_000)
     trainer = rig(level)
@@ -360,6 +366,7 @@ def damaging(passing):
     return arm
 
 
+@pytest.mark.slow
 def test_a_snapshot_that_is_read_back_damaged_does_not_count_and_nothing_older_is_deleted_for_it(
     rig, tmp_path, damaging
 ):
@@ -398,6 +405,7 @@ def is_stored(trainer, step):
     return until(lambda: (wait.result(),) if wait.result() is not None else ())[0]
 
 
+@pytest.mark.slow
 def test_while_one_level_damages_what_it_stores_the_next_one_stores_from_memory(rig, tmp_path, damaging):
     fast, slow = levels = [PersistentLevel(tmp_path / name, every_n_steps=1, keep_last=9) for name in ("fast", "slow")]
     trainer = rig(*levels)
@@ -544,6 +552,7 @@ def test_a_capture_whose_slot_was_reused_while_its_level_hung_is_never_committed
         check(level, step)
 
 
+@pytest.mark.slow
 def test_an_error_in_what_a_level_does_costs_it_one_snapshot_and_does_not_end_it(rig, tmp_path, passing):
     level, raised = PersistentLevel(tmp_path / "a", every_n_steps=1), []
 
@@ -725,6 +734,7 @@ def test_what_an_earlier_start_stored_says_nothing_about_this_ones_steps(rig, tm
     assert trainer.complete(level) == [2]
 
 
+@pytest.mark.slow
 def test_an_error_while_memory_rests_costs_one_try_and_not_all_later_ones(rig, tmp_path, passing, monkeypatch):
     monkeypatch.setattr(node_storage, "_AFTER_ERROR_S", 0.05)
     failed = []

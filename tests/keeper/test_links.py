@@ -292,6 +292,7 @@ def start_peer(secret, port):
     return peer
 
 
+@pytest.mark.slow
 def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(server, secret, caplog):
     links, inbox, (_, port) = server
     caplog.set_level(logging.DEBUG)
@@ -315,6 +316,7 @@ def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(serve
     assert not any(secret.hex in text for text in (*seen, caplog.text, repr(secret)))
 
 
+@pytest.mark.slow
 def test_of_two_connections_of_one_node_the_later_one_stays(ends, server, secret):
     """After a node's restart its old connection may look alive for a while."""
     links, inbox, (host, port) = server

@@ -164,6 +164,7 @@ def test_what_strangers_send_takes_no_memory(port, caplog):
     check_refused(port, caplog)
 
 
+@pytest.mark.slow
 def test_a_frame_that_is_announced_as_long_takes_no_memory(port, secret, caplog):
     """The process's peak stays: four gigabytes are announced, on many connections."""
     before = peak_kib(since_now=True)

@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 from keeper_jobs import Job
-from support.waiting import until
+from support.waiting import stop, until
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, KeeperError
@@ -32,6 +32,7 @@ def runtime(monkeypatch):
         yield path
 
 
+@pytest.mark.slow
 def test_who_reads_memory_can_neither_write_it_nor_change_its_size(job):
     trainer = job.trainer()
     trainer.capture(step=1)
@@ -82,6 +83,7 @@ def test_a_runtime_directory_that_others_could_change_is_refused_and_the_way_out
         attach(JobIdentity.from_config(config), config, Team())
 
 
+@pytest.mark.slow
 def test_no_other_user_can_enter_the_runtime_directory_or_open_the_socket(runtime, tmp_path):
     job = Job(str(tmp_path / "a"), tmp_path)
     try:
@@ -113,12 +115,13 @@ def test_a_start_with_another_home_or_directory_for_temporary_files_finds_the_sa
         job.close()
 
 
+@pytest.mark.slow
 def test_the_files_of_a_killed_keeper_are_taken_over_and_the_last_keeper_leaves_none(runtime, tmp_path):
     job = Job(str(tmp_path / "a"), tmp_path)
     try:
         first = job.trainer()
         keeper = job.keeper_pid()
-        first.process.send_signal(signal.SIGSTOP)  # it cannot start the next keeper
+        stop(first.process)  # it cannot start the next keeper
         os.kill(keeper, signal.SIGKILL)
         second = job.trainer()
         assert job.keeper_pid() != keeper

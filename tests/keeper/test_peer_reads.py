@@ -679,6 +679,7 @@ def test_a_reader_that_asks_nothing_holds_no_view_and_one_that_leaves_no_thread(
     until(lambda: not [name for name in of_this_process()[0] if "connection" in name])
 
 
+@pytest.mark.slow
 def test_close_does_not_wait_for_a_source_that_hangs(secret, monkeypatch):
     monkeypatch.setattr(peer_server, "_CLOSE_S", 0.5)
     source = Filling(DATA)

@@ -13,7 +13,7 @@ import time
 import pytest
 from support.catalogue import inventory_of
 from support.listing import files_below
-from support.waiting import until
+from support.waiting import stop, until
 
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.protocol import PROTOCOL
@@ -46,6 +46,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.slow
 def test_a_killed_trainers_newest_capture_waits_in_memory_for_the_next_trainer(job):
     first = job.trainer()
     for step in (1, 2, 3):
@@ -58,6 +59,7 @@ def test_a_killed_trainers_newest_capture_waits_in_memory_for_the_next_trainer(j
     assert all(whole for _, _, whole, _ in second.inventory())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["linger is over", "goodbye", "SIGTERM"])
 def test_a_keeper_that_still_stores_what_it_holds_serves_the_next_trainer(job, tmp_path, ending):
     """Its level hangs: without the next trainer it would wait for an hour."""
@@ -87,6 +89,7 @@ def test_a_keeper_that_still_stores_what_it_holds_serves_the_next_trainer(job, t
     assert second.capture(step=3)
 
 
+@pytest.mark.slow
 def test_who_only_reads_gets_no_pages_for_captures_until_it_asks_for_them(job):
     first = job.trainer()
     first.capture(step=1)
@@ -102,6 +105,7 @@ def test_who_only_reads_gets_no_pages_for_captures_until_it_asks_for_them(job):
     assert second.slots() == 3
 
 
+@pytest.mark.slow
 def test_a_capture_in_progress_dies_with_its_trainer(job):
     first = job.trainer()
     first.capture(step=1)
@@ -113,6 +117,7 @@ def test_a_capture_in_progress_dies_with_its_trainer(job):
     assert [step for step, *_ in second.inventory()] == [1]
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_a_kill_of_the_whole_process_group_leave_the_keeper(job):
     first = job.trainer()
     first.capture(step=7)
@@ -138,6 +143,7 @@ def test_a_trainers_death_makes_its_newest_whole_capture_durable_even_behind_a_t
     assert until(lambda: steps_at(level["url"]) == [1])
 
 
+@pytest.mark.slow
 def test_what_a_trainer_asked_a_keeper_to_store_is_stored_by_the_next_one(job):
     """Its slot says so; else nothing would ever take the pin away."""
     first = job.trainer(levels=[job.level(every_n_steps=1000)])
@@ -167,6 +173,7 @@ def test_bytes_that_rest_in_memory_get_checksums(job):
     assert until(rested)
 
 
+@pytest.mark.slow
 def test_goodbye_makes_the_newest_capture_durable_and_leaves_nothing(job):
     level = job.level(every_n_steps=100)
     first = job.trainer(levels=[level])
@@ -178,6 +185,7 @@ def test_goodbye_makes_the_newest_capture_durable_and_leaves_nothing(job):
     assert files_below(job.root / "level", ".*") == []
 
 
+@pytest.mark.slow
 def test_a_lone_keeper_leaves_when_its_linger_time_is_over(job):
     first = job.trainer(linger_s=0.3)
     first.capture(step=1)
@@ -186,6 +194,7 @@ def test_a_lone_keeper_leaves_when_its_linger_time_is_over(job):
     assert until(job.is_gone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reserve", [0, 3])
 def test_a_keeper_without_a_whole_capture_does_not_linger(job, reserve):
     first = job.trainer(reserve=reserve, linger_s=100)
@@ -196,6 +205,7 @@ def test_a_keeper_without_a_whole_capture_does_not_linger(job, reserve):
     assert until(job.is_gone)
 
 
+@pytest.mark.slow
 def test_a_keeper_stays_for_its_captures_after_a_visitor_that_made_none(job):
     first = job.trainer(linger_s=100)
     first.capture(step=1)
@@ -226,6 +236,7 @@ def test_a_level_that_was_away_at_the_death_gets_the_capture_when_the_keeper_lea
     assert steps_at(level["url"]) == [4]
 
 
+@pytest.mark.slow
 def test_sigterm_makes_the_keeper_persist_and_leave(job):
     level = job.level(every_n_steps=100)
     first = job.trainer(levels=[level], linger_s=100)
@@ -238,6 +249,7 @@ def test_sigterm_makes_the_keeper_persist_and_leave(job):
     assert steps_at(level["url"]) == [3]
 
 
+@pytest.mark.slow
 def test_a_broken_connection_does_not_double_the_slots(job):
     """Two slots of one memory would let a trainer overwrite the newest capture that it believes to spare."""
     first = job.trainer()
@@ -271,7 +283,7 @@ def test_a_second_trainer_does_not_come_between_a_trainer_and_its_next_keeper(jo
     second.process.stdin.write('["connect", {}]\n')
     second.process.stdin.flush()
     assert until(lambda: log.exists() and "client.refused" in log.read_text())
-    first.process.send_signal(signal.SIGSTOP)
+    stop(first.process)
     os.kill(job.keeper_pid(), signal.SIGKILL)
     time.sleep(0.5)  # the first one may take so long
     assert "client.start_keeper" not in log.read_text()
@@ -282,6 +294,7 @@ def test_a_second_trainer_does_not_come_between_a_trainer_and_its_next_keeper(jo
     assert [entry[0] for entry in first.inventory()] == [1]
 
 
+@pytest.mark.slow
 def test_a_worker_that_outlives_its_killed_trainer_does_not_hide_the_death(job):
     first = job.trainer()
     first.capture(step=1)
@@ -293,6 +306,7 @@ def test_a_worker_that_outlives_its_killed_trainer_does_not_hide_the_death(job):
         os.kill(worker, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_forked_worker_does_not_disturb_its_trainers_keeper(job):
     first = job.trainer()
     os.kill(first.fork(), signal.SIGKILL)
@@ -313,6 +327,7 @@ def test_starters_that_race_end_with_one_keeper(job):
     assert sum("JobBusy" in answer for answer in answers) == 2, answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "garbage",
     [
@@ -337,6 +352,7 @@ def test_garbage_on_the_socket_costs_only_that_connection(job, garbage):
     assert [entry[0] for entry in first.inventory()] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_connect_even_where_the_directory_lets_it(runtime_directory, make_job, monkeypatch):
     """The directory keeps other users out; behind it the keeper checks the user of each connection."""
@@ -370,6 +386,7 @@ except PermissionError as error:
     assert [entry[0] for entry in first.inventory()] == [1]
 
 
+@pytest.mark.slow
 def test_slots_of_a_new_size_never_cost_the_newest_capture(job):
     first = job.trainer()
     first.capture(step=1)
@@ -395,6 +412,7 @@ def test_slots_of_a_size_that_were_there_before_are_made_again(job):
     assert second.reserve(count=2, size=30_000_000) == 2
 
 
+@pytest.mark.slow
 def test_a_slot_that_is_returned_although_it_is_wanted_is_made_again(job):
     first = job.trainer(reserve=2)
 
@@ -419,6 +437,7 @@ def test_what_a_trainer_counts_on_stays_though_captures_have_another_size_now(jo
     assert [entry[0] for entry in first.inventory()] == [4, 5]
 
 
+@pytest.mark.slow
 def test_slots_beyond_the_bound_are_refused_with_the_bytes_needed_and_allowed(job):
     first = job.trainer(reserve=0, max_bytes=200_000)
     assert first.reserve(count=3) == 0
@@ -428,6 +447,7 @@ def test_slots_beyond_the_bound_are_refused_with_the_bytes_needed_and_allowed(jo
     assert "200000" in text
 
 
+@pytest.mark.slow
 def test_a_torn_capture_that_was_pinned_does_not_end_persistence(job):
     level = job.level()
     first = job.trainer(levels=[level])
@@ -439,6 +459,7 @@ def test_a_torn_capture_that_was_pinned_does_not_end_persistence(job):
     assert first.wait_durable(step=2, timeout_s=60)
 
 
+@pytest.mark.slow
 def test_drain_brings_the_newest_capture_to_every_level_even_if_the_step_repeats(job):
     """A run resumed from an older step passes steps again that its levels have already: that is another start."""
     levels = [job.level("one"), job.level("two", every_n_steps=100)]
@@ -473,6 +494,7 @@ def test_a_keeper_that_hangs_is_noticed_by_deadline_and_never_blocks_notes(job):
         os.kill(keeper, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_a_keeper_holds_neither_torch_nor_numpy_nor_descriptors_of_its_trainer(job):
     job.trainer()
     keeper = job.keeper_pid()

@@ -21,6 +21,7 @@ def test_no_fault_breaks_what_is_promised_of_protection(scenario, block):
     assert seen["protected"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [109, 140, 163])
 def test_a_protected_step_of_which_not_all_nodes_know_outlasts_the_coordinator(seed):
     """The keeper that knew is dead, and with it one part of the parity: no other node lets its part go."""

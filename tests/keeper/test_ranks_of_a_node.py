@@ -55,6 +55,7 @@ def steps(trainer):
     return [step for step, *_ in found] if isinstance(found, list) else None
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_have_one_keeper_and_each_its_own_memory(job):
     trainers = ranks(job)
     for number, trainer in enumerate(trainers):
@@ -153,6 +154,7 @@ def test_a_keeper_and_trainers_that_die_together_leave_the_others_what_they_had(
         assert until(job.is_dead)
 
 
+@pytest.mark.slow
 def test_sigterm_makes_the_newest_capture_of_every_rank_durable(job):
     level = job.level(every_n_steps=100)
     trainers = ranks(job, levels=[level])

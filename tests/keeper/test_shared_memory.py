@@ -15,6 +15,7 @@ MIB = 1 << 20
 TRIES = 20
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_memory_is_made_ready():
     """A keeper finds memory for minutes, and answers its trainers meanwhile; a trainer trains."""
     counted, is_over = [0], threading.Event()

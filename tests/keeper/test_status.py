@@ -57,6 +57,7 @@ def of_job(status, job):
     return ask
 
 
+@pytest.mark.slow
 def test_a_training_that_runs_is_found_without_its_name(job, status, of_job, capsys):
     trainer = job.trainer(levels=[job.level()])
     for step in (1, 2, 3):
@@ -85,6 +86,7 @@ def test_a_training_that_runs_is_found_without_its_name(job, status, of_job, cap
 LOST_NODES = ("node", "two_nodes", "all_nodes")
 
 
+@pytest.mark.slow
 def test_after_the_death_of_its_trainer_the_keeper_says_what_memory_still_has(job, of_job, capsys):
     """The level takes every 1000th step alone, and the last one once nobody trains: here nothing, it is a file."""
     level = job.level(every_n_steps=1000)
@@ -177,6 +179,7 @@ def test_a_keeper_that_is_stopped_is_one_line_within_the_deadline(job, status, c
     assert trainer.capture(step=2)
 
 
+@pytest.mark.slow
 def test_a_keeper_in_another_runtime_directory_is_counted_and_not_touched(
     make_job, status, monkeypatch, runtime_directory
 ):
@@ -231,6 +234,7 @@ def test_watching_ends_with_ctrl_c_and_leaves_the_terminal_as_it_was(job):
     os.close(theirs)
 
 
+@pytest.mark.slow
 def test_prometheus_gets_the_numbers_of_the_json(job, of_job, status, capsys):
     """The line format: https://prometheus.io/docs/instrumenting/exposition_formats."""
     level = job.level()
@@ -282,6 +286,7 @@ def test_where_nothing_runs_the_command_says_so_and_what_to_look_at(status, monk
     assert "`lazysnap ls URL`" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_of_several_ranks_memory_holds_what_all_of_them_hold(job, of_job):
     first, second = (job.trainer(rank=(rank, 2), start=START, kept=2) for rank in (0, 1))
     for step in (1, 2):
@@ -340,6 +345,7 @@ def test_the_file_system_of_a_path_is_that_of_the_longest_mount_point(path, expe
     assert file_system_of(path, MOUNTS) == expected
 
 
+@pytest.mark.slow
 def test_all_keys_of_the_result_are_documented(job, of_job):
     trainer = job.trainer(levels=[job.level()])
     trainer.capture(step=1)

@@ -52,6 +52,7 @@ def test_a_keeper_that_stored_its_capture_while_somebody_looked_ends_at_once(job
     assert (code, said["ended"]) == (0, [{"pid": keeper}])
 
 
+@pytest.mark.slow
 def test_the_keeper_of_a_training_that_runs_stays(job, capsys):
     trainer = job.trainer()
     keeper = job.keeper_pid()
@@ -96,6 +97,7 @@ def test_no_keeper_is_said_to_be_none(job, capsys):
     assert "no keeper of job" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_lists_of_processes_show_job_and_node(make_job):
     job = make_job("s3://bucket/run")
     job.trainer()
@@ -108,6 +110,7 @@ def test_lists_of_processes_show_job_and_node(make_job):
     assert pathlib.Path(f"/proc/{keeper}/comm").read_text().strip() == "lazysnap-keeper"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["path", "relative"])
 def test_a_job_is_named_by_the_path_of_its_first_level(make_job, capsys, tmp_path, monkeypatch, how):
     job = make_job("level")
@@ -122,6 +125,7 @@ def test_a_job_is_named_by_the_path_of_its_first_level(make_job, capsys, tmp_pat
     assert job.is_gone()
 
 
+@pytest.mark.slow
 def test_a_job_whose_name_begins_with_a_dash_has_a_keeper(tmp_path):
     job = Job("-a", tmp_path)
     try:

@@ -161,6 +161,7 @@ def test_descriptors_before_bytes_that_are_no_message_are_closed():
         assert copies(sent.fileno()) == 1
 
 
+@pytest.mark.slow
 def test_a_hello_that_cannot_be_understood_makes_nobody_the_trainer(job):
     first = job.trainer()
     with contextlib.closing(try_connect(job.identity)) as other:

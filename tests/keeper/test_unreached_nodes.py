@@ -40,6 +40,7 @@ def test_trainers_hear_again_and_again_that_a_node_is_not_reached_and_that_it_is
     rig.store()
 
 
+@pytest.mark.slow
 def test_a_keeper_that_replaces_another_one_says_that_the_trouble_is_over(two_nodes, monkeypatch):
     rig = two_nodes
     rig.store()

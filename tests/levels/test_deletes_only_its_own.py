@@ -258,6 +258,7 @@ def killed_at(point, level):
     assert done.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["level.local.renamed", "level.local.published", "level.store.commit"])
 def test_what_a_killed_writer_published_and_did_not_commit_goes_after_a_day(level, point, monkeypatch):
     """A day in which it might be somebody's copy on its way."""
@@ -273,6 +274,7 @@ def test_what_a_killed_writer_published_and_did_not_commit_goes_after_a_day(leve
     assert content(level) == before
 
 
+@pytest.mark.slow
 def test_what_a_killed_writer_did_not_publish_goes_at_once(level):
     before = content(level)
     killed_at("level.local.write", level)

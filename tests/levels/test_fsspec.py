@@ -58,6 +58,7 @@ def test_a_manifest_that_cannot_be_looked_at_is_not_taken_for_missing(place, a_d
     assert hidden(storage) == [NAME, f"{NAME}.json"]
 
 
+@pytest.mark.slow
 def test_what_was_written_is_read_back_bit_for_bit(storage):
     data = pattern(SIZE)
     upload(storage, data)

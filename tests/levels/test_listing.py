@@ -17,6 +17,8 @@ from lazysnap.shard.names import NodeName
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.topology import Team, places
 
+pytestmark = pytest.mark.slow
+
 WORLD = 5
 
 

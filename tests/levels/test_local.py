@@ -137,6 +137,7 @@ def test_a_writer_that_fails_after_the_rename_takes_the_name_back(storage, monke
     assert files(pathlib.Path(storage.url)) == []
 
 
+@pytest.mark.slow
 @needs_seccomp
 @pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT"])
 def test_a_quota_or_full_disk_at_the_first_byte_is_called_full(storage, child, error):
@@ -172,6 +173,7 @@ def test_after_an_fsync_that_failed_nothing_is_published(storage, child):
     assert files(pathlib.Path(storage.url)) == []
 
 
+@pytest.mark.slow
 def test_an_fsync_that_failed_is_not_tried_again_on_the_same_file(storage, child):
     writer = child("publish_twice", storage.url, LAZYSNAP_FAULT="level.local.sync:1:raise")
 
@@ -242,6 +244,7 @@ def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk
     assert whole(store) == [1, 2]
 
 
+@pytest.mark.slow
 @needs_root
 def test_rights_lost_in_the_middle_of_a_run_are_named_and_come_back(open_to_all, child):
     run = open_to_all / "run"

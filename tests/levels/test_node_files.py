@@ -20,6 +20,8 @@ from lazysnap.shard.names import NodeName
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot, read
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("node files")]  # what all its tests read is written once
+
 RANKS = (1, 2, 5)
 SIZES = {1: 3 * BLOCK_BYTES + 5, 2: 10, 5: BLOCK_BYTES // 2}
 """Elements of each rank: blocks of the file hold one shard, or the end of one and the beginning of others."""
@@ -71,6 +73,7 @@ def test_it_is_one_safetensors_file_whose_tensors_say_their_rank(shards, written
             assert file.get_tensor(f"rank-{rank:05d}/rng").tobytes() == bytes(image[size - rank : size])
 
 
+@pytest.mark.slow
 def test_each_shard_stands_in_it_byte_for_byte_on_a_page(shards, written):
     store, manifest = written
     blocks = FileBlocks(store.place(inventory_of(store).entries[0]), Manifest.decode(manifest.encode(), "here"))

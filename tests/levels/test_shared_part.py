@@ -18,6 +18,8 @@ from lazysnap.shard.names import NodeName
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("shared part")]  # what all its tests read is written once
+
 ROWS = 5 * BLOCK_BYTES // 16
 SPECS = [
     TensorSpec("big", "F32", (ROWS, 4)),
@@ -101,6 +103,7 @@ def test_of_each_tensor_its_rows_are_stored_and_the_manifest_says_which(tmp_path
         check(store, rank, image)
 
 
+@pytest.mark.slow
 def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
     near, shared, (layout, room) = open_store(str(tmp_path / "near")), open_store(str(tmp_path / "shared")), image
     both = NodeSource([(meta(rank), MemorySource(room, layout.size_bytes)) for rank in (0, 1)])
@@ -134,6 +137,7 @@ def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
     assert inventory_of(shared).entries == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [[0], [3, 2], [-1, 2], [0, 8], [0.0, 1], "ab", [True, True]])
 def test_rows_that_cannot_be_are_refused(image, rows):
     layout, room = image

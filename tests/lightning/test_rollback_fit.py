@@ -155,7 +155,6 @@ def test_at_either_end_of_an_epoch_the_schedules_stay_right(tmp_path, bad, model
     assert module.layers[0].weight.isfinite().all()
 
 
-@pytest.mark.quick
 def test_a_fit_that_ended_after_a_rollback_goes_on_where_it_was(tmp_path):
     """The exception comes some steps after the rollback; the restart ends as the run that never saw the batch."""
     never = finish(*fit(tmp_path / "a", Batches([n for n in range(20) if n != 8])))

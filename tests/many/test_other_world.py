@@ -12,7 +12,7 @@ STEP = 3
     [
         ("fsdp", 4, "memory", [("fsdp", 2), ("ddp", 2), ("plain", 1)]),
         ("fsdp", 4, "storage", [("ddp", 2)]),
-        pytest.param("ddp", 2, "memory", [("ddp", 4), ("plain", 1)], marks=pytest.mark.quick),
+        ("ddp", 2, "memory", [("ddp", 4), ("plain", 1)]),
         ("ddp", 2, "storage", [("fsdp", 4)]),
         ("tp", 4, "storage", [("fsdp", 2), ("hsdp", 4)]),
     ],

@@ -120,6 +120,7 @@ def check_recovery(code, present):
         assert sums == shares(code, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parity", [1, 2, 3, 4])
 def test_any_pieces_that_are_enough_in_number_are_enough(parity):
     for pieces in (1, 2, 3, 5, 8):
@@ -127,6 +128,7 @@ def test_any_pieces_that_are_enough_in_number_are_enough(parity):
             check_recovery(Code(pieces, parity), present)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_pieces_of_large_codes_too_in_any_order(data):
@@ -224,6 +226,7 @@ def chosen(*missing):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_what_is_installed_computes_and_numpy_is_imported_only_where_it_must():
     expected = added(5, b"abc", bytes(3)).hex()
     assert library() == "ISA-L"

@@ -42,6 +42,7 @@ def test_the_pieces_of_all_parts_fill_each_place_of_each_stripe_once():
     assert places == Counter(itertools.product(range(5), range(3)))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 1 << 40), min_size=4, max_size=4), st.integers(1, 3))
 def test_pieces_are_aligned_and_hold_the_largest_part(sizes, parity):

@@ -57,6 +57,7 @@ def test_small_parts_take_small_blocks():
     assert pieces_of(3, 1, [0, 0, 0]).stripe_bytes < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("members", "parity"), SHAPES)
 def test_any_members_that_may_be_lost_are_computed_from_the_others(members, parity):
     sizes = sizes_of(members, 3 * members + parity)

@@ -187,6 +187,7 @@ def test_more_values_than_any_real_state_has_are_refused_before_they_are_parsed(
     Manifest.decode(with_state(BOMBS[kind](10_000)), "place")
 
 
+@pytest.mark.slow
 def test_a_state_with_too_many_values_is_not_written_and_the_error_says_what_to_do():
     meta = CaptureMeta("0" * 16, START, 2, 0, 1, 3, state=[0] * (MAX_VALUES + 1))
 

@@ -1,5 +1,6 @@
 """The one rule of what may be deleted at a level."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,7 @@ def test_an_incomplete_one_stays_until_a_newer_one_is_complete(keys, complete, l
     assert set(stay) == {key for key in incomplete if newest is None or key > newest or key.step in protected}
 
 
+@pytest.mark.slow
 @given(KEYS, LEVELS, st.data())
 def test_nothing_goes_in_favour_of_what_does_not_count(complete, level, data):
     sound = data.draw(st.sets(st.sampled_from(sorted(complete)))) if complete else set()

@@ -1,5 +1,6 @@
 """Where boxes lie in files: every byte of a box once, and hardly anything across two blocks."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ def cases(draw):
     return draw(st.integers(0, 90)), shape, box, draw(st.integers(1, 200)), draw(st.sampled_from([1, 2, 4, 8, 16]))
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(cases())
 def test_the_spans_of_a_box_are_the_box(case):
@@ -40,6 +42,7 @@ def test_the_spans_of_a_box_are_the_box(case):
     assert [part.start for part in parts] == sorted(part.start for part in parts)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_what_crosses_a_unit_is_one_row_no_longer_than_a_unit_or_one_element(case):

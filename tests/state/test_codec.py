@@ -100,6 +100,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(PLAIN)
 def test_any_nesting_of_plain_values_comes_back(value):
     assert round_trip(value) == value

@@ -58,6 +58,7 @@ def config():
     return SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=60))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .*compute.* method of metric")
 @pytest.mark.parametrize("by_fabric", [False, True])
 def test_after_a_restart_metrics_have_seen_the_batches_before_it(config, by_fabric):
@@ -78,6 +79,7 @@ def test_after_a_restart_metrics_have_seen_the_batches_before_it(config, by_fabr
         again.engine.close(drain=False)
 
 
+@pytest.mark.slow
 def test_a_metric_that_the_snapshot_lacks_is_named_before_anything_is_loaded(config):
     first = SnapshotEngine(config, {"model": torch.nn.Linear(1, 1)})
     assert first.boundary(1)

@@ -1,5 +1,8 @@
 """Waiting for what other threads and processes do."""
 
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,3 +24,9 @@ def until(
         assert time.monotonic() < deadline, tell()
         time.sleep(0.005)
     return value
+
+
+def stop(process: subprocess.Popen) -> None:
+    """Stop ``process``, and return when it is: until then it may still do what a test means to prevent."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)

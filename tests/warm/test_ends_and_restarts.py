@@ -181,7 +181,6 @@ def test_when_the_runner_is_killed_nothing_stays(place, handles):
     assert [path.name for path in place.directory.glob("lazysnap-warm/*") if path.is_dir()] == []
 
 
-@pytest.mark.quick
 def test_when_the_parent_is_killed_the_program_is_started_again(place, handles):
     process, program, parent, _ = handles
     os.remove(place.directory / "ready.json")
