@@ -47,7 +47,7 @@ WITHOUT_TORCH := tests/keeper tests/levels tests/parity tests/shard tests/test_c
   tests/test_topology.py tests/snapshots/test_retention.py $(addprefix --ignore ,tests/keeper/test_protection_simulation.py tests/levels/test_cascade.py tests/levels/test_fsspec.py \
   tests/levels/test_s3.py tests/levels/test_s3_faults.py \
   tests/shard/test_golden.py tests/shard/test_pieces.py tests/shard/test_strides.py)
-UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
+UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}
 
 .PHONY: help demo test test-all test-failed lint format bench levels restore scale gpu oldest pythons wheel docs links record clean
 

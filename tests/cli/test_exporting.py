@@ -24,6 +24,8 @@ from lazysnap.errors import ConfigError
 from lazysnap.exports import target
 from lazysnap.state.objects import ObjectState
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ["out.safetensors", "out.ckpt", "out"]
 
 
@@ -377,7 +379,6 @@ def test_a_full_disk_leaves_nothing_and_is_exit_code_2(make_url, tmp_path, name,
     assert {path.name for path in tmp_path.iterdir()} == {Path(url).name}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "most_mb"), [("w.safetensors", 128), ("w.ckpt", 128), ("dcp", 256)])
 def test_memory_does_not_grow_with_the_snapshot(make_url, tmp_path, name, most_mb):
     url = make_url("local")

@@ -15,6 +15,8 @@ from lazysnap.levels.store import open_store
 from lazysnap.shard.checksum import ALGORITHM, digest
 from lazysnap.shard.limits import MAX_RANKS
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SEED = 1
 CHANGES = 60
@@ -28,7 +30,6 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_change_of_any_file_crashes_a_reader_or_takes_its_memory():
     """The same changes in every run."""
@@ -61,7 +62,6 @@ def claim(url: str, **claims: object) -> None:
     change(url, f"{at(10)}/{MANIFEST}", how)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, MAX_RANKS, MAX_RANKS + 1, 9_999_999_999])
 def test_a_claim_of_many_ranks_makes_a_snapshot_incomplete_and_nothing_more(make_url, ranks, capsys):
     url = make_url("local")

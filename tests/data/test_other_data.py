@@ -99,6 +99,7 @@ def loader(data, **settings):
 PLACES = [OfTheClass, InADict, InALongList, InAClosure, InAPartial, InASlot, InTheModule]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLACES)
 def test_a_generator_is_found_wherever_a_dataset_keeps_it(kind):
     def make():

@@ -196,6 +196,7 @@ def indices(trace, epoch):
     return [int(row[0]) for number, batch, _ in trace if number == epoch for row in batch]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize(
     ("kind", "change"),

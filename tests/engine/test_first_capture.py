@@ -12,6 +12,8 @@ from tuning import Tuning
 from lazysnap import MemoryLevel
 from lazysnap.errors import JobBusy
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_first_capture_waits_for_its_memory(job):
     training = job.start(ready=False)
@@ -34,7 +36,6 @@ def test_the_first_capture_waits_for_one_slot_alone(job, monkeypatch):
     assert training.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.slow
 def test_the_first_capture_after_a_restore_waits_as_well(job):
     first = job.start(ready=False)
     first.run(1, 2)
@@ -56,7 +57,6 @@ def test_memory_that_was_prepared_before_the_first_boundary_is_waited_for(job):
     assert training.began == [True]
 
 
-@pytest.mark.slow
 def test_the_first_capture_waits_for_frozen_tensors(job):
     tuning = Tuning(job.config())
     job.trainings.append(tuning)
@@ -81,7 +81,6 @@ def test_frozen_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
     assert "frozen tensors do not fit" in tuning.engine.statistics().unprotected
 
 
-@pytest.mark.slow
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
     training = job.start(ready=False, io_timeout_s=10 * TIMEOUT_S)
@@ -104,7 +103,6 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
         os.kill(keeper, signal.SIGCONT)
 
 
-@pytest.mark.slow
 def test_a_deadline_ends_the_wait(job, monkeypatch):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
     training = job.start(ready=False)
@@ -118,7 +116,6 @@ def test_a_deadline_ends_the_wait(job, monkeypatch):
     assert 0 < statistics.memory_wait_s < TIMEOUT_S
 
 
-@pytest.mark.slow
 def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):
     training = job.start(ready=False)
     training.run(1, 3)
@@ -130,7 +127,6 @@ def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):
     assert training.engine.statistics().memory_wait_s == waited_s
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("has_level", [False, True])
 def test_a_job_that_runs_already_ends_the_second_start_at_its_first_boundary(job, tmp_path, has_level):
     levels = [tmp_path] if has_level else []

@@ -10,6 +10,8 @@ from lazysnap.config import PersistentLevel
 from lazysnap.levels import open_store
 from lazysnap.levels.storage import Storage
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def frozen():
@@ -76,7 +78,6 @@ def test_at_a_slower_level_it_is_replaced_from_the_faster_one_if_memory_has_it_n
     assert restorable(slow.url) == [2, 4]
 
 
-@pytest.mark.slow
 @SOME
 def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_path, how):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=5)
@@ -96,7 +97,6 @@ def test_what_cannot_be_replaced_fails_the_level_until_it_can(rig, frozen, tmp_p
     assert until(lambda: restorable(level.url) == trainer.complete(level))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("verify", "checks_writes"), [(None, False), (False, False), (True, True)])
 def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(
     rig, frozen, tmp_path, passing, monkeypatch, verify, checks_writes
@@ -123,7 +123,6 @@ def test_damage_between_the_commit_and_the_read_back_costs_no_older_snapshot(
     assert until(lambda: restorable(level.url) == trainer.complete(level)[-1:])
 
 
-@pytest.mark.slow
 def test_two_runs_share_frozen_tensors_that_are_damaged_under_them(rig, frozen, tmp_path):
     level = PersistentLevel(tmp_path / "a", every_n_steps=1, keep_last=50)
     slot, reference = frozen

@@ -29,6 +29,8 @@ from lazysnap.links.listener import Deadlines
 from lazysnap.links.secret import draw_secret
 from lazysnap.links.server import PeerServer
 
+pytestmark = pytest.mark.slow
+
 QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0)
 """Messages follow fast; nothing fails by time, except what a test has shortened."""
 
@@ -218,7 +220,6 @@ def test_a_peer_that_sends_what_is_no_message_is_dropped(server, secret, caplog,
     assert "127.0.0.1" in caplog.text
 
 
-@pytest.mark.slow
 def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, listening, secret, caplog):
     """Of each kind of message only the newest waits; nothing else waits for that peer. Its silence does not count."""
     links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, send_s=1.0))
@@ -245,7 +246,6 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(ends, listenin
     assert peak_kib() - before < 64 << 10
 
 
-@pytest.mark.slow
 def test_a_silent_peer_is_dropped(ends, listening, secret):
     links, inbox = ends(0, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
     with authenticated(listening(links), secret) as peer:
@@ -255,7 +255,6 @@ def test_a_silent_peer_is_dropped(ends, listening, secret):
         assert inbox.next() == ("down", 1)
 
 
-@pytest.mark.slow
 def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(ends, listening, caplog):
     caplog.set_level(logging.INFO)
     first, inbox = ends(0)
@@ -292,7 +291,6 @@ def start_peer(secret, port):
     return peer
 
 
-@pytest.mark.slow
 def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(server, secret, caplog):
     links, inbox, (_, port) = server
     caplog.set_level(logging.DEBUG)
@@ -316,7 +314,6 @@ def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(serve
     assert not any(secret.hex in text for text in (*seen, caplog.text, repr(secret)))
 
 
-@pytest.mark.slow
 def test_of_two_connections_of_one_node_the_later_one_stays(ends, server, secret):
     """After a node's restart its old connection may look alive for a while."""
     links, inbox, (host, port) = server
@@ -340,7 +337,6 @@ def test_of_two_nodes_the_one_with_the_greater_number_connects(server):
         links.connect(1, host, port)
 
 
-@pytest.mark.slow
 def test_links_that_are_closed_while_others_connect_leave_nothing(secret):
     """What is accepted or made just then is closed, too: a warning of an open socket would fail this."""
     for _ in range(40):
@@ -376,7 +372,6 @@ def test_a_link_goes_on_when_the_port_serves_the_next_start(ends, listening):
     other_inbox.until("message", 0, order(1))
 
 
-@pytest.mark.slow
 def test_a_keeper_that_is_not_ready_for_a_link_is_tried_again(ends, secret, caplog):
     links, inbox = ends(0)
     other, other_inbox = ends(1)

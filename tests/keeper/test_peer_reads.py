@@ -49,6 +49,8 @@ from lazysnap.links.secret import draw_secret
 from lazysnap.links.server import PeerServer
 from lazysnap.memory.failures import CaptureAborted
 
+pytestmark = pytest.mark.slow
+
 PATIENT = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.1, silence_s=60.0)
 """Nothing fails by time, except what a test has shortened."""
 SLOT = SlotOf(0, 7, "image")
@@ -210,7 +212,6 @@ def test_a_server_that_waits_for_bytes_says_that_it_is_alive(serve, secret):
         assert exactly(peer, 100) == DATA[:100]
 
 
-@pytest.mark.slow
 def test_a_reader_bears_a_long_wait_while_it_hears_that_the_server_is_alive(impostor, connect):
     def answer(peer, stop):
         opened(peer)
@@ -419,14 +420,12 @@ def test_what_is_no_request_is_refused_with_the_address(connect, address, secret
     assert_still_serves(connect, address)
 
 
-@pytest.mark.slow
 def test_a_client_that_asks_nothing_is_dropped_in_time(serve, secret):
     _, address = serve({}, dataclasses.replace(PATIENT, silence_s=2.0))
     with authenticated(address, secret) as idle:
         assert is_closed(idle)
 
 
-@pytest.mark.slow
 def test_a_client_that_takes_nothing_is_dropped(serve, connect, secret, caplog):
     caplog.set_level(logging.DEBUG)
     _, address = serve({SLOT: whole()}, dataclasses.replace(PATIENT, send_s=1.0))
@@ -483,7 +482,6 @@ def opened(peer, size_bytes=1 << 20):
     peer.sendall(frame(Opened(size_bytes)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "hangs"),
     [(b"", True), (bytes(2), False), (frame(Block(1 << 20, 0)), False), (frame(Block(1 << 20, 0)) + bytes(9999), True)],
@@ -511,13 +509,11 @@ def test_a_server_that_fails_in_the_middle_is_given_up_in_time(impostor, connect
         reader.open(SLOT)
 
 
-@pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up_in_time(connect):
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(KeeperError, match="in time"):
         connect(silent.getsockname(), timeout_s=1.0)
 
 
-@pytest.mark.slow
 def test_a_server_that_says_only_that_it_is_alive_is_given_up_in_time(impostor, connect, monkeypatch):
     monkeypatch.setattr(peer_client, "ANSWER_S", 1.0)
 
@@ -532,7 +528,6 @@ def test_a_server_that_says_only_that_it_is_alive_is_given_up_in_time(impostor, 
         reader.read_into(0, memoryview(bytearray(1)))
 
 
-@pytest.mark.slow
 def test_whether_it_was_whole_is_waited_for_longer(impostor, connect, monkeypatch):
     """A trainer may evaluate for minutes before it can say so."""
     monkeypatch.setattr(peer_client, "ANSWER_S", 0.2)
@@ -679,7 +674,6 @@ def test_a_reader_that_asks_nothing_holds_no_view_and_one_that_leaves_no_thread(
     until(lambda: not [name for name in of_this_process()[0] if "connection" in name])
 
 
-@pytest.mark.slow
 def test_close_does_not_wait_for_a_source_that_hangs(secret, monkeypatch):
     monkeypatch.setattr(peer_server, "_CLOSE_S", 0.5)
     source = Filling(DATA)

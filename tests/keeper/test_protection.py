@@ -36,6 +36,8 @@ from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces
 from lazysnap.topology import Team
 
+pytestmark = pytest.mark.slow
+
 NODES = range(3)
 
 
@@ -84,7 +86,6 @@ def test_parity_that_is_lost_with_a_keeper_is_said_to_be_lost(rig, node):
     rig.protect()  # again: also a step that was captured before
 
 
-@pytest.mark.slow
 def test_what_a_dead_keeper_held_stays_until_a_newer_step_is_protected():
     """Where two nodes may be lost, that parity still helps."""
     rig = ParityRig(nodes=4, parity=2)
@@ -144,7 +145,6 @@ def test_what_was_granted_and_not_protected_is_let_go_when_another_start_begins(
     assert not any(store.inventory() for store in rig.stores)
 
 
-@pytest.mark.slow
 def test_what_an_earlier_start_protected_stays_until_this_one_has(rig):
     rig.begin()
     rig.protect()
@@ -200,7 +200,6 @@ def failures(rig, caplog):
     return [record.levelno for record in caplog.records if "is not protected by other nodes" in record.getMessage()]
 
 
-@pytest.mark.slow
 def test_a_peer_that_stands_still_is_reported_once_and_taken_back(rig, stands_in, caplog, monkeypatch):
     monkeypatch.setattr(peer_client, "ANSWER_S", 0.5)
     caplog.set_level(logging.INFO, "lazysnap")
@@ -246,7 +245,6 @@ def test_a_peer_that_stands_still_does_not_delay_the_report_of_another_one(rig):
         server.close()
 
 
-@pytest.mark.slow
 def test_reads_that_wait_for_a_capture_end_with_their_server(rig):
     run = run_of(rig.begin())
     reader = PeerReader(run.peers.secret, rig.addresses[0])
@@ -274,7 +272,6 @@ def test_reads_that_wait_for_a_capture_end_with_their_server(rig):
     reader.close()
 
 
-@pytest.mark.slow
 def test_what_is_refused_again_and_again_says_why(rig, stands_in, monkeypatch):
     monkeypatch.setattr(protection, "_LATE_S", 0.5)
     monkeypatch.setattr(reminder, "_AGAIN_S", 0.5)
@@ -290,7 +287,6 @@ def test_what_is_refused_again_and_again_says_why(rig, stands_in, monkeypatch):
         until(is_told)
 
 
-@pytest.mark.slow
 def test_a_node_whose_own_captures_are_the_last_to_be_whole_waits_for_them(rig):
     rig.begin()
     begun = [(rank, rank.begin(2, RUN)) for rank in rig.ranks]
@@ -367,7 +363,6 @@ def test_a_successor_holds_both_steps_until_an_order_says_which_one_is_protected
     assert [held.stays(step, is_own=True) for step in (10, 20, 30)] == [False, True, True]
 
 
-@pytest.mark.slow
 def test_parity_goes_when_a_start_without_it_has_captures_of_its_own(rig):
     rig.begin()
     rig.protect()

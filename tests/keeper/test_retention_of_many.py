@@ -17,6 +17,8 @@ from lazysnap.config import PersistentLevel
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
 
+pytestmark = pytest.mark.slow
+
 CREWS = pytest.mark.parametrize("crew", [{"ranks": 2}, {"nodes": 2, "ranks": 2}], ids=str)
 
 
@@ -71,7 +73,6 @@ def two_disks(rig, tmp_path):
     return trainer.begin(), here, there
 
 
-@pytest.mark.slow
 def test_a_node_that_fails_for_long_costs_no_node_the_last_snapshot_that_all_have(two_disks, at_node):
     trainer, here, there = two_disks
     assert trainer.store() == 2
@@ -155,7 +156,6 @@ def test_what_a_node_with_slow_storage_is_writing_stays_with_the_others_until_it
     assert until(lambda: steps_at(here) == steps_at(there) == [4])
 
 
-@pytest.mark.slow
 @CREWS
 def test_what_a_keeper_did_not_write_itself_goes_as_well(rig, crew, tmp_path):
     """It took the place of one that died."""
@@ -192,7 +192,6 @@ def test_a_shard_that_is_read_back_damaged_is_no_snapshot_and_goes(rig, tmp_path
     assert not path.exists()
 
 
-@pytest.mark.slow
 @CREWS
 def test_steps_with_a_name_and_milestones_stay(rig, crew, tmp_path):
     level = level_at(tmp_path, keep_every_n_steps=4)
@@ -244,7 +243,6 @@ def test_what_an_earlier_start_left_stays_until_enough_is_complete_of_this_one(r
     assert until(lambda: complete(level) == [(second, STARTS[1]), (first, STARTS[1])])
 
 
-@pytest.mark.slow
 def test_starts_that_never_come_far_leave_no_more_than_one_that_does(rig, tmp_path):
     """A training that dies again and again before there are ``keep_last`` of one start."""
     level = level_at(tmp_path, keep_last=4)
@@ -287,7 +285,6 @@ def test_what_ranks_that_are_no_more_have_left_goes_with_the_rest(rig, tmp_path,
     assert complete(level)[0] == (newest, STARTS[1])
 
 
-@pytest.mark.slow
 def test_what_a_keeper_could_not_list_stays_and_counts_once_the_level_answers(rig, tmp_path):
     level = level_at(tmp_path, keep_last=3)
     trainer = rig(level)

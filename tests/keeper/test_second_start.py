@@ -14,6 +14,8 @@ from lazysnap.events import Complete
 from lazysnap.levels import open_store
 from lazysnap.levels.storage import Storage
 
+pytestmark = pytest.mark.slow
+
 FIRST, ELSEWHERE, SECOND, THIRD = STARTS[:4]
 
 
@@ -59,7 +61,6 @@ def test_what_was_written_elsewhere_between_two_starts_goes_and_what_is_half_wri
     assert until(lambda: directories(level) == [directory_of(8, RUN, THIRD)])
 
 
-@pytest.mark.slow
 def test_nothing_is_deleted_while_a_trainer_chooses_what_to_go_on_with(rig, level):
     rig.begin(FIRST)
     assert rig.store() == 2

@@ -15,6 +15,8 @@ from lazysnap.levels.source import shard_of
 from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.shard.manifest import FrozenReference
 
+pytestmark = pytest.mark.slow
+
 BASE = Snapshot(0, elements=300_000)
 
 
@@ -117,7 +119,6 @@ def work(root):
     with_base(2).write(store)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["the shard is truncated", "a bit of the manifest is flipped"])
 def test_killed_at_any_point_of_a_replacement_they_are_whole_or_not_there(tmp_path, how):
     def prepare(name):

@@ -68,6 +68,7 @@ def test_what_was_written_is_read_back_bit_for_bit(storage):
     assert storage.list() == [directory_of(1)]
 
 
+@pytest.mark.slow
 def test_bytes_are_sent_as_they_come_and_nothing_shows_before_the_end(storage):
     data = pattern(SIZE)
     with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
@@ -98,11 +99,13 @@ def test_a_driver_is_asked_to_discard_its_upload(place):
     assert any(path.endswith(SHARD) for path in ObjectStore.discarded)
 
 
+@pytest.mark.slow
 def test_blocks_that_come_out_of_order_are_refused(storage):
     with contextlib.closing(storage.create(SHARD, SIZE)) as writer, pytest.raises(ValueError, match="expected at 0"):
         writer.write(*blocks(pattern(SIZE))[1])
 
 
+@pytest.mark.slow
 def test_what_was_not_written_whole_is_not_published(storage):
     with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         writer.write(*blocks(pattern(SIZE))[0])

@@ -39,12 +39,14 @@ def added(weight, data, out):
     return bytes(before ^ slow_product(weight, value) for value, before in zip(data, out, strict=True))
 
 
+@pytest.mark.slow
 def test_the_field_is_the_field():
     for a, b in itertools.product(range(256), repeat=2):
         assert product(a, b) == slow_product(a, b)
         assert b == 0 or product(quotient(a, b), b) == a
 
 
+@pytest.mark.slow
 def test_every_weight_is_multiplied_with_every_byte(arithmetic):
     data, out = bytes(range(256)), SAMPLE[:256]
     for weight in range(1, 256):
