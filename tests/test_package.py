@@ -44,6 +44,7 @@ DOCUMENTED = {
 TORCH_FREE = (
     "lazysnap",
     "lazysnap.memory.arena",
+    "lazysnap.memory.capture_reader",
     "lazysnap.cli",
     "lazysnap.cli.report",
     "lazysnap.cli.report_page",

@@ -1,0 +1,159 @@
+"""Which slot may be written over, and how many slots a rank needs. Pure.
+
+**How many slots.** Claim: from the first snapshot on that was whole on every rank, there is one at every moment. A rank
+never writes over its K newest whole captures, nor over a held one. Of the others it takes the oldest, durable or not,
+so that memory has the newest captures without a gap. So it needs K + 1 slots, and one more where storage or
+redundancy reads captures: both read the same step, so one slot serves both.
+
+* *One rank*: K = 1. While it writes a capture, the newest whole one is untouched.
+* *Several ranks, a capture at every step*: K = 2. Say rank A begins to capture N. It made optimizer step N, so it
+  received the gradients of step N from every rank B. B sent them only after its own step N-1, which it made only after
+  the gate before it, and that gate waits for B's capture of N-2. So N-2 is whole on every rank when A begins N, and A
+  writes over neither N-1 nor N-2. Let M be the newest step that any rank began: M-2 is whole everywhere, and no rank
+  wrote over it, because each began at most M and keeps the two newest before it.
+* *Several ranks, a capture every m >= 2 steps*: K = 1. The capture before N is that of N-m. B made step N-1, and
+  N-1 >= N-m+1, so its gate had waited for its capture of N-m. It is whole everywhere when A begins N.
+* *A rank trains on a device*: K is one more, for all ranks. The gate queues a wait on the device and the host goes on,
+  but only until the next gate, which waits until the capture before it is whole. If A's capture W is whole, A's device
+  made step W, so B's host queued the gradients of step W, behind its boundary W-1, which waited for B's capture of
+  W-2 (every m >= 2 steps: W-m). So no rank is more than two captures (every m steps: one) behind another.
+
+docs/architecture.md has the rules of the engine that the argument needs.
+
+**Holds in time.** The same K lets the keeper hold a capture after it began, without asking. A capture that is being
+copied, or is one of the K newest whole ones, is *untouchable*: the trainer does not choose its slot before K newer
+captures are whole. So a hold that was stored while the capture was untouchable is always loaded by the trainer before
+it could choose that slot::
+
+    begin N    whole N    ...    whole N+K    begin N+K+1
+    |------------- untouchable -------------|
+    |------ the keeper may store HELD ------|  the trainer loads HELD here, at the earliest
+
+A hold of anything else is a race with a trainer that has chosen the slot and not begun yet. The argument counts whole
+captures, so two things are forbidden: only the trainer discards a whole capture, and never between a choice and the
+``begin`` that follows it.
+"""
+
+from collections.abc import Collection, Sequence
+
+from lazysnap.memory.words import SlotPhase, SlotView
+
+
+def kept_whole(every_n_steps: int, world_size: int, *, runs_ahead: bool) -> int:
+    """Return K, the number of newest whole captures that a rank never writes over.
+
+    Args:
+        every_n_steps: steps from one capture to the next.
+        world_size: number of ranks.
+        runs_ahead: True if some rank trains on a device, whose copies the host does not wait for at the gate.
+    """
+    if world_size == 1:
+        return 1
+    kept = 1
+    if every_n_steps == 1:
+        kept += 1
+    if runs_ahead:
+        kept += 1
+    return kept
+
+
+def slots_needed(kept: int, *, is_read: bool) -> int:
+    """Return the slots of a rank: the ``kept`` captures, one to write, and one more if levels or redundancy read."""
+    return kept + 1 + is_read
+
+
+def newest_whole(views: Sequence[SlotView], count: int) -> list[SlotView]:
+    """Return the newest ``count`` whole captures, oldest first."""
+    whole = [view for view in views if view.phase is SlotPhase.WHOLE]
+    whole.sort(key=_sequence)
+    return whole[max(0, len(whole) - count) :]
+
+
+def is_untouchable(view: SlotView, views: Sequence[SlotView], kept: int) -> bool:
+    """Return True if the trainer loads HELD of this slot again before it can choose it.
+
+    Args:
+        view: the slot in question, one of ``views``.
+        views: all slots of the rank.
+        kept: K.
+    """
+    if view.phase is SlotPhase.CAPTURING:
+        # Of several incomplete captures all but the newest are torn: those slots are chosen first.
+        return view.sequence == max(map(_sequence, views))
+    return view in newest_whole(views, kept)
+
+
+def choose_slot(
+    views: Sequence[SlotView],
+    kept: int,
+    *,
+    image_bytes: int,
+    meta_bytes: int,
+    busy: Collection[int] = (),
+) -> SlotView | None:
+    """Return the slot for the next capture; ``None`` if all are in use.
+
+    What is not whole is worth nothing and goes first. Then goes the oldest, so that the newest captures stay.
+
+    Args:
+        views: all slots of the rank, also those of another size.
+        kept: K.
+        image_bytes: bytes of the image to be captured.
+        meta_bytes: bytes of its metadata.
+        busy: ``slot_id`` of slots into which an earlier capture of this process may still be copied.
+    """
+    for view in _replaceable(views, kept, busy):
+        if view.image_capacity_bytes >= image_bytes and view.meta_capacity_bytes >= meta_bytes:
+            return view
+    return None
+
+
+def surplus_slots(
+    views: Sequence[SlotView],
+    kept: int,
+    *,
+    fitting: Collection[int],
+    count: int,
+    busy: Collection[int] = (),
+) -> list[SlotView]:
+    """Return the slots that the keeper may free: those of another size, and fitting ones beyond ``count``.
+
+    A slot is freed only if ``choose_slot`` could choose it: then nothing in it is needed.
+
+    Args:
+        views: all slots of the rank.
+        kept: K.
+        fitting: ``slot_id`` of the slots that have the size of captures.
+        count: number of slots that the rank needs.
+        busy: see ``choose_slot``.
+    """
+    num_fitting = sum(view.slot_id in fitting for view in views)
+    surplus = []
+    for view in _replaceable(views, kept, busy):
+        if view.phase is SlotPhase.CAPTURING:
+            continue
+        if view.slot_id not in fitting:
+            surplus.append(view)
+        elif num_fitting > count:
+            surplus.append(view)
+            num_fitting -= 1
+    return surplus
+
+
+def _replaceable(views: Sequence[SlotView], kept: int, busy: Collection[int]) -> list[SlotView]:
+    """Return the slots whose captures nobody needs; those that are worth the least come first."""
+    untouched = newest_whole(views, kept)
+    replaceable = []
+    for view in views:
+        if not view.is_held and view not in untouched and view.slot_id not in busy:
+            replaceable.append(view)
+    replaceable.sort(key=_worth)
+    return replaceable
+
+
+def _sequence(view: SlotView) -> int:
+    return view.sequence
+
+
+def _worth(view: SlotView) -> tuple[bool, int]:
+    return view.phase is SlotPhase.WHOLE, view.sequence

@@ -1,0 +1,359 @@
+"""A slot: shared memory, or a file where memory does not suffice, that holds one capture of one rank.
+
+It has no name. Processes hand it on as a descriptor, and it is freed when the last one closes it. A slot describes
+itself::
+
+    0                       words (memory.words)
+    page                    metadata of the capture, JSON
+    page + META_CAPACITY    image: the bytes of the shard file; begins at a page
+
+The metadata is complete before the capture can be seen, and the image is the shard file byte for byte.
+
+Three classes share the code, one for each role: ``TrainerSlot`` stores the words of a trainer, ``KeeperSlot`` those of
+the keeper, and ``Slot`` stores none. The trainer's stores, in order; it may die between any two::
+
+    BEGIN = 0                                   the slot is empty, the capture before is lost
+    SEQUENCE, END = 0, START ... META_SUM       the slot is empty
+    BEGIN = step + 1                            the capture is incomplete, and readable up to WATERMARK
+    bytes of the image, WATERMARK               the same
+    COPIED, WATERMARK = IMAGE_BYTES             the same
+    END = BEGIN                                 the capture is whole
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import xxhash
+
+from lazysnap.errors import FormatError
+from lazysnap.memory.slot_choice import is_untouchable
+from lazysnap.memory.slot_files import is_allocated, make_file
+from lazysnap.memory.words import PAGE_BYTES, SEALS, SlotPage, SlotPhase, SlotView, SlotWord, is_sealed, word_bytes
+
+_MAGIC = 0x32544F4C53505A4C
+_CHUNK_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+AnySlot = TypeVar("AnySlot", bound="Slot")
+
+
+class Slot:
+    """A slot that this process reads. Only the words and the metadata stay mapped; see ``read``.
+
+    Example::
+
+        slot = Slot.attach(descriptor)
+        if slot.view().phase is SlotPhase.WHOLE:
+            header = bytes(slot.read(0, 4096))
+    """
+
+    def __init__(self, descriptor: int, head: mmap.mmap) -> None:
+        self.descriptor = descriptor
+        self._head = head
+        self._bytes = memoryview(head)
+        self.words = SlotPage(self._bytes[:PAGE_BYTES])
+        self._meta = self._bytes[PAGE_BYTES:]
+        self.slot_id = self.words.slot_id
+        self.meta_capacity_bytes = self.words.meta_capacity_bytes
+        self.image_capacity_bytes = self.words.image_capacity_bytes
+        self._image_offset = PAGE_BYTES + self.meta_capacity_bytes
+        self.is_file = not is_sealed(descriptor)
+
+    @classmethod
+    def attach(cls: type[AnySlot], descriptor: int) -> AnySlot:
+        """Map a slot. It owns ``descriptor`` from then on, which is closed if it cannot be mapped.
+
+        Raises: FormatError, if the descriptor is no slot of this version, or its size could change; OSError.
+        """
+        try:
+            meta_capacity_bytes = _check_slot(descriptor)
+            access_mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+            protection = mmap.PROT_READ
+            if access_mode == os.O_RDWR:
+                protection |= mmap.PROT_WRITE
+            head = mmap.mmap(descriptor, PAGE_BYTES + meta_capacity_bytes, prot=protection)
+            return cls(descriptor, head)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the slot takes."""
+        return self._image_offset + self.image_capacity_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of shared memory that the slot takes: none if it is a file."""
+        return 0 if self.is_file else self.size_bytes
+
+    def view(self) -> SlotView:
+        """Return the words as they were at one moment."""
+        return self.words.view()
+
+    def read_meta(self) -> bytes:
+        """Return the metadata of the capture.
+
+        Raises: FormatError, if its checksum does not agree: another capture began, or memory is damaged.
+        """
+        length = min(self.words.load(SlotWord.META_BYTES), self.meta_capacity_bytes)
+        checksum = self.words.load(SlotWord.META_SUM)
+        meta = bytes(self._meta[:length])
+        if xxhash.xxh3_64_intdigest(meta) != checksum:
+            raise FormatError("the metadata in a slot does not agree with its checksum")
+        return meta
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Return bytes ``[offset, offset + length)`` of the image, or fewer where it ends.
+
+        They are mapped for as long as the result is used. A keeper reads the slots of all ranks of a node; if it kept
+        them mapped, it would be the first process that the kernel kills when memory runs out. The mapping is private:
+        what is written into the result stays in this process. (torch and ISA-L want buffers that can be written.)
+        """
+        stop = min(offset + length, self.image_capacity_bytes)
+        if offset >= stop:
+            return memoryview(b"")
+        first = offset - offset % PAGE_BYTES
+        place = self._image_offset + first
+        mapping = mmap.mmap(self.descriptor, stop - first, flags=mmap.MAP_PRIVATE, offset=place)
+        return memoryview(mapping)[offset - first :]
+
+    def reading_descriptor(self) -> int:
+        """Return another descriptor of the slot, through which nothing can be written. The caller closes it.
+
+        Raises: OSError, without /proc.
+        """
+        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Unmap and close. The memory lives as long as another process, or a result of ``read``, has it."""
+        self.words.close()
+        self._meta.release()
+        self._bytes.release()
+        self._head.close()
+        os.close(self.descriptor)
+
+
+class TrainerSlot(Slot):
+    """A slot that this process captures into. The image stays mapped until ``close``.
+
+    One thread begins captures, one other thread may copy and commit them.
+
+    Example::
+
+        slot.begin(start, step=7, sequence=1, image_bytes=len(shard), meta=meta.to_bytes())
+        slot.image[: len(shard)] = shard
+        slot.commit(copied_ns=1_000_000)
+    """
+
+    def __init__(self, descriptor: int, head: mmap.mmap) -> None:
+        super().__init__(descriptor, head)
+        self._image_mapping = mmap.mmap(descriptor, self.image_capacity_bytes, offset=self._image_offset)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            self._image_mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.image = memoryview(self._image_mapping)
+        """The bytes of the shard, then unused capacity."""
+        self.before_unmap: Callable[[], object] = lambda: None
+        """Called once before the image is unmapped, to unregister it from a device."""
+
+    def populate(self) -> None:
+        """Enter all pages of the image into this process's page tables, so that no copy pays for it.
+
+        Blocks: seconds for a large slot; other threads run meanwhile. Raises: OSError, if there is no memory for it.
+        """
+        for offset in range(0, self.image_capacity_bytes, _CHUNK_BYTES):
+            length = min(_CHUNK_BYTES, self.image_capacity_bytes - offset)
+            first = ctypes.c_char.from_buffer(self._image_mapping, offset)  # keeps the image mapped during the call
+            # ``mmap.madvise`` would hold the interpreter lock.
+            if _libc.madvise(ctypes.addressof(first), length, _MADV_POPULATE_WRITE) == 0:
+                continue
+            error_number = ctypes.get_errno()
+            if error_number == errno.EINVAL:
+                return  # a kernel before 5.14: the first copy faults the pages in
+            raise OSError(error_number, os.strerror(error_number))
+
+    def begin(self, start: int, step: int, *, sequence: int, image_bytes: int, meta: bytes) -> None:
+        """Begin a capture. What was in the slot is lost.
+
+        Args:
+            start: id of this start of the training.
+            step: step of the capture.
+            sequence: a number greater than that of every earlier capture of this rank, over all starts.
+            image_bytes: bytes of the image, which the caller copies into ``image`` after this call.
+            meta: metadata of the capture.
+
+        Raises: FormatError, if the capture does not fit. Then the slot is as before.
+        """
+        if len(meta) > self.meta_capacity_bytes or image_bytes > self.image_capacity_bytes:
+            raise FormatError(
+                f"a capture of {len(meta)} + {image_bytes} bytes does not fit a slot of "
+                f"{self.meta_capacity_bytes} + {self.image_capacity_bytes} bytes"
+            )
+        words = self.words
+        words.store(SlotWord.BEGIN, 0)
+        words.store(SlotWord.SEQUENCE, sequence)  # before all other words of it: see ``SlotPage.view``
+        words.store(SlotWord.END, 0)
+        words.store(SlotWord.START, start)
+        words.store(SlotWord.IMAGE_BYTES, image_bytes)
+        words.store(SlotWord.WATERMARK, 0)
+        words.store(SlotWord.COPIED, 0)
+        words.store(SlotWord.REACHED, 0)
+        self._meta[: len(meta)] = meta
+        words.store(SlotWord.META_BYTES, len(meta))
+        words.store(SlotWord.META_SUM, xxhash.xxh3_64_intdigest(meta))
+        words.store(SlotWord.BEGIN, step + 1)
+
+    def advance(self, watermark_bytes: int) -> None:
+        """Publish that the image is copied up to here. Call it after the bytes were written."""
+        self.words.store(SlotWord.WATERMARK, watermark_bytes)
+
+    def commit(self, *, copied_ns: int) -> None:
+        """Mark the capture as whole. The last store of a capture."""
+        self.words.store(SlotWord.COPIED, copied_ns)
+        self.words.store(SlotWord.WATERMARK, self.words.load(SlotWord.IMAGE_BYTES))
+        self.words.store(SlotWord.END, self.words.load(SlotWord.BEGIN))
+
+    def discard(self, sequence: int) -> bool:
+        """Empty the slot, whether the capture is whole or not; ``False`` if that capture is not in it any more.
+
+        A whole capture must not be discarded between the choice of a slot and ``begin``: see ``slot_choice``.
+        """
+        view = self.view()
+        if view.sequence != sequence or view.phase is SlotPhase.EMPTY:
+            return False
+        self.words.store(SlotWord.BEGIN, 0)
+        return True
+
+    def reach(self, step: int) -> None:
+        """Publish that training passed the boundary of ``step``."""
+        self.words.store(SlotWord.REACHED, step + 1)
+
+    def close(self) -> None:
+        """Unmap and close. Tensors that still use the image keep it mapped."""
+        self.before_unmap()
+        with contextlib.suppress(BufferError):
+            self.image.release()
+            self._image_mapping.close()
+        super().close()
+
+
+class KeeperSlot(Slot):
+    """A slot whose captures this process holds for readers. A new keeper releases every slot that it takes over."""
+
+    def hold(self, sequence: int, rank_slots: Sequence[Slot], kept: int) -> bool:
+        """Keep a capture from being written over until ``release``.
+
+        Args:
+            sequence: number of the capture.
+            rank_slots: all slots of the rank.
+            kept: number of newest whole captures that the trainer never writes over.
+
+        Returns: ``True`` if the trainer is certain to see the hold before it can choose the slot. ``False`` if that is
+            not certain, or the capture is not in the slot any more; then nothing is held.
+        """
+        self.words.store(SlotWord.HELD, sequence)
+        others = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]
+        # Last: if the capture is still in the slot then, all other slots were read before the trainer could begin here.
+        view = self.view()
+        if view.sequence == sequence and is_untouchable(view, [*others, view], kept):
+            return True
+        self.release()
+        return False
+
+    def release(self) -> None:
+        """Let the trainer write over the slot again."""
+        self.words.store(SlotWord.HELD, 0)
+
+    def void(self, sequence: int) -> None:
+        """Mark an incomplete capture as one that will never be whole. Call it only after its trainer died."""
+        self.words.store(SlotWord.VOID, sequence)
+
+
+def slot_bytes(meta_capacity_bytes: int, image_capacity_bytes: int) -> int:
+    """Return the bytes that a slot of these capacities takes."""
+    return PAGE_BYTES + _round_up(meta_capacity_bytes) + _round_up(image_capacity_bytes)
+
+
+def make_slot(
+    meta_capacity_bytes: int,
+    image_capacity_bytes: int,
+    directory: str | None = None,
+    progress: Callable[[int], None] = lambda count: None,
+) -> KeeperSlot:
+    """Make an empty slot and allocate all of its memory.
+
+    Blocks: as long as the kernel needs to find the memory. Other threads run meanwhile.
+
+    Args:
+        meta_capacity_bytes: bytes for metadata, rounded up to pages.
+        image_capacity_bytes: bytes for the image, rounded up to pages.
+        directory: where the slot is made as a file; ``None``: it is shared memory.
+        progress: called with the number of bytes after each piece of shared memory. What it raises ends the call.
+
+    Raises: OSError, if the machine has no memory for it; MemoryBoundExceeded, if no file can be made.
+    """
+    size_bytes = slot_bytes(meta_capacity_bytes, image_capacity_bytes)
+    if directory is not None:
+        descriptor = make_file(directory, size_bytes)
+    else:
+        descriptor = os.memfd_create("lazysnap-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        if directory is None:
+            _allocate(descriptor, size_bytes, progress)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        # Invariant: the sequence number 0 is of no capture, so a new slot holds none and is held by none.
+        capacities = (_round_up(meta_capacity_bytes), _round_up(image_capacity_bytes))
+        os.pwrite(descriptor, word_bytes(_MAGIC, secrets.randbits(64), *capacities), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return KeeperSlot.attach(descriptor)
+
+
+def _allocate(descriptor: int, size_bytes: int, progress: Callable[[int], None]) -> None:
+    """Allocate the pages of shared memory without mapping them: mapped ones would count as the keeper's own."""
+    for offset in range(0, size_bytes, _CHUNK_BYTES):
+        length = min(_CHUNK_BYTES, size_bytes - offset)
+        os.posix_fallocate(descriptor, offset, length)
+        progress(length)
+
+
+def _check_slot(descriptor: int) -> int:
+    """Return the bytes for metadata. Raises: FormatError, if this is no slot, or one that could lose pages."""
+    size_bytes = os.fstat(descriptor).st_size
+    fields = memoryview(os.pread(descriptor, 32, 0).ljust(32, b"\0")).cast("Q")
+    magic, _, meta_capacity_bytes, image_capacity_bytes = fields
+    is_layout = PAGE_BYTES + meta_capacity_bytes + image_capacity_bytes == size_bytes
+    if magic != _MAGIC or not is_layout or meta_capacity_bytes % PAGE_BYTES:
+        raise FormatError(
+            f"shared memory of {size_bytes} bytes is no slot of this version (magic {magic:#x}, "
+            f"capacities {meta_capacity_bytes} + {image_capacity_bytes}); restart the keeper of this job"
+        )
+    if not _is_memory(descriptor):
+        if not is_allocated(descriptor):
+            raise FormatError("a file that has a name, or not all of its blocks, is no slot")
+    elif not is_sealed(descriptor):
+        raise FormatError("shared memory whose size another process could change is no slot")
+    return meta_capacity_bytes
+
+
+def _is_memory(descriptor: int) -> bool:
+    """True if the descriptor is of shared memory, which can be sealed; files cannot."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+def _round_up(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES

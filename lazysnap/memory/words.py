@@ -1,0 +1,312 @@
+"""The words that trainers and their keeper share: one page in each slot, and one page for the node.
+
+A word has 8 bytes and exactly one writer. Any process may load any word, so nothing is asked and nothing is answered.
+
+==================  ========  =========================================================================================
+word of a slot      writer    meaning
+==================  ========  =========================================================================================
+``MAGIC``           creator   layout and version
+``SLOT_ID``         creator   random number that names the slot in messages
+``META_CAPACITY``   creator   bytes for metadata
+``IMAGE_CAPACITY``  creator   bytes for the image
+``END``             trainer   equal to ``BEGIN`` once the capture is whole
+``BEGIN``           trainer   step + 1 of the capture in the slot; 0: the slot is empty
+``SEQUENCE``        trainer   number of the capture, from 1, over all starts of the job; orders the slots by age
+``START``           trainer   id of the start that made the capture, 64 bits
+``META_BYTES``      trainer   bytes of the metadata
+``META_SUM``        trainer   checksum of the metadata
+``IMAGE_BYTES``     trainer   bytes of the image
+``WATERMARK``       trainer   image bytes [0, ``WATERMARK``) are copied
+``COPIED``          trainer   nanoseconds that the copy took; for people
+``REACHED``         trainer   step + 1 of the last step boundary, in the slot of the newest capture; for people
+``HELD``            keeper    ``SEQUENCE`` of the capture that is being read; 0: none
+``VOID``            keeper    ``SEQUENCE`` of a capture that will never be whole, since its trainer died
+==================  ========  =========================================================================================
+
+The node page has one word, ``GRANT``, written by the keeper: see ``NodePage``.
+
+``HELD`` and ``VOID`` name a capture by its sequence number, not by its step: after a rollback or a restart the same
+step may be captured again in the same slot, and a hold or a void must never apply to the later capture.
+"""
+
+import enum
+import fcntl
+import mmap
+import os
+import struct
+import threading
+from dataclasses import dataclass
+
+from lazysnap import faults
+from lazysnap.errors import FormatError
+
+PAGE_BYTES = mmap.PAGESIZE
+"""Bytes of a page of words. What a process maps begins at a multiple of it."""
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Seals of shared memory: a mapping must not lose its pages because another process changes the size."""
+
+_NODE_MAGIC = 0x3145444F4E4E5341
+_VIEW_ATTEMPTS = 3
+
+
+def fence() -> None:
+    """Order memory on every processor: what this thread accessed before stays before what it accesses from now on.
+
+    Trainer and keeper share memory without a common lock. x86-64 keeps stores in order, ARM64 does not: a reader could
+    see a watermark before the bytes below it. Python has no fence, but releasing a lock and acquiring it again is one.
+    No earlier access moves behind the release, no later one moves before the acquire, and the acquire stays behind
+    the release:
+
+    * ARM64: ``po; [L]``, ``[A]; po`` and ``[L]; po; [A]`` are all in *bob*, "barrier-ordered-before", of Arm's own
+      model (herdtools7, ``herd/libdir/aarch64hwreqs.cat``). An acquire followed by a release would not do: accesses
+      from both sides may move between the two and pass each other there.
+    * x86-64: either is a ``LOCK CMPXCHG``, which alone is a full fence.
+    * CPython up to 3.12: ``threading.Lock`` is a semaphore (``Python/thread_pthread.h``). glibc releases and acquires
+      it by compare-and-exchange (``nptl/sem_post.c``, ``nptl/sem_waitcommon.c``). From 3.13 on it is a ``PyMutex``
+      (``Python/lock.c``), whose compare-and-exchange is sequentially consistent.
+
+    A system call would not do either: it need not contain a barrier. The lock is a new one each time, so no thread
+    ever waits for another, also after a fork.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+class SlotWord(enum.IntEnum):
+    """Index of each word in the page of a slot. The module says who writes which."""
+
+    MAGIC = 0
+    SLOT_ID = 1
+    META_CAPACITY = 2
+    IMAGE_CAPACITY = 3
+    END = 4
+    BEGIN = 5
+    SEQUENCE = 6
+    START = 7
+    META_BYTES = 8
+    META_SUM = 9
+    IMAGE_BYTES = 10
+    WATERMARK = 11
+    COPIED = 12
+    REACHED = 13
+    HELD = 14
+    VOID = 15
+
+
+class SlotPhase(enum.Enum):
+    """State of the capture in a slot.
+
+    EMPTY -> CAPTURING -> WHOLE. A trainer that discards the capture, or begins another one, makes the slot EMPTY
+    first. CAPTURING -> VOID when the trainer died.
+    """
+
+    EMPTY = "empty"
+    CAPTURING = "capturing"
+    WHOLE = "whole"
+    VOID = "void"
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """The words of a slot at one moment, all of one capture."""
+
+    slot_id: int
+    meta_capacity_bytes: int
+    image_capacity_bytes: int
+    phase: SlotPhase
+    """Invariant: WHOLE only if every byte of the capture was visible to all processes before END was."""
+    step: int | None
+    """Step of the capture; ``None`` if the slot is empty."""
+    start: int
+    """Id of the start that made the capture."""
+    sequence: int
+    """Number of the capture, also of one that was discarded; 0 if there was none yet."""
+    image_bytes: int
+    watermark_bytes: int
+    """Image bytes that are copied. Invariant: at most ``image_bytes``, and equal to it if the phase is WHOLE."""
+    copied_ns: int
+    reached_step: int | None
+    is_held: bool
+    """True if the keeper holds this very capture. A hold of an earlier capture in the slot does not count."""
+
+
+class WordPage:
+    """One mapped page of words. Each access takes place after everything that this thread accessed before it."""
+
+    def __init__(self, page: memoryview) -> None:
+        # An aligned item of this format is copied as 8 bytes at once, so no reader sees half a word.
+        self._cells = page.cast("Q")
+
+    def load(self, word: int) -> int:
+        """Return the value of a word."""
+        fence()
+        return self._cells[word]
+
+    def store(self, word: int, value: int) -> None:
+        """Set a word. Only its one writer may do so."""
+        fence()
+        faults.point("memory.store")
+        self._cells[word] = value
+
+    def close(self) -> None:
+        """Let go of the page, so that it can be unmapped."""
+        self._cells.release()
+
+
+class SlotPage(WordPage):
+    """The words of one slot."""
+
+    def __init__(self, page: memoryview) -> None:
+        super().__init__(page)
+        # Loaded once: sizes that were checked must not change under a reader.
+        self.slot_id = self.load(SlotWord.SLOT_ID)
+        self.meta_capacity_bytes = self.load(SlotWord.META_CAPACITY)
+        self.image_capacity_bytes = self.load(SlotWord.IMAGE_CAPACITY)
+
+    def view(self) -> SlotView:
+        """Return the words as they were at one moment.
+
+        A trainer that begins a capture sets BEGIN to 0, then SEQUENCE, then the other words, then BEGIN. So if SEQUENCE
+        is the same before and after, and BEGIN was not 0, all words between are of the capture with that number. The
+        second load also keeps what the caller reads next behind the words, such as bytes below the watermark.
+
+        A slot in which captures begin faster than the words can be read is reported as empty.
+        """
+        for _ in range(_VIEW_ATTEMPTS):
+            sequence = self.load(SlotWord.SEQUENCE)
+            begin = self.load(SlotWord.BEGIN)
+            view = self._read(sequence, begin)
+            if self.load(SlotWord.SEQUENCE) == sequence:
+                return view
+        return self._read(sequence, 0)
+
+    def _read(self, sequence: int, begin: int) -> SlotView:
+        reached = self.load(SlotWord.REACHED)
+        is_held = begin != 0 and self.load(SlotWord.HELD) == sequence
+        return SlotView(
+            slot_id=self.slot_id,
+            meta_capacity_bytes=self.meta_capacity_bytes,
+            image_capacity_bytes=self.image_capacity_bytes,
+            phase=self._phase(sequence, begin),
+            step=begin - 1 if begin else None,
+            start=self.load(SlotWord.START),
+            sequence=sequence,
+            image_bytes=self.load(SlotWord.IMAGE_BYTES),
+            watermark_bytes=self.load(SlotWord.WATERMARK),
+            copied_ns=self.load(SlotWord.COPIED),
+            reached_step=reached - 1 if reached else None,
+            is_held=is_held,
+        )
+
+    def _phase(self, sequence: int, begin: int) -> SlotPhase:
+        if begin == 0:
+            return SlotPhase.EMPTY
+        if self.load(SlotWord.END) == begin:
+            return SlotPhase.WHOLE
+        if self.load(SlotWord.VOID) == sequence:
+            return SlotPhase.VOID
+        return SlotPhase.CAPTURING
+
+
+class NodeWord(enum.IntEnum):
+    """Index of each word in the page of a node."""
+
+    MAGIC = 0
+    GRANT = 1
+
+
+GRANT_ANY = 0
+"""GRANT: every capture is awaited."""
+GRANT_NONE = (1 << 64) - 1
+"""GRANT: no capture is awaited."""
+
+
+class NodePage(WordPage):
+    """The page of a node. Its word GRANT says which captures the keeper wants to be woken for.
+
+    GRANT is step + 1 of the step that storage and redundancy take next, ``GRANT_ANY`` or ``GRANT_NONE``. A trainer that
+    begins a capture stores its words first and loads GRANT then; the keeper stores GRANT first and looks at the slots
+    then. So at least one of the two sees what the other stored, and no granted capture goes unnoticed.
+
+    Example::
+
+        page = NodePage.create()
+        page.grant(step=7)
+        trainer_page = NodePage.attach(os.dup(page.descriptor))
+        trainer_page.is_awaited(7)  # True
+    """
+
+    def __init__(self, descriptor: int, mapping: mmap.mmap) -> None:
+        super().__init__(memoryview(mapping))
+        self.descriptor = descriptor
+        self._mapping = mapping
+
+    @classmethod
+    def create(cls) -> "NodePage":
+        """Make a page that awaits every capture. Raises: OSError."""
+        descriptor = os.memfd_create("lazysnap-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, PAGE_BYTES)
+            os.pwrite(descriptor, word_bytes(_NODE_MAGIC), 0)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls.attach(descriptor)
+
+    @classmethod
+    def attach(cls, descriptor: int) -> "NodePage":
+        """Map a page. It owns ``descriptor`` from then on, which is closed if it cannot be mapped.
+
+        Raises: FormatError, if the descriptor is no node page of this version, or its size could change; OSError.
+        """
+        try:
+            is_page = is_sealed(descriptor) and os.fstat(descriptor).st_size == PAGE_BYTES
+            if not is_page or os.pread(descriptor, 8, 0) != word_bytes(_NODE_MAGIC):
+                raise FormatError("shared memory is no node page of this version; restart the keeper of this job")
+            return cls(descriptor, mmap.mmap(descriptor, PAGE_BYTES))
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    # The keeper
+
+    def grant(self, step: int) -> None:
+        """Await the capture of ``step``, and later ones."""
+        self.store(NodeWord.GRANT, step + 1)
+
+    def grant_any(self) -> None:
+        """Await every capture."""
+        self.store(NodeWord.GRANT, GRANT_ANY)
+
+    def grant_none(self) -> None:
+        """Await no capture."""
+        self.store(NodeWord.GRANT, GRANT_NONE)
+
+    # The trainers
+
+    def is_awaited(self, step: int) -> bool:
+        """True if the keeper is to be woken for the capture of ``step``, whose words were stored before this call."""
+        return step + 1 >= self.load(NodeWord.GRANT)
+
+    def close(self) -> None:
+        """Unmap and close. The page lives as long as another process has it."""
+        super().close()
+        self._mapping.close()
+        os.close(self.descriptor)
+
+
+def is_sealed(descriptor: int) -> bool:
+    """True if this is shared memory whose size no process can change."""
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:  # a file
+        return False
+    return seals & SEALS == SEALS
+
+
+def word_bytes(*values: int) -> bytes:
+    """Return words in the byte order of memory."""
+    return struct.pack(f"{len(values)}Q", *values)
