@@ -329,7 +329,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
         source = Parity(connections)
         source.lost = parts
         [entry] = [entry for entry in computed if entry.rank == rank]
-        shard = source.open(entry, "the lost node", lambda: None)
+        shard = source.open(entry, "the lost node")
         read({shard: [Wanted(shard.offset, shard.offset + shard.layout.size_bytes, put)]})
         connections.close()
         ours |= {"s": time.perf_counter() - started, "cpu_s": _cpu_s(everyone) - cpu_s}

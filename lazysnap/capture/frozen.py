@@ -7,7 +7,7 @@ versions are compared. A write through ``.data`` moves neither, so nobody notice
 import ctypes
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -226,15 +226,11 @@ def slices_of(room: memoryview) -> Iterator[memoryview]:
     return (room[start : start + SLICE_BYTES] for start in range(0, len(room), SLICE_BYTES))
 
 
-def digest_of(pieces: Iterable[memoryview], beat: Callable[[], None]) -> str:
-    """The digest that names a file with these bytes (``Checksums.whole``). Blocks.
-
-    ``beat`` is called for every piece, and may raise to end it.
-    """
+def digest_of(pieces: Iterable[memoryview]) -> str:
+    """Return the digest that names a file with these bytes (``Checksums.whole``). Blocks."""
     blocks: list[str] = []
     size, block = 0, xxhash.xxh3_128()
     for piece in pieces:
-        beat()
         while len(piece):
             part, piece = piece[: BLOCK_BYTES - size % BLOCK_BYTES], piece[BLOCK_BYTES - size % BLOCK_BYTES :]
             block.update(part)

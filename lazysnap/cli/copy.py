@@ -134,7 +134,7 @@ def _copy_file(
             written = target.write_file(manifest.name, manifest.shards, bytes_read)
     if moved and not target.storage.checks_writes:
         try:
-            read_node_file(target.place(entry), written, beat=advance)
+            read_node_file(target.place(entry), written, progress=advance)
         except (FormatError, FileNotFoundError) as error:
             raise LevelError(f"{target.url}/{entry.location}: reads back other bytes than were written") from error
     return moved

@@ -27,7 +27,8 @@ from lazysnap.levels import SnapshotStore
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage, probe, probe_name
-from lazysnap.levels.watchdog import Beat, Watchdog
+from lazysnap.levels.watchdog import Watchdog
+from lazysnap.levels.watched import WatchedStorage
 from lazysnap.memory.arena import Slot
 from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.limits import available_bytes
@@ -219,9 +220,10 @@ def _missing(path: str) -> list[str]:
 def _trial(store: SnapshotStore, size_bytes: int) -> Iterator[Line]:
     """Write, read back and delete objects. Raises: LevelError, also if nothing moves for ``_TRIAL_S``."""
     storage = store.storage
-    Watchdog(lambda beat: probe(storage, beat), f"a small object at {store.url}").result(_TRIAL_S)
+    Watchdog(lambda beat: probe(WatchedStorage(storage, beat)), f"a small object at {store.url}").result(_TRIAL_S)
     yield Line("level", "good", f"{store.url}: a small object was written, read and deleted")
-    trial = Watchdog(lambda beat: _seconds(storage, size_bytes, beat), f"{decimal(size_bytes)} at {store.url}")
+    what = f"{decimal(size_bytes)} at {store.url}"
+    trial = Watchdog(lambda beat: _seconds(WatchedStorage(storage, beat), size_bytes), what)
     write, read = (f"{decimal(int(size_bytes / seconds))}/s" for seconds in trial.result(_TRIAL_S))
     yield Line("rates", "good", f"durable writes of {write}, reads of {read} ({decimal(size_bytes)})")
     ahead_s = Watchdog(lambda beat: _clock_ahead_s(storage), f"the clock of {store.url}").result(_TRIAL_S)
@@ -233,7 +235,7 @@ def _trial(store: SnapshotStore, size_bytes: int) -> Iterator[Line]:
         yield Line("clock", "good", "that of the level agrees with this node's")
 
 
-def _seconds(storage: Storage, size_bytes: int, beat: Beat) -> tuple[float, float]:
+def _seconds(storage: Storage, size_bytes: int) -> tuple[float, float]:
     """Return the seconds of a durable write and of a read."""
     data = map_anonymous(BLOCK_BYTES)
     data[:] = os.urandom(1 << 20) * (BLOCK_BYTES >> 20)
@@ -242,14 +244,12 @@ def _seconds(storage: Storage, size_bytes: int, beat: Beat) -> tuple[float, floa
     began = time.monotonic()
     with contextlib.closing(storage.create(path, size_bytes)) as writer:
         with ThreadPoolExecutor(storage.parallel_writes) as pool:
-            for _ in pool.map(lambda part: writer.write(part[0], data[: part[1]]), ranges):
-                beat()
+            list(pool.map(lambda part: writer.write(part[0], data[: part[1]]), ranges))
         writer.publish()
     wrote = time.monotonic()
     try:
         with contextlib.closing(storage.reader(path)) as reader, ThreadPoolExecutor(storage.parallel_reads) as pool:
-            for _ in pool.map(lambda part: reader.read_into(part[0], map_anonymous(part[1])), ranges):
-                beat()
+            list(pool.map(lambda part: reader.read_into(part[0], map_anonymous(part[1])), ranges))
         return wrote - began, time.monotonic() - wrote
     finally:
         storage.delete(path)

@@ -36,7 +36,7 @@ class Verdict:
     def compare(self, place: FilePlace, manifest: Manifest, advance: Callable[[int], None]) -> bool:
         """Read every byte of a file. False if it was deleted. Blocks. Raises: LevelError."""
         try:
-            read_node_file(place, manifest, beat=advance)
+            read_node_file(place, manifest, progress=advance)
         except FormatError as error:
             self.blame(str(error))
         except FileNotFoundError:

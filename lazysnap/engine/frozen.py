@@ -3,7 +3,7 @@
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -195,13 +195,23 @@ class _Copy:
         self._cancelled.set()
         self._ended.wait(timeout_s)
 
-    def _beat(self) -> None:
+    def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise CaptureAborted("cancelled")
 
+    def _digest_of(self, pieces: Iterable[memoryview]) -> str:
+        """Return the digest of these bytes. Blocks. Raises: CaptureAborted, if it is cancelled meanwhile."""
+
+        def until_cancelled() -> Iterator[memoryview]:
+            for piece in pieces:
+                self._check_cancelled()
+                yield piece
+
+        return digest_of(until_cancelled())
+
     def _run(self) -> None:
         try:
-            self._bring(digest_of(self._frozen.pieces(), self._beat))
+            self._bring(self._digest_of(self._frozen.pieces()))
         except Exception as error:  # noqa: BLE001  the last handler of the thread: they become part of every capture
             self.error = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
         finally:
@@ -210,7 +220,7 @@ class _Copy:
     def _bring(self, digest: str) -> None:
         """Have the keeper hold the bytes of that digest. Blocks. Raises: CaptureAborted."""
         while True:
-            self._beat()
+            self._check_cancelled()
             try:
                 slot, fills = self._client.ask_frozen(digest, len(self._meta), self._frozen.size_bytes)
             except MemoryBoundExceeded as error:
@@ -234,7 +244,7 @@ class _Copy:
         room, sequence = slot.image[: self._frozen.size_bytes], slot.word(Word.SEQUENCE) + 1
         slot.begin(0, sequence=sequence, image_bytes=len(room), meta=self._meta, pin=False)
         faults.point("engine.frozen.begun")
-        if digest_of(self._frozen.copied_into(room), self._beat) != digest:
+        if self._digest_of(self._frozen.copied_into(room)) != digest:
             slot.discard()
             raise CaptureAborted("they changed while they were copied")
         faults.point("engine.frozen.copied")
@@ -251,7 +261,7 @@ class _Copy:
         with contextlib.suppress(FormatError):
             if CaptureMeta.from_bytes(slot.read_meta()).start == self._start:
                 return True
-            if digest_of(slices_of(slot.image[: self._frozen.size_bytes]), self._beat) == digest:
+            if self._digest_of(slices_of(slot.image[: self._frozen.size_bytes])) == digest:
                 return True
         slot.drop(status.sequence)
         return False

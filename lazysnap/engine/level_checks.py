@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from lazysnap.config import PersistentLevel, is_path
 from lazysnap.levels import open_store
 from lazysnap.levels.storage import Storage, probe_name
-from lazysnap.levels.watchdog import Watchdog
+from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
@@ -56,7 +56,11 @@ def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
 
 def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool:
     """Return the result of ``work``; ``False``, if it fails or takes too long."""
-    attempt = Watchdog(lambda beat: work(open_store(level.url).storage), f"trying {level.url}")
+
+    def watched(beat: Beat) -> bool | None:
+        return work(open_store(level.url).watched(beat).storage)
+
+    attempt = Watchdog(watched, f"trying {level.url}")
     try:
         return attempt.result(min(_DEADLINE_S, level.timeout_s)) is True
     except Exception as error:  # noqa: BLE001  storage packages may raise anything

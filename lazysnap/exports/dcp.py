@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from lazysnap.errors import LazySnapError, StateError
 from lazysnap.exports.checkpoint import stock_state
 from lazysnap.exports.job import Job
 from lazysnap.exports.states import Outline
+from lazysnap.levels.source import Progress
 from lazysnap.shard.pieces import Extent
 from lazysnap.snapshots.assembly import JoinedTensor, Tile, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
@@ -40,9 +41,9 @@ def write_distributed(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
         state = _named(state, place, names)
     writer = FileSystemWriter(path, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     try:
-        with warnings.catch_warnings(), job.bar("exporting", outline.size_bytes) as beat:
+        with warnings.catch_warnings(), job.bar("exporting", outline.size_bytes) as progress:
             warnings.simplefilter("ignore")  # it warns that there is no process group
-            save(state, storage_writer=writer, planner=_Planner(outline, beat), no_dist=True)
+            save(state, storage_writer=writer, planner=_Planner(outline, progress), no_dist=True)
     except ValueError as error:
         raise StateError(f"torch.distributed.checkpoint cannot hold this state: {error}") from error
     except CheckpointException as error:
@@ -113,9 +114,10 @@ def _key(item: WriteItem) -> tuple[str, tuple[int, ...]]:
 class _Planner(DefaultSavePlanner):
     """Plans the parts that the shards hold, in their order, and reads some of them at a time."""
 
-    def __init__(self, outline: Outline, beat: Callable[[int], None]) -> None:
+    def __init__(self, outline: Outline, progress: Progress) -> None:
         super().__init__()
-        self._outline, self._beat = outline, beat
+        self._outline = outline
+        self._progress = progress
         self._chunks: list[_Chunk] = []
         self._numbers: dict[tuple[str, tuple[int, ...]], int] = {}
         self._read: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
@@ -176,4 +178,4 @@ class _Planner(DefaultSavePlanner):
             self._read[_key(chunk.item)] = made
             if chunk.tensor is not None and chunk.tile is not None:
                 reads.add_tile(chunk.tile.alone(), chunk.tensor.item_bytes, into(made))
-        reads.run(self._beat)
+        reads.run(self._progress)

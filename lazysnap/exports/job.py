@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError
 from lazysnap.levels.files import pwrite_all
+from lazysnap.levels.source import Progress, no_progress
 from lazysnap.snapshots.reads import Reads, Write
 
-Bar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+Bar = Callable[[str, int], AbstractContextManager[Progress]]
 """A display of progress: takes name and bytes of some work, and yields a function that takes further done bytes."""
 
 
@@ -19,9 +20,9 @@ def behind(handle: int, start: int) -> Write:
 
 
 @contextlib.contextmanager
-def no_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def no_bar(what: str, total: int) -> Iterator[Progress]:
     """Show no progress: a ``Bar``."""
-    yield lambda count: None
+    yield no_progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,5 +55,5 @@ class Job:
 
     def fill(self, reads: Reads) -> None:
         """Read the snapshot into the files of an export. Blocks. Raises: as ``Reads.run``."""
-        with self.bar("exporting", reads.size_bytes) as beat:
-            reads.run(beat)
+        with self.bar("exporting", reads.size_bytes) as progress:
+            reads.run(progress)

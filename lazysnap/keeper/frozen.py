@@ -22,7 +22,7 @@ from lazysnap.errors import FormatError, LevelError
 from lazysnap.keeper.grant_loop import GrantLoop
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
-from lazysnap.levels.source import BlockSource, MemorySource, RateLimitedSource, RateLimiter, shard_of
+from lazysnap.levels.source import BlockSource, MemorySource, shard_of
 from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot, SlotPhase
 from lazysnap.memory.slot_pool import make_slot_or_file
@@ -41,27 +41,28 @@ _SLOWEST_BYTES_PER_S = 10 << 20
 
 
 class FrozenTurn:
-    """The turns of this node at one level."""
+    """The turns of this node at one level, for one job."""
 
-    def __init__(self, loop: GrantLoop, index: int, level: PersistentLevel) -> None:
-        """``index``: of the level."""
+    def __init__(self, loop: GrantLoop, index: int, level: PersistentLevel, beat: Beat) -> None:
+        """``index``: of the level; ``beat``: of the job, called while another node has the turn."""
         self._loop, self._index, self._level = loop, index, level
+        self._beat = beat
 
     @contextlib.contextmanager
-    def taken(self, store: SnapshotStore, frozen: FrozenReference, beat: Beat) -> Iterator[None]:
+    def taken(self, store: SnapshotStore, frozen: FrozenReference) -> Iterator[None]:
         """Ask for the turn, and give it back at the end.
 
         Blocks: until this node is named, the tensors are there, or the deadline passed: ``timeout_s`` of the level, and
-        the time that a slow node takes to write them. Raises: LevelError; what ``beat`` raises.
+        the time that a slow node takes to write them. Raises: LevelError; CaptureAborted.
         """
         self._loop.post(self._loop.node.ask, self._index, frozen.digest)
         try:
-            self._wait(store, frozen, beat)
+            self._wait(store, frozen)
             yield
         finally:
             self._loop.post(self._loop.node.ask, self._index, None)
 
-    def _wait(self, store: SnapshotStore, frozen: FrozenReference, beat: Beat) -> None:
+    def _wait(self, store: SnapshotStore, frozen: FrozenReference) -> None:
         rate = min(_SLOWEST_BYTES_PER_S, self._level.max_bytes_per_s or _SLOWEST_BYTES_PER_S)
         began, pause_s = time.monotonic(), _SHORTEST_LOOK_S
         deadline, look_at = began + self._level.timeout_s + frozen.size_bytes / rate, began + pause_s
@@ -75,11 +76,11 @@ class FrozenTurn:
                 )
                 return
             if time.monotonic() > look_at:
-                if store.has_frozen(frozen.digest, beat):
+                if store.has_frozen(frozen.digest):
                     return
                 pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
                 look_at = time.monotonic() + pause_s
-            beat()
+            self._beat()
             time.sleep(_POLL_S)
 
 
@@ -239,25 +240,25 @@ class FrozenWriter:
     What is missing there comes from memory, else from a faster level.
     """
 
-    def __init__(self, slot_of: Callable[[str], Slot | None], pace: RateLimiter, *, verify: bool = False) -> None:
+    def __init__(self, slot_of: Callable[[str], Slot | None], *, verify: bool = False) -> None:
         """``slot_of`` gives the whole slot of the frozen tensors of a digest, if there is one.
 
         ``verify``: read them back also where the storage checks what arrives.
         """
-        self._slot_of, self._pace, self._verify = slot_of, pace, verify
+        self._slot_of, self._verify = slot_of, verify
         self._whole: set[str] = set()
         """Digests of the files that this start wrote, or read in full."""
 
-    def is_whole(self, store: SnapshotStore, digest: str, beat: Beat) -> bool:
+    def is_whole(self, store: SnapshotStore, digest: str) -> bool:
         """True if the frozen tensors are at the level and undamaged. The first call of a start reads the whole file.
 
-        A damaged file loses its manifest. Blocks. Raises: LevelError; what ``beat`` raises.
+        A damaged file loses its manifest. Blocks. Raises: LevelError.
         """
-        if not store.has_frozen(digest, beat):
+        if not store.has_frozen(digest):
             return False
         if digest not in self._whole:
             try:
-                store.verify_frozen(digest, beat)
+                store.verify_frozen(digest)
             except FormatError as error:
                 logger.warning("%s; they are written again if memory or a faster level still has them", error)
                 return False
@@ -268,7 +269,6 @@ class FrozenWriter:
         self,
         store: SnapshotStore,
         meta: CaptureMeta,
-        beat: Beat,
         origin: SnapshotStore | None = None,
         turn: FrozenTurn | None = None,
     ) -> None:
@@ -278,25 +278,23 @@ class FrozenWriter:
         Blocks: also while another node writes. Raises: LevelError, CaptureAborted.
         """
         frozen = meta.frozen
-        if frozen is None or self.is_whole(store, frozen.digest, beat):
+        if frozen is None or self.is_whole(store, frozen.digest):
             return
-        with contextlib.nullcontext() if turn is None else turn.taken(store, frozen, beat):
-            if turn is None or not self.is_whole(store, frozen.digest, beat):
-                self._write(store, meta.step, frozen, beat, origin)
+        with contextlib.nullcontext() if turn is None else turn.taken(store, frozen):
+            if turn is None or not self.is_whole(store, frozen.digest):
+                self._write(store, meta.step, frozen, origin)
 
-    def _write(
-        self, store: SnapshotStore, step: int, frozen: FrozenReference, beat: Beat, origin: SnapshotStore | None
-    ) -> None:
-        with self._source(step, frozen, beat, origin) as (shard, source):
-            store.write_frozen(shard, RateLimitedSource(source, self._pace, beat), frozen.digest, beat)
+    def _write(self, store: SnapshotStore, step: int, frozen: FrozenReference, origin: SnapshotStore | None) -> None:
+        with self._source(step, frozen, origin) as (shard, source):
+            store.write_frozen(shard, source, frozen.digest)
         # Once, also without ``PersistentLevel.verify``: snapshots that refer to them compare only their size.
         if self._verify or not store.storage.checks_writes:
-            store.verify_frozen(frozen.digest, beat)
+            store.verify_frozen(frozen.digest)
         self._whole.add(frozen.digest)
 
     @contextlib.contextmanager
     def _source(
-        self, step: int, frozen: FrozenReference, beat: Beat, origin: SnapshotStore | None
+        self, step: int, frozen: FrozenReference, origin: SnapshotStore | None
     ) -> Iterator[tuple[Shard, BlockSource]]:
         slot = self._slot_of(frozen.digest)
         if slot is not None:
@@ -315,4 +313,4 @@ class FrozenWriter:
             where = origin.url
             raise LevelError(f"{where}: the frozen tensors {frozen.digest} are not there any more") from error
         with contextlib.closing(blocks):
-            yield shard, VerifiedSource(blocks, lambda count: beat())
+            yield shard, VerifiedSource(blocks)

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel
@@ -27,14 +27,16 @@ from lazysnap.keeper.node_files import FileWriter, NodeFiles
 from lazysnap.keeper.status import StatusBoard
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.node_file import delete_files
-from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.storage import probe
 from lazysnap.levels.watchdog import Beat, LevelHangs, Watchdog, WriteCancelled
+from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.arena import Slot
 from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.manifest import Manifest
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _IDLE_S = 0.5
 _NAMING_TRIES = 3
@@ -106,9 +108,10 @@ class LevelWriter:
         self._loop = memory.loop
         self._where = level.url
         self._retention = Retention(level, files.start)
-        frozen = FrozenWriter(memory.frozen, place.pace, verify=bool(level.verify))
-        self._bytes = FileWriter(files, memory.slots_of, frozen, place.pace)
+        frozen = FrozenWriter(memory.frozen, verify=bool(level.verify))
+        self._bytes = FileWriter(files, memory.slots_of, frozen)
         self._store: SnapshotStore | None = None
+        """The store, without a watchdog: it outlives a job. Each job gets it from ``_opened``."""
         self._above: Sequence[LevelWriter] = ()
         self._settings: Sequence[PersistentLevel] = ()
         self._changed = threading.Condition()
@@ -214,7 +217,7 @@ class LevelWriter:
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes read so far of the current step."""
+        """The bytes written so far of the current step."""
         return self._bytes.moved_bytes
 
     def is_reading(self, slot: Slot) -> bool:
@@ -262,10 +265,16 @@ class LevelWriter:
                     return self._tidy
                 self._changed.wait(_IDLE_S if rests_s is None else rests_s)
 
-    def _within_deadline(self, what: str, work: Callable[[Beat], Any]) -> Any:
+    def _within_deadline(self, what: str, work: Callable[[SnapshotStore], Result]) -> Result:
+        """Do a job with the store of the level. Blocks. Raises: as ``_watched``."""
+        return self._watched(what, lambda beat: work(self._opened(beat)))
+
+    def _watched(self, what: str, work: Callable[[Beat], Result]) -> Result:
+        """Do a job that opens the store itself. Blocks. Raises: LevelHangs; what ``work`` raises."""
         if (count := self.place.num_hanging()) >= _MAX_HANGING:
             raise LevelHangs(f"{self._where}: {what}: {count} earlier operations still hang there")
-        attempt = self._attempt = Watchdog(work, f"{self._where}: {what}")
+        attempt = Watchdog(work, f"{self._where}: {what}")
+        self._attempt = attempt
         try:
             return attempt.result(self._level.timeout_s)
         except LevelHangs:
@@ -276,14 +285,19 @@ class LevelWriter:
             self._attempt = None
 
     def _opened(self, beat: Beat) -> SnapshotStore:
-        if self._store is None:
-            self._store = open_store(self._level.url, speed=self._index + 1, options=self._level.storage_options)
+        """Return the store as one job uses it. Blocks. ``beat``: of the watchdog of this job."""
+        opened = self._store
+        if opened is None:
+            opened = open_store(self._level.url, speed=self._index + 1, options=self._level.storage_options)
+            beat()  # a thread that was left behind does not replace the store of later jobs
+            self._store = opened
+        store = opened.watched(beat, self.place.pace)
         if not self._is_swept:
-            gone = self._store.sweep(self._files.looks_after, beat)
+            gone = store.sweep(self._files.looks_after)
             self._is_swept = True
             if gone:
                 logger.info("%s: removed what dead runs left: %s", self._where, ", ".join(gone))
-        return self._store
+        return store
 
     # ---------------------------------------------------------------- storing
 
@@ -297,7 +311,7 @@ class LevelWriter:
         self.step = step
         doing = "writing" if write.source is None else "copying"
         try:
-            manifest = self._within_deadline(f"{doing} step {step}", lambda beat: self._bring(write, beat))
+            manifest = self._watched(f"{doing} step {step}", lambda beat: self._bring(write, beat))
             seconds, size = time.monotonic() - started, manifest.size_bytes
             self._bytes.rest()
             logger.info("step %d committed to %s: %d bytes in %.2f s", step, self._where, size, seconds)
@@ -329,43 +343,41 @@ class LevelWriter:
         store = self._opened(obey)
         if write.source is None:
             faults.point("keeper.persist.begin")
-            return self._bytes.store(store, write.step, obey, self._turn(write))
+            return self._bytes.store(store, write.step, self._turn(write, obey), obey)
         faults.point("keeper.persist.copy")
         above = self._above[write.source]
         if above._files.is_shared and not self._files.is_shared:
             raise CaptureAborted(f"{above._where}: has this node's share alone of what several nodes hold")
-        origin = open_store(above._level.url, options=above._level.storage_options)
-        return self._bytes.copy(store, origin, write.step, obey, self._turn(write))
+        origin = open_store(above._level.url, options=above._level.storage_options).watched(obey)
+        return self._bytes.copy(store, origin, write.step, self._turn(write, obey))
 
-    def _turn(self, write: Write) -> FrozenTurn | None:
+    def _turn(self, write: Write, beat: Beat) -> FrozenTurn | None:
         """Return ``None`` if no other node writes the same frozen tensors there, or none answers."""
         if not self._files.is_shared or self._files.team.nodes == 1 or write.is_alone:
             return None
-        return FrozenTurn(self._loop, self._index, self._level)
+        return FrozenTurn(self._loop, self._index, self._level, beat)
 
     def _read_back(self, manifest: Manifest) -> float:
         """Read the file back, if the level does that (``PersistentLevel.verify``). Return the seconds that it took.
 
         Raises: FormatError, and it is no snapshot any more; LevelError.
         """
-        store = self._store
-        if store is None:
+        opened = self._store
+        if opened is None:
             raise LevelHangs(f"{self._where}: given up meanwhile")
         wanted = self._level.verify
         if wanted is None:
-            wanted = not store.storage.checks_writes
+            wanted = not opened.storage.checks_writes
         if not wanted:
             return 0.0
-        began, what = time.monotonic(), f"reading back step {manifest.meta.step}"
-        self._within_deadline(what, lambda beat: self._bytes.check(store, manifest.meta.step, beat))
+        began, step = time.monotonic(), manifest.meta.step
+        self._within_deadline(f"reading back step {step}", lambda store: self._bytes.check(store, step))
         return time.monotonic() - began
 
     def _list(self) -> None:
         found: set[int] | None = None
         try:
-            found = self._within_deadline(
-                "looking for what is there", lambda beat: self._bytes.listed(self._opened(beat), beat)
-            )
+            found = self._within_deadline("looking for what is there", self._bytes.listed)
             self._lists = False
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._failed(None, error)
@@ -384,7 +396,7 @@ class LevelWriter:
     def _probe(self) -> None:
         """True if a small write works again."""
         try:
-            self._within_deadline("trying a small write", lambda beat: probe(self._opened(beat).storage, beat))
+            self._within_deadline("trying a small write", lambda store: probe(store.storage))
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             self._store = None
             self.health.failed(self._began)
@@ -402,7 +414,7 @@ class LevelWriter:
         could not be given waits for the next order, see ``on_order``.
         """
         try:
-            self._within_deadline(f"naming a snapshot {naming.name!r}", lambda beat: self._apply(naming, beat))
+            self._within_deadline(f"naming a snapshot {naming.name!r}", lambda store: self._apply(naming, store))
         except ConfigError as error:  # that does not pass, and the level is well
             self._report_failed(naming, str(error))
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
@@ -426,10 +438,9 @@ class LevelWriter:
             if self._namings and self._namings[0] is naming:  # else the name was taken away meanwhile
                 self._namings.popleft()
 
-    def _apply(self, naming: Naming, beat: Beat) -> None:
-        store = self._opened(beat)
+    def _apply(self, naming: Naming, store: SnapshotStore) -> None:
         if naming.step is None:
-            store.release(self._files.run_id, naming.name, beat)
+            store.release(self._files.run_id, naming.name)
         else:
             store.keep(self._files.entry(store.url, store.speed, naming.step), naming.name)
 
@@ -447,8 +458,8 @@ class LevelWriter:
         except (LazySnapError, OSError) as error:
             logger.info("%s: old snapshots stay for now: %s", self._where, error)
 
-    def _delete(self, beat: Beat) -> None:
-        (levels, names), store = self._known, self._opened(beat)
+    def _delete(self, store: SnapshotStore) -> None:
+        levels, names = self._known
         named = {step for step, given in names.items() if given}
         protected = named | still_to_copy(levels, self._settings, self._index, self._files.start)
         found = self._files.of_run(store.storage.list())
@@ -460,4 +471,4 @@ class LevelWriter:
                 continue
             # Asked at the last moment: a step that was cancelled may have been granted again.
             if not is_own or self._loop.give_up(self._index, key.step):
-                delete_files(self._files.mine(store.storage, directory, key), beat)
+                delete_files(self._files.mine(store.storage, directory, key))

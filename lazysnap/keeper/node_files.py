@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace, entries_of
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
-from lazysnap.levels.source import BlockSource, NodeSource, RateLimitedSource, RateLimiter, shard_of
+from lazysnap.levels.source import BlockSource, NodeSource, shard_of
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot
@@ -109,35 +110,34 @@ class FileWriter:
     """
 
     def __init__(
-        self,
-        files: NodeFiles,
-        slots_of: Callable[[int], Sequence[Slot | None]],
-        frozen: FrozenWriter,
-        pace: RateLimiter,
+        self, files: NodeFiles, slots_of: Callable[[int], Sequence[Slot | None]], frozen: FrozenWriter
     ) -> None:
         """``slots_of``: see ``level_writer.WriterContext``."""
-        self._files, self._slots_of, self._frozen, self._pace = files, slots_of, frozen, pace
-        self._reading: list[RateLimitedSource] = []
+        self._files = files
+        self._slots_of = slots_of
+        self._frozen = frozen
+        self.moved_bytes = 0
+        """The bytes written so far of the current step."""
+        self._counting = threading.Lock()
         self.slots: tuple[Slot, ...] = ()
         """The slots that are read now."""
 
-    @property
-    def moved_bytes(self) -> int:
-        """The bytes read so far of the current step."""
-        return sum(source.moved_bytes for source in self._reading)
-
     def rest(self) -> None:
         """Nothing is read any more."""
-        self._reading, self.slots = [], ()
+        self.moved_bytes = 0
+        self.slots = ()
 
-    def store(self, store: SnapshotStore, step: int, beat: Beat, turn: FrozenTurn | None) -> Manifest:
-        """Write the shards of all ranks out of their slots. Raises: CaptureAborted, LevelError, FormatError."""
+    def store(self, store: SnapshotStore, step: int, turn: FrozenTurn | None, beat: Beat) -> Manifest:
+        """Write the shards of all ranks out of their slots. Raises: CaptureAborted, LevelError, FormatError.
+
+        ``beat``: of the job, called while captures fill the slots.
+        """
         held = [self._source(number, step, beat) for number in range(len(self._files.team.node_ranks))]
         self.slots = tuple(slot for slot, _ in held)
         for _, source in held:
-            self._frozen.bring(store, source.meta, beat, turn=turn)
+            self._frozen.bring(store, source.meta, turn=turn)
         shards = [self._stored(source.meta, source) for _, source in held]
-        manifest = self._store_shards(store, self._files.name, shards, beat)
+        manifest = self._store_shards(store, self._files.name, shards)
         slot, first = held[0]
         if shards == [(first.meta, first)]:  # the file is what is in memory
             slot.set_checksums(first.sequence, manifest.checksums)
@@ -151,13 +151,13 @@ class FileWriter:
         return part.meta, part
 
     def _store_shards(
-        self, store: SnapshotStore, name: NodeName, shards: Sequence[tuple[CaptureMeta, BlockSource]], beat: Beat
+        self, store: SnapshotStore, name: NodeName, shards: Sequence[tuple[CaptureMeta, BlockSource]]
     ) -> Manifest:
         if len(shards) == 1:
             [(meta, source)] = shards
-            return store.write_file(name, [shard_of(meta, source)], self._paced(source, beat), beat)
+            return store.write_file(name, [shard_of(meta, source)], source, self._moved)
         together = NodeSource(shards)
-        return store.write_file(name, together.shards, self._paced(together, beat), beat)
+        return store.write_file(name, together.shards, together, self._moved)
 
     def _source(self, number: int, step: int, beat: Beat) -> tuple[Slot, SlotSource]:
         """Raises: CaptureAborted; FormatError."""
@@ -175,9 +175,7 @@ class FileWriter:
                 f"expected rank {wanted[2]} of {wanted[3]} of {files.directory(meta.step)}"
             )
 
-    def copy(
-        self, store: SnapshotStore, origin: SnapshotStore, step: int, beat: Beat, turn: FrozenTurn | None
-    ) -> Manifest:
+    def copy(self, store: SnapshotStore, origin: SnapshotStore, step: int, turn: FrozenTurn | None) -> Manifest:
         """Write what a faster level has. Raises: CaptureAborted, if that is not whole; LevelError."""
         try:
             manifest = self._files.found(origin.storage, step)
@@ -189,27 +187,26 @@ class FileWriter:
             with contextlib.closing(blocks):
                 blocks.header(manifest.shards[0])  # opened once: also what is deleted meanwhile is copied
                 for shard in manifest.shards:
-                    self._frozen.bring(store, shard.meta, beat, origin, turn)
-                source = VerifiedSource(blocks, lambda count: beat())
+                    self._frozen.bring(store, shard.meta, origin, turn)
+                source = VerifiedSource(blocks)
                 if not self._files.is_shared or not any(has_shared_rows(shard.meta) for shard in manifest.shards):
-                    return store.write_file(manifest.name, manifest.shards, self._paced(source, beat), beat)
+                    return store.write_file(manifest.name, manifest.shards, source, self._moved)
                 parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
-                return self._store_shards(store, manifest.name, [(part.meta, part) for part in parts], beat)
+                return self._store_shards(store, manifest.name, [(part.meta, part) for part in parts])
         except (FileNotFoundError, FormatError) as error:  # what is there is not what the manifest says
             raise CaptureAborted(f"{place.where}: {error}") from error
 
-    def _paced(self, source: BlockSource, beat: Beat) -> RateLimitedSource:
-        paced = RateLimitedSource(source, self._pace, beat)
-        self._reading = [*self._reading, paced]
-        return paced
+    def _moved(self, num_bytes: int) -> None:
+        with self._counting:
+            self.moved_bytes += num_bytes
 
-    def check(self, store: SnapshotStore, step: int, beat: Beat) -> None:
+    def check(self, store: SnapshotStore, step: int) -> None:
         """Read a file back. Raises: FormatError, and it is no snapshot any more."""
         place = self._files.place(store.storage, step)
         try:
             for entry in entries_of(place.read_manifest(), store.url, store.speed, place.directory):
-                store.check_frozen(entry, beat)
-            store.verify(place, beat)
+                store.check_frozen(entry)
+            store.verify(place)
         except (FormatError, FileNotFoundError) as error:
             with contextlib.suppress(FileNotFoundError):
                 place.withdraw()
@@ -217,14 +214,13 @@ class FileWriter:
                 place.delete_or_leave()  # a place where all is read back damaged would fill up
             raise FormatError(f"{store.url}: step {step}: it was read back damaged: {error}") from error
 
-    def listed(self, store: SnapshotStore, beat: Beat) -> set[int]:
+    def listed(self, store: SnapshotStore) -> set[int]:
         """Return the steps of this start that the node has, by their manifests and the sizes of their files.
 
         Frozen tensors that they refer to are read in full.
         """
         found = set()
         for key in self._files.of_run(store.storage.list()).values():
-            beat()
             if key.start != self._files.start:
                 continue
             try:
@@ -241,6 +237,6 @@ class FileWriter:
                 logger.warning("%s: step %d does not count: %s", store.url, key.step, error)
                 continue
             references = [shard.meta.frozen for shard in manifest.shards if shard.meta.frozen is not None]
-            if all(self._frozen.is_whole(store, reference.digest, beat) for reference in references):
+            if all(self._frozen.is_whole(store, reference.digest) for reference in references):
                 found.add(key.step)
         return found

@@ -75,10 +75,11 @@ def _memory(data: bytes) -> MemorySource:
     return MemorySource(memoryview(data), len(data))
 
 
-def open_part(slots: NodeSlots, step: int, most_lost: int, beat: Callable[[], None]) -> NodePart:
-    """The node's part of that step, which its ranks captured, or are about to.
+def open_part(slots: NodeSlots, step: int, most_lost: int, while_waiting: Callable[[], None]) -> NodePart:
+    """Return the node's part of that step, which its ranks captured, or are about to.
 
-    Blocks: until they have begun, at most ``AHEAD_S``. Raises: CaptureAborted; FormatError.
+    Blocks: until they have begun, at most ``AHEAD_S``. Raises: CaptureAborted; FormatError; what ``while_waiting``
+    raises. The part calls that, too, while bytes are missing.
     """
     deadline = time.monotonic() + AHEAD_S
     while None in (found := slots.of_step(step)) or not found:
@@ -86,9 +87,9 @@ def open_part(slots: NodeSlots, step: int, most_lost: int, beat: Callable[[], No
             raise CaptureAborted(f"step {step} is not in memory any more")
         if time.monotonic() > deadline:
             raise CaptureAborted(f"step {step} is not captured by all ranks of this node")
-        beat()
+        while_waiting()
         time.sleep(_POLL_S)
-    opened = [open_slot(partial(_slot, slots, step, number), step, beat) for number in range(len(found))]
+    opened = [open_slot(partial(_slot, slots, step, number), step, while_waiting) for number in range(len(found))]
     return NodePart([source for _, source in opened], most_lost)
 
 

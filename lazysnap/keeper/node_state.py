@@ -82,7 +82,7 @@ def _level_state(
         complete_ns=int(1e9 * told.complete_at) if is_seen else None,
         bytes_per_s=stored.bytes / max(stored.seconds, 1e-9) if stored is not None else None,
         storing=storing,
-        moved_bytes=min(writer.moved_bytes, total) if total else writer.moved_bytes,  # reads end at a page
+        moved_bytes=min(writer.moved_bytes, total) if total else writer.moved_bytes,  # a file has a header, too
         total_bytes=total,
         waiting=len(known.required - {key.step for key in known.complete} - {storing}),
         is_failing=writer.health.fails_since is not None or not known.works,

@@ -19,9 +19,9 @@ from lazysnap.keeper.held import HeldMember, HeldParity
 from lazysnap.keeper.node_part import open_part, read_index
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.protocol import Parity, Run
-from lazysnap.levels.source import MemorySource, RateLimiter, map_anonymous
+from lazysnap.levels.source import MemorySource, map_anonymous
 from lazysnap.levels.threads import in_threads
-from lazysnap.levels.watchdog import Beat
+from lazysnap.levels.watched import RateLimiter
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf
 from lazysnap.links.secret import Secret
@@ -150,11 +150,14 @@ class Encoding:
         while self._readers:
             self._readers.popitem()[1].close()
 
-    def encode(self, step: int, store: ParityStore, slots: NodeSlots, beat: Beat) -> ParitySet:
-        """The parity of that step. Blocks. ``beat`` may raise. Raises: LazySnapError."""
+    def encode(self, step: int, store: ParityStore, slots: NodeSlots, check: Callable[[], None]) -> ParitySet:
+        """Return the parity of that step. Blocks. Raises: LazySnapError; what ``check`` raises, which ends the work.
+
+        ``check`` is called for each block, and while bytes are missing.
+        """
         self.connect()
         opened = self._of_all(lambda position: self._open(position, step))
-        own = open_part(slots, step, self._parity.most_lost, beat)
+        own = open_part(slots, step, self._parity.most_lost, check)
         members = dict(zip(self._others, opened, strict=True))
         members[self._position] = _member(own.view, own.size_bytes)
         held = HeldParity(
@@ -172,7 +175,7 @@ class Encoding:
         stripes = self._group.held(self._position)
         files = store.buffers(len(stripes), pieces.stripe_bytes)
         sums = [_Stripe(pieces, stripe, row, file) for (stripe, row), file in zip(stripes, files, strict=True)]
-        self._of_all(lambda position: self._read(position, sums, beat))
+        self._of_all(lambda position: self._read(position, sums, check))
         own.finish()  # nobody here reads it, and it may be the last one to be whole
         for one in sums:
             one.finish()
@@ -194,14 +197,14 @@ class Encoding:
 
         return _member(read, size)
 
-    def _read(self, position: int, stripes: "Sequence[_Stripe]", beat: Beat) -> None:
+    def _read(self, position: int, stripes: "Sequence[_Stripe]", check: Callable[[], None]) -> None:
         """All that is wanted of one node."""
         reader, buffer = self._readers[position], map_anonymous(self._parity.block_bytes)
         for stripe in stripes:
             for block in range(stripe.num_blocks(position)):
-                beat()
+                check()
                 offset, length = stripe.span(position, block)
-                self._pace.take(length, beat)
+                self._pace.take(length, check)
                 checksum = reader.read_into(offset, buffer[:length])
                 stripe.add(position, block, buffer[:length], checksum)
         reader.finish()

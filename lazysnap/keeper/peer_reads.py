@@ -65,8 +65,8 @@ class PeerReads:
         if server is not None:
             server.close()
 
-    def _beat(self) -> None:
-        """Wait until the server ends at most; until then the reader's deadline counts. Raises: CaptureAborted."""
+    def _check_serving(self) -> None:
+        """Raises: CaptureAborted, if the server has ended. Until then the reader's deadline counts."""
         if self._server is None:
             raise CaptureAborted("this keeper serves no reads of this start any more")
 
@@ -76,7 +76,7 @@ class PeerReads:
             return self._parity.source(what.start, what.step, what.stripe)
         if isinstance(what, PartOf):
             slots = NodeSlots(lambda: self._ranks_of(what.start), what.start)
-            return open_part(slots, what.step, what.most_lost, self._beat)
+            return open_part(slots, what.step, what.most_lost, self._check_serving)
         if isinstance(what, FrozenOf):
             return self._frozen_of(what)
         ranks = self._ranks()

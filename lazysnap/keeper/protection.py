@@ -24,8 +24,8 @@ from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
 from lazysnap.keeper.protocol import Parity, Run
 from lazysnap.keeper.reminder import Reminder
-from lazysnap.levels.source import RateLimiter
 from lazysnap.levels.watchdog import WriteCancelled
+from lazysnap.levels.watched import RateLimiter
 from lazysnap.links.messages import PeerRefused
 from lazysnap.memory.arena import SlotPhase, Word
 from lazysnap.memory.failures import CaptureAborted, MemoryBoundExceeded

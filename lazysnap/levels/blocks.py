@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.source import Progress, map_anonymous, no_progress
 from lazysnap.levels.storage import Reader
 from lazysnap.levels.threads import in_threads
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
@@ -170,11 +170,10 @@ class MemoryBlocks(Blocks):
 class VerifiedSource:
     """A committed file as a ``BlockSource``: a damaged block ends the write before the copy is visible."""
 
-    def __init__(self, blocks: Blocks, beat: Callable[[int], None]) -> None:
-        """``beat`` receives the bytes of each piece that was read; what it raises ends the write."""
+    def __init__(self, blocks: Blocks, progress: Progress = no_progress) -> None:
         self.size_bytes = blocks.size_bytes
         self._blocks = blocks
-        self._beat = beat
+        self._progress = progress
         self._last: tuple[int, memoryview] | None = None
         """The block that was read last: a header is read from it in small parts."""
 
@@ -189,7 +188,7 @@ class VerifiedSource:
                 break
             first, last = max(start, offset), min(start + len(data), stop)
             out[first - offset : last - offset] = data[first - start : last - start]
-        self._beat(stop - offset)
+        self._progress(stop - offset)
         return out
 
     def _block(self, index: int) -> memoryview:
@@ -203,26 +202,23 @@ class VerifiedSource:
         """Nothing to do: every block was compared when it was read."""
 
 
-def read_node_file(place: FilePlace, manifest: Manifest, *, beat: Callable[[int], None] = lambda count: None) -> None:
+def read_node_file(place: FilePlace, manifest: Manifest, *, progress: Progress = no_progress) -> None:
     """Read a whole committed file, and compare every block with its checksum.
 
-    Blocks; ``beat`` receives the bytes of each block, and may raise.
-    Raises: FormatError, naming file and block; FileNotFoundError; LevelError.
+    Blocks. Raises: FormatError, naming file and block; FileNotFoundError; LevelError; what ``progress`` raises.
     """
     place.check_size(manifest.size_bytes)
     blocks = FileBlocks(place, manifest)
     with contextlib.closing(blocks):
         for shard in manifest.shards:
             shard.layout(blocks.header(shard), place.where)
-        fill({blocks: [Wanted(0, manifest.size_bytes, lambda at, data: None)]}, beat=beat)
+        fill({blocks: [Wanted(0, manifest.size_bytes, lambda at, data: None)]}, progress=progress)
 
 
-def fill(jobs: Mapping[Blocks, Sequence[Wanted]], *, beat: Callable[[int], None] = lambda count: None) -> None:
-    """Read everything that is wanted of these shards. Blocks.
+def fill(jobs: Mapping[Blocks, Sequence[Wanted]], *, progress: Progress = no_progress) -> None:
+    """Read everything that is wanted of these shards. Blocks. Files that do not stay open are closed in the end.
 
-    ``beat`` receives the bytes of each block, in several threads, and may raise. Files that do not stay open are closed
-    in the end.
-    Raises: FormatError, naming file and block; LevelError; FileNotFoundError; what ``put`` raises.
+    Raises: FormatError, naming file and block; LevelError; FileNotFoundError; what ``put`` and ``progress`` raise.
     """
     buffers = Buffers()
     parts: dict[tuple[Blocks, int], list[Wanted]] = defaultdict(list)
@@ -246,7 +242,7 @@ def fill(jobs: Mapping[Blocks, Sequence[Wanted]], *, beat: Callable[[int], None]
             is_last = not left[blocks]
         if is_last:
             blocks.rest()  # so that few of a thousand shards are open at a time
-        beat(count)
+        progress(count)
 
     tasks = [partial(take, *part) for part in sorted(parts, key=lambda part: (order[part[0]], part[1]))]
     threads = min(max((blocks.threads for blocks in jobs), default=1), max(1, len(parts)))

@@ -16,7 +16,6 @@ from lazysnap import faults
 from lazysnap.errors import FormatError
 from lazysnap.levels.files import TEMPORARY
 from lazysnap.levels.storage import Storage, is_probe
-from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.limits import MAX_SMALL_OBJECT_BYTES
 from lazysnap.shard.names import (
     NodeName,
@@ -62,16 +61,15 @@ def _owner_of(name: str) -> NodeName | None:
     return _NODE_0 if parse_keep_file_name(match[1]) is not None else None
 
 
-def leftovers(storage: Storage, is_ours: IsOurs | None, beat: Beat = lambda: None) -> Iterator[Leftover]:
+def leftovers(storage: Storage, is_ours: IsOurs | None) -> Iterator[Leftover]:
     """Yield the leftovers of a level. ``is_ours``: of which nodes; ``None``: of all.
 
-    Blocks; ``beat`` is called for each directory. Raises: LevelError.
+    Blocks. Raises: LevelError.
     """
     for name in storage.list():
         if is_probe(name) and is_settled(storage, name):
             yield Leftover(name)
         elif is_directory_of_ours(name):
-            beat()
             yield from _in_directory(storage, name, is_ours)
             yield from map(Leftover, _lone_names(storage, name))
 
@@ -130,16 +128,15 @@ def is_settled(storage: Storage, path: str) -> bool:
         return False
 
 
-def sweep(storage: Storage, is_ours: IsOurs | None, beat: Beat) -> list[str]:
+def sweep(storage: Storage, is_ours: IsOurs | None) -> list[str]:
     """See ``SnapshotStore.sweep``."""
     gone = []
-    for leftover in leftovers(storage, is_ours, beat):
+    for leftover in leftovers(storage, is_ours):
         faults.point("level.store.sweep")
         if storage.delete_abandoned(leftover.path, unless=leftover.unless):
             gone.append(leftover.path)
     emptied = {path.split("/")[0] for path in gone}
     for directory in filter(is_directory_of_ours, storage.list()):
-        beat()
         if directory in emptied or is_empty_and_settled(storage, directory):
             storage.delete_directory(directory)
     # No listing shows the uploads of dead writers, and they cost money.

@@ -10,7 +10,6 @@ from typing import Any
 
 from lazysnap.errors import LevelError
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.names import NodeName, is_directory_of_ours, parse_file_name, parse_keep_file_name
 
 
@@ -52,15 +51,14 @@ class Listing:
     problems: tuple[str, ...] = ()
 
 
-def list_names(storage: Storage, *, marked: bool = False, beat: Beat = lambda: None) -> Listing:
-    """Return the names at a level. Blocks: one listing per directory, each behind a ``beat``, which may raise.
+def list_names(storage: Storage, *, marked: bool = False) -> Listing:
+    """Return the names at a level. Blocks: one listing per directory.
 
     Raises: LevelError, if the level does not answer.
     """
     problems: list[str] = []
     found = []
     for name in filter(is_directory_of_ours, storage.list()):
-        beat()
         found.append(list_directory(storage, name, problems, marked=marked))
     return Listing(tuple(one for one in found if one is not None), tuple(problems))
 

@@ -10,10 +10,9 @@ from functools import partial
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.leftovers import is_settled
-from lazysnap.levels.source import BlockSource
+from lazysnap.levels.source import BlockSource, Progress, no_progress
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads
-from lazysnap.levels.watchdog import Beat, WriteCancelled
 from lazysnap.memory.failures import CaptureAborted
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
@@ -101,25 +100,21 @@ class FilePlace:
 
     def remove_if_empty(self) -> None:
         """Remove the directory that a failed write may have made, or leave it for the next sweep."""
-        with contextlib.suppress(LevelError, OSError):
+        with contextlib.suppress(CaptureAborted, LevelError, OSError):
             self.storage.delete_directory(self.directory)
 
 
-def delete_files(places: Sequence[FilePlace], beat: Beat = lambda: None) -> bool:
+def delete_files(places: Sequence[FilePlace]) -> bool:
     """Delete files of one directory. ``False``, and nothing is deleted, if it has a name or one is behind a link.
 
-    Blocks; ``beat`` is called meanwhile. Raises: LevelError. Then each file is whole or has no manifest.
+    Blocks. Raises: LevelError. Then each file is whole or has no manifest.
     """
     for directory in {place.directory for place in places}:
-        beat()
         if any(map(parse_keep_file_name, places[0].storage.list(directory))):
             return False
+    if any(place.is_link() for place in places):
+        return False
     for place in places:
-        beat()
-        if place.is_link():
-            return False
-    for place in places:
-        beat()
         place.delete()
     return True
 
@@ -162,13 +157,13 @@ def write_node_file(
     source: BlockSource,
     *,
     expected: str | None = None,
-    beat: Beat,
+    progress: Progress = no_progress,
 ) -> Manifest:
     """Write and commit a node's file. On return file and manifest are durable.
 
     Existing files of these names are replaced: they hold the same bytes, or were not committed.
-    Raises: FormatError, if the bytes do not have the ``expected`` digest; LevelError, CaptureAborted, OSError, what
-    ``beat`` raises. On an error nothing of the file stays.
+    Raises: FormatError, if the bytes do not have the ``expected`` digest; LevelError; CaptureAborted; OSError. On an
+    error nothing of the file stays, unless the caller of the job gave up: see ``_clean_up``.
     """
     faults.point("level.store.begin")
     try:
@@ -180,7 +175,7 @@ def write_node_file(
     # Until it is closed, no sweep of another process takes the file for garbage.
     with contextlib.closing(writer):
         try:
-            checksums = _write_blocks(place, writer, source)
+            checksums = _write_blocks(place, writer, source, progress)
             source.finish()
             if expected is not None and checksums.whole != expected:
                 raise FormatError(f"{place.where}: {checksums.whole} was read, expected {expected}")
@@ -189,35 +184,37 @@ def write_node_file(
             is_published = True
             manifest = Manifest(place.name, tuple(shards), checksums, time.time_ns())
             faults.point("level.store.commit")
-            beat()  # raises, if the caller gave up while the write hung: then nothing is committed
+            # A watched storage raises, if the caller gave up while the write hung: then nothing is committed.
             place.storage.put(place.manifest_path, manifest.encode())
         except BaseException:
             writer.close()
             if not is_published:
                 place.remove_if_empty()
             else:
-                _clean_up(place, beat)
+                _clean_up(place)
             raise
     return manifest
 
 
-def _clean_up(place: FilePlace, beat: Beat) -> None:
-    """Delete a file that was published and not committed, unless another writer may have written it by now."""
+def _clean_up(place: FilePlace) -> None:
+    """Delete a file that was published and not committed.
+
+    A watched storage refuses that if the caller of the job gave up, because another writer may have written the file by
+    now. A cancelled write deletes it: its caller waits, so there is no other writer.
+    """
     try:
-        with contextlib.suppress(WriteCancelled):  # this writer goes on working, so there is no other
-            beat()
         if parse_frozen_directory_name(place.directory) is None:
             place.delete_or_leave()
         else:
             place.read_manifest()
     except FormatError:
-        with contextlib.suppress(LevelError, OSError):
+        with contextlib.suppress(CaptureAborted, LevelError, OSError):
             place.withdraw()  # no other writer left a damaged manifest
     except (CaptureAborted, LevelError, OSError) as error:
         logger.info("left in %s/%s: %s", place.storage.url, place.directory, error)
 
 
-def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource) -> Checksums:
+def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource, progress: Progress) -> Checksums:
     """Write from ``parallel_writes`` threads; each block's checksum is computed by the thread that writes it."""
     size = source.size_bytes
 
@@ -230,6 +227,7 @@ def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource) -> Chec
         took_s = time.perf_counter() - began
         # The padding of the last page is cut off again when the file is published.
         writer.write(offset, block)
+        progress(length)
         return checksum, took_s
 
     tasks = (partial(one, *block) for block in block_ranges(size))

@@ -1,16 +1,18 @@
 """Sources of a file's bytes while it is written: slots that captures still fill, or complete memory."""
 
 import mmap
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.layout import PAGE, Layout, join
 from lazysnap.shard.manifest import CaptureMeta, Shard
 
-_SLICE_S = 0.2
+Progress = Callable[[int], None]
+"""Receives the number of bytes of a piece that was read or written, on any thread. What it raises ends the work."""
+
+
+def no_progress(num_bytes: int) -> None:
+    """Do nothing: a ``Progress`` for work that nobody follows."""
 
 
 def map_anonymous(size_bytes: int) -> memoryview:
@@ -114,52 +116,3 @@ class MemorySource:
 
     def finish(self) -> None:
         """Do nothing: the writer compares the digest."""
-
-
-class RateLimiter:
-    """Lets at most ``max_bytes_per_s`` pass, averaged over the time since it was last idle; ``None``: no limit."""
-
-    def __init__(self, max_bytes_per_s: int | None) -> None:
-        self._rate = max_bytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def take(self, num_bytes: int, beat: Beat) -> None:
-        """Wait until ``num_bytes`` may pass. Blocks; calls ``beat`` meanwhile, so that a watchdog sees progress."""
-        if self._rate is None:
-            return
-        with self._lock:
-            now = time.monotonic()
-            start = max(now, self._free_at)
-            self._free_at = start + num_bytes / self._rate
-        # Earlier bytes pass first.
-        while (left := start - time.monotonic()) > 0:
-            beat()
-            time.sleep(min(left, _SLICE_S))
-
-
-class RateLimitedSource:
-    """A source that is read no faster than a level may be written, and that reports progress to a watchdog."""
-
-    def __init__(self, source: BlockSource, limiter: RateLimiter, beat: Beat) -> None:
-        self.size_bytes = source.size_bytes
-        self.moved_bytes = 0
-        """Bytes read so far."""
-        self._source = source
-        self._limiter = limiter
-        self._beat = beat
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. Blocks: also until the rate limit allows it."""
-        self._beat()
-        found = self._source.view(offset, length)
-        self._limiter.take(length, self._beat)
-        self._beat()
-        self.moved_bytes += length
-        return found
-
-    def finish(self) -> None:
-        """See ``BlockSource.finish``."""
-        self._beat()
-        self._source.finish()
-        self._beat()

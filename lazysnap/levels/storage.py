@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lazysnap.errors import LevelError
-from lazysnap.levels.watchdog import Beat
 from lazysnap.shard.limits import MAX_MANIFEST_BYTES
 
 MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
@@ -60,8 +59,27 @@ class Storage(ABC):
     Every place implements the abstract methods. The others have defaults for a place without locks, links and
     directories, where only an object's age shows whether its writer is dead.
 
-    Every method blocks and raises LevelError or LevelError. A name that does not exist raises FileNotFoundError;
-    one that is no object of ours (a pipe, too large) raises FormatError.
+    Every method blocks and raises LevelError. A name that does not exist raises FileNotFoundError; one that is no
+    object of ours (a pipe, too large) raises FormatError.
+
+    A level does these things. The calls of each come in this order:
+
+    * Store a step: ``get`` of the manifest, which may exist already; ``create``; ``Writer.write`` for each block, from
+      ``parallel_writes`` threads; ``Writer.publish``; ``put`` of the manifest, which commits; ``Writer.close``. On an
+      error: ``Writer.close``; ``delete`` of a published file; ``delete_directory``.
+    * Read it back: ``get`` of the manifest; ``size``; ``reader``; ``Reader.read_into`` for each block, from
+      ``parallel_reads`` threads; ``Reader.close``. A training skips this if ``checks_writes``. A restart reads the same
+      way, after ``list`` of every directory.
+    * Delete a step: ``list`` of all directories, then of this one; ``is_link``; ``delete`` of the manifest, then of the
+      file; ``delete_directory``.
+    * Give a name: ``list``; ``put``. Take it away: ``list`` of every directory; ``size``; ``get``; ``is_link``;
+      ``delete``.
+    * Sweep, once in a start and before all else: ``list`` of every directory; ``is_link``; ``is_settled``;
+      ``delete_abandoned``; ``delete_directory``; ``abort_stale``.
+    * Try a level that failed: ``put``, ``get`` and ``delete`` of a small object.
+
+    The keeper makes them over a ``levels.watched.WatchedStorage``, and leaves the thread behind if a call hangs. A call
+    that returns late may still take effect. No other call follows it, except ``close``.
     """
 
     url: str
@@ -175,11 +193,10 @@ def is_probe(name: str) -> bool:
     return _PROBE.fullmatch(name) is not None
 
 
-def probe(storage: Storage, beat: Beat) -> None:
+def probe(storage: Storage) -> None:
     """Write a small object, read it back and delete it. Blocks. Raises: LevelError; what the storage raises."""
     path, text = probe_name(), os.urandom(8).hex()
     storage.put(path, text.encode())
-    beat()
     try:
         found = storage.get(path)
     finally:

@@ -30,9 +30,10 @@ from lazysnap.levels.node_file import (
     read_committed,
     write_node_file,
 )
-from lazysnap.levels.source import BlockSource
+from lazysnap.levels.source import BlockSource, Progress, no_progress
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.levels.watchdog import Beat
+from lazysnap.levels.watched import RateLimiter, WatchedStorage
 from lazysnap.resolver import Entry, FrozenEntry, Item
 from lazysnap.shard.manifest import Manifest, Shard
 from lazysnap.shard.names import (
@@ -79,14 +80,14 @@ class SnapshotStore:
         self.url = storage.url
         self.speed = speed
 
+    def watched(self, beat: Beat, pace: RateLimiter | None = None) -> "SnapshotStore":
+        """Return this store as one job uses it, over a ``WatchedStorage``."""
+        return SnapshotStore(WatchedStorage(self.storage, beat, pace), speed=self.speed)
+
     # ---------------------------------------------------------------- writing
 
     def write_file(
-        self,
-        name: NodeName,
-        shards: Sequence[Shard],
-        source: BlockSource,
-        beat: Beat = lambda: None,
+        self, name: NodeName, shards: Sequence[Shard], source: BlockSource, progress: Progress = no_progress
     ) -> Manifest:
         """Write and commit a node's file, and return its manifest. The source may still receive later bytes.
 
@@ -97,14 +98,14 @@ class SnapshotStore:
         meta = shards[0].meta
         place = FilePlace(self.storage, meta.name.directory, name)
         with self._naming(f"writing step {meta.step}"):
-            manifest = self._committed(place, shards, beat)
+            manifest = self._committed(place, shards)
             if manifest is None:
-                manifest = write_node_file(place, shards, source, beat=beat)
+                manifest = write_node_file(place, shards, source, progress=progress)
         # Nothing after the commit may fail the snapshot.
         faults.point("level.store.committed")
         return manifest
 
-    def _committed(self, place: FilePlace, shards: Sequence[Shard], beat: Beat) -> Manifest | None:
+    def _committed(self, place: FilePlace, shards: Sequence[Shard]) -> Manifest | None:
         """Return the manifest, if an earlier keeper committed these captures and they read back whole.
 
         ``None``, if the file is missing or damaged. Raises: LevelError, if other ranks wrote it.
@@ -118,45 +119,43 @@ class SnapshotStore:
                 )
             if found.shards != tuple(shards):
                 return None
-            return self.verify(place, beat)
+            return self.verify(place)
         except (FormatError, FileNotFoundError):
             return None
 
-    def write_frozen(self, shard: Shard, source: BlockSource, digest: str, beat: Beat = lambda: None) -> Manifest:
+    def write_frozen(self, shard: Shard, source: BlockSource, digest: str) -> Manifest:
         """Write and commit frozen tensors, unless they are there already.
 
-        Blocks; ``beat`` is called meanwhile. Raises: FormatError, if the bytes do not have that digest; LevelError;
-        CaptureAborted.
+        Blocks. Raises: FormatError, if the bytes do not have that digest; LevelError; CaptureAborted.
         """
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         with self._naming(f"writing the frozen tensors {digest}"):
-            if self.has_frozen(digest, beat):
+            if self.has_frozen(digest):
                 return place.read_manifest()
-            return write_node_file(place, [shard], source, expected=digest, beat=beat)
+            return write_node_file(place, [shard], source, expected=digest)
 
-    def has_frozen(self, digest: str, beat: Beat = lambda: None) -> bool:
+    def has_frozen(self, digest: str) -> bool:
         """True if frozen tensors are committed, and the file has its size. Their bytes are not read."""
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         try:
-            beat()
             read_committed(place)
         except (FormatError, FileNotFoundError):
             return False
         return True
 
-    def verify_frozen(self, digest: str, beat: Beat = lambda: None) -> None:
+    def verify_frozen(self, digest: str) -> None:
         """Read frozen tensors in full. Damaged ones lose their manifest. Raises: FormatError."""
         place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
         try:
-            self.verify(place, beat)
+            self.verify(place)
         except (FormatError, FileNotFoundError) as error:
             with contextlib.suppress(FileNotFoundError):
                 place.withdraw()
             raise FormatError(f"{self.url}: the frozen tensors {digest} are damaged: {error}") from error
 
-    def check_frozen(self, entry: Entry, beat: Beat) -> None:
+    def check_frozen(self, entry: Entry) -> None:
         """Raises: FormatError, if frozen tensors of a snapshot are missing. Blocks: as ``has_frozen``."""
-        if entry.frozen is not None and not self.has_frozen(entry.frozen, beat):
+        if entry.frozen is not None and not self.has_frozen(entry.frozen):
             raise FormatError(f"{self.url}: the frozen tensors {entry.frozen} are lost or damaged")
 
     @contextlib.contextmanager
@@ -180,13 +179,13 @@ class SnapshotStore:
         """Return the manifest beside the file of an entry. Raises: as ``FilePlace.read_manifest``."""
         return self.place(entry).read_manifest()
 
-    def verify(self, place: FilePlace, beat: Beat = lambda: None) -> Manifest:
+    def verify(self, place: FilePlace) -> Manifest:
         """Read every byte of a node's file, compare it with the checksums, and return its manifest.
 
         Raises: FormatError, naming file and block; FileNotFoundError; LevelError.
         """
         manifest = place.read_manifest()
-        read_node_file(place, manifest, beat=lambda count: beat())
+        read_node_file(place, manifest)
         return manifest
 
     # ---------------------------------------------------------------- keeping and deleting
@@ -200,15 +199,11 @@ class SnapshotStore:
                 raise ConfigError(f"{self.url}/{entry.location}/{file}: a file of somebody else; take another name")
             self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
 
-    def release(self, run_id: str | None, name: str, beat: Beat = lambda: None) -> list[str]:
-        """Take a name from the snapshots of a run (``None``: of all runs). Return the directories that had it.
-
-        Blocks; ``beat`` is called for each directory, and may raise.
-        """
+    def release(self, run_id: str | None, name: str) -> list[str]:
+        """Take a name from the snapshots of a run (``None``: of all runs). Return the directories that had it."""
         freed, file = [], keep_file_name(name)
         # No manifest is read: every node of a training does this.
-        for directory in list_names(self.storage, beat=beat).directories:
-            beat()
+        for directory in list_names(self.storage).directories:
             snapshot = SnapshotName.parse(directory.name)
             if snapshot is None or name not in directory.names or run_id not in (None, snapshot.run_id):
                 continue
@@ -228,14 +223,13 @@ class SnapshotStore:
         path = f"{directory}/{file}"
         return is_given_by_a_run(self.storage, path) and not self.storage.is_link(path)
 
-    def sweep(self, is_ours: IsOurs | None = None, beat: Beat = lambda: None) -> list[str]:
+    def sweep(self, is_ours: IsOurs | None = None) -> list[str]:
         """Delete files that dead writers left (``levels.leftovers``), and return their paths.
 
         ``is_ours``: the nodes whose files are deleted; ``None``: all. Files of a living writer always stay.
-        Blocks; ``beat`` is called for each directory, and may raise.
         """
         with self._naming("sweeping"):
-            return sweep(self.storage, is_ours, beat)
+            return sweep(self.storage, is_ours)
 
 
 def _ranks(shards: Sequence[Shard]) -> list[int]:

@@ -27,7 +27,8 @@ class Watchdog(Generic[Result]):
     """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` reports progress.
 
     A thread that hangs in a dead file system cannot be ended: it is left behind. If it resumes later, its next
-    ``beat()`` raises CaptureAborted, so that it cleans up and commits nothing.
+    ``beat()`` raises CaptureAborted, so that it commits and deletes nothing. A ``levels.watched.WatchedStorage`` calls
+    it before each operation, so only work that waits for something else calls it itself.
     """
 
     def __init__(self, work: Callable[[Beat], Result], name: str) -> None:

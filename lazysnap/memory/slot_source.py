@@ -18,12 +18,12 @@ _BEGIN_S = 1.0
 class SlotSource:
     """One capture of a slot. See ``levels.source.BlockSource``."""
 
-    def __init__(self, slot: Slot, chosen: SlotStatus, beat: Callable[[], None]) -> None:
-        """Read the capture that was ``chosen``; ``beat`` is called while its bytes are waited for.
+    def __init__(self, slot: Slot, chosen: SlotStatus, while_waiting: Callable[[], None]) -> None:
+        """Read the capture that was ``chosen``. ``while_waiting`` is called while its bytes are missing, and may raise.
 
         Raises: CaptureAborted, if it is gone; FormatError, if unreadable."""
         self._slot = slot
-        self._beat = beat
+        self._while_waiting = while_waiting
         self._step = chosen.step
         self.sequence = chosen.sequence
         self.size_bytes = chosen.image_bytes
@@ -51,7 +51,7 @@ class SlotSource:
                 seen, deadline = watermark, time.monotonic() + STALL_S
             elif time.monotonic() > deadline:
                 raise CaptureAborted(f"the capture of step {self._step} stands still at byte {watermark}")
-            self._beat()
+            self._while_waiting()
             time.sleep(_POLL_S)
 
     def view(self, offset: int, length: int) -> memoryview:
@@ -72,11 +72,11 @@ class SlotSource:
         while not self._is_whole():
             if time.monotonic() > deadline:
                 raise CaptureAborted(f"the capture of step {self._step} was not committed by its trainer")
-            self._beat()
+            self._while_waiting()
             time.sleep(_POLL_S)
 
 
-def open_slot(find: Callable[[], Slot | None], step: int, beat: Callable[[], None]) -> tuple[Slot, SlotSource]:
+def open_slot(find: Callable[[], Slot | None], step: int, while_waiting: Callable[[], None]) -> tuple[Slot, SlotSource]:
     """The capture of that step in the slot that ``find`` finds: it shows the step before its metadata is there, which
     takes a moment. Blocks: for that. Raises: CaptureAborted, if it is not there any more; FormatError.
     """
@@ -88,11 +88,11 @@ def open_slot(find: Callable[[], Slot | None], step: int, beat: Callable[[], Non
         try:
             status = slot.status()
             if status.step == step:
-                return slot, SlotSource(slot, status, beat)
+                return slot, SlotSource(slot, status, while_waiting)
         except (FormatError, CaptureAborted):
             if time.monotonic() > deadline:
                 raise
         if time.monotonic() > deadline:
             raise CaptureAborted(f"step {step} is not in memory any more")
-        beat()
+        while_waiting()
         time.sleep(_POLL_S)

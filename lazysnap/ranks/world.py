@@ -25,7 +25,7 @@ from lazysnap.topology import places
 
 logger = logging.getLogger("lazysnap.engine")
 
-_BEAT_S = 2.0
+_HEARTBEAT_S = 2.0
 
 
 def node_name() -> str:
@@ -133,10 +133,10 @@ class World:
         over = threading.Event()
         outcome: list[Any] = []
 
-        def beat() -> None:
+        def exchange_heartbeats() -> None:
             try:
                 while not outcome:
-                    over.wait(min(_BEAT_S, self._timeout.total_seconds() / 4))
+                    over.wait(min(_HEARTBEAT_S, self._timeout.total_seconds() / 4))
                     if over.is_set() and not results:
                         return  # interrupted: the others will miss this rank
                     told = self.exchange(what, list(results))
@@ -145,13 +145,13 @@ class World:
             except WaitTimeout as error:
                 outcome.append(error)
 
-        beats = threading.Thread(target=beat, name="lazysnap-beat", daemon=True)
-        beats.start()
+        heartbeats = threading.Thread(target=exchange_heartbeats, name="lazysnap-heartbeats", daemon=True)
+        heartbeats.start()
         try:
             results.append(work())
         finally:
             over.set()
-            beats.join()
+            heartbeats.join()
         if isinstance(outcome[0], WaitTimeout):
             raise outcome[0]
         return list(outcome[0])

@@ -49,8 +49,6 @@ class Level:
         """``speed``: its rank among the sources, see ``Entry``."""
         self._level = level
         self._speed = speed
-        self.timeout_s = level.timeout_s
-        """Seconds without progress after which opening or reading fails."""
         self._store: SnapshotStore | None = None
         self._opening = threading.Lock()
         self._manifests: dict[str, Manifest] = {}
@@ -76,15 +74,15 @@ class Level:
 
     def begin_names(self, *, marked: bool) -> Answer[Listing]:
         """Start to list what the level has by its name alone. Does not block."""
-        return self._begin("listing", lambda beat: list_names(self._open().storage, marked=marked))
+        return self._begin("listing", lambda store: list_names(store.storage, marked=marked))
 
     def begin_newest_id(self) -> Answer[str]:
         """Start to find the greatest id of a run or start in the names of its directories; "" without any. Does not
         block."""
 
-        def newest_id(beat: Beat) -> str:
+        def newest_id(store: SnapshotStore) -> str:
             newest = ""
-            for directory in self._open().storage.list():
+            for directory in store.storage.list():
                 name = SnapshotName.parse(directory)
                 if name is not None:
                     newest = max(newest, name.run_id, name.start)
@@ -94,15 +92,32 @@ class Level:
 
     def begin_look(self, listing: Listing, share: tuple[int, int]) -> Answer[Inventory]:
         """Start to find out what a share of that offers. Does not block."""
+        return self._begin("looking at", lambda store: Catalogue(store, listing).inventory(share))
 
-        return self._begin("looking at", lambda beat: Catalogue(self._open(), listing, beat=beat).inventory(share))
+    def _begin(self, what: str, work: Callable[[SnapshotStore], _Result]) -> Answer[_Result]:
+        watched = Watchdog(lambda beat: work(self._open().watched(beat)), f"{what} {self.url}")
+        return Answer(watched, self._level.timeout_s)
 
-    def _begin(self, what: str, work: Callable[[Beat], _Result]) -> Answer[_Result]:
-        return Answer(Watchdog(work, f"{what} {self.url}"), self._level.timeout_s)
+    def watch(self, what: str, work: Callable[[Beat], _Result]) -> _Result:
+        """Do some work at the level. Blocks. Raises: LevelHangs, if it does not move for too long; what it raises."""
+        return Watchdog(work, what).result(self._level.timeout_s)
 
-    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+    def open(self, item: Item, where: str) -> OpenShard:
         """See ``Source``."""
-        store = self._open()
+
+        def opened(beat: Beat) -> OpenShard:
+            shard = self._open_shard(item, beat)
+            try:
+                beat()  # if nobody waits any more, nobody would close what is open
+            except BaseException:
+                shard.blocks.close()
+                raise
+            return shard
+
+        return self.watch(f"opening {where}", opened)
+
+    def _open_shard(self, item: Item, beat: Beat) -> OpenShard:
+        store = self._open()  # not watched: another job reads the blocks, after the one that opens them
         place = store.place(item)
         manifest = self._manifests.get(place.manifest_path)
         if manifest is None:  # one file may hold the shards of many ranks

@@ -8,7 +8,6 @@ from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.levels.blocks import MemoryBlocks
-from lazysnap.levels.watchdog import Beat
 from lazysnap.memory.arena import Slot
 from lazysnap.resolver import Entry, FrozenEntry, Inventory, Item
 from lazysnap.restore.snapshot import MEMORY
@@ -25,7 +24,7 @@ class RankMemory:
     def __init__(self, held: MemoryInventory) -> None:
         self._held = held
 
-    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+    def open(self, item: Item, where: str) -> OpenShard:
         """See ``Source``."""
         of_item = item.location.split("/")[1]
         if isinstance(item, FrozenEntry):

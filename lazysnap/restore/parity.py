@@ -13,7 +13,6 @@ from lazysnap import faults
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.node_part import find_shard
 from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
-from lazysnap.levels.watchdog import Beat
 from lazysnap.links.messages import ParityOf, PartOf
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.pieces import CHECKSUM_BYTES
@@ -34,7 +33,7 @@ class Parity:
         self.lost: Sequence[LostPart] = ()
         """The parts that entries of parity refer to, by their number."""
 
-    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+    def open(self, item: Item, where: str) -> OpenShard:
         """See ``Source``. Computes the shard's metadata and header."""
         assert isinstance(item, Entry)
         lost, file = self.lost[int(item.location.split("/")[0])], self._connections.file
@@ -48,7 +47,7 @@ class Parity:
             for position, node in lost.parities.items()
         }
         blocks = ParityBlocks(lost, parts, parities, where)
-        whole = VerifiedSource(blocks, lambda count: None)
+        whole = VerifiedSource(blocks)
         text, offset, size = find_shard(whole.view, blocks.size_bytes, item.rank)
         return open_at(CaptureMeta.from_bytes(text, where), blocks, whole, (offset, size))
 

@@ -10,7 +10,6 @@ from functools import cached_property
 from lazysnap.errors import KeeperError
 from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
 from lazysnap.levels.source import header_of
-from lazysnap.levels.watchdog import Beat
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import FrozenOf, SlotOf, What
 from lazysnap.ranks.discovery import Discovery
@@ -129,7 +128,7 @@ class PeerMemory:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+    def open(self, item: Item, where: str) -> OpenShard:
         """See ``Source``."""
         assert item.node is not None
         number, of_item = item.location.split("/")
@@ -142,7 +141,7 @@ class PeerMemory:
         file = self._connections.file(item.node, meta)
         text = bytes(file.read(0, file.size_bytes))
         blocks = PeerBlocks(self._connections.file(item.node, image), where)
-        whole = VerifiedSource(blocks, lambda count: None)
+        whole = VerifiedSource(blocks)
         return open_at(CaptureMeta.from_bytes(text, where), blocks, whole, (0, blocks.size_bytes))
 
 

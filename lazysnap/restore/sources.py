@@ -3,11 +3,10 @@
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import Blocks, Wanted
-from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.resolver import Entry, Item
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY
@@ -17,16 +16,14 @@ from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.snapshots.reader import OpenShard, read
 
-_Result = TypeVar("_Result")
-
 
 class Source(Protocol):
-    """Memory of one rank of this node, memory of other nodes, parity, or a level. All but levels have deadlines."""
+    """Memory of one rank of this node, memory of other nodes, parity, or a level. Each has a deadline."""
 
-    def open(self, item: Item, where: str, beat: Beat) -> OpenShard:
+    def open(self, item: Item, where: str) -> OpenShard:
         """Return the bytes of a shard in blocks that are verified when they are read, its header read and verified.
 
-        ``where``: the shard, for messages; ``beat`` reports progress, and may raise.
+        ``where``: the shard, for messages.
         Blocks. Raises: LazySnapError; FileNotFoundError; whatever the storage's package raises.
         """
         ...
@@ -95,8 +92,7 @@ class Sources:
         if item not in self._opened:
             where = _where(item)
             try:
-                source = self._places.source(item)
-                shard = _watched(source, f"opening {where}", lambda beat: _opened(source, item, where, beat))
+                shard = self._places.source(item).open(item, where)
                 self._stack.callback(shard.blocks.close)
                 _compare(item, shard, where)
             except Exception as error:  # noqa: BLE001  storage packages may raise anything
@@ -117,12 +113,13 @@ class Sources:
     def read(self, shard: OpenShard, wanted: Sequence[Wanted]) -> Failure | None:
         """Read what is wanted of a shard that was opened here, verified. Blocks."""
         item = self._items[shard.blocks]
+        jobs = {shard: wanted}
         try:
-            _watched(
-                self._places.source(item),
-                f"reading {shard.where}",
-                lambda beat: read({shard: wanted}, beat=lambda count: beat()),
-            )
+            source = self._places.source(item)
+            if isinstance(source, Level):
+                source.watch(f"reading {shard.where}", lambda beat: read(jobs, progress=lambda num_bytes: beat()))
+            else:
+                read(jobs)
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             return self.refuse(item, error)
         return None
@@ -141,21 +138,6 @@ def _where(item: Item) -> str:
     if isinstance(item, Entry):
         return f"step {item.step} of rank {item.rank} at {item.level}"
     return f"frozen tensors {item.digest} at {item.level}"
-
-
-def _watched(source: Source, what: str, work: Callable[[Beat], _Result]) -> _Result:
-    """Do some work at a source. Blocks. Raises: LevelHangs, if it does not move for too long; what it raises."""
-    return Watchdog(work, what).result(source.timeout_s) if isinstance(source, Level) else work(lambda: None)
-
-
-def _opened(source: Source, item: Item, where: str, beat: Beat) -> OpenShard:
-    shard = source.open(item, where, beat)
-    try:
-        beat()  # if nobody waits any more, nobody would close what is open
-    except BaseException:
-        shard.blocks.close()
-        raise
-    return shard
 
 
 def _compare(item: Item, shard: OpenShard, where: str) -> None:

@@ -14,7 +14,6 @@ from lazysnap.levels import SnapshotStore
 from lazysnap.levels.listing import Directory, Listing, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
 from lazysnap.levels.threads import in_threads
-from lazysnap.levels.watchdog import Beat
 from lazysnap.resolver import (
     ANY,
     Entry,
@@ -154,11 +153,9 @@ class Catalogue:
     Every method blocks. Raises: LevelError, if the level does not answer.
     """
 
-    def __init__(self, store: SnapshotStore, listing: Listing | None = None, *, beat: Beat = lambda: None) -> None:
-        """``listing``: of this level, which is not listed again; ``beat`` is called while files are read, and may
-        raise."""
+    def __init__(self, store: SnapshotStore, listing: Listing | None = None) -> None:
+        """``listing``: of this level, which is not listed again."""
         self.store = store
-        self._beat = beat
         self._directories: dict[str, Directory | None] = {}
         self._manifests: dict[FilePlace, Manifest | str | None] = {}
         """Manifests that were read. A text: why one cannot be used; ``None``: it was deleted since it was listed."""
@@ -325,7 +322,6 @@ class Catalogue:
         wanted = [place for place in dict.fromkeys(places) if place not in self._manifests]
 
         def read(place: FilePlace) -> "Manifest | str | None":
-            self._beat()
             try:
                 return read_committed(place)
             except FileNotFoundError:

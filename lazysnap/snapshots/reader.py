@@ -11,6 +11,7 @@ from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.source import Progress, no_progress
 from lazysnap.resolver import Entry, Item, RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -226,13 +227,13 @@ def look_again(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> 
     ) from last
 
 
-def read(jobs: Mapping[OpenShard, Sequence[Wanted]], *, beat: Callable[[int], None] = lambda count: None) -> None:
+def read(jobs: Mapping[OpenShard, Sequence[Wanted]], *, progress: Progress = no_progress) -> None:
     """Like ``blocks.fill``; also compares headers that were not compared yet."""
     wanted: dict[Blocks, list[Wanted]] = {}
     for shard, parts in jobs.items():
         header = [] if shard.unverified is None else [_compared(shard, shard.unverified)]
         wanted[shard.blocks] = [*wanted.get(shard.blocks, ()), *header, *parts]
-    fill(wanted, beat=beat)
+    fill(wanted, progress=progress)
 
 
 def _compared(shard: OpenShard, header: memoryview) -> Wanted:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lazysnap.levels.blocks import Wanted
+from lazysnap.levels.source import Progress, no_progress
 from lazysnap.shard.pieces import Extent
 from lazysnap.shard.strides import strides_of
 from lazysnap.snapshots.assembly import JoinedTensor, Tile
@@ -142,19 +143,19 @@ class Reads:
         """Bytes that are wanted."""
         return sum(part.size_bytes for _, part in self._parts)
 
-    def jobs(self, beat: Callable[[int], None] = lambda count: None) -> dict[OpenShard, list[Wanted]]:
-        """Return what is to be read of each shard. ``beat`` receives numbers of bytes that were used, and may raise."""
+    def jobs(self, progress: Progress = no_progress) -> dict[OpenShard, list[Wanted]]:
+        """Return what is to be read of each shard. ``progress`` receives numbers of bytes that were used."""
         jobs: dict[OpenShard, list[Wanted]] = defaultdict(list)
         for shard, part in self._parts:
-            jobs[shard].append(part.wanted(beat))
+            jobs[shard].append(part.wanted(progress))
         return jobs
 
-    def run(self, beat: Callable[[int], None] = lambda count: None) -> None:
-        """Read everything, with checksums; ``beat`` as for ``jobs``. Call it once.
+    def run(self, progress: Progress = no_progress) -> None:
+        """Read everything, with checksums; ``progress`` as for ``jobs``. Call it once.
 
         Blocks. Raises: FormatError; LevelError; FileNotFoundError; what a ``Use`` raises.
         """
-        read(self.jobs(beat))
+        read(self.jobs(progress))
 
 
 class _Part:
@@ -167,7 +168,7 @@ class _Part:
         self._left = span.stop - span.start
         self._buffer: bytearray | None = None
 
-    def wanted(self, beat: Callable[[int], None]) -> Wanted:
+    def wanted(self, progress: Progress) -> Wanted:
         """Return the bytes to read."""
         span = self._span
 
@@ -175,7 +176,7 @@ class _Part:
             found = data if len(data) == span.stop - span.start else self._collected(at, data)
             if found is not None:
                 self._use(span, found)
-                beat(self.size_bytes)
+                progress(self.size_bytes)
 
         return Wanted(span.start, span.stop, put)
 

@@ -47,10 +47,6 @@ class Case:
 ALL = ["model.first.bias", "model.first.weight", "model.second.bias", "model.second.weight"]
 
 
-def nothing():
-    pass
-
-
 def chosen_from(named, source, **settings):
     return FrozenSet.of(frozen_parameters(named, source, **settings), named)
 
@@ -58,11 +54,11 @@ def chosen_from(named, source, **settings):
 def copy_of(chosen):
     """Its file, and the digest that was made while it was copied."""
     room = memoryview(bytearray(chosen.size_bytes))
-    return room, digest_of(chosen.copied_into(room), nothing)
+    return room, digest_of(chosen.copied_into(room))
 
 
 def digest(chosen):
-    return digest_of(chosen.pieces(), nothing)
+    return digest_of(chosen.pieces())
 
 
 def test_parameters_that_need_no_gradient_and_no_optimizer_holds_are_frozen():
@@ -149,7 +145,7 @@ def test_files_of_many_blocks_have_the_same_digest_in_pieces_and_as_a_whole():
 
     assert len(room) > 2 * BLOCK_BYTES
     assert digest(chosen) == copied == Checksums.of(room).whole
-    assert digest_of(slices_of(room), nothing) == copied
+    assert digest_of(slices_of(room)) == copied
 
 
 def test_the_same_tensors_make_the_same_file_whatever_their_order():
@@ -160,17 +156,6 @@ def test_the_same_tensors_make_the_same_file_whatever_their_order():
 
     assert one.is_like(other)
     assert digest(one) == digest(other)
-
-
-def beat_that_ends():
-    raise TimeoutError
-
-
-def test_a_pass_over_the_bytes_can_be_ended():
-    chosen = Case().choose()
-
-    with pytest.raises(TimeoutError):
-        digest_of(chosen.pieces(), beat_that_ends)
 
 
 @torch.no_grad()

@@ -16,20 +16,15 @@ from support.snapshots import RUN, SHARD, Snapshot, directory, look
 
 from lazysnap.errors import LazySnapError, LevelError
 from lazysnap.levels.node_file import delete_files
-from lazysnap.levels.source import RateLimitedSource, RateLimiter, shard_of
+from lazysnap.levels.source import shard_of
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.levels.watchdog import LevelHangs, Watchdog
+from lazysnap.levels.watchdog import Beat, LevelHangs, Watchdog
 from lazysnap.resolver import candidates
 from lazysnap.shard.manifest import FrozenReference
 
 BASE = Snapshot(0, elements=7000)
-Beat = Callable[[], None]
-Work = Callable[[SnapshotStore, Beat], object]
-
-
-def _still() -> None:
-    pass
+Work = Callable[[SnapshotStore], object]
 
 
 @dataclass(frozen=True)
@@ -37,42 +32,41 @@ class Scenario:
     """Something that is done to a place that holds the snapshots 1 and 2, and what may be gone after it."""
 
     work: Work
-    prepare: Work = lambda store, beat: None
+    prepare: Work = lambda store: None
     may_go: frozenset[int] = frozenset()
 
 
-def _write(store: SnapshotStore, beat: Beat) -> None:
-    Snapshot(3, elements=BLOCK).write(store, beat)  # two blocks
+def _write(store: SnapshotStore) -> None:
+    Snapshot(3, elements=BLOCK).write(store)  # two blocks
 
 
-def _write_again(store: SnapshotStore, beat: Beat) -> None:
-    Snapshot(2, elements=6000, start="2" * 16).write(store, beat)
+def _write_again(store: SnapshotStore) -> None:
+    Snapshot(2, elements=6000, start="2" * 16).write(store)
 
 
-def _write_with_base(store: SnapshotStore, beat: Beat) -> None:
-    paced = RateLimitedSource(BASE.source(), RateLimiter(None), beat)
-    store.write_frozen(shard_of(BASE.meta, BASE.source()), paced, BASE.digest)
-    Snapshot(3, frozen=FrozenReference(BASE.digest, len(BASE.image))).write(store, beat)
+def _write_with_base(store: SnapshotStore) -> None:
+    store.write_frozen(shard_of(BASE.meta, BASE.source()), BASE.source(), BASE.digest)
+    Snapshot(3, frozen=FrozenReference(BASE.digest, len(BASE.image))).write(store)
 
 
-def _delete(store: SnapshotStore, beat: Beat) -> None:
-    Snapshot(1).delete(store, beat)
+def _delete(store: SnapshotStore) -> None:
+    Snapshot(1).delete(store)
 
 
-def _leave_rests(store: SnapshotStore, beat: Beat) -> None:
+def _leave_rests(store: SnapshotStore) -> None:
     for step in (2, 3):
         write_object(store.storage, f"{directory(step, start='9' * 16)}/{SHARD}", b"left by the dead")
 
 
-def _sweep(store: SnapshotStore, beat: Beat) -> None:
+def _sweep(store: SnapshotStore) -> None:
     store.sweep()
 
 
-def _read(store: SnapshotStore, beat: Beat) -> None:
-    look(store, beat)
+def _read(store: SnapshotStore) -> None:
+    look(store)
 
 
-def _name(store: SnapshotStore, beat: Beat) -> None:
+def _name(store: SnapshotStore) -> None:
     for entry in inventory_of(store).entries:
         store.keep(entry, f"name-{entry.step}")
     store.release(RUN, "name-1")
@@ -135,7 +129,7 @@ class BreakageContract(Place):
         store = SnapshotStore(make_storage(name))
         for step in (1, 2):
             Snapshot(step).write(store)
-        scenario.prepare(store, _still)
+        scenario.prepare(store)
         return store
 
     def _chosen(self, operations: list[tuple[int, str]], salt: str) -> list[tuple[int, str]]:
@@ -148,7 +142,7 @@ class BreakageContract(Place):
         if key not in _DRY_RUNS:
             store = self._prepared(make_storage, "dry", scenario)
             plan = FaultPlan()
-            scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)), _still)
+            scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)))
             assert plan.operations
             _DRY_RUNS[key] = plan.operations
         return _DRY_RUNS[key]
@@ -187,7 +181,7 @@ class BreakageContract(Place):
             plan = FaultPlan(fault)
             # It may fail, or not notice; what it raises is one of ours.
             with contextlib.suppress(LazySnapError, FileNotFoundError):
-                scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)), _still)
+                scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)))
             assert fault in plan.happened
             is_silent = isinstance(fault, Flip) or (isinstance(fault, Truncate) and fault.claims_success)
             try:
@@ -196,7 +190,7 @@ class BreakageContract(Place):
                 raise AssertionError(f"{what}: {operation}, operation {n}, {how}: {error}") from error
 
     @pytest.mark.usefixtures("no_patience")
-    @pytest.mark.parametrize("what", ["write", "write again", "write with frozen tensors", "delete", "read"])
+    @pytest.mark.parametrize("what", SCENARIOS)
     def test_a_hang_is_a_deadline(self, make_storage: MakeStorage, what: str) -> None:
         """At every operation; and when it comes back, what was given up leaves nothing half behind."""
         scenario = SCENARIOS[what]
@@ -208,7 +202,7 @@ class BreakageContract(Place):
                 beat: Beat, store: SnapshotStore = store, plan: FaultPlan = plan, ended: threading.Event = ended
             ) -> None:
                 try:
-                    scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)), beat)
+                    scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)).watched(beat))
                 finally:
                     ended.set()
 
@@ -218,9 +212,12 @@ class BreakageContract(Place):
                 with pytest.raises(LevelHangs):
                     attempt.result(0.01)
                 assert attempt.is_running
+                num_before = len(plan.operations)
             finally:
                 plan.release()
             assert ended.wait(WAIT_S)
+            later = set(plan.operations[num_before:])
+            assert not later & (CHANGES - {"write"}), "a block that another thread writes is in a file of its own"
             try:
                 self._check(make_storage, f"n{n}", scenario, is_silent=False)
             except (AssertionError, LevelError) as error:

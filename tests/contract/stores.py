@@ -260,7 +260,7 @@ class StoreContract(FrozenContract):
         went: list[bool] = []
         is_first = threading.Lock()  # several threads may read
 
-        def delete() -> None:
+        def delete(num_bytes: int) -> None:
             if is_first.acquire(blocking=False):
                 went.append(Snapshot(1).delete(make_store()))
 
@@ -336,7 +336,7 @@ write_shard(SnapshotStore(storage), snapshot.meta, HookedSource(snapshot, at="fi
         entry = Snapshot(1).write(store)
         Snapshot(2).write(store)
 
-        def stand_still() -> None:
+        def stand_still(num_bytes: int) -> None:
             reading.set()
             assert go_on.wait(WAIT_S)
 

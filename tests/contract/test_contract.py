@@ -15,6 +15,7 @@ from contract import BreakageContract, StorageContract, StoreContract
 from lazysnap.levels import open_store
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.watched import WatchedStorage
 
 
 class Disk(Place):
@@ -41,6 +42,14 @@ class Disk(Place):
                 pytest.skip("mounting needs root")
         yield LocalStorage(str(view))
         subprocess.run(["umount", view], check=True)
+
+
+class Watched(Disk):
+    """As a job of a level sees a disk."""
+
+    @pytest.fixture
+    def make_storage(self, root):
+        return lambda name="run": WatchedStorage(LocalStorage(os.path.join(root, name)), lambda: None)
 
 
 class Tmpfs(Disk):
@@ -92,6 +101,11 @@ class S3(Place):
 
 @pytest.mark.slow
 class TestDisk(Disk, StorageContract, StoreContract):
+    pass
+
+
+@pytest.mark.slow
+class TestWatched(Watched, StorageContract, StoreContract):
     pass
 
 

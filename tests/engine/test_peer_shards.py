@@ -87,7 +87,7 @@ def computed(rig, step, lost=(LOST,), meanwhile=lambda: None):
     """The shard of the first lost node."""
     connections, source, entries = peers_of(rig, step, lost)
     try:
-        shard = source.open(entries[lost[0]], "here", lambda: None)
+        shard = source.open(entries[lost[0]], "here")
         out = bytearray(shard.layout.size_bytes)
 
         def put(at, data):
@@ -118,7 +118,7 @@ def test_it_has_the_same_bytes(rig, step, lost):
 
 def test_no_connection_is_left_behind(rig, step):
     connections, source, entries = peers_of(rig, step)
-    source.open(entries[LOST], "here", lambda: None)
+    source.open(entries[LOST], "here")
     sockets = [reader._socket for idle in connections._idle.values() for _, reader in idle]
     assert sockets
     assert not any(one._closed for one in sockets)

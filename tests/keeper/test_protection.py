@@ -25,7 +25,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.keeper.parity import Encoding, ParityStore
 from lazysnap.keeper.protocol import Run, Status
-from lazysnap.levels.source import RateLimiter
+from lazysnap.levels.watched import RateLimiter
 from lazysnap.links import client as peer_client
 from lazysnap.links.client import PeerReader
 from lazysnap.links.messages import PartOf, PeerRefused
@@ -293,16 +293,16 @@ def test_a_node_whose_own_captures_are_the_last_to_be_whole_waits_for_them(rig):
     for rank, slot in begun[1:]:
         rank.finish(slot)
     rank, slot = begun[0]
-    beats = iter(range(10_000))
+    checks = iter(range(10_000))
 
-    def beat():
-        if next(beats) == 500:  # long after all was read of the others
+    def check():
+        if next(checks) == 500:  # long after all was read of the others
             rank.finish(slot)
 
     run = run_of(rig)
     secret = run.peers.secret
     encoding = Encoding(run.parity, run, Team(world_size=9), secret, RateLimiter(None))
-    done = encoding.encode(2, ParityStore(), NodeSlots(lambda: rig.nodes[0], STARTS[0]), beat)
+    done = encoding.encode(2, ParityStore(), NodeSlots(lambda: rig.nodes[0], STARTS[0]), check)
     encoding.close()
     assert done.held.world_size == 9, "of all groups"
     assert slot.status().phase is SlotPhase.WHOLE
@@ -313,9 +313,9 @@ class Counting(RateLimiter):
         super().__init__(None)
         self.taken = []
 
-    def take(self, num_bytes, beat):
+    def take(self, num_bytes, while_waiting):
         self.taken.append(num_bytes)
-        super().take(num_bytes, beat)
+        super().take(num_bytes, while_waiting)
 
 
 def test_all_that_is_read_of_others_waits_for_the_rate_that_parity_is_given(rig):

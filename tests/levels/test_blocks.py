@@ -125,7 +125,7 @@ def test_what_is_read_to_be_written_elsewhere_is_verified_whatever_the_blocks_th
         assert sum(told) == len(IMAGE)
     damaged = bytearray(IMAGE)
     damaged[3 * BLOCK] ^= 1
-    source = VerifiedSource(MemoryBlocks(memoryview(damaged), checksums, "image"), lambda count: None)
+    source = VerifiedSource(MemoryBlocks(memoryview(damaged), checksums, "image"))
     source.view(0, 3 * BLOCK)
     with pytest.raises(FormatError, match="image: block 3"):
         source.view(3 * BLOCK, 10)

@@ -151,9 +151,9 @@ def test_age_is_by_the_clock_of_the_place(place, ahead_s, monkeypatch):
 def test_a_probe_of_a_dead_process_is_swept_when_it_is_old(place):
     storage = FsspecStorage(f"objects://{place}/run")
     storage.put(".lazysnap-probe-0123456789abcdef", b"probe")
-    assert sweep(storage, None, lambda: None) == []
+    assert sweep(storage, None) == []
     late = abandoned_after(0.0, FsspecStorage(f"objects://{place}/run"))
-    assert sweep(late, None, lambda: None) == [".lazysnap-probe-0123456789abcdef"]
+    assert sweep(late, None) == [".lazysnap-probe-0123456789abcdef"]
     assert late.list() == []
 
 

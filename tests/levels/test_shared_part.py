@@ -110,7 +110,7 @@ def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
     manifest = near.write_file(NodeName(0, 1), both.shards, both)
 
     blocks = FileBlocks(near.place(inventory_of(near).entries[0]), manifest)
-    source = VerifiedSource(blocks, lambda count: None)
+    source = VerifiedSource(blocks)
     parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
     together = NodeSource([(part.meta, part) for part in parts])
     shared.write_file(NodeName(0, 1), together.shards, together)
@@ -128,7 +128,7 @@ def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
         file.seek(4 * BLOCK_BYTES)
         file.write(b"flip")
     blocks = FileBlocks(place, manifest)
-    part = SharedPart(meta(), VerifiedSource(blocks, lambda count: None))
+    part = SharedPart(meta(), VerifiedSource(blocks))
 
     with pytest.raises(FormatError, match="block 4"):
         write_shard(shared, part.meta, part)

@@ -129,7 +129,7 @@ def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_
         store.keep(inventory_of(store).entries[-1], "best")
     moved = []
 
-    store.sweep(beat=lambda: moved.append("sweep"))
+    store.watched(lambda: moved.append("sweep")).sweep()
     assert moved.count("sweep") >= 3
 
     def beat():
@@ -138,7 +138,7 @@ def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_
             raise CaptureAborted("nobody waits")
 
     with pytest.raises(CaptureAborted):
-        store.release(None, "best", beat)
+        store.watched(beat).release(None, "best")
     assert {entry.names for entry in inventory_of(store).entries} == {("best",)}
     assert len(store.release(None, "best")) == 3
 

@@ -153,7 +153,7 @@ def test_ranges_behind_4_gib_are_read_and_compared(large, slot, snapshot):
     layout = large.plan.layout
 
     with contextlib.closing(FileBlocks(store.place(entry), manifest)) as blocks:
-        reader = VerifiedSource(blocks, lambda count: None)
+        reader = VerifiedSource(blocks)
         for name in ("small", "turned", "bytes"):
             spec, offset = layout.find(f"model.{name}")
             assert reader.view(offset, spec.nbytes) == slot.image[offset : offset + spec.nbytes]

@@ -82,7 +82,7 @@ def make() -> dict[str, bytes]:
     frozen = FrozenSet.of(frozen_parameters(named, source, least_bytes=1), named)
     assert frozen is not None
     base = bytearray(frozen.size_bytes)
-    digest_of(frozen.copied_into(memoryview(base)), lambda: None)
+    digest_of(frozen.copied_into(memoryview(base)))
     plan = make_plan(walked, source, frozen)
     image = bytearray(-(-plan.layout.size_bytes // PAGE) * PAGE)
     image[: len(plan.layout.header)] = plan.layout.header

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.blocks import FileBlocks, Wanted, fill
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
-from lazysnap.levels.source import MemorySource, RateLimitedSource, RateLimiter, map_anonymous
+from lazysnap.levels.source import MemorySource, Progress, map_anonymous, no_progress
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry, FrozenEntry
@@ -85,15 +85,15 @@ class Snapshot:
         room, size = _image(self._seed, self.elements)
         return MemorySource(room, size)
 
-    def write(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Entry:
+    def write(self, store: SnapshotStore) -> Entry:
         """Write and commit it."""
-        manifest = write_shard(store, self.meta, RateLimitedSource(self.source(), RateLimiter(None), beat))
+        manifest = write_shard(store, self.meta, self.source())
         return entries_of(manifest, store.url, store.speed, self.meta.name.directory)[0]
 
-    def delete(self, store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> bool:
+    def delete(self, store: SnapshotStore) -> bool:
         """Delete it as keepers and ``lazysnap prune`` do; ``False``: it has to stay."""
         directory = self.meta.name.directory
-        return delete_files([FilePlace(store.storage, directory, NodeName(self.rank, self.world_size))], beat)
+        return delete_files([FilePlace(store.storage, directory, NodeName(self.rank, self.world_size))])
 
     def write_later(self, store: SnapshotStore) -> Callable[[], Entry]:
         """What writes it."""
@@ -117,7 +117,7 @@ def verified(store: SnapshotStore, entry: Entry | FrozenEntry) -> Manifest:
 
 
 def read_image(
-    store: SnapshotStore, entry: Entry | FrozenEntry, out: memoryview, beat: Callable[[], None] = lambda: None
+    store: SnapshotStore, entry: Entry | FrozenEntry, out: memoryview, progress: Progress = no_progress
 ) -> Manifest:
     """The file of an entry, verified. Raises: as ``fill``."""
     manifest, place = store.read_manifest(entry), store.place(entry)
@@ -127,11 +127,11 @@ def read_image(
         out[at : at + len(data)] = data
 
     with contextlib.closing(FileBlocks(place, manifest)) as blocks:
-        fill({blocks: [Wanted(0, manifest.size_bytes, put)]}, beat=lambda count: beat())
+        fill({blocks: [Wanted(0, manifest.size_bytes, put)]}, progress=progress)
     return manifest
 
 
-def read_whole(store: SnapshotStore, entry: Entry, beat: Callable[[], None] = lambda: None) -> None:
+def read_whole(store: SnapshotStore, entry: Entry, progress: Progress = no_progress) -> None:
     """Read an entry as a restore does, and compare every byte with what was written.
 
     Raises: FormatError, FileNotFoundError, LevelError: what is allowed of a snapshot that is damaged or gone.
@@ -139,7 +139,7 @@ def read_whole(store: SnapshotStore, entry: Entry, beat: Callable[[], None] = la
     """
     manifest = store.read_manifest(entry)
     out = map_anonymous(manifest.size_bytes)
-    read_image(store, entry, out, beat)
+    read_image(store, entry, out, progress)
     meta = manifest.meta
     was = Snapshot(meta.step, meta.run_id, meta.state["elements"], meta.rank, meta.world_size, meta.frozen, meta.start)
     assert (meta.step, meta.run_id, meta.rank) == (entry.step, entry.run_id, entry.rank)
@@ -160,13 +160,13 @@ class Findings:
         return sorted(entry.step for entry in self.whole if entry.run_id == run_id)
 
 
-def look(store: SnapshotStore, beat: Callable[[], None] = lambda: None) -> Findings:
+def look(store: SnapshotStore) -> Findings:
     """Read back everything that the inventory offers. Raises: AssertionError, LevelError."""
     inventory = inventory_of(store)
     whole, problems = [], list(inventory.problems)
     for entry in inventory.entries:
         try:
-            read_whole(store, entry, beat)
+            read_whole(store, entry)
         except (FormatError, FileNotFoundError, LevelError) as error:
             problems.append(f"{entry.location}: {error}")
         else:

@@ -1,0 +1,189 @@
+"""A storage as one job of a level uses it: a watchdog sees each operation, and writes keep to a rate."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from lazysnap.levels.storage import Reader, Storage, Writer
+from lazysnap.levels.watchdog import Beat, WriteCancelled
+
+_SLICE_S = 0.2
+"""The longest pause of a write that waits for the rate limit, between two calls of ``beat``."""
+
+
+class RateLimiter:
+    """Lets at most ``max_bytes_per_s`` pass, averaged over the time since it was last idle; ``None``: no limit."""
+
+    def __init__(self, max_bytes_per_s: int | None) -> None:
+        self._rate = max_bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, num_bytes: int, while_waiting: Callable[[], None]) -> None:
+        """Wait until ``num_bytes`` may pass. Blocks; calls ``while_waiting`` again and again, which may raise."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + num_bytes / self._rate
+        # Earlier bytes pass first.
+        while (left := start - time.monotonic()) > 0:
+            while_waiting()
+            time.sleep(min(left, _SLICE_S))
+
+
+class WatchedStorage(Storage):
+    """Another storage. Each operation first calls ``beat``, of the watchdog of one job.
+
+    ``beat`` reports progress, and raises CaptureAborted when the caller of the job has given up. A thread that was
+    left behind and returns therefore commits and deletes nothing. A store lives longer than a job, so each job wraps
+    its storage anew (``SnapshotStore.watched``): a thread that was left behind keeps the ``beat`` that raises.
+
+    Operations that list or move data raise WriteCancelled, too, if ``beat`` does. The others suppress it, because a
+    cancelled write needs them to remove its file.
+    """
+
+    def __init__(self, storage: Storage, beat: Beat, pace: RateLimiter | None = None) -> None:
+        """``pace``: bounds the bytes per second of ``Writer.write``; time spent waiting for it counts as progress."""
+        self.url = storage.url
+        self.parallel_writes = storage.parallel_writes
+        self.parallel_reads = storage.parallel_reads
+        self._storage = storage
+        self._beat = beat
+        self._pace = RateLimiter(None) if pace is None else pace
+
+    def _beat_unless_cancelled(self) -> None:
+        """Call ``beat``. Raises: CaptureAborted, but not WriteCancelled."""
+        with contextlib.suppress(WriteCancelled):
+            self._beat()
+
+    @property
+    def checks_writes(self) -> bool:
+        """See ``Storage.checks_writes``."""
+        self._beat_unless_cancelled()
+        return self._storage.checks_writes
+
+    # ---------------------------------------------------------------- lists, or moves data
+
+    def create(self, path: str, size_bytes: int) -> Writer:
+        """See ``Storage.create``."""
+        self._beat()
+        return _WatchedWriter(self._storage.create(path, size_bytes), self._beat, self._pace)
+
+    def put(self, path: str, data: bytes) -> None:
+        """See ``Storage.put``. Nothing raises after it: a manifest is committed by then."""
+        self._beat()
+        self._storage.put(path, data)
+
+    def reader(self, path: str) -> Reader:
+        """See ``Storage.reader``."""
+        self._beat()
+        return _WatchedReader(self._storage.reader(path), self._beat)
+
+    # ---------------------------------------------------------------- also of a cancelled write
+
+    def get(self, path: str) -> bytes:
+        """See ``Storage.get``."""
+        self._beat_unless_cancelled()
+        return self._storage.get(path)
+
+    def size(self, path: str) -> int:
+        """See ``Storage.size``."""
+        self._beat_unless_cancelled()
+        return self._storage.size(path)
+
+    def age_s(self, path: str) -> float | None:
+        """See ``Storage.age_s``."""
+        self._beat_unless_cancelled()
+        return self._storage.age_s(path)
+
+    def delete(self, path: str) -> None:
+        """See ``Storage.delete``."""
+        self._beat_unless_cancelled()
+        self._storage.delete(path)
+
+    def exists(self, path: str) -> bool:
+        """See ``Storage.exists``."""
+        self._beat_unless_cancelled()
+        return self._storage.exists(path)
+
+    def stamp(self, path: str) -> object:
+        """See ``Storage.stamp``."""
+        self._beat_unless_cancelled()
+        return self._storage.stamp(path)
+
+    def is_settled(self, path: str) -> bool:
+        """See ``Storage.is_settled``."""
+        self._beat_unless_cancelled()
+        return self._storage.is_settled(path)
+
+    def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
+        """See ``Storage.delete_abandoned``."""
+        self._beat_unless_cancelled()
+        return self._storage.delete_abandoned(path, unless=unless)
+
+    def abort_stale(self) -> Sequence[str]:
+        """See ``Storage.abort_stale``."""
+        self._beat_unless_cancelled()
+        return self._storage.abort_stale()
+
+    def is_link(self, path: str) -> bool:
+        """See ``Storage.is_link``."""
+        self._beat_unless_cancelled()
+        return self._storage.is_link(path)
+
+    def delete_directory(self, path: str) -> None:
+        """See ``Storage.delete_directory``."""
+        self._beat_unless_cancelled()
+        self._storage.delete_directory(path)
+
+    # The last one: it hides the type from the annotations behind it. It lists, so WriteCancelled ends it.
+    def list(self, path: str = "") -> list[str]:
+        """See ``Storage.list``."""
+        self._beat()
+        return self._storage.list(path)
+
+
+class _WatchedWriter:
+    """See ``levels.storage.Writer``."""
+
+    def __init__(self, writer: Writer, beat: Beat, pace: RateLimiter) -> None:
+        self._writer = writer
+        self._beat = beat
+        self._pace = pace
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """See ``Writer.write``. Blocks: also until the rate limit allows it."""
+        self._pace.take(len(data), self._beat)
+        self._beat()
+        self._writer.write(offset, data)
+        self._beat()
+
+    def publish(self) -> None:
+        """See ``Writer.publish``. Nothing raises after it: the caller knows then that the object is visible."""
+        self._beat()
+        self._writer.publish()
+
+    def close(self) -> None:
+        """See ``Writer.close``. A thread that was left behind closes, too: the object is its own."""
+        self._writer.close()
+
+
+class _WatchedReader:
+    """See ``levels.storage.Reader``."""
+
+    def __init__(self, reader: Reader, beat: Beat) -> None:
+        self._reader = reader
+        self._beat = beat
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """See ``Reader.read_into``."""
+        self._beat()
+        self._reader.read_into(offset, out)
+        self._beat()
+
+    def close(self) -> None:
+        """See ``Reader.close``."""
+        self._reader.close()

@@ -1,0 +1,201 @@
+"""A storage as one job of a level uses it: once the watchdog gave up, the job changes nothing any more."""
+
+import contextlib
+import threading
+from functools import partial
+
+import pytest
+from support.fault_plan import FaultPlan
+from support.faulty import FaultyStorage
+from support.place import PAGE, WAIT_S, everything, pattern, read_object, write_object
+from support.snapshots import Snapshot, look
+
+from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.levels.watchdog import LevelHangs, Watchdog, WriteCancelled
+from lazysnap.levels.watched import RateLimiter, WatchedStorage
+from lazysnap.memory.failures import CaptureAborted
+
+STEP, PATH = "step-00000001", "step-00000001/object"
+DATA = pattern(5000)
+BLOCK = map_anonymous(PAGE)
+NEW = "step-00000002/new"
+
+OPERATIONS = {
+    "create": lambda storage: partial(storage.create, NEW, PAGE),
+    "write": lambda storage: partial(storage.create(NEW, PAGE).write, 0, BLOCK),
+    "publish": lambda storage: storage.create(NEW, PAGE).publish,
+    "put": lambda storage: partial(storage.put, NEW, b"small"),
+    "get": lambda storage: partial(storage.get, PATH),
+    "reader": lambda storage: partial(storage.reader, PATH),
+    "read_into": lambda storage: partial(storage.reader(PATH).read_into, 0, map_anonymous(PAGE)),
+    "size": lambda storage: partial(storage.size, PATH),
+    "exists": lambda storage: partial(storage.exists, PATH),
+    "age_s": lambda storage: partial(storage.age_s, PATH),
+    "stamp": lambda storage: partial(storage.stamp, PATH),
+    "list": lambda storage: storage.list,
+    "is_link": lambda storage: partial(storage.is_link, PATH),
+    "is_settled": lambda storage: partial(storage.is_settled, PATH),
+    "delete": lambda storage: partial(storage.delete, PATH),
+    "delete_abandoned": lambda storage: partial(storage.delete_abandoned, PATH),
+    "delete_directory": lambda storage: partial(storage.delete_directory, "empty"),
+    "abort_stale": lambda storage: storage.abort_stale,
+}
+"""By name a function that prepares an operation, and returns it."""
+END_IF_CANCELLED = {"create", "write", "publish", "put", "reader", "read_into", "list"}
+
+
+@pytest.fixture
+def local(tmp_path):
+    storage = LocalStorage(str(tmp_path / "run"))
+    write_object(storage, PATH, DATA)
+    (tmp_path / "run" / "empty").mkdir()
+    return storage
+
+
+@contextlib.contextmanager
+def left_behind(work, is_ready):
+    """Within the context the watchdog of ``work(beat)`` has given up; afterwards ``work`` ends with CaptureAborted."""
+    attempt = Watchdog(work, "a job")
+    assert is_ready.wait(WAIT_S)
+    with pytest.raises(LevelHangs):
+        attempt.result(0.01)
+    yield
+    with pytest.raises(CaptureAborted, match="came back after its deadline"):
+        attempt.result(WAIT_S)
+
+
+def test_the_list_of_operations_is_complete():
+    public = {name for name in vars(Storage) if not name.startswith("_")}
+    data = {"url", "parallel_writes", "parallel_reads", "abandoned_after_s", "checks_writes"}
+    assert public - data == OPERATIONS.keys() - {"write", "publish", "read_into"}
+    assert public - data <= vars(WatchedStorage).keys()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_operation_is_one_of_the_storage_below_and_reports_progress(local, name):
+    plan, beats = FaultPlan(), []
+    operation = OPERATIONS[name](WatchedStorage(FaultyStorage(local, plan), lambda: beats.append(len(plan.operations))))
+    num_before = len(plan.operations)
+    beats.clear()
+
+    operation()
+
+    assert plan.operations[num_before:] == [name]
+    is_block = name in ("write", "read_into")
+    assert beats == [num_before, num_before + 1][: 1 + is_block], "of a block also when it is there"
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_thread_that_was_left_behind_changes_nothing(local, name):
+    plan, is_ready, may_return = FaultPlan(), threading.Event(), threading.Event()
+
+    def work(beat):
+        operation = OPERATIONS[name](WatchedStorage(FaultyStorage(local, plan), beat))
+        is_ready.set()
+        assert may_return.wait(WAIT_S)
+        operation()
+
+    with left_behind(work, is_ready):
+        num_before, before = len(plan.operations), everything(local)
+        may_return.set()
+
+    assert len(plan.operations) == num_before
+    assert everything(local) == before
+    assert read_object(local, PATH) == DATA
+
+
+def test_a_thread_that_was_left_behind_removes_what_it_began_to_write(local):
+    before, is_ready, may_return = everything(local), threading.Event(), threading.Event()
+
+    def work(beat):
+        with contextlib.closing(WatchedStorage(local, beat).create(NEW, PAGE)) as writer:
+            writer.write(0, BLOCK)
+            is_ready.set()
+            assert may_return.wait(WAIT_S)
+            writer.publish()
+
+    with left_behind(work, is_ready):
+        may_return.set()
+
+    assert [path for path in everything(local) if path != "step-00000002/"] == before
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_cancelled_write_ends_and_can_still_remove_its_file(local, name):
+    is_cancelled = threading.Event()
+
+    def obey():
+        if is_cancelled.is_set():
+            raise WriteCancelled("not wanted any more")
+
+    operation = OPERATIONS[name](WatchedStorage(local, obey))
+    is_cancelled.set()
+
+    with pytest.raises(WriteCancelled) if name in END_IF_CANCELLED else contextlib.nullcontext():
+        operation()
+
+
+def test_a_write_that_is_cancelled_before_its_commit_leaves_nothing(tmp_path, passing):
+    storage, is_cancelled = LocalStorage(str(tmp_path / "run")), threading.Event()
+
+    def obey():
+        if is_cancelled.is_set():
+            raise WriteCancelled("not wanted any more")
+
+    passing(lambda name: is_cancelled.set() if name == "level.store.commit" else None)
+    with pytest.raises(WriteCancelled):
+        Snapshot(1).write(SnapshotStore(storage).watched(obey))
+
+    assert everything(storage) == []
+
+
+def test_what_the_next_job_wrote_is_left_alone_by_the_one_before(tmp_path, passing):
+    """The first one hangs before its commit, and returns when the next one has written the same step."""
+    store, is_ready, may_return = (
+        SnapshotStore(LocalStorage(str(tmp_path / "run"))),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def hang_once(name):
+        if name == "level.store.commit" and not is_ready.is_set():
+            is_ready.set()
+            assert may_return.wait(WAIT_S)
+
+    passing(hang_once)
+    with left_behind(lambda beat: Snapshot(1).write(store.watched(beat)), is_ready):
+        Watchdog(lambda beat: Snapshot(1).write(store.watched(beat)), "the next job").result(WAIT_S)
+        before = everything(store.storage)
+        may_return.set()
+
+    assert everything(store.storage) == before
+    assert look(store).steps() == [1]
+    assert look(store).problems == ()
+
+
+@pytest.mark.slow
+def test_a_write_that_waits_for_its_rate_does_not_hang(tmp_path):
+    store, pace = SnapshotStore(LocalStorage(str(tmp_path / "run"))), RateLimiter(10_000)
+    pace.take(20_000, lambda: None)
+
+    Watchdog(lambda beat: Snapshot(1).write(store.watched(beat, pace)), "a job").result(1.0)
+
+    assert look(store).steps() == [1]
+
+
+def test_a_write_that_waits_for_its_rate_ends_when_nobody_waits_for_it(tmp_path):
+    store, pace, beats = SnapshotStore(LocalStorage(str(tmp_path / "run"))), RateLimiter(1), []
+    pace.take(1_000_000, lambda: None)
+
+    def beat():
+        beats.append("beat")
+        if len(beats) >= 4:  # reads the manifest, creates the file, begins to wait, waits
+            raise CaptureAborted("nobody waits")
+
+    with pytest.raises(CaptureAborted, match="nobody waits"):
+        Snapshot(1).write(store.watched(beat, pace))
+
+    assert everything(store.storage) == ["step-00000001-0000000000000000-1111111111111111/"]
