@@ -2,14 +2,16 @@
 
 import contextlib
 import os
+import threading
 
 import pytest
 from support.catalogue import inventory_of
-from support.fault_plan import FaultPlan, Hang
+from support.fault_plan import Act, FaultPlan, Hang
 from support.faulty import FaultyStorage
 from support.image import write_shard
 from support.names import START
 from support.node_rig import RUN, image_of
+from support.snapshots import Snapshot
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
@@ -19,6 +21,7 @@ from lazysnap.restore import level as level_module
 from lazysnap.restore.level import Level
 from lazysnap.restore.sources import Failure, Places, Sources
 from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.names import SnapshotName
 
 
 def open_files(below):
@@ -53,3 +56,20 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
             plan.release()
 
         assert until(lambda: not open_files(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_level_whose_directories_are_listed_one_by_one_may_take_longer_than_its_deadline(tmp_path, monkeypatch):
+    """As long as each listing comes in time."""
+    level = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=2)
+    store = open_store(level.url)
+    for step in (1, 2, 3):
+        Snapshot(step).write(store)
+    plan = FaultPlan(Act(1, operation="list", lasting=True, action=lambda: threading.Event().wait(0.7)))
+    slow = SnapshotStore(FaultyStorage(store.storage, plan))
+    monkeypatch.setattr(level_module, "open_store", lambda *_, **__: slow)
+
+    listing = Level(level, 1).begin_names(marked=False)()
+
+    assert [SnapshotName.parse(directory.name).step for directory in listing.directories] == [1, 2, 3]
+    assert plan.operations.count("list") == 4

@@ -114,19 +114,7 @@ def write_with_deadline(talk: Conversation, url: str, step: int, size: int, dead
     """What the attempt raised; then, after a stop, what became of the one that was left behind."""
     source = StopsInTheMiddle(talk, step, size)
 
-    def work(beat) -> None:
-        plain = source.view
-
-        def view(offset: int, length: int) -> memoryview:
-            found = plain(offset, length)
-            beat()
-            return found
-
-        source.view = view
-        source.finish = beat
-        write_shard(_store(url), _meta(step), source)
-
-    attempt = Watchdog(work, f"step {step}")
+    attempt = Watchdog(lambda beat: write_shard(_store(url).watched(beat), _meta(step), source), f"step {step}")
     try:
         attempt.result(deadline_s)
     except Exception as error:  # noqa: BLE001
