@@ -1,0 +1,295 @@
+"""What goes into the core, and what comes out? Events and actions, as values.
+
+The loop turns what happens into events, and carries actions out. A simulation does the same without any process.
+A *connection* is a number that the loop gives; a *job* is slow work on a thread, one at a time per level. Redundancy is
+one more level, behind those of storage: its job computes parity, its files are the parity in memory.
+"""
+
+from dataclasses import dataclass
+
+from lazysnap.core.messages import KeeperState, NamedStep, Order, Report, StepKey, TrainerState
+from lazysnap.core.slots import SlotView
+
+# Events
+
+
+@dataclass(frozen=True)
+class TrainerReported:
+    """A trainer sent its state."""
+
+    connection: int
+    pid: int
+    state: TrainerState
+
+
+@dataclass(frozen=True)
+class ConnectionLost:
+    """A connection ended. Its process may live on, and connect again."""
+
+    connection: int
+
+
+@dataclass(frozen=True)
+class ProcessDied:
+    """A process that was a trainer ended: it writes nothing any more."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class SlotsSeen:
+    """The words of all slots of the node, read just now."""
+
+    slots: dict[int, tuple[SlotView, ...]]
+    """By rank."""
+
+
+@dataclass(frozen=True)
+class SlotMade:
+    """Memory for a slot was allocated; ``SlotsSeen`` shows the slot."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class MemoryRefused:
+    """There is no memory for a slot now."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class JobMoved:
+    """The job of a level moved some bytes, so it does not hang."""
+
+    level: int
+    job: int
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """The job of a level ended well, or as ``Missed`` or ``Failed`` say."""
+
+    level: int
+    job: int
+
+
+@dataclass(frozen=True)
+class Listed(JobEnded):
+    """The level was listed."""
+
+    stored: tuple[StepKey, ...]
+    """Snapshots of which this node stored its part."""
+    leftovers: tuple[StepKey, ...] = ()
+    """Snapshots of which this node has files, and no commit."""
+    names: tuple[NamedStep, ...] = ()
+    """Names that are given there."""
+
+
+@dataclass(frozen=True)
+class Stored(JobEnded):
+    """The step was written, committed and read back."""
+
+
+@dataclass(frozen=True)
+class Missed(JobEnded):
+    """The source did not hold the step any more. Nothing was committed, and the level is well."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Failed(JobEnded):
+    """The level refused, or gave other bytes back. Nothing was committed."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PeerUp:
+    """A link to another node began; what was sent before may be lost."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Received:
+    """Another node sent its state."""
+
+    node: int
+    message: Report | Order
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    """The time that the core asked to be woken at has come."""
+
+
+@dataclass(frozen=True)
+class Terminated:
+    """SIGTERM: store the newest capture and end, as soon as no trainer is left."""
+
+
+Event = (
+    TrainerReported
+    | ConnectionLost
+    | ProcessDied
+    | SlotsSeen
+    | SlotMade
+    | MemoryRefused
+    | JobMoved
+    | JobEnded
+    | PeerUp
+    | Received
+    | TimePassed
+    | Terminated
+)
+
+# Actions
+
+
+@dataclass(frozen=True)
+class AdoptSlots:
+    """Take over the slots whose descriptors came with the last message of this connection."""
+
+    connection: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class SendToTrainer:
+    """Send the state to a trainer. A newer one replaces one that is not sent yet."""
+
+    connection: int
+    rank: int
+    state: KeeperState
+
+
+@dataclass(frozen=True)
+class CloseConnection:
+    """Close a connection behind what was sent there."""
+
+    connection: int
+
+
+@dataclass(frozen=True)
+class MakeSlot:
+    """Allocate a slot, beside the loop. ``SlotMade`` or ``MemoryRefused`` follows."""
+
+    rank: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True)
+class SetGrant:
+    """Write the word GRANT of the node page, then read the slots again."""
+
+    word: int
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Write HELD of a slot, then read the slots again."""
+
+    rank: int
+    slot_id: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Clear HELD of a slot."""
+
+    rank: int
+    slot_id: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """Begin a job. Exactly one ``JobEnded`` follows, unless the job is abandoned."""
+
+    level: int
+    job: int
+    """Number of the job; no number is used twice."""
+
+
+@dataclass(frozen=True)
+class ListLevel(Job):
+    """Find the stored snapshots of this node. ``Listed`` or ``Failed`` follows."""
+
+
+@dataclass(frozen=True)
+class ProbeLevel(Job):
+    """Try a small write. ``JobEnded`` or ``Failed`` follows."""
+
+
+@dataclass(frozen=True)
+class WriteLevel(Job):
+    """Store a step. ``Stored``, ``Missed`` or ``Failed`` follows."""
+
+    key: StepKey
+    slots: tuple[tuple[int, int], ...]
+    """Rank and slot id of each part; empty where it is copied."""
+    source: int | None = None
+    """The level that it is copied from."""
+
+
+@dataclass(frozen=True)
+class DeleteFiles(Job):
+    """Delete files of this node. ``JobEnded`` or ``Failed`` follows."""
+
+    keys: tuple[StepKey, ...]
+
+
+@dataclass(frozen=True)
+class SetNames(Job):
+    """Give names, and take names away. ``JobEnded`` or ``Failed`` follows."""
+
+    given: tuple[NamedStep, ...]
+    released: tuple[NamedStep, ...]
+
+
+@dataclass(frozen=True)
+class CancelJob:
+    """The job must not commit any more; it ends soon, as ``Missed``."""
+
+    level: int
+    job: int
+
+
+@dataclass(frozen=True)
+class AbandonJob:
+    """The job hangs: leave its thread alone, use a new one, and ignore how it ends."""
+
+    level: int
+    job: int
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to another node, if there is a link."""
+
+    node: int
+    message: Report | Order
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The keeper has nothing left to do: end the process."""
+
+
+Action = (
+    AdoptSlots
+    | SendToTrainer
+    | CloseConnection
+    | MakeSlot
+    | SetGrant
+    | Hold
+    | Release
+    | Job
+    | CancelJob
+    | AbandonJob
+    | Send
+    | Finish
+)

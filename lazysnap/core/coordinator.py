@@ -1,0 +1,496 @@
+"""Which step do all nodes store, and which snapshots are complete? Pure.
+
+The coordinator is part of the keeper of node 0. It grants a level one step at a time. Each node stores that step and
+reports it; when all nodes have, the snapshot is complete::
+
+                 all nodes reported their files
+        CLOSED ─────────────────────────────────> OPEN
+                                                   │  ▲
+     level is due, idle and ready on every node: grant  │  every node reports STORED: complete
+                                                   ▼  │  a node reports MISSED or FAILED: cancelled
+                                                 GRANTED
+
+Only a node's word cancels a grant, never a clock: a node that is slow may have committed the file.
+
+One storage level reads slots: the fastest one that works. Slower levels copy from the next faster one, and so hold no
+slot. Redundancy reads the same step as that level, since both share one slot: while a grant reads slots, any other one
+that reads slots is of the same step.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from lazysnap.core.messages import (
+    MAX_TOLD,
+    LevelOrder,
+    LevelReport,
+    LevelSettings,
+    NamedStep,
+    Order,
+    Progress,
+    RedundancySettings,
+    Report,
+    StepKey,
+)
+from lazysnap.core.node import RankView, is_missed
+from lazysnap.core.retention import Retention
+
+MAX_MARGIN_STEPS = 64
+MAX_REMEMBERED = 256
+"""Complete snapshots that are remembered per level. Nodes judge older ones by their age alone."""
+_UNDER_WAY = (Progress.WAITING, Progress.WRITING, Progress.STORED)
+_GIVEN_UP = (Progress.MISSED, Progress.FAILED)
+
+
+@dataclass
+class LevelGrants:
+    """The coordinator's state of one level, or of redundancy."""
+
+    retention: Retention
+    every_n_steps: int | None
+    every_s: float
+    is_memory: bool = False
+    """True for redundancy: only what all nodes have now is complete."""
+    is_open: bool = False
+    """True once every node said which files it has. Before that nothing is granted, cancelled or deleted."""
+    grant: StepKey | None = None
+    source: int | None = None
+    """The level that the granted step is copied from; None: the slots."""
+    version: int = 0
+    """Grows with each change of the grant."""
+    complete: set[StepKey] = field(default_factory=set)
+    """Invariant: at the moment when a key came in, every node had its part, committed and read back."""
+    cancelled: set[StepKey] = field(default_factory=set)
+    """Invariant: disjoint from ``complete``, and never the present grant."""
+    margin_steps: int = 0
+    """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
+    is_ahead: bool = True
+    """True if the granted step was not begun when it was granted."""
+    due_start: int = 0
+    """The start for which ``due_at`` was set. In any other one the level is due at once."""
+    due_at: float = 0.0
+
+    @classmethod
+    def of_level(cls, settings: LevelSettings) -> "LevelGrants":
+        """Return the state of a storage level."""
+        return cls(Retention.of_level(settings), settings.every_n_steps, settings.every_s)
+
+    @classmethod
+    def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
+        """Return the state of redundancy."""
+        return cls(Retention(keep_last=1), settings.every_n_steps, 0.0, is_memory=True)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if a granted step is not complete yet."""
+        return self.grant is not None and self.grant not in self.complete
+
+    @property
+    def reads_slots(self) -> bool:
+        """True if slots are held for a grant that is under way."""
+        return self.is_under_way and self.source is None
+
+    def become_granted(self, key: StepKey | None, source: int | None, *, is_ahead: bool) -> None:
+        """Grant a step, or nothing.
+
+        Args:
+            key: the step.
+            source: the level that it is copied from; None: the slots.
+            is_ahead: True if it was not begun yet.
+        """
+        self.grant = key
+        self.source = source
+        self.is_ahead = is_ahead
+        self.version += 1
+        if key is not None:
+            self.cancelled.discard(key)
+
+    def become_complete(self, key: StepKey) -> None:
+        """All nodes stored the step."""
+        self.complete.add(key)
+        self.cancelled.discard(key)
+        self.margin_steps = max(0, self.margin_steps - 1)
+        if len(self.complete) > 2 * MAX_REMEMBERED:
+            self.complete = set(sorted(self.complete)[-MAX_REMEMBERED:])
+
+    def become_cancelled(self, key: StepKey, *, is_late: bool) -> None:
+        """A node gave the granted step up. ``is_late``: because the order reached it too late."""
+        self.cancelled.add(key)
+        if is_late:
+            self.margin_steps = min(2 * self.margin_steps + 1, MAX_MARGIN_STEPS)
+        self.due_start = 0
+        self.become_granted(None, None, is_ahead=True)
+
+    def is_due(self, start: int, now: float) -> bool:
+        """Return True if it is time for a snapshot. A level with a number of steps is due whenever that is reached."""
+        return self.every_n_steps is not None or self.due_start != start or now >= self.due_at
+
+    def was_granted_at(self, start: int, now: float) -> None:
+        """Note that a snapshot that was due is under way."""
+        self.due_start = start
+        self.due_at = now + self.every_s
+
+    def next_step(self, begun: int, capture_every: int) -> int:
+        """Return the first step behind ``begun`` that will be captured and may be stored here."""
+        every = self.every_n_steps or capture_every
+        if every % capture_every != 0:
+            every *= capture_every
+        return ((begun + self.margin_steps) // every + 1) * every
+
+    def passes_a_multiple(self, key: StepKey) -> bool:
+        """Return True if a step that is due lies between the newest complete snapshot and this one."""
+        if self.every_n_steps is None:
+            return True
+        of_start = [other.step for other in self.complete if other.start == key.start]
+        newest = max(of_start, default=-1)
+        return key.step // self.every_n_steps > newest // self.every_n_steps
+
+    def order(self, required: Collection[StepKey], named: Collection[StepKey]) -> LevelOrder:
+        """Return this state for the nodes.
+
+        Args:
+            required: steps that somebody wants stored.
+            named: snapshots that have a name there, or are to get one.
+        """
+        newest = sorted(self.complete)[-max(MAX_TOLD, self.retention.keep_last + 1) :]
+        answered = self.complete & {*required, *named}
+        self.cancelled = set(sorted(self.cancelled)[-MAX_TOLD:])
+        return LevelOrder(
+            version=self.version,
+            grant=self.grant,
+            source=self.source,
+            complete=tuple(sorted({*newest, *answered})),
+            cancelled=tuple(sorted(self.cancelled)),
+            named=tuple(sorted(named)),
+            is_open=self.is_open,
+        )
+
+
+@dataclass
+class Coordinator:
+    """Grants and counts. Call ``receive`` for each report, then ``decide``; send ``order`` if that says so."""
+
+    number: int
+    """Random; tells this coordinator from those before it, whose orders nodes may still answer."""
+    num_nodes: int
+    levels: tuple[LevelGrants, ...]
+    """Fast to slow; then redundancy, if there is any."""
+    capture_every_n_steps: int = 1
+    is_alone: bool = False
+    """True where a node that reaches no coordinator stores what it has: all of it, and deletes nothing."""
+    reports: dict[int, Report] = field(default_factory=dict)
+    """The newest report of each node that answers this coordinator."""
+    lost: set[StepKey] = field(default_factory=set)
+    is_drained: bool = False
+    _last_order: Order | None = None
+
+    def receive(self, report: Report) -> None:
+        """Take a node's state."""
+        if report.coordinator == self.number and report.node < self.num_nodes:
+            self.reports[report.node] = report
+
+    def deadlines(self, now: float) -> list[float]:
+        """Return the times at which a level becomes due."""
+        times = []
+        for level in self.levels:
+            if level.every_n_steps is None and not level.is_under_way and level.due_at > now:
+                times.append(level.due_at)
+        return times
+
+    def order(self) -> Order:
+        """Return the state for all nodes."""
+        required = self._required() | {named.key for named in self._wanted_names()}
+        orders = []
+        for index, level in enumerate(self.levels):
+            named = set() if level.is_memory else self._named_keys(index)
+            orders.append(level.order(required, named))
+        return Order(
+            coordinator=self.number,
+            levels=tuple(orders),
+            lost=tuple(sorted(self.lost & required)),
+            is_drained=self.is_drained,
+            may_delete=not self.is_alone,
+        )
+
+    def decide(self, ranks: Sequence[RankView], now: float) -> Order | None:
+        """Count, cancel and grant.
+
+        Args:
+            ranks: those of node 0; other ranks are at most one step ahead of them.
+            now: seconds of a monotonic clock.
+
+        Returns: the order for all nodes, if it says something new.
+        """
+        if len(self.reports) == self.num_nodes:
+            for index, level in enumerate(self.levels):
+                self._count_level(index, level)
+            for index in self._in_order_of_grants():
+                self._grant_level(index, ranks, now)
+            self.is_drained = self._find_drained()
+        order = self.order()
+        if order == self._last_order:
+            return None
+        self._last_order = order
+        return order
+
+    def is_finished(self) -> bool:
+        """Return True if all nodes know that everything is drained."""
+        return self.is_drained and all(report.knows_drained for report in self.reports.values())
+
+    # Counting
+
+    def _count_level(self, index: int, level: LevelGrants) -> None:
+        reports = [report.levels[index] for report in self.reports.values()]
+        if any(report.progress is Progress.LISTING for report in reports):
+            if level.is_memory:
+                level.complete.clear()  # a keeper is new: the parity of the one before it is gone
+            return
+        if not level.is_open:
+            self._open(level, reports)
+        if level.is_memory:
+            level.complete &= _stored_on_all(reports)
+        if level.grant is not None and level.is_under_way:
+            self._count_grant(level, level.grant, reports)
+
+    def _open(self, level: LevelGrants, reports: Sequence[LevelReport]) -> None:
+        """All nodes know what they have: count what all have, and take up the grant of the coordinator before."""
+        level.is_open = True
+        for key in _stored_on_all(reports):
+            level.become_complete(key)
+        under_way = set()
+        for report in reports:
+            if report.grant is not None and report.progress in _UNDER_WAY:
+                under_way.add(report.grant)
+        under_way -= level.complete
+        newest = max(under_way, default=None)
+        level.cancelled |= under_way
+        if newest is not None and self._may_read_slots(newest):
+            level.become_granted(newest, None, is_ahead=True)
+        else:
+            level.become_granted(None, None, is_ahead=True)
+
+    def _count_grant(self, level: LevelGrants, grant: StepKey, reports: Sequence[LevelReport]) -> None:
+        """See whether the granted step is complete, or can never be."""
+        present = [report for report in reports if report.version == level.version]
+        progress = {report.progress for report in present}
+        if len(present) == self.num_nodes and progress == {Progress.STORED}:
+            level.become_complete(grant)
+        elif progress.intersection(_GIVEN_UP):
+            is_missed_step = Progress.MISSED in progress
+            if is_missed_step and not level.is_ahead and not level.is_memory and level.source is None:
+                self.lost.add(grant)
+            level.become_cancelled(grant, is_late=is_missed_step and level.is_ahead)
+
+    # Granting
+
+    def _in_order_of_grants(self) -> list[int]:
+        """Return the levels in the order in which they are granted: slow ones last, for they copy from faster ones;
+        redundancy behind storage, whose step it takes.
+        """
+        return list(range(len(self.levels)))
+
+    def _grant_level(self, index: int, ranks: Sequence[RankView], now: float) -> None:
+        level = self.levels[index]
+        if not level.is_open or level.is_under_way or not self._is_idle(index):
+            return
+        num_left = sum(1 for report in self.reports.values() if report.left is not None)
+        if num_left == self.num_nodes:
+            if not level.is_memory:
+                self._grant_what_is_left(index)
+        elif num_left == 0 and ranks:
+            self._grant_next(index, ranks, now)
+
+    def _is_idle(self, index: int) -> bool:
+        """Return True if every node answered the last order, and the level works there."""
+        version = self.levels[index].version
+        reports = [report.levels[index] for report in self.reports.values()]
+        return all(report.version == version and report.is_ready for report in reports)
+
+    def _grant_what_is_left(self, index: int) -> None:
+        """Nobody trains any more: grant what must be stored of the captures that all nodes have."""
+        level = self.levels[index]
+        missing = self._keys_to_drain() - level.complete
+        if not missing:
+            return
+        key = max(missing)
+        source = self._source_of(key, index)
+        if source is None and not self._may_read_slots(key):
+            return
+        level.become_granted(key, source, is_ahead=False)
+
+    def _grant_next(self, index: int, ranks: Sequence[RankView], now: float) -> None:
+        """Grant a required step that is still there; else the next one that is due."""
+        start = max(rank.start for rank in ranks)
+        if start == 0:
+            return  # the trainers are still restoring
+        begun = max(rank.begun for rank in ranks if rank.start == start)
+        level = self.levels[index]
+        if not level.is_memory:
+            ahead = self._grant_required(index, StepKey(start, begun), ranks)
+            if level.is_under_way:
+                return
+        else:
+            ahead = []
+        if self._is_copying(index):
+            self._grant_copy(index, start, now)
+            return
+        reading = self._key_that_is_read()
+        if reading is not None:
+            if reading not in level.complete and (level.is_memory or level.is_due(start, now)):
+                self._become_due_grant(level, reading, start, now, is_ahead=reading.step > begun)
+            return
+        if not level.is_due(start, now) and not ahead:
+            return
+        next_step = level.next_step(begun, self.capture_every_n_steps)
+        if ahead:
+            next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
+        self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
+
+    def _become_due_grant(self, level: LevelGrants, key: StepKey, start: int, now: float, *, is_ahead: bool) -> None:
+        level.become_granted(key, None, is_ahead=is_ahead)
+        level.was_granted_at(start, now)
+
+    def _grant_required(self, index: int, begun: StepKey, ranks: Sequence[RankView]) -> list[int]:
+        """Grant a required step that was begun.
+
+        Args:
+            index: the level.
+            begun: the newest step that a rank of this node began.
+            ranks: those of this node.
+
+        Returns: required steps that were not begun yet.
+        """
+        level = self.levels[index]
+        ahead = []
+        for key in sorted(self._required_at(index) - level.complete - self.lost):
+            source = self._source_of(key, index)
+            if source is not None:
+                level.become_granted(key, source, is_ahead=False)
+                return []
+            if key.start == begun.start and key > begun:
+                ahead.append(key.step)
+            elif is_missed(key, ranks):
+                if not self._is_stored_somewhere(key):
+                    self.lost.add(key)
+            elif not self._is_copying(index) and self._may_read_slots(key):
+                level.become_granted(key, None, is_ahead=False)
+                return []
+        return ahead
+
+    def _grant_copy(self, index: int, start: int, now: float) -> None:
+        """Grant the newest snapshot of the next faster level, if one is due here."""
+        level = self.levels[index]
+        source = self._faster(index)
+        if source is None or not level.is_due(start, now):
+            return
+        newest = max(self.levels[source].complete, default=None)
+        if newest is None or newest in level.complete or newest < max(level.complete, default=newest):
+            return
+        if level.passes_a_multiple(newest):
+            level.become_granted(newest, source, is_ahead=False)
+            level.was_granted_at(start, now)
+
+    def _is_copying(self, index: int) -> bool:
+        """Return True if the level copies from a faster one. False: it reads slots."""
+        return self._faster(index) is not None
+
+    def _faster(self, index: int) -> int | None:
+        """Return the next faster storage level that works on all nodes."""
+        if self.levels[index].is_memory:
+            return None
+        for faster in reversed(range(index)):
+            if self.levels[faster].is_open and self._is_ready(faster):
+                return faster
+        return None
+
+    def _is_ready(self, index: int) -> bool:
+        return all(report.levels[index].is_ready for report in self.reports.values())
+
+    def _source_of(self, key: StepKey, index: int) -> int | None:
+        """Return the next faster level that works and has this snapshot."""
+        if self.levels[index].is_memory:
+            return None
+        for faster in reversed(range(index)):
+            if key in self.levels[faster].complete and self._is_ready(faster):
+                return faster
+        return None
+
+    def _key_that_is_read(self) -> StepKey | None:
+        """Return the step whose slots are held for a grant."""
+        for level in self.levels:
+            if level.reads_slots:
+                return level.grant
+        return None
+
+    def _may_read_slots(self, key: StepKey) -> bool:
+        """Return True if no grant under way reads another step from slots."""
+        return self._key_that_is_read() in (None, key)
+
+    def _is_stored_somewhere(self, key: StepKey) -> bool:
+        return any(key in level.complete for level in self.levels if not level.is_memory)
+
+    # What must be stored
+
+    def _required(self) -> set[StepKey]:
+        required: set[StepKey] = set()
+        for report in self.reports.values():
+            required.update(report.required)
+        return required
+
+    def _wanted_names(self) -> set[NamedStep]:
+        names: set[NamedStep] = set()
+        for report in self.reports.values():
+            names.update(report.names)
+        return names
+
+    def _names_at(self, index: int) -> set[NamedStep]:
+        names: set[NamedStep] = set()
+        for report in self.reports.values():
+            names.update(report.levels[index].names)
+        return names
+
+    def _named_keys(self, index: int) -> set[StepKey]:
+        """Return the snapshots of a level that have a name, or are to get one there."""
+        names = self._wanted_names()
+        for level in range(index + 1):
+            if not self.levels[level].is_memory:
+                names |= self._names_at(level)
+        return {named.key for named in names}
+
+    def _required_at(self, index: int) -> set[StepKey]:
+        """Return what a level must store: the required steps, and those with a name that a faster level has."""
+        required = self._required()
+        if index == 0:
+            required |= {named.key for named in self._wanted_names()}
+            return required
+        for key in self._named_keys(index):
+            if self._source_of(key, index) is not None:
+                required.add(key)
+        return required
+
+    def _keys_to_drain(self) -> set[StepKey]:
+        """Return what must be stored when nobody trains any more: the newest capture that all nodes have, and what is
+        required of the others that all have. A node that is alone stores all: it does not know what others have.
+        """
+        common: set[StepKey] | None = None
+        for report in self.reports.values():
+            left = set(report.left or ())
+            common = left if common is None else common & left
+        if not common:
+            return set()
+        if self.is_alone:
+            return common
+        return {max(common)} | (common & self._required() - self.lost)
+
+    def _find_drained(self) -> bool:
+        if any(report.left is None for report in self.reports.values()):
+            return False
+        keys = self._keys_to_drain()
+        return all(level.is_memory or (level.is_open and keys <= level.complete) for level in self.levels)
+
+
+def _stored_on_all(reports: Sequence[LevelReport]) -> set[StepKey]:
+    common = set(reports[0].stored)
+    for report in reports[1:]:
+        common &= set(report.stored)
+    return common

@@ -1,0 +1,258 @@
+"""Which job does the thread of a level do next? Pure.
+
+A level has one thread, so one job at a time::
+
+                 ┌──────────── a small write works ────────────┐
+                 ▼                                             │
+    list ──> write, delete, write, ... ──a job fails──> pause, probe ──fails: pause twice as long──> probe
+                                        or hangs
+
+A job that moves no byte for ``timeout_s`` hangs: its thread is abandoned, and counts as a failed job. A level that
+hangs costs that thread and nothing else. At most ``MAX_HANGING`` threads of a level are abandoned at a time.
+
+Invariant: no two threads work on the same step. An abandoned thread may wake up in the middle of a rename or an unlink,
+so a step that it works on is granted in vain, and not deleted, until the thread has returned.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lazysnap.core.actions import (
+    AbandonJob,
+    Action,
+    CancelJob,
+    DeleteFiles,
+    Failed,
+    Job,
+    JobEnded,
+    Listed,
+    ListLevel,
+    Missed,
+    ProbeLevel,
+    SetNames,
+    Stored,
+    WriteLevel,
+)
+from lazysnap.core.messages import NamedStep, Progress, StepKey
+from lazysnap.core.node import Node, NodeLevel, RankView
+
+MAX_HANGING = 3
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What trainers want of names at a level, now."""
+
+    given: frozenset[NamedStep] = frozenset()
+    """Names that the level is to have, of snapshots that it has or gets."""
+    released: frozenset[str] = frozenset()
+
+
+@dataclass
+class LevelJobs:
+    """The jobs of one level."""
+
+    index: int
+    node: Node
+    job: Job | None = None
+    """The job that runs now."""
+    failure: str = ""
+    """Why the last job failed; empty while the level works."""
+    _job_number: int = 0
+    _moved_at: float = 0.0
+    _is_cancelled: bool = False
+    _abandoned: dict[int, Job] = field(default_factory=dict)
+    """Jobs whose threads still hang, by number."""
+    _retry_at: float = 0.0
+    _pause_s: float = FIRST_PAUSE_S
+
+    @property
+    def level(self) -> NodeLevel:
+        """The node's state of the level."""
+        return self.node.levels[self.index]
+
+    def deadlines(self) -> list[float]:
+        """Return the times at which ``decide`` may say something new."""
+        if self.job is not None:
+            return [self._moved_at + self.level.timeout_s]
+        if not self.level.is_ready and len(self._abandoned) < MAX_HANGING:
+            return [self._retry_at]
+        return []
+
+    def is_idle(self, wishes: Wishes) -> bool:
+        """Return True if nothing is left to do that a level which works could do.
+
+        What a thread that hangs works on is left alone: waiting for it could keep the process for ever.
+        """
+        if not self.level.is_ready:
+            return True
+        return self.job is None and not self._keys_to_delete() and self._names_to_set(wishes) is None
+
+    def moved(self, number: int, now: float) -> None:
+        """The job moved some bytes."""
+        if self.job is not None and self.job.job == number:
+            self._moved_at = now
+
+    def ended(self, event: JobEnded, now: float) -> None:
+        """A job ended. One that was abandoned counted as failed then; a file that it stored all the same counts now."""
+        abandoned = self._abandoned.pop(event.job, None)
+        if isinstance(abandoned, WriteLevel) and isinstance(event, Stored):
+            self.level.become_stored(abandoned.key)
+        if self.job is None or self.job.job != event.job:
+            return
+        job = self.job
+        self.job = None
+        if isinstance(event, Failed):
+            self._fail(job, event.text, now)
+        elif isinstance(event, Missed) and isinstance(job, WriteLevel):
+            self.level.become_missed(job.key)
+            self._leave_behind(job)
+        else:
+            self._succeed(job, event)
+
+    def _succeed(self, job: Job, event: JobEnded) -> None:
+        if isinstance(job, ProbeLevel):
+            self.level.become_ready()
+            return  # a small write that works does not show that a real job does
+        self.failure = ""
+        self._pause_s = FIRST_PAUSE_S
+        if isinstance(event, Listed):
+            self.level.become_listed(event.stored, event.leftovers, event.names)
+        elif isinstance(job, WriteLevel):
+            self.level.become_stored(job.key)
+        elif isinstance(job, SetNames):
+            self.level.names.update(job.given)
+            self.level.names.difference_update(job.released)
+
+    def _fail(self, job: Job, text: str, now: float) -> None:
+        """A job failed. What it may have left half done is deleted once the level works again."""
+        self._leave_behind(job)
+        self.failure = text
+        self._retry_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self.level.become_failed()
+
+    def _leave_behind(self, job: Job) -> None:
+        """Files of what the job worked on may be there, and do not count."""
+        self.level.leftovers.update(_keys_of(job))
+        self.level.leftovers -= self.level.stored
+
+    def decide(self, ranks: Sequence[RankView], wishes: Wishes, now: float) -> list[Action]:
+        """Return what to do about the job that runs, or the next job.
+
+        Args:
+            ranks: those of the node.
+            wishes: names that the level is to have.
+            now: seconds of a monotonic clock.
+        """
+        if self.job is not None:
+            return self._watch(self.job, ranks, now)
+        if len(self._abandoned) >= MAX_HANGING:
+            return []
+        job = self._next_job(ranks, wishes, now)
+        if job is None:
+            return []
+        self.job = job
+        self._job_number = job.job
+        self._moved_at = now
+        self._is_cancelled = False
+        return [job]
+
+    def _next_job(self, ranks: Sequence[RankView], wishes: Wishes, now: float) -> Job | None:
+        number = self._job_number + 1
+        if not self.level.is_ready:
+            return ProbeLevel(self.index, number) if now >= self._retry_at else None
+        if self.level.progress is Progress.LISTING:
+            return ListLevel(self.index, number)
+        write = self._write(number, ranks)
+        if write is not None:
+            return write
+        names = self._names_to_set(wishes)
+        if names is not None:
+            given, released = names
+            return SetNames(self.index, number, given, released)
+        expired = self._keys_to_delete()
+        if expired:
+            self.level.forget(expired)
+            return DeleteFiles(self.index, number, expired)
+        return None
+
+    def _write(self, number: int, ranks: Sequence[RankView]) -> WriteLevel | None:
+        """Return the job that stores the granted step, once its source is there."""
+        level = self.level
+        key = level.wanted_key
+        if key is None:
+            return None
+        if key in self._keys_of_hanging_threads():
+            level.become_missed(key)
+            return None
+        slots: tuple[tuple[int, int], ...] = ()
+        if level.source is None:
+            slots = _held_slots(key, ranks)
+            if len(slots) < len(ranks):
+                return None
+        level.become_writing()
+        return WriteLevel(self.index, number, key, slots, level.source)
+
+    def _names_to_set(self, wishes: Wishes) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
+        """Return the names to give and to take away; None if all is as it should be."""
+        level = self.level
+        given = []
+        for named in sorted(wishes.given - level.names):
+            if named.key in level.stored and named.name not in wishes.released:
+                given.append(named)
+        released = [named for named in sorted(level.names) if named.name in wishes.released]
+        if not given and not released:
+            return None
+        return tuple(given), tuple(released)
+
+    def _keys_to_delete(self) -> tuple[StepKey, ...]:
+        hanging = self._keys_of_hanging_threads()
+        return tuple(key for key in self.node.expired(self.index) if key not in hanging)
+
+    def _keys_of_hanging_threads(self) -> set[StepKey]:
+        keys: set[StepKey] = set()
+        for job in self._abandoned.values():
+            keys.update(_keys_of(job))
+        return keys
+
+    def _watch(self, job: Job, ranks: Sequence[RankView], now: float) -> list[Action]:
+        """Cancel a write that is wanted no more, and abandon a job that hangs."""
+        if now >= self._moved_at + self.level.timeout_s:
+            self.job = None
+            self._abandoned[job.job] = job
+            self._fail(job, f"no byte moved for {self.level.timeout_s:g} s", now)
+            return [AbandonJob(self.index, job.job)]
+        if isinstance(job, WriteLevel) and not self._is_cancelled and not self._is_wanted(job, ranks):
+            self._is_cancelled = True
+            return [CancelJob(self.index, job.job)]
+        return []
+
+    def _is_wanted(self, job: WriteLevel, ranks: Sequence[RankView]) -> bool:
+        """Return False if the grant is over, or a rank died while it captured the step."""
+        if self.level.grant != job.key or self.level.progress is not Progress.WRITING:
+            return False
+        if job.source is not None:
+            return True
+        return all(rank.capture_of(job.key) is not None for rank in ranks)
+
+
+def _held_slots(key: StepKey, ranks: Sequence[RankView]) -> tuple[tuple[int, int], ...]:
+    """Return rank and slot of all captures of a step that are held."""
+    slots = []
+    for rank in ranks:
+        slot = rank.capture_of(key)
+        if slot is not None and slot.is_held:
+            slots.append((rank.rank, slot.slot_id))
+    return tuple(slots)
+
+
+def _keys_of(job: Job) -> tuple[StepKey, ...]:
+    """Return the steps whose files a job changes."""
+    if isinstance(job, WriteLevel):
+        return (job.key,)
+    if isinstance(job, DeleteFiles):
+        return job.keys
+    return ()

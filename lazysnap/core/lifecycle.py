@@ -1,0 +1,107 @@
+"""How long does a keeper live? Pure.
+
+::
+
+    SERVING ──the last trainer died──> LINGERING ──time is up, or SIGTERM──> DRAINING ──> OVER
+       ▲ │                                 │                                    │ ▲
+       │ └──────all ended well; or nothing is in memory; or SIGTERM─────────────┼─┘
+       └───────────────────────────────a trainer────────────────────────────────┘
+
+LINGERING keeps memory for a restart. DRAINING ends when everything is stored, and what need not stay is deleted; the
+coordinator also waits until all nodes know that.
+
+The phase does not decide what is stored: as soon as no rank of any node captures any more, the coordinator grants the
+newest capture that all of them have, whatever the phase is.
+"""
+
+import enum
+from dataclasses import dataclass
+
+DRAIN_LIMIT_S = 3600.0
+"""Time after which memory goes, even if a level still fails."""
+FAREWELL_S = 5.0
+"""Time for which the coordinator waits until all nodes know that everything is stored."""
+
+
+class Phase(enum.Enum):
+    """See the module's drawing."""
+
+    SERVING = "serving"
+    LINGERING = "lingering"
+    DRAINING = "draining"
+    OVER = "over"
+
+
+@dataclass
+class Lifecycle:
+    """The phase, and since when.
+
+    Each deadline is compared with the time by the very sum that ``deadlines`` returns: by a difference it could, after
+    rounding, not be over yet at that time, and the loop would spin.
+    """
+
+    since: float
+    linger_s: float
+    phase: Phase = Phase.SERVING
+    is_terminated: bool = False
+    """True once SIGTERM came: memory waits for nobody."""
+    _drained_at: float | None = None
+
+    def advance(self, now: float, *, is_served: bool, is_restart_expected: bool) -> None:
+        """Go to the next phase, if it is time.
+
+        Args:
+            now: seconds of a monotonic clock.
+            is_served: True if a trainer is attached, or alive and about to connect again.
+            is_restart_expected: True if a trainer died and left a whole capture.
+        """
+        if self.phase is Phase.OVER:
+            return
+        is_time_up = self.is_terminated or now >= self._deadline()
+        if is_served:
+            self._become(Phase.SERVING, now)
+        elif self.phase is Phase.LINGERING and is_time_up:
+            self._become(Phase.DRAINING, now)
+        elif self.phase is Phase.SERVING and is_restart_expected and not self.is_terminated:
+            self._become(Phase.LINGERING, now)
+        elif self.phase is Phase.SERVING:
+            self._become(Phase.DRAINING, now)
+        elif self.phase is Phase.DRAINING and now >= self._deadline():
+            self._become(Phase.OVER, now)
+
+    def drained(self, now: float, *, is_drained: bool, do_all_know: bool) -> None:
+        """End the keeper if everything is stored.
+
+        Args:
+            now: seconds of a monotonic clock.
+            is_drained: True if all is stored, and what need not stay is deleted.
+            do_all_know: True if this keeper may leave without asking others.
+        """
+        if not is_drained or self.phase is not Phase.DRAINING:
+            self._drained_at = None
+            return
+        if self._drained_at is None:
+            self._drained_at = now
+        if do_all_know or now >= self._drained_at + FAREWELL_S:
+            self._become(Phase.OVER, now)
+
+    def deadlines(self) -> list[float]:
+        """Return the times at which the phase may change by itself."""
+        times = []
+        if self.phase in (Phase.LINGERING, Phase.DRAINING):
+            times.append(self._deadline())
+        if self._drained_at is not None:
+            times.append(self._drained_at + FAREWELL_S)
+        return times
+
+    def _deadline(self) -> float:
+        if self.phase is Phase.LINGERING:
+            return self.since + self.linger_s
+        return self.since + DRAIN_LIMIT_S
+
+    def _become(self, phase: Phase, now: float) -> None:
+        if self.phase is phase:
+            return
+        self.phase = phase
+        self.since = now
+        self._drained_at = None

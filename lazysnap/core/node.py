@@ -1,0 +1,352 @@
+"""What does one node make of the coordinator's orders? Pure.
+
+``coordinator`` decides which step all nodes store. This is the other side: is the step in the slots of this node, which
+slots are held for it, and what does the node report? ``messages.Progress`` draws the states.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lazysnap.core.messages import (
+    MAX_STORED_REPORTED,
+    LevelOrder,
+    LevelReport,
+    NamedStep,
+    Order,
+    Progress,
+    Report,
+    StepKey,
+)
+from lazysnap.core.retention import Retention
+from lazysnap.core.slots import SlotView, is_untouchable
+
+
+@dataclass(frozen=True)
+class RankView:
+    """One rank of the node at one moment."""
+
+    rank: int
+    start: int
+    """The newest start of which a trainer came."""
+    begun: int
+    """Newest step that was begun in this start; before the first one the step from which the start goes on."""
+    is_capturing: bool
+    """True if its trainer may still begin a capture."""
+    num_kept: int
+    """K; see ``slots``."""
+    slots: tuple[SlotView, ...]
+
+    def capture_of(self, key: StepKey) -> SlotView | None:
+        """Return the slot that has this capture whole, or in which its trainer is writing it now."""
+        for slot in self.slots:
+            if slot.step != key.step or slot.start != key.start:
+                continue
+            is_being_written = self.is_capturing and key.start == self.start
+            if slot.is_whole or is_being_written:
+                return slot
+        return None
+
+    def keeps(self, slot: SlotView) -> bool:
+        """Return True if the capture stays: it is held already, or can be held in time."""
+        return slot.is_held or not self.is_capturing or is_untouchable(slot, self.slots, self.num_kept)
+
+    def whole(self) -> set[StepKey]:
+        """Return the captures that the rank has whole."""
+        return {StepKey(slot.start, slot.step) for slot in self.slots if slot.is_whole}
+
+
+def whole_on_all(ranks: Sequence[RankView]) -> set[StepKey]:
+    """Return the captures that all ranks of the node have whole."""
+    if not ranks:
+        return set()
+    common = ranks[0].whole()
+    for rank in ranks[1:]:
+        common &= rank.whole()
+    return common
+
+
+def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
+    """Return True if a rank of the node does not have the capture, and never will."""
+    is_begun = any(rank.start == key.start and rank.begun >= key.step for rank in ranks)
+    is_anybody_capturing = any(rank.is_capturing for rank in ranks)
+    for rank in ranks:
+        slot = rank.capture_of(key)
+        if slot is not None:
+            if not rank.keeps(slot):
+                return True
+            continue
+        if rank.start > key.start:
+            return True
+        if rank.start == key.start and rank.begun >= key.step:
+            return True
+        if not rank.is_capturing and (is_begun or not is_anybody_capturing):
+            return True
+    return False
+
+
+@dataclass
+class NodeLevel:
+    """The node's state of one level, or of redundancy. Each transition of ``Progress`` is a method."""
+
+    name: str
+    """For people: the path, or ``redundancy``."""
+    retention: Retention
+    timeout_s: float
+    is_memory: bool = False
+    """True for redundancy: what is stored is lost with the keeper, and its slots are held along with it."""
+    progress: Progress = Progress.LISTING
+    grant: StepKey | None = None
+    source: int | None = None
+    """The level that the granted step is copied from; None: the slots."""
+    version: int = 0
+    is_open: bool = False
+    is_ready: bool = True
+    stored: set[StepKey] = field(default_factory=set)
+    """Invariant: this node's part of each of these was committed and read back, and its deletion has not begun."""
+    leftovers: set[StepKey] = field(default_factory=set)
+    """Snapshots of which a dead keeper, or a job that failed, may have left files. Invariant: disjoint from ``stored``.
+    """
+    names: set[NamedStep] = field(default_factory=set)
+    """Names that are given there. Node 0 alone gives them, so other nodes know none."""
+    complete: tuple[StepKey, ...] = ()
+    """As the last order said."""
+    cancelled: frozenset[StepKey] = frozenset()
+    named: frozenset[StepKey] = frozenset()
+
+    @property
+    def wanted_key(self) -> StepKey | None:
+        """The granted step, as long as its source must stay."""
+        if self.progress in (Progress.WAITING, Progress.WRITING):
+            return self.grant
+        return None
+
+    @property
+    def key_to_hold(self) -> StepKey | None:
+        """The granted step, as long as its slots are to be held.
+
+        Parity is worth nothing without the slots it is of, and a node that has its parity does not know yet whether the
+        others have theirs.
+        """
+        if self.source is not None:
+            return None
+        if self.is_memory and self.progress is Progress.STORED:
+            return self.grant
+        return self.wanted_key
+
+    def obey(self, order: LevelOrder) -> None:
+        """Take the coordinator's order. A write of another grant does not count from now on."""
+        self.version = order.version
+        self.is_open = order.is_open
+        if not order.is_open:
+            return
+        self.complete = order.complete
+        self.cancelled = frozenset(order.cancelled)
+        self.named = frozenset(order.named)
+        if (order.grant, order.source) != (self.grant, self.source):
+            self.grant = order.grant
+            self.source = order.source
+            if self.progress is not Progress.LISTING:
+                self._become_granted()
+
+    def _become_granted(self) -> None:
+        if self.grant is None:
+            self.progress = Progress.IDLE
+        elif self.grant in self.stored:
+            self.progress = Progress.STORED
+        else:
+            self.progress = Progress.WAITING
+
+    def become_listed(
+        self, stored: Sequence[StepKey], leftovers: Sequence[StepKey], names: Sequence[NamedStep]
+    ) -> None:
+        """The files of an earlier keeper are known: they count, and grants may begin.
+
+        Args:
+            stored: snapshots of which this node stored its part.
+            leftovers: snapshots of which it has files, and no commit.
+            names: names that are given there.
+        """
+        self.stored.update(stored)
+        self.leftovers.update(leftovers)
+        self.leftovers -= self.stored
+        self.names.update(names)
+        self.is_ready = True
+        self._become_granted()
+
+    def become_writing(self) -> None:
+        """A job writes the granted step. Its source stays meanwhile."""
+        assert self.progress is Progress.WAITING
+        self.progress = Progress.WRITING
+
+    def become_stored(self, key: StepKey) -> None:
+        """A file was read back. It is there and counts, even if its grant is over."""
+        self.stored.add(key)
+        self.leftovers.discard(key)
+        if key == self.grant and self.progress is not Progress.LISTING:
+            self.progress = Progress.STORED
+
+    def become_missed(self, key: StepKey) -> None:
+        """The step cannot be stored, through no fault of the level."""
+        if key == self.wanted_key:
+            self.progress = Progress.MISSED
+
+    def become_failed(self) -> None:
+        """The level refused or hangs. It gets no grant before a small write works."""
+        self.is_ready = False
+        if self.progress is Progress.WRITING:
+            self.progress = Progress.FAILED
+
+    def become_ready(self) -> None:
+        """A small write works."""
+        self.is_ready = True
+
+    def expired(self) -> list[StepKey]:
+        """Return the snapshots that need not stay, oldest first. What is granted or has a name stays."""
+        if not self.is_open or self.progress is Progress.LISTING:
+            return []
+        spared = self.named | {named.key for named in self.names} | {self.grant}
+        keys = sorted(self.leftovers - {self.grant})
+        for key in sorted(self.stored - spared):
+            if self.retention.may_delete(key, self.complete, self.cancelled):
+                keys.append(key)
+        return keys
+
+    def forget(self, keys: Sequence[StepKey]) -> None:
+        """The deletion of these begins: they do not count any more."""
+        self.stored.difference_update(keys)
+        self.leftovers.difference_update(keys)
+
+    def report(self) -> LevelReport:
+        """Return this state for the coordinator."""
+        newest = sorted(self.stored, reverse=True)[:MAX_STORED_REPORTED]
+        names = tuple(sorted(self.names))
+        return LevelReport(self.version, self.grant, self.progress, self.is_ready, tuple(newest), names)
+
+
+@dataclass
+class Node:
+    """The node's side of the grants."""
+
+    number: int
+    levels: tuple[NodeLevel, ...]
+    """Fast to slow; then redundancy, if there is any."""
+    coordinator: int = 0
+    """The coordinator that is obeyed."""
+    lost: frozenset[StepKey] = frozenset()
+    is_drained: bool = False
+    """As the last order said."""
+    may_delete: bool = False
+    protected: StepKey | None = None
+    """The capture whose slots and parity stay until a newer one is protected. A new keeper takes the oldest of those
+    that the keeper before it held: of two, the older one was protected.
+    """
+    _has_looked: bool = False
+
+    @property
+    def redundancy(self) -> NodeLevel | None:
+        """The level that stands for parity."""
+        if self.levels and self.levels[-1].is_memory:
+            return self.levels[-1]
+        return None
+
+    @property
+    def storage(self) -> tuple[NodeLevel, ...]:
+        """The levels that are storage, fast to slow."""
+        return tuple(level for level in self.levels if not level.is_memory)
+
+    def inherit(self, ranks: Sequence[RankView]) -> None:
+        """Take over what a keeper before this one held for parity. Only the first call does something."""
+        if self._has_looked or self.redundancy is None:
+            return
+        self._has_looked = True
+        held = [StepKey(slot.start, slot.step) for rank in ranks for slot in rank.slots if slot.is_held]
+        self.protected = min(held, default=None)
+
+    def obey(self, order: Order) -> None:
+        """Take an order. Losing one, or taking one twice, changes nothing."""
+        self.coordinator = order.coordinator
+        self.lost = frozenset(order.lost)
+        self.is_drained = order.is_drained
+        self.may_delete = order.may_delete
+        for level, level_order in zip(self.levels, order.levels, strict=True):
+            level.obey(level_order)
+        redundancy = self.redundancy
+        if redundancy is not None and redundancy.is_open and redundancy.complete:
+            # Where parity was lost with a keeper nothing is complete. What is left of it is the best there is.
+            self.protected = max(redundancy.complete)
+
+    def report(self, ranks: Sequence[RankView], required: Sequence[StepKey], names: Sequence[NamedStep]) -> Report:
+        """Return the whole state for the coordinator.
+
+        Args:
+            ranks: those of the node.
+            required: steps that trainers want stored at every level.
+            names: names that are to be given.
+        """
+        left = None
+        if not any(rank.is_capturing for rank in ranks):
+            left = tuple(sorted(whole_on_all(ranks)))
+        return Report(
+            node=self.number,
+            coordinator=self.coordinator,
+            levels=tuple(level.report() for level in self.levels),
+            required=tuple(required),
+            names=tuple(names),
+            left=left,
+            knows_drained=self.is_drained,
+        )
+
+    def is_answered(self, key: StepKey) -> bool:
+        """Return True if a required step is complete at every storage level, or lost."""
+        return key in self.lost or all(key in level.complete for level in self.storage)
+
+    def is_name_answered(self, named: NamedStep) -> bool:
+        """Return True if a name is given at the first level, or its step is lost."""
+        return named.key in self.lost or named in self.levels[0].names
+
+    def keys_to_hold(self, required: Sequence[StepKey], num_spare: int) -> set[StepKey]:
+        """Return the captures that must not be written over.
+
+        Args:
+            required: steps that must be stored and are not answered yet.
+            num_spare: slots of a rank beyond the K + 1 that captures need. No more are held in advance.
+        """
+        keys: set[StepKey] = set()
+        if self.protected is not None:
+            keys.add(self.protected)
+        for level in self.levels:
+            if level.key_to_hold is not None:
+                keys.add(level.key_to_hold)
+        for key in sorted(required):
+            if len(keys) < num_spare:
+                keys.add(key)
+        return keys
+
+    def expired(self, index: int) -> list[StepKey]:
+        """Return what may be deleted at a level: no slower level reads it, and no names tell that it stays."""
+        if not self.may_delete:
+            return []
+        read_by_slower = {level.wanted_key for level in self.levels if level.source == index}
+        return [key for key in self.levels[index].expired() if key not in read_by_slower]
+
+    def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
+        """Give up the grants that this node cannot follow any more.
+
+        A grant that lies ahead also goes if a required step is waiting: training may wait for that one, and would never
+        begin the granted one (preemption).
+        """
+        begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
+        is_anything_waiting = any(key <= begun for key in required)
+        for level in self.levels:
+            key = level.wanted_key
+            if key is None or level.progress is Progress.WRITING:
+                continue
+            is_overtaken = is_anything_waiting and key > begun
+            if is_overtaken or self._is_gone(key, level.source, ranks):
+                level.become_missed(key)
+
+    def _is_gone(self, key: StepKey, source: int | None, ranks: Sequence[RankView]) -> bool:
+        """Return True if the source of a grant does not have the step, and never will."""
+        if source is None:
+            return is_missed(key, ranks)
+        return key not in self.levels[source].stored

@@ -1,0 +1,44 @@
+"""Which snapshots of a level may be deleted? Pure.
+
+All nodes come to the same answer, because it depends on orders alone. So the parts of one snapshot go together.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from lazysnap.core.messages import LevelSettings, StepKey
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The rule of one level."""
+
+    keep_last: int
+    keep_every_n_steps: int | None = None
+
+    @classmethod
+    def of_level(cls, settings: LevelSettings) -> "Retention":
+        """Return the rule that a user configured."""
+        return cls(settings.keep_last, settings.keep_every_n_steps)
+
+    def stays_for_ever(self, key: StepKey) -> bool:
+        """Return True if a complete snapshot of this step is never deleted."""
+        return self.keep_every_n_steps is not None and key.step % self.keep_every_n_steps == 0
+
+    def may_delete(self, key: StepKey, complete: Collection[StepKey], cancelled: Collection[StepKey]) -> bool:
+        """Return True if a snapshot need not stay.
+
+        A complete one goes when ``keep_last`` newer ones are complete, any other when one newer is, or when its grant
+        was cancelled. So the newest complete snapshot always stays.
+
+        Args:
+            key: the snapshot. It has no name.
+            complete: snapshots that all nodes stored; it may lack old ones.
+            cancelled: grants that a node gave up.
+        """
+        num_newer = sum(1 for other in complete if other > key)
+        if key not in complete:
+            # An old complete one may be missing there. It is older than ``keep_last`` others, and is judged the same.
+            is_old = num_newer >= max(1, self.keep_last)
+            return key in cancelled or (is_old and not self.stays_for_ever(key))
+        return num_newer >= self.keep_last and not self.stays_for_ever(key)

@@ -1,0 +1,150 @@
+"""The core of the keeper in whatever can happen: Hypothesis draws what dies, hangs, fails or is asked for, and when.
+
+The promises are checked by the world itself, at every event. ``settle`` checks that nothing waits for ever: once faults
+end, training goes on, its last step becomes complete at every level, and all keepers leave.
+"""
+
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.core_world import TIMEOUT_S, Setting, Training, World
+
+from lazysnap.core.messages import LevelSettings, NamedStep, RedundancySettings, StepKey
+
+FAULTS = st.sampled_from((0.0, 0.02, 0.1))
+
+
+def level_settings() -> st.SearchStrategy[LevelSettings]:
+    return st.builds(
+        LevelSettings,
+        path=st.just("level"),
+        every_s=st.sampled_from((0.5, 5.0)),
+        every_n_steps=st.sampled_from((None, 1, 2, 5)),
+        keep_last=st.sampled_from((1, 2, 5)),
+        keep_every_n_steps=st.sampled_from((None, 7)),
+        io_timeout_s=st.just(TIMEOUT_S),
+    )
+
+
+def redundancy_settings() -> st.SearchStrategy[RedundancySettings | None]:
+    present = st.builds(RedundancySettings, every_n_steps=st.sampled_from((1, 3, 10)), timeout_s=st.just(TIMEOUT_S))
+    return st.none() | present
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """One job: its nodes, its trainings one after the other, and what befalls them."""
+
+    @initialize(
+        seed=st.integers(0, 2**32),
+        num_nodes=st.integers(1, 3),
+        num_ranks=st.integers(1, 2),
+        levels=st.lists(level_settings(), min_size=1, max_size=3).map(tuple),
+        redundancy=redundancy_settings(),
+        step_s=st.sampled_from((0.02, 0.2, 1.0)),
+        write_steps=st.sampled_from((0.3, 2.0, 10.0)),
+        loss=FAULTS,
+        failure=FAULTS,
+        hang=FAULTS,
+    )
+    def begin(self, num_nodes, redundancy, **others):
+        if num_nodes == 1:
+            redundancy = None
+        self.setting = Setting(num_nodes=num_nodes, redundancy=redundancy, **others)
+        self.world = World(self.setting)
+        self.count = 0
+
+    @property
+    def training(self) -> Training:
+        return self.world.training
+
+    def is_training(self) -> bool:
+        return self.training.is_alive and self.training.is_begun
+
+    @rule(steps=st.sampled_from((1, 3, 10)))
+    def train(self, steps):
+        self.world.run(steps * self.setting.step_s)
+
+    @rule()
+    def wait(self):
+        self.world.run(1.0)
+
+    @rule(node=st.integers(0, 2))
+    def kill_keeper(self, node):
+        self.world.nodes[node % self.setting.num_nodes].kill_keeper()
+        self.report()
+
+    @rule(node=st.integers(0, 2), with_keeper=st.booleans(), pause_s=st.sampled_from((0.01, 1.0, 8.0)))
+    def restart_training(self, node, with_keeper, pause_s):
+        self.training.die()
+        if with_keeper:
+            self.world.nodes[node % self.setting.num_nodes].kill_keeper()
+        self.world.run(pause_s)
+        self.world.training = Training(self.world)
+
+    @precondition(is_training)
+    @rule(ahead=st.integers(0, 2))
+    def require(self, ahead):
+        self.training.require(self.training.step + ahead)
+
+    @precondition(is_training)
+    @rule(ahead=st.integers(0, 2))
+    def keep(self, ahead):
+        self.count += 1
+        self.training.keep(f"name{self.count}", self.training.step + ahead)
+
+    @precondition(is_training)
+    @rule(number=st.integers(1, 4))
+    def release(self, number):
+        self.training.release(f"name{number}")
+
+    @rule(node=st.integers(0, 2), seconds=st.sampled_from((0.5, 3.0, 40.0)))
+    def part_a_node(self, node, seconds):
+        self.world.parted = {node % self.setting.num_nodes}
+        self.world.run(seconds)
+        self.world.parted = set()
+
+    @rule()
+    def report(self):
+        """Trainers notice that a keeper is gone, and start the next one."""
+        if self.training.is_alive:
+            for rank in self.training.ranks:
+                rank.report()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            settle(self.world)
+
+
+def settle(world: World) -> None:
+    """No more faults: training goes on, ends, is stored, and all keepers leave."""
+    training = world.training
+    world.calm()
+    world.run_until(lambda: training.is_begun, "training does not begin")
+    for rank in training.ranks:
+        rank.report()
+    training.last_step = training.step + 2
+    world.run_until(lambda: training.step == training.last_step, "training does not go on")
+    training.end()
+    last_key = StepKey(training.start, training.last_step)
+    for index, complete in enumerate(world.was_complete):
+        world.run_until(partial(complete.__contains__, last_key), f"the last step is not complete at level {index}")
+    for named in training.ranks[0].names:
+        world.run_until(partial(is_answered, world, named), f"{named} is neither given nor lost")
+    training.die()
+    world.run_until(world.are_keepers_over, "a keeper does not leave")
+    world.newest_on_disk()
+
+
+def is_answered(world: World, named: NamedStep) -> bool:
+    keepers = [node.keeper for node in world.nodes if node.keeper is not None]
+    return named in world.names[0] or any(named.key in keeper.core.node.lost for keeper in keepers)
+
+
+@pytest.mark.slow
+class TestAnythingMayHappen(CoreMachine.TestCase):
+    settings = settings(
+        max_examples=200, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+    )
