@@ -226,6 +226,7 @@ class Coordinator:
                 self._count_level(index, level)
             for index in self._in_order_of_grants():
                 self._grant_level(index, ranks, now)
+            self._give_up_what_nobody_has()
             self.is_drained = self._find_drained()
         order = self.order()
         if order == self._last_order:
@@ -468,19 +469,37 @@ class Coordinator:
                 required.add(key)
         return required
 
+    def _left_on_all(self) -> set[StepKey] | None:
+        """Return the captures that all nodes have, once nobody trains any more; None as long as somebody does."""
+        common: set[StepKey] | None = None
+        for report in self.reports.values():
+            if report.left is None:
+                return None
+            left = set(report.left)
+            common = left if common is None else common & left
+        return common
+
+    def _give_up_what_nobody_has(self) -> None:
+        """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
+        left = self._left_on_all()
+        if left is None:
+            return
+        wanted = self._required() | {named.key for named in self._wanted_names()}
+        for key in wanted - left:
+            if not self._is_stored_somewhere(key):
+                self.lost.add(key)
+
     def _keys_to_drain(self) -> set[StepKey]:
         """Return what must be stored when nobody trains any more: the newest capture that all nodes have, and what is
         required of the others that all have. A node that is alone stores all: it does not know what others have.
         """
-        common: set[StepKey] | None = None
-        for report in self.reports.values():
-            left = set(report.left or ())
-            common = left if common is None else common & left
-        if not common:
+        left = self._left_on_all()
+        if not left:
             return set()
         if self.is_alone:
-            return common
-        return {max(common)} | (common & self._required() - self.lost)
+            return left
+        wanted = self._required() | {named.key for named in self._wanted_names()}
+        return {max(left)} | (left & wanted - self.lost)
 
     def _find_drained(self) -> bool:
         if any(report.left is None for report in self.reports.values()):

@@ -104,7 +104,7 @@ class TrainerState(Struct, frozen=True, tag="trainer"):
     names: tuple[NamedStep, ...] = ()
     """Names that are to be given. Their steps are required at the first level."""
     released: tuple[str, ...] = ()
-    """Names that are to be taken away at every level."""
+    """Names that are to be taken away at every level. Invariant: none of them is in ``names``."""
     is_ending: bool = False
     """True once it captures nothing more, and waits until the newest capture is stored."""
     protocol: int = PROTOCOL

@@ -7,11 +7,12 @@ end, training goes on, its last step becomes complete at every level, and all ke
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from support.core_world import TIMEOUT_S, Setting, Training, World
+from support.core_world import PATIENCE_S, TIMEOUT_S, Setting, Training, World
 
+from lazysnap.core.lifecycle import DRAIN_LIMIT_S
 from lazysnap.core.messages import LevelSettings, NamedStep, RedundancySettings, StepKey
 
 FAULTS = st.sampled_from((0.0, 0.02, 0.1))
@@ -43,7 +44,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_ranks=st.integers(1, 2),
         levels=st.lists(level_settings(), min_size=1, max_size=3).map(tuple),
         redundancy=redundancy_settings(),
-        step_s=st.sampled_from((0.02, 0.2, 1.0)),
+        step_s=st.sampled_from((0.1, 1.0)),
         write_steps=st.sampled_from((0.3, 2.0, 10.0)),
         loss=FAULTS,
         failure=FAULTS,
@@ -67,16 +68,12 @@ class CoreMachine(RuleBasedStateMachine):
     def train(self, steps):
         self.world.run(steps * self.setting.step_s)
 
-    @rule()
-    def wait(self):
-        self.world.run(1.0)
-
     @rule(node=st.integers(0, 2))
     def kill_keeper(self, node):
         self.world.nodes[node % self.setting.num_nodes].kill_keeper()
         self.report()
 
-    @rule(node=st.integers(0, 2), with_keeper=st.booleans(), pause_s=st.sampled_from((0.01, 1.0, 8.0)))
+    @rule(node=st.integers(0, 2), with_keeper=st.booleans(), pause_s=st.sampled_from((0.01, 1.0, 8.0, 45.0)))
     def restart_training(self, node, with_keeper, pause_s):
         self.training.die()
         if with_keeper:
@@ -100,10 +97,10 @@ class CoreMachine(RuleBasedStateMachine):
     def release(self, number):
         self.training.release(f"name{number}")
 
-    @rule(node=st.integers(0, 2), seconds=st.sampled_from((0.5, 3.0, 40.0)))
-    def part_a_node(self, node, seconds):
+    @rule(node=st.integers(0, 2), steps=st.sampled_from((1, 5, 20)))
+    def part_a_node(self, node, steps):
         self.world.parted = {node % self.setting.num_nodes}
-        self.world.run(seconds)
+        self.world.run(steps * self.setting.step_s)
         self.world.parted = set()
 
     @rule()
@@ -126,7 +123,7 @@ def settle(world: World) -> None:
     for rank in training.ranks:
         rank.report()
     training.last_step = training.step + 2
-    world.run_until(lambda: training.step == training.last_step, "training does not go on")
+    world.run_until(training.is_over, "training does not go on")
     training.end()
     last_key = StepKey(training.start, training.last_step)
     for index, complete in enumerate(world.was_complete):
@@ -134,7 +131,8 @@ def settle(world: World) -> None:
     for named in training.ranks[0].names:
         world.run_until(partial(is_answered, world, named), f"{named} is neither given nor lost")
     training.die()
-    world.run_until(world.are_keepers_over, "a keeper does not leave")
+    # A thread that never returns has a step that nobody else may write: the keeper leaves at the limit then.
+    world.run_until(world.are_keepers_over, "a keeper does not leave", int(DRAIN_LIMIT_S) + PATIENCE_S)
     world.newest_on_disk()
 
 
@@ -146,5 +144,10 @@ def is_answered(world: World, named: NamedStep) -> bool:
 @pytest.mark.slow
 class TestAnythingMayHappen(CoreMachine.TestCase):
     settings = settings(
-        max_examples=200, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=8,
+        stateful_step_count=8,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate,),
     )

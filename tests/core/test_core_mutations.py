@@ -8,7 +8,7 @@ from support.core_world import TIMEOUT_S, Broken, Setting, Training, World
 from lazysnap.core import node, slots
 from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.messages import LevelSettings, Progress, RedundancySettings
-from lazysnap.core.node import NodeLevel, RankView
+from lazysnap.core.node import NodeLevel
 from lazysnap.core.retention import Retention
 
 pytestmark = pytest.mark.slow
@@ -81,10 +81,6 @@ def held_slots_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("support.core_world.choose_slot", choose)
 
 
-def slots_are_held_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankView, "keeps", lambda self, slot: True)
-
-
 def parity_lets_its_slots_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NodeLevel, "key_to_hold", NodeLevel.wanted_key)
 
@@ -110,7 +106,6 @@ def test_with_all_rules_no_promise_is_broken():
         earlier_grants_count,
         the_newest_may_go,
         held_slots_are_chosen,
-        slots_are_held_late,
         parity_lets_its_slots_go,
         protected_slots_are_not_held,
     ],

@@ -469,6 +469,10 @@ class Training:
         """The newest step that all ranks took."""
         return min(rank.taken for rank in self.ranks)
 
+    def is_over(self) -> bool:
+        """True if the last step was taken, and its captures are whole."""
+        return self.step == self.last_step and not any(rank.is_copying for rank in self.ranks)
+
     def attach(self) -> None:
         """Connect all ranks, and begin once all have memory."""
         if not self.is_alive or self.is_begun:
@@ -507,6 +511,7 @@ class Training:
         """Give a name to a step."""
         for rank in self.ranks:
             rank.names = (*rank.names, NamedStep(name, StepKey(self.start, step)))
+            rank.released = tuple(other for other in rank.released if other != name)
             rank.report()
 
     def release(self, name: str) -> None:
@@ -585,9 +590,9 @@ class World:
             self._check_protected()
         self.now = until
 
-    def run_until(self, is_reached: Callable[[], bool], failure: str) -> None:
+    def run_until(self, is_reached: Callable[[], bool], failure: str, patience_s: int = PATIENCE_S) -> None:
         """Go on until something is the case; it must come within the time of all retries and deadlines."""
-        for _ in range(PATIENCE_S):
+        for _ in range(patience_s):
             if is_reached():
                 return
             self.run(1.0)
