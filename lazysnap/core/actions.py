@@ -8,7 +8,7 @@ one more level, behind those of storage: its job computes parity, its files are 
 from dataclasses import dataclass
 
 from lazysnap.core.messages import KeeperState, NamedStep, Order, Report, StepKey, TrainerState
-from lazysnap.core.slots import SlotView
+from lazysnap.memory.slot_choice import SlotView
 
 # Events
 
@@ -194,7 +194,8 @@ class Hold:
 
     rank: int
     slot_id: int
-    step: int
+    sequence: int
+    """The capture that is held: a later one in the same slot is not."""
 
 
 @dataclass(frozen=True)

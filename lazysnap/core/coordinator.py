@@ -62,6 +62,10 @@ class LevelGrants:
     """Invariant: at the moment when a key came in, every node had its part, committed and read back."""
     cancelled: set[StepKey] = field(default_factory=set)
     """Invariant: disjoint from ``complete``, and never the present grant."""
+    given_up: set[StepKey] = field(default_factory=set)
+    """Steps that are not granted here again: a node does not have them any more, or a lost thread works on them.
+    Invariant: disjoint from ``complete``.
+    """
     margin_steps: int = 0
     """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
     is_ahead: bool = True
@@ -109,9 +113,11 @@ class LevelGrants:
         """All nodes stored the step."""
         self.complete.add(key)
         self.cancelled.discard(key)
+        self.given_up.discard(key)
         self.margin_steps = max(0, self.margin_steps - 1)
         if len(self.complete) > 2 * MAX_REMEMBERED:
             self.complete = set(sorted(self.complete)[-MAX_REMEMBERED:])
+            self.given_up = set(sorted(self.given_up)[-MAX_REMEMBERED:])
 
     def become_cancelled(self, key: StepKey, *, is_late: bool) -> None:
         """A node gave the granted step up. ``is_late``: because the order reached it too late."""
@@ -120,6 +126,10 @@ class LevelGrants:
             self.margin_steps = min(2 * self.margin_steps + 1, MAX_MARGIN_STEPS)
         self.due_start = 0
         self.become_granted(None, None, is_ahead=True)
+
+    def is_done_with(self, key: StepKey) -> bool:
+        """Return True if a step is complete here, or is not granted again."""
+        return key in self.complete or key in self.given_up
 
     def is_due(self, start: int, now: float) -> bool:
         """Return True if it is time for a snapshot. A level with a number of steps is due whenever that is reached."""
@@ -161,6 +171,7 @@ class LevelGrants:
             source=self.source,
             complete=tuple(sorted({*newest, *answered})),
             cancelled=tuple(sorted(self.cancelled)),
+            given_up=tuple(sorted(self.given_up.intersection(required))),
             named=tuple(sorted(named)),
             is_open=self.is_open,
         )
@@ -224,7 +235,8 @@ class Coordinator:
         if len(self.reports) == self.num_nodes:
             for index, level in enumerate(self.levels):
                 self._count_level(index, level)
-            for index in self._in_order_of_grants():
+            # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
+            for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
             self._give_up_what_nobody_has()
             self.is_drained = self._find_drained()
@@ -278,17 +290,13 @@ class Coordinator:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):
             is_missed_step = Progress.MISSED in progress
-            if is_missed_step and not level.is_ahead and not level.is_memory and level.source is None:
-                self.lost.add(grant)
+            if is_missed_step and not level.is_ahead:
+                level.given_up.add(grant)
+                if level.source is None and not level.is_memory and not self._is_stored_somewhere(grant):
+                    self.lost.add(grant)
             level.become_cancelled(grant, is_late=is_missed_step and level.is_ahead)
 
     # Granting
-
-    def _in_order_of_grants(self) -> list[int]:
-        """Return the levels in the order in which they are granted: slow ones last, for they copy from faster ones;
-        redundancy behind storage, whose step it takes.
-        """
-        return list(range(len(self.levels)))
 
     def _grant_level(self, index: int, ranks: Sequence[RankView], now: float) -> None:
         level = self.levels[index]
@@ -310,7 +318,7 @@ class Coordinator:
     def _grant_what_is_left(self, index: int) -> None:
         """Nobody trains any more: grant what must be stored of the captures that all nodes have."""
         level = self.levels[index]
-        missing = self._keys_to_drain() - level.complete
+        missing = self._keys_to_drain() - level.complete - level.given_up
         if not missing:
             return
         key = max(missing)
@@ -337,7 +345,7 @@ class Coordinator:
             return
         reading = self._key_that_is_read()
         if reading is not None:
-            if reading not in level.complete and (level.is_memory or level.is_due(start, now)):
+            if not level.is_done_with(reading) and (level.is_memory or level.is_due(start, now)):
                 self._become_due_grant(level, reading, start, now, is_ahead=reading.step > begun)
             return
         if not level.is_due(start, now) and not ahead:
@@ -363,7 +371,7 @@ class Coordinator:
         """
         level = self.levels[index]
         ahead = []
-        for key in sorted(self._required_at(index) - level.complete - self.lost):
+        for key in sorted(self._required_at(index) - level.complete - level.given_up - self.lost):
             source = self._source_of(key, index)
             if source is not None:
                 level.become_granted(key, source, is_ahead=False)
@@ -371,8 +379,7 @@ class Coordinator:
             if key.start == begun.start and key > begun:
                 ahead.append(key.step)
             elif is_missed(key, ranks):
-                if not self._is_stored_somewhere(key):
-                    self.lost.add(key)
+                self._give_up(level, key)
             elif not self._is_copying(index) and self._may_read_slots(key):
                 level.become_granted(key, None, is_ahead=False)
                 return []
@@ -385,7 +392,7 @@ class Coordinator:
         if source is None or not level.is_due(start, now):
             return
         newest = max(self.levels[source].complete, default=None)
-        if newest is None or newest in level.complete or newest < max(level.complete, default=newest):
+        if newest is None or level.is_done_with(newest) or newest < max(level.complete, default=newest):
             return
         if level.passes_a_multiple(newest):
             level.become_granted(newest, source, is_ahead=False)
@@ -484,10 +491,18 @@ class Coordinator:
         left = self._left_on_all()
         if left is None:
             return
-        wanted = self._required() | {named.key for named in self._wanted_names()}
-        for key in wanted - left:
-            if not self._is_stored_somewhere(key):
-                self.lost.add(key)
+        for index, level in enumerate(self.levels):
+            if level.is_memory:
+                continue
+            for key in self._required_at(index) - left - level.complete:
+                if self._source_of(key, index) is None:
+                    self._give_up(level, key)
+
+    def _give_up(self, level: LevelGrants, key: StepKey) -> None:
+        """The slots do not have a required step any more, and no faster level has it."""
+        level.given_up.add(key)
+        if not self._is_stored_somewhere(key):
+            self.lost.add(key)
 
     def _keys_to_drain(self) -> set[StepKey]:
         """Return what must be stored when nobody trains any more: the newest capture that all nodes have, and what is
@@ -505,7 +520,13 @@ class Coordinator:
         if any(report.left is None for report in self.reports.values()):
             return False
         keys = self._keys_to_drain()
-        return all(level.is_memory or (level.is_open and keys <= level.complete) for level in self.levels)
+        return all(self._is_level_drained(level, keys) for level in self.levels)
+
+    def _is_level_drained(self, level: LevelGrants, keys: set[StepKey]) -> bool:
+        """Return True if a level has what must be stored, but for what it can never have."""
+        if level.is_memory:
+            return True
+        return level.is_open and all(level.is_done_with(key) for key in keys)
 
 
 def _stored_on_all(reports: Sequence[LevelReport]) -> set[StepKey]:

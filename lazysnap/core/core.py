@@ -14,6 +14,8 @@ One rank alone on one node is the case of a coordinator whose only node is its o
 that reaches no coordinator, is its own coordinator, too: it stores what it has (``_find_coordinator``).
 """
 
+from msgspec import structs
+
 from lazysnap.core.actions import (
     Action,
     CloseConnection,
@@ -40,8 +42,8 @@ from lazysnap.core.actions import (
 from lazysnap.core.coordinator import Coordinator, LevelGrants
 from lazysnap.core.jobs import LevelJobs, Wishes
 from lazysnap.core.lifecycle import Lifecycle, Phase
-from lazysnap.core.messages import JobSettings, KeeperState, NamedStep, Order, Progress, Report, StepKey
-from lazysnap.core.node import Node, NodeLevel, RankView
+from lazysnap.core.messages import JobSettings, KeeperState, Order, Progress, Report, StepKey
+from lazysnap.core.node import Node, NodeLevel, RankView, key_of
 from lazysnap.core.ranks import Presence, Rank, Ranks
 from lazysnap.core.retention import Retention
 
@@ -191,6 +193,7 @@ class Core:
             is_alone = self.coordinator is not None and self.coordinator.is_alone
             if is_alone:  # a trainer came: the job goes on, and with it the other nodes
                 self.coordinator = None
+                self.node.forget_orders()
                 if self.settings.node == COORDINATOR_NODE:
                     self.coordinator = self._new_coordinator(self.settings.num_nodes)
         elif self._may_become_alone() and self.now >= self._heard_at + SILENCE_S:
@@ -202,10 +205,9 @@ class Core:
         """Bring node, coordinator and slots in line with each other. See the module's drawing."""
         ranks = self.ranks.views()
         required = self.ranks.required()
-        names = [named for named in self.ranks.names() if not self.node.is_name_answered(named)]
+        names = self.ranks.names()
         for _ in range(MAX_ROUNDS):
-            unanswered = [key for key in required if not self.node.is_answered(key)]
-            unanswered += [named.key for named in names if named.key not in unanswered]
+            unanswered = self.node.unanswered(required, names)
             self.node.find_missed(ranks, unanswered)
             self._hold_slots(ranks, unanswered)
             for index, jobs in enumerate(self.jobs):
@@ -214,7 +216,7 @@ class Core:
             if order is None:
                 break
             self.node.obey(order)
-        self._set_grant_word(required, names)
+        self._set_grant_word(self.node.unanswered(required, names))
         for rank in self.ranks.all:
             make_slot = rank.slot_to_make(self.now)
             if make_slot is not None:
@@ -244,12 +246,12 @@ class Core:
         keys = self.node.keys_to_hold(unanswered, self.ranks.num_spare_slots())
         for rank in ranks:
             for slot in rank.slots:
-                if slot.is_held and StepKey(slot.start, slot.step) not in keys:
+                if slot.is_held and key_of(slot) not in keys:
                     self._actions.append(Release(rank.rank, slot.slot_id))
             for key in keys:
                 slot_of_key = rank.capture_of(key)
                 if slot_of_key is not None and not slot_of_key.is_held and rank.keeps(slot_of_key):
-                    self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.step))
+                    self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence))
 
     def _wishes(self, index: int) -> Wishes:
         """Return the names that a level is to have: the first those of trainers, slower ones those of faster ones.
@@ -263,14 +265,11 @@ class Core:
             given |= faster.names
         return Wishes(frozenset(given), self.ranks.released())
 
-    def _set_grant_word(self, required: list[StepKey], names: list[NamedStep]) -> None:
+    def _set_grant_word(self, unanswered: list[StepKey]) -> None:
         """Tell trainers from which step on the keeper wants to see captures begin."""
         word = WAKE_NEVER
-        for key in required:
-            if not self.node.is_answered(key):
-                word = min(word, key.step + 1)
-        for named in names:
-            word = min(word, named.key.step + 1)
+        for key in unanswered:
+            word = min(word, key.step + 1)
         for level in self.node.levels:
             if level.progress is Progress.WAITING and level.grant is not None and level.source is None:
                 word = min(word, level.grant.step + 1)
@@ -335,12 +334,4 @@ def _node_levels(settings: JobSettings) -> tuple[NodeLevel, ...]:
 
 def _as_only_node(report: Report) -> Report:
     """Return the report of the only node that its coordinator knows."""
-    return Report(
-        node=0,
-        coordinator=report.coordinator,
-        levels=report.levels,
-        required=report.required,
-        names=report.names,
-        left=report.left,
-        knows_drained=report.knows_drained,
-    )
+    return structs.replace(report, node=0)

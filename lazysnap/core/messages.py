@@ -77,7 +77,7 @@ class JobSettings(Struct, frozen=True):
     redundancy: RedundancySettings | None = None
     capture_every_n_steps: int = 1
     num_kept: int = 1
-    """K: newest whole captures that are never written over. See ``slots``."""
+    """K: newest whole captures that are never written over. See ``memory.slot_choice``."""
     rank: int = 0
     """Number of the rank on its node."""
     num_ranks: int = 1
@@ -182,7 +182,7 @@ class Report(Struct, frozen=True, tag="report"):
     levels: tuple[LevelReport, ...]
     required: tuple[StepKey, ...] = ()
     names: tuple[NamedStep, ...] = ()
-    """Names that trainers want to be given, and that are not given yet."""
+    """Names that trainers want, given or not: what is told only until it is answered would be asked for again."""
     left: tuple[StepKey, ...] | None = None
     """Captures that all ranks of the node hold whole, once none of them captures any more; else None."""
     knows_drained: bool = False
@@ -199,6 +199,8 @@ class LevelOrder(Struct, frozen=True, array_like=True):
     """The level that the granted step is copied from; None: the slots."""
     complete: tuple[StepKey, ...]
     cancelled: tuple[StepKey, ...]
+    given_up: tuple[StepKey, ...]
+    """Required steps that this level will not have: nobody waits for them."""
     named: tuple[StepKey, ...]
     """Snapshots that have a name there, or are to get one: they are not deleted."""
     is_open: bool

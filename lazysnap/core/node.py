@@ -18,7 +18,7 @@ from lazysnap.core.messages import (
     StepKey,
 )
 from lazysnap.core.retention import Retention
-from lazysnap.core.slots import SlotView, is_untouchable
+from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RankView:
     is_capturing: bool
     """True if its trainer may still begin a capture."""
     num_kept: int
-    """K; see ``slots``."""
+    """K; see ``memory.slot_choice``."""
     slots: tuple[SlotView, ...]
 
     def capture_of(self, key: StepKey) -> SlotView | None:
@@ -41,7 +41,7 @@ class RankView:
         for slot in self.slots:
             if slot.step != key.step or slot.start != key.start:
                 continue
-            is_being_written = self.is_capturing and key.start == self.start
+            is_being_written = slot.phase is SlotPhase.CAPTURING and self.is_capturing and key.start == self.start
             if slot.is_whole or is_being_written:
                 return slot
         return None
@@ -52,7 +52,17 @@ class RankView:
 
     def whole(self) -> set[StepKey]:
         """Return the captures that the rank has whole."""
-        return {StepKey(slot.start, slot.step) for slot in self.slots if slot.is_whole}
+        return {key_of(slot) for slot in self.slots if slot.is_whole}
+
+    def held(self) -> set[StepKey]:
+        """Return the captures that the keeper, or one before it, holds."""
+        return {key_of(slot) for slot in self.slots if slot.is_held}
+
+
+def key_of(slot: SlotView) -> StepKey:
+    """Return which capture a slot has. It must not be empty."""
+    assert slot.step is not None
+    return StepKey(slot.start, slot.step)
 
 
 def whole_on_all(ranks: Sequence[RankView]) -> set[StepKey]:
@@ -111,6 +121,7 @@ class NodeLevel:
     complete: tuple[StepKey, ...] = ()
     """As the last order said."""
     cancelled: frozenset[StepKey] = frozenset()
+    given_up: frozenset[StepKey] = frozenset()
     named: frozenset[StepKey] = frozenset()
 
     @property
@@ -133,6 +144,10 @@ class NodeLevel:
             return self.grant
         return self.wanted_key
 
+    def is_done_with(self, key: StepKey) -> bool:
+        """Return True if a step is complete here, or will never be."""
+        return key in self.complete or key in self.given_up
+
     def obey(self, order: LevelOrder) -> None:
         """Take the coordinator's order. A write of another grant does not count from now on."""
         self.version = order.version
@@ -141,12 +156,26 @@ class NodeLevel:
             return
         self.complete = order.complete
         self.cancelled = frozenset(order.cancelled)
+        self.given_up = frozenset(order.given_up)
         self.named = frozenset(order.named)
         if (order.grant, order.source) != (self.grant, self.source):
             self.grant = order.grant
             self.source = order.source
             if self.progress is not Progress.LISTING:
                 self._become_granted()
+
+    def forget_orders(self) -> None:
+        """No order is known, as at the beginning. What is stored stays so."""
+        self.version = 0
+        self.is_open = False
+        self.complete = ()
+        self.cancelled = frozenset()
+        self.given_up = frozenset()
+        self.named = frozenset()
+        self.grant = None
+        self.source = None
+        if self.progress is not Progress.LISTING:
+            self._become_granted()
 
     def _become_granted(self) -> None:
         if self.grant is None:
@@ -259,7 +288,9 @@ class Node:
         if self._has_looked or self.redundancy is None:
             return
         self._has_looked = True
-        held = [StepKey(slot.start, slot.step) for rank in ranks for slot in rank.slots if slot.is_held]
+        held: set[StepKey] = set()
+        for rank in ranks:
+            held |= rank.held()
         self.protected = min(held, default=None)
 
     def obey(self, order: Order) -> None:
@@ -275,13 +306,22 @@ class Node:
             # Where parity was lost with a keeper nothing is complete. What is left of it is the best there is.
             self.protected = max(redundancy.complete)
 
+    def forget_orders(self) -> None:
+        """The node stores alone no more. What was complete for it alone is not complete for the job."""
+        self.coordinator = 0
+        self.lost = frozenset()
+        self.is_drained = False
+        self.may_delete = False
+        for level in self.levels:
+            level.forget_orders()
+
     def report(self, ranks: Sequence[RankView], required: Sequence[StepKey], names: Sequence[NamedStep]) -> Report:
         """Return the whole state for the coordinator.
 
         Args:
             ranks: those of the node.
             required: steps that trainers want stored at every level.
-            names: names that are to be given.
+            names: names that trainers want.
         """
         left = None
         if not any(rank.is_capturing for rank in ranks):
@@ -296,13 +336,22 @@ class Node:
             knows_drained=self.is_drained,
         )
 
-    def is_answered(self, key: StepKey) -> bool:
-        """Return True if a required step is complete at every storage level, or lost."""
-        return key in self.lost or all(key in level.complete for level in self.storage)
+    def unanswered(self, required: Sequence[StepKey], names: Sequence[NamedStep]) -> list[StepKey]:
+        """Return the steps that somebody waits for.
 
-    def is_name_answered(self, named: NamedStep) -> bool:
-        """Return True if a name is given at the first level, or its step is lost."""
-        return named.key in self.lost or named in self.levels[0].names
+        Args:
+            required: steps that every storage level is to have.
+            names: names that the first level is to have. Once it has the step, the name is the matter of node 0 alone.
+        """
+        keys = set()
+        for key in required:
+            if not all(level.is_done_with(key) for level in self.storage):
+                keys.add(key)
+        first = self.levels[0]
+        for named in names:
+            if not first.is_done_with(named.key):
+                keys.add(named.key)
+        return sorted(keys - self.lost)
 
     def keys_to_hold(self, required: Sequence[StepKey], num_spare: int) -> set[StepKey]:
         """Return the captures that must not be written over.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from lazysnap.core.actions import Action, AdoptSlots, CloseConnection, MakeSlot, TrainerReported
 from lazysnap.core.messages import PROTOCOL, JobSettings, KeeperState, NamedStep, StepKey, TrainerState
 from lazysnap.core.node import RankView
-from lazysnap.core.slots import SlotView
+from lazysnap.memory.slot_choice import SlotView
 
 MEMORY_RETRY_S = 5.0
 
@@ -61,7 +61,7 @@ class Rank:
         start = self.state.start
         begun = self.state.step
         for slot in self.slots:
-            if slot.start == start:
+            if slot.start == start and slot.step is not None:
                 begun = max(begun, slot.step)
         is_capturing = self.is_served and not self.state.is_ending
         return RankView(self.number, start, begun, is_capturing, self.state.settings.num_kept, self.slots)
@@ -73,7 +73,7 @@ class Rank:
         if self.memory_refusal and now < self.memory_retry_at:
             return None
         capacity_bytes = self.state.settings.slot_bytes
-        num_fitting = sum(1 for slot in self.slots if slot.capacity_bytes >= capacity_bytes)
+        num_fitting = sum(1 for slot in self.slots if slot.image_capacity_bytes >= capacity_bytes)
         if num_fitting >= self.state.num_slots:
             return None
         self.is_making_slot = True

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from lazysnap.errors import FormatError
 from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.slot_choice import SlotPhase, SlotView
 from lazysnap.memory.slots import Slot
-from lazysnap.memory.words import SlotPhase, SlotView
 from lazysnap.shard.manifest import CaptureMeta
 
 STALL_S = 300.0

@@ -1,9 +1,10 @@
-"""Which slot may be written over, and how many slots a rank needs. Pure.
+"""What does a slot have, which one may be written over, and how many does a rank need? Pure.
 
 **How many slots.** Claim: from the first snapshot on that was whole on every rank, there is one at every moment. A rank
 never writes over its K newest whole captures, nor over a held one. Of the others it takes the oldest, durable or not,
 so that memory has the newest captures without a gap. So it needs K + 1 slots, and one more where storage or
-redundancy reads captures: both read the same step, so one slot serves both.
+redundancy reads captures: both read the same step, so one slot serves both. While a newer step is being protected the
+older one is held, too: a capture that finds no slot then is left out, and training does not wait.
 
 * *One rank*: K = 1. While it writes a capture, the newest whole one is untouched.
 * *Several ranks, a capture at every step*: K = 2. Say rank A begins to capture N. It made optimizer step N, so it
@@ -34,9 +35,51 @@ captures, so two things are forbidden: only the trainer discards a whole capture
 ``begin`` that follows it.
 """
 
+import enum
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from lazysnap.memory.words import SlotPhase, SlotView
+
+class SlotPhase(enum.Enum):
+    """State of the capture in a slot.
+
+    EMPTY -> CAPTURING -> WHOLE. A trainer that discards the capture, or begins another one, makes the slot EMPTY
+    first. CAPTURING -> VOID when the trainer died.
+    """
+
+    EMPTY = "empty"
+    CAPTURING = "capturing"
+    WHOLE = "whole"
+    VOID = "void"
+
+
+@dataclass(frozen=True)
+class SlotView:
+    """The words of a slot at one moment, all of one capture."""
+
+    slot_id: int
+    meta_capacity_bytes: int
+    image_capacity_bytes: int
+    phase: SlotPhase
+    """Invariant: WHOLE only if every byte of the capture was visible to all processes before END was."""
+    step: int | None
+    """Step of the capture; ``None`` if the slot is empty."""
+    start: int
+    """Id of the start that made the capture."""
+    sequence: int
+    """Number of the capture, also of one that was discarded; 0 if there was none yet."""
+    image_bytes: int
+    watermark_bytes: int
+    """Image bytes that are copied. Invariant: at most ``image_bytes``, and equal to it if the phase is WHOLE."""
+    copied_ns: int
+    reached_step: int | None
+    is_held: bool
+    """True if the keeper holds this very capture. A hold of an earlier capture in the slot does not count."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the slot has a whole capture."""
+        return self.phase is SlotPhase.WHOLE
 
 
 def kept_whole(every_n_steps: int, world_size: int, *, runs_ahead: bool) -> int:
@@ -64,7 +107,7 @@ def slots_needed(kept: int, *, is_read: bool) -> int:
 
 def newest_whole(views: Sequence[SlotView], count: int) -> list[SlotView]:
     """Return the newest ``count`` whole captures, oldest first."""
-    whole = [view for view in views if view.phase is SlotPhase.WHOLE]
+    whole = [view for view in views if view.is_whole]
     whole.sort(key=_sequence)
     return whole[max(0, len(whole) - count) :]
 
@@ -156,4 +199,4 @@ def _sequence(view: SlotView) -> int:
 
 
 def _worth(view: SlotView) -> tuple[bool, int]:
-    return view.phase is SlotPhase.WHOLE, view.sequence
+    return view.is_whole, view.sequence

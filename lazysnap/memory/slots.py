@@ -33,9 +33,9 @@ from typing import TypeVar
 import xxhash
 
 from lazysnap.errors import FormatError
-from lazysnap.memory.slot_choice import is_untouchable
+from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
 from lazysnap.memory.slot_files import is_allocated, make_file
-from lazysnap.memory.words import PAGE_BYTES, SEALS, SlotPage, SlotPhase, SlotView, SlotWord, is_sealed, word_bytes
+from lazysnap.memory.words import PAGE_BYTES, SEALS, SlotPage, SlotWord, is_sealed, word_bytes
 
 _MAGIC = 0x32544F4C53505A4C
 _CHUNK_BYTES = 16 << 20

@@ -35,10 +35,10 @@ import mmap
 import os
 import struct
 import threading
-from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.errors import FormatError
+from lazysnap.memory.slot_choice import SlotPhase, SlotView
 
 PAGE_BYTES = mmap.PAGESIZE
 """Bytes of a page of words. What a process maps begins at a multiple of it."""
@@ -93,43 +93,6 @@ class SlotWord(enum.IntEnum):
     REACHED = 13
     HELD = 14
     VOID = 15
-
-
-class SlotPhase(enum.Enum):
-    """State of the capture in a slot.
-
-    EMPTY -> CAPTURING -> WHOLE. A trainer that discards the capture, or begins another one, makes the slot EMPTY
-    first. CAPTURING -> VOID when the trainer died.
-    """
-
-    EMPTY = "empty"
-    CAPTURING = "capturing"
-    WHOLE = "whole"
-    VOID = "void"
-
-
-@dataclass(frozen=True)
-class SlotView:
-    """The words of a slot at one moment, all of one capture."""
-
-    slot_id: int
-    meta_capacity_bytes: int
-    image_capacity_bytes: int
-    phase: SlotPhase
-    """Invariant: WHOLE only if every byte of the capture was visible to all processes before END was."""
-    step: int | None
-    """Step of the capture; ``None`` if the slot is empty."""
-    start: int
-    """Id of the start that made the capture."""
-    sequence: int
-    """Number of the capture, also of one that was discarded; 0 if there was none yet."""
-    image_bytes: int
-    watermark_bytes: int
-    """Image bytes that are copied. Invariant: at most ``image_bytes``, and equal to it if the phase is WHOLE."""
-    copied_ns: int
-    reached_step: int | None
-    is_held: bool
-    """True if the keeper holds this very capture. A hold of an earlier capture in the slot does not count."""
 
 
 class WordPage:

@@ -122,6 +122,7 @@ def settle(world: World) -> None:
     world.run_until(lambda: training.is_begun, "training does not begin")
     for rank in training.ranks:
         rank.report()
+    world.run_until(partial(is_storing, world, training.step), "nothing is stored while training goes on")
     training.last_step = training.step + 2
     world.run_until(training.is_over, "training does not go on")
     training.end()
@@ -136,6 +137,11 @@ def settle(world: World) -> None:
     world.newest_on_disk()
 
 
+def is_storing(world: World, step: int) -> bool:
+    """True if a newer step than this one is complete at the first level."""
+    return max(world.was_complete[0], default=StepKey(0, -1)) > StepKey(world.training.start, step)
+
+
 def is_answered(world: World, named: NamedStep) -> bool:
     keepers = [node.keeper for node in world.nodes if node.keeper is not None]
     return named in world.names[0] or any(named.key in keeper.core.node.lost for keeper in keepers)
@@ -144,7 +150,7 @@ def is_answered(world: World, named: NamedStep) -> bool:
 @pytest.mark.slow
 class TestAnythingMayHappen(CoreMachine.TestCase):
     settings = settings(
-        max_examples=8,
+        max_examples=300,
         stateful_step_count=8,
         derandomize=True,
         deadline=None,

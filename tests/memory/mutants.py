@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 PACKAGE = Path(__file__).parents[2] / "lazysnap" / "memory"
-NAMES = ("words", "slot_choice", "slots", "capture_reader")
+NAMES = ("slot_choice", "words", "slots", "capture_reader")
 """Each imports only modules before it."""
 
 

@@ -276,7 +276,7 @@ class World:
         return looks
 
     def _is_readable(self, view: object) -> bool:
-        phases = self.modules.words.SlotPhase
+        phases = self.modules.slot_choice.SlotPhase
         return view.phase in (phases.CAPTURING, phases.WHOLE)
 
     def _read(self, slot: object, sequence: int) -> tuple[bytes, CaptureMeta]:

@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazysnap.memory.slot_choice import choose_slot, is_untouchable, kept_whole, slots_needed, surplus_slots
-from lazysnap.memory.words import SlotPhase, SlotView
+from lazysnap.memory.slot_choice import (
+    SlotPhase,
+    SlotView,
+    choose_slot,
+    is_untouchable,
+    kept_whole,
+    slots_needed,
+    surplus_slots,
+)
 
 WHOLE, CAPTURING, EMPTY, VOID = SlotPhase.WHOLE, SlotPhase.CAPTURING, SlotPhase.EMPTY, SlotPhase.VOID
 

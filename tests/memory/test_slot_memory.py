@@ -16,8 +16,9 @@ from lazysnap.errors import FormatError
 from lazysnap.memory import capture_reader
 from lazysnap.memory.capture_reader import CaptureReader
 from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.memory.slots import KeeperSlot, Slot, TrainerSlot, make_slot
-from lazysnap.memory.words import GRANT_NONE, PAGE_BYTES, NodePage, SlotPhase, SlotWord
+from lazysnap.memory.words import GRANT_NONE, PAGE_BYTES, NodePage, SlotWord
 
 MIB = 1 << 20
 IMAGE_BYTES = NUM_PIECES * PIECE_BYTES

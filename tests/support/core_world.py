@@ -22,7 +22,7 @@ from lazysnap.core.messages import (
     StepKey,
     TrainerState,
 )
-from lazysnap.core.slots import SlotView, choose_slot, slots_needed
+from lazysnap.memory.slot_choice import SlotPhase, SlotView, choose_slot, slots_needed
 
 SLOT_BYTES = 1 << 20
 TIMEOUT_S = 5.0
@@ -75,6 +75,27 @@ class Setting:
         )
 
 
+def slot_view(
+    slot_id: int, key: StepKey | None, sequence: int, *, is_whole: bool = True, is_held: bool = False
+) -> SlotView:
+    """Return the view of a slot. ``key``: the capture that it has; None: it is empty."""
+    phase = SlotPhase.WHOLE if is_whole else SlotPhase.CAPTURING
+    return SlotView(
+        slot_id=slot_id,
+        meta_capacity_bytes=0,
+        image_capacity_bytes=SLOT_BYTES,
+        phase=SlotPhase.EMPTY if key is None else phase,
+        step=None if key is None else key.step,
+        start=0 if key is None else key.start,
+        sequence=sequence,
+        image_bytes=SLOT_BYTES,
+        watermark_bytes=SLOT_BYTES if is_whole else 0,
+        copied_ns=0,
+        reached_step=None,
+        is_held=is_held,
+    )
+
+
 @dataclass
 class SimSlot:
     """The words of a slot."""
@@ -84,15 +105,20 @@ class SimSlot:
     step: int = -1
     sequence: int = 0
     is_whole: bool = False
-    held_step: int = -1
+    held_sequence: int = 0
 
     @property
     def key(self) -> StepKey:
         return StepKey(self.start, self.step)
 
     def view(self) -> SlotView:
-        is_held = self.step >= 0 and self.held_step == self.step
-        return SlotView(self.slot_id, SLOT_BYTES, self.start, self.step, self.sequence, self.is_whole, is_held)
+        return slot_view(
+            self.slot_id,
+            self.key if self.step >= 0 else None,
+            self.sequence,
+            is_whole=self.is_whole,
+            is_held=self.held_sequence == self.sequence > 0,
+        )
 
 
 @dataclass
@@ -285,10 +311,10 @@ class SimKeeper:
                 self.grant_word = action.word
                 self._must_look = True
             case actions.Hold():
-                self.node.slots(action.rank)[action.slot_id].held_step = action.step
+                self.node.slots(action.rank)[action.slot_id].held_sequence = action.sequence
                 self._must_look = True
             case actions.Release():
-                self.node.slots(action.rank)[action.slot_id].held_step = -1
+                self.node.slots(action.rank)[action.slot_id].held_sequence = 0
             case actions.CancelJob() | actions.AbandonJob():
                 self.jobs[action.level].is_cancelled = True
             case actions.Job():
@@ -297,6 +323,8 @@ class SimKeeper:
                 world.after(0.01, self._add_slot, action.rank)
             case actions.SendToTrainer():
                 world.reported(self, action.state)
+                if action.state.refusal:
+                    world.training.try_again(action.connection)
             case actions.Send():
                 world.send(self, action.node, action.message)
             case actions.Finish():
@@ -399,7 +427,7 @@ class SimRank:
             setting.job(self.node.number, self.number),
             start=self.training.start if self.training.is_begun else 0,
             step=self.training.first_step,
-            num_slots=slots_needed(setting.num_kept, is_stored=True),
+            num_slots=slots_needed(setting.num_kept, is_read=True),
             slots=tuple(self.node.slots(self.number)),
             required=self.required,
             names=self.names,
@@ -409,14 +437,21 @@ class SimRank:
         keeper.handle(actions.TrainerReported(self.connection, self.pid, state))
 
     def has_memory(self) -> bool:
-        return len(self.node.slots(self.number)) >= slots_needed(self.world.setting.num_kept, is_stored=True)
+        return len(self.node.slots(self.number)) >= slots_needed(self.world.setting.num_kept, is_read=True)
 
     def take_step(self, step: int) -> None:
-        """Choose a slot, then begin: the keeper may look in between. Without a slot the capture is left out."""
+        """Choose a slot, then begin: the keeper may look in between. Without a slot the capture is left out; the end of
+        a training waits for one.
+        """
         if not self.training.is_alive:
             return
         slots = self.node.slots(self.number)
-        chosen = choose_slot([slot.view() for slot in slots.values()], self.world.setting.num_kept, SLOT_BYTES)
+        chosen = choose_slot(
+            [slot.view() for slot in slots.values()], self.world.setting.num_kept, image_bytes=SLOT_BYTES, meta_bytes=0
+        )
+        if chosen is None and step == self.training.last_step:
+            self.world.after(0.05, self.take_step, step)
+            return
         self.taken = step
         if chosen is not None:
             self.is_copying = True
@@ -468,6 +503,16 @@ class Training:
     def step(self) -> int:
         """The newest step that all ranks took."""
         return min(rank.taken for rank in self.ranks)
+
+    def try_again(self, connection: int) -> None:
+        """A rank was refused: the keeper may not know yet that the trainer before it is dead."""
+        for rank in self.ranks:
+            if rank.connection == connection:
+                self.world.after(0.2, self._report_again, rank)
+
+    def _report_again(self, rank: SimRank) -> None:
+        if self.is_alive:
+            rank.report()
 
     def is_over(self) -> bool:
         """True if the last step was taken, and its captures are whole."""
