@@ -7,7 +7,18 @@ one more level, behind those of storage: its job computes parity, its files are 
 
 from dataclasses import dataclass
 
-from lazysnap.core.messages import KeeperState, NamedStep, Order, Report, StepKey, TrainerState
+from lazysnap.core.messages import (
+    JobSettings,
+    KeeperState,
+    MemoryWish,
+    NamedStep,
+    NameRefusal,
+    Order,
+    PeerSettings,
+    Report,
+    StepKey,
+    TrainerState,
+)
 from lazysnap.memory.slot_choice import SlotView
 
 # Events
@@ -90,6 +101,19 @@ class Listed(JobEnded):
 @dataclass(frozen=True)
 class Stored(JobEnded):
     """The step was written, committed and read back."""
+
+    size_bytes: int = 0
+    seconds: float = 0.0
+    """Seconds until it was committed."""
+    checksum_s: float = 0.0
+    read_back_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class NamesSet(JobEnded):
+    """Names were given and taken away, but for those that the level does not take."""
+
+    refused: tuple[NameRefusal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,7 +202,39 @@ class MakeSlot:
     """Allocate a slot, beside the loop. ``SlotMade`` or ``MemoryRefused`` follows."""
 
     rank: int
-    capacity_bytes: int
+    wish: MemoryWish
+
+
+@dataclass(frozen=True)
+class FreeSlot:
+    """Close a slot that its trainer returned. A job that reads it goes on reading."""
+
+    rank: int
+    slot_id: int
+
+
+@dataclass(frozen=True)
+class VoidSlot:
+    """Write VOID of a slot: its trainer died in the middle of the capture."""
+
+    rank: int
+    slot_id: int
+    sequence: int
+
+
+@dataclass(frozen=True)
+class BeginJob:
+    """Levels from now on are those of these settings. Jobs of earlier ones are abandoned, and commit nothing more."""
+
+    settings: JobSettings
+
+
+@dataclass(frozen=True)
+class SetPeers:
+    """Serve, and link to, the keepers of this start. Links of an earlier start are closed."""
+
+    peers: PeerSettings
+    node: int
 
 
 @dataclass(frozen=True)
@@ -245,7 +301,7 @@ class DeleteFiles(Job):
 
 @dataclass(frozen=True)
 class SetNames(Job):
-    """Give names, and take names away. ``JobEnded`` or ``Failed`` follows."""
+    """Give names, and take names away. ``NamesSet`` or ``Failed`` follows."""
 
     given: tuple[NamedStep, ...]
     released: tuple[NamedStep, ...]
@@ -285,6 +341,10 @@ Action = (
     | SendToTrainer
     | CloseConnection
     | MakeSlot
+    | FreeSlot
+    | VoidSlot
+    | BeginJob
+    | SetPeers
     | SetGrant
     | Hold
     | Release

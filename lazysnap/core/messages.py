@@ -14,6 +14,7 @@ connection keep their order, and nothing of an earlier connection comes behind a
 """
 
 import enum
+from typing import Any
 
 from msgspec import Struct
 
@@ -46,9 +47,9 @@ class NamedStep(Struct, frozen=True, order=True, array_like=True):
 
 
 class LevelSettings(Struct, frozen=True):
-    """A storage level, as the user configures it."""
+    """A storage level, as the user configures it. See ``config.PersistentLevel``."""
 
-    path: str
+    url: str
     every_s: float = 60.0
     """Seconds from one snapshot that is due to the next. The first one is due at once."""
     every_n_steps: int | None = None
@@ -56,77 +57,201 @@ class LevelSettings(Struct, frozen=True):
     keep_last: int = 2
     keep_every_n_steps: int | None = None
     """Complete snapshots of these steps are never deleted."""
-    io_timeout_s: float = 30.0
+    timeout_s: float = 120.0
     """A job that moves no byte for so long is given up, and the level counts as failed."""
+    is_shared: bool = True
+    """True if all nodes see the same place there."""
+    verify: bool | None = None
+    max_bytes_per_s: int | None = None
+    storage_options: dict[str, Any] | None = None
 
 
 class RedundancySettings(Struct, frozen=True):
-    """Parity of the captures in the memory of other nodes."""
+    """Parity of the captures of this node in the memory of the other nodes of its group."""
 
     every_n_steps: int = 10
-    timeout_s: float = 30.0
+    timeout_s: float = 120.0
+    members: tuple[int, ...] = ()
+    """Numbers of the nodes of the group, this one included."""
+    parity: int = 1
+    """Nodes of the group that may be lost."""
+    most_lost: int = 1
+    """Nodes of all groups that may be lost. What more nodes hold needs no parity."""
+    block_bytes: int = 1 << 20
+    max_bytes_per_s: int | None = None
 
 
 class JobSettings(Struct, frozen=True):
-    """What all ranks of a job agree on, and the rank that says it."""
+    """What all ranks of a node agree on for one start, and for the ones before it that had the same settings."""
 
     run: str
+    """Id of the run: 16 hexadecimal digits."""
     levels: tuple[LevelSettings, ...]
     """Fast to slow."""
-    slot_bytes: int
     redundancy: RedundancySettings | None = None
     capture_every_n_steps: int = 1
     num_kept: int = 1
     """K: newest whole captures that are never written over. See ``memory.slot_choice``."""
-    rank: int = 0
-    """Number of the rank on its node."""
-    num_ranks: int = 1
+    ranks: tuple[int, ...] = (0,)
+    """Numbers of the ranks of the node among all ranks, by local rank."""
+    world_size: int = 1
     node: int = 0
     num_nodes: int = 1
-    linger_s: float = 600.0
-    """Seconds for which memory waits for a restart after the last trainer of the node died."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the node."""
+        return len(self.ranks)
+
+
+class PeerAddress(Struct, frozen=True, array_like=True):
+    """Where the keeper of a node serves the others."""
+
+    node: int
+    host: str
+    port: int
+    """0: it does not."""
+
+
+class PeerSettings(Struct, frozen=True):
+    """How the keepers of one start reach each other."""
+
+    job: str
+    secret: str
+    """See ``peers.secret``. It is drawn anew for each start."""
+    addresses: tuple[PeerAddress, ...]
+    """By node."""
+
+
+class MemoryWish(Struct, frozen=True):
+    """The memory that a trainer wants for its captures."""
+
+    num_slots: int
+    meta_bytes: int
+    image_bytes: int
+    least: int = 1
+    """The smallest number of slots with which captures are possible; for the text of a refusal."""
+    growth_bytes: int = 0
+    """Host memory that training itself is still going to take. Slots leave it free."""
+    max_bytes: int | None = None
+    """Bound for the memory of all slots of the rank; None: what the machine has."""
+    spill_directory: str | None = None
+    """Directory in which slots are files where memory does not suffice; None: nowhere."""
+
+
+class Farewell(enum.Enum):
+    """How a training parts from its keeper."""
+
+    NONE = ""
+    LEFT = "left"
+    """As if it died: memory waits for a restart."""
+    OVER = "over"
+    """The training is over: what is in memory is stored, then it goes."""
 
 
 class TrainerState(Struct, frozen=True, tag="trainer"):
     """All that a keeper must know of one trainer."""
 
-    settings: JobSettings
-    start: int
+    local_rank: int
+    """Number of the rank on its node."""
+    start: int = 0
     """Id of the start; 0 while the trainer still restores."""
-    step: int
+    step: int = -1
     """Step from which this start goes on; -1 before the first."""
-    num_slots: int
-    """Slots that the trainer wants."""
+    job: JobSettings | None = None
+    """None while the trainer still restores."""
+    source: str = ""
+    """The place from which that step was restored; for the events of the run alone."""
+    peers: PeerSettings | None = None
+    """With several nodes."""
+    linger_s: float = 1800.0
+    """Seconds for which memory waits for a restart after the last trainer of the node died."""
+    memory: MemoryWish | None = None
+    """None: no captures are made, or the size of the state is not known yet."""
     slots: tuple[int, ...] = ()
     """Ids of the slots that it has. After the death of a keeper their descriptors come along."""
+    returned: tuple[int, ...] = ()
+    """Ids of the slots that it does not use any more, and of which nothing is needed."""
     required: tuple[int, ...] = ()
     """Steps of this start that every level must store, whatever its interval."""
+    protect: tuple[int, ...] = ()
+    """Steps of this start that other nodes must protect, whatever the interval."""
     names: tuple[NamedStep, ...] = ()
     """Names that are to be given. Their steps are required at the first level."""
     released: tuple[str, ...] = ()
     """Names that are to be taken away at every level. Invariant: none of them is in ``names``."""
-    is_ending: bool = False
-    """True once it captures nothing more, and waits until the newest capture is stored."""
+    is_preempted: bool = False
+    """True once this process is about to be killed: the newest capture is stored now, and all ranks get to know."""
+    is_sealed: bool = False
+    """True once it captures nothing more: what it holds counts like that of a dead trainer."""
+    farewell: Farewell = Farewell.NONE
+    waited_s: float = 0.0
+    """Seconds that training has waited for lazysnap so far; for people."""
     protocol: int = PROTOCOL
+
+
+class LevelState(Struct, frozen=True):
+    """What a trainer must know of one level."""
+
+    complete: tuple[StepKey, ...] = ()
+    """The newest snapshots that all nodes stored, and those that somebody requires."""
+    given_up: tuple[StepKey, ...] = ()
+    """Required steps that this level will not have."""
+    failure: str = ""
+    """Why the last job failed; empty while the level works."""
+    failed_step: int | None = None
+    """The step that it did not store; None: it was another job."""
+    num_failures: int = 0
+    """Steps that were not stored since the keeper began the job."""
+    stored_bytes: int = 0
+    """Bytes of the last file that this node stored there."""
+    stored_s: float = 0.0
+    """Seconds that this took."""
+    writing: StepKey | None = None
+    """The step that is being stored, if somebody waits for a step."""
+    moved_bytes: int = 0
+
+
+class Alert(Struct, frozen=True, array_like=True):
+    """Trouble that the user should know of, as long as it lasts."""
+
+    about: str
+    """``links``, ``protection`` or ``keeper``."""
+    text: str
+
+
+class NameRefusal(Struct, frozen=True, array_like=True):
+    """A name that a level does not take as it is."""
+
+    url: str
+    name: str
+    text: str
 
 
 class KeeperState(Struct, frozen=True, tag="keeper"):
     """All that a trainer must know of its keeper."""
 
+    pid: int = 0
     slots: tuple[int, ...] = ()
     """Ids of the slots of this rank."""
-    complete: tuple[tuple[StepKey, ...], ...] = ()
-    """For each level the newest snapshots that all nodes stored."""
+    newest_sequence: int = 0
+    """The greatest sequence number of any capture in them, when the trainer came."""
+    memory_refusal: str = ""
+    """Why there is no memory for the next slot; empty if there is, or it is being made."""
+    levels: tuple[LevelState, ...] = ()
+    """Fast to slow; empty before the start is known."""
     protected: StepKey | None = None
     """Newest capture that survives the loss of a node."""
     names: tuple[NamedStep, ...] = ()
     """Names that are given at the first level."""
+    name_refusals: tuple[NameRefusal, ...] = ()
     lost: tuple[StepKey, ...] = ()
     """Required steps that no level can store any more."""
-    failures: tuple[str, ...] = ()
-    """For each level, and then for redundancy, why its last job failed; empty while it works."""
-    alerts: tuple[str, ...] = ()
-    """What the user should read now, such as memory that was refused."""
+    alerts: tuple[Alert, ...] = ()
+    is_preempted: bool = False
+    """True if the processes of some rank are about to be killed."""
+    is_serving_peers: bool = False
+    """True once it listens for other nodes."""
     refusal: str = ""
     """Why this trainer is not served. The keeper closes the connection behind it."""
 
@@ -177,12 +302,18 @@ class Report(Struct, frozen=True, tag="report"):
     """A node's state, for the coordinator."""
 
     node: int
+    job: int
+    """Digest of the settings that all nodes have. A message of other settings does not count."""
     coordinator: int
     """The coordinator whose order this answers; for any other one the report does not count."""
     levels: tuple[LevelReport, ...]
     required: tuple[StepKey, ...] = ()
     names: tuple[NamedStep, ...] = ()
     """Names that trainers want, given or not: what is told only until it is answered would be asked for again."""
+    protect: tuple[StepKey, ...] = ()
+    """Steps that trainers want protected by other nodes."""
+    is_preempted: bool = False
+    """True if the processes of some rank of the node are about to be killed."""
     left: tuple[StepKey, ...] | None = None
     """Captures that all ranks of the node hold whole, once none of them captures any more; else None."""
     knows_drained: bool = False
@@ -210,8 +341,12 @@ class LevelOrder(Struct, frozen=True, array_like=True):
 class Order(Struct, frozen=True, tag="order"):
     """The coordinator's state, for every node."""
 
+    job: int
+    """See ``Report``."""
     coordinator: int
     levels: tuple[LevelOrder, ...]
+    is_preempted: bool = False
+    """True if the processes of some rank of some node are about to be killed."""
     lost: tuple[StepKey, ...] = ()
     is_drained: bool = False
     """True if nobody trains, and what must be stored of the captures that all nodes hold is complete everywhere."""
