@@ -416,6 +416,7 @@ class SimRank:
         self.required: tuple[int, ...] = ()
         self.names: tuple[NamedStep, ...] = ()
         self.released: tuple[str, ...] = ()
+        self.protect: tuple[int, ...] = ()
         self.is_preempted = False
         self.is_sealed = False
         self.farewell = Farewell.NONE
@@ -437,6 +438,7 @@ class SimRank:
             memory=MemoryWish(num_slots, 0, SLOT_BYTES),
             slots=tuple(self.node.slots(self.number)),
             required=self.required,
+            protect=self.protect,
             names=self.names,
             released=self.released,
             is_preempted=self.is_preempted,
@@ -562,6 +564,18 @@ class Training:
             rank.required = (*rank.required, step)
             rank.report()
 
+    def protect(self, step: int) -> None:
+        """Have a step protected by other nodes."""
+        for rank in self.ranks:
+            rank.protect = (*rank.protect, step)
+            rank.report()
+
+    def preempt(self, number: int) -> None:
+        """A rank is about to be killed."""
+        rank = self.ranks[number % len(self.ranks)]
+        rank.is_preempted = True
+        rank.report()
+
     def keep(self, name: str, step: int) -> None:
         """Give a name to a step."""
         for rank in self.ranks:
@@ -575,6 +589,18 @@ class Training:
             rank.names = tuple(named for named in rank.names if named.name != name)
             rank.released = (*rank.released, name)
             rank.report()
+
+    def leave(self, farewell: Farewell) -> None:
+        """All trainers take leave, one after the other."""
+        for rank in self.ranks:
+            rank.is_sealed = True
+            rank.farewell = farewell
+            rank.report()
+        self.is_alive = False
+        for node in self.world.nodes:
+            node.has_trainers = False
+            if node.keeper is None:
+                node.memory = {}
 
     def die(self) -> None:
         """All trainers end, as a launcher ends them all. Keepers notice a moment later."""
@@ -773,7 +799,7 @@ class World:
         if all(keeper is not None for keeper in keepers):
             newer = set.intersection(*(keeper.parity.committed for keeper in keepers if keeper is not None))
         replaced = [key for key in newer if key > self.protected and all(node.has_whole(key) for node in self.nodes)]
-        is_over = not self.training.is_alive or self.training.ranks[0].is_ending or not self.training.is_begun
+        is_over = not self.training.is_alive or self.training.ranks[0].is_sealed or not self.training.is_begun
         self.check(bool(replaced) or is_over, f"{self.protected} was protected, and is so no more")
         self.protected = max(replaced, default=None)
 
