@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from typing import Protocol
 
 from lazysnap import faults
 from lazysnap.core.actions import (
@@ -34,7 +33,8 @@ from lazysnap.core.actions import (
     WriteLevel,
 )
 from lazysnap.errors import FormatError, LazySnapError
-from lazysnap.keeper.level_files import ImageChecksums, LevelFiles
+from lazysnap.keeper.level_files import LevelFiles
+from lazysnap.keeper.worker import JobControl
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
@@ -50,18 +50,7 @@ NodeSlots = Mapping[int, Mapping[int, Slot]]
 """Slots of a node, by local rank and slot id."""
 
 
-class Control(Protocol):
-    """The job's side of ``worker.JobControl``."""
-
-    moved_bytes: int
-    """Bytes written so far."""
-
-    def beat(self) -> None:
-        """Note that the job moves. Raises: CaptureAborted, once the job was cancelled or abandoned."""
-        ...
-
-
-def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: Control) -> JobEnded:
+def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) -> JobEnded:
     """Do a job and return how it ended. Blocks. Never raises: storage packages may raise anything.
 
     Args:
@@ -103,7 +92,7 @@ def _describe(job: Job) -> str:
     return "trying a small write"
 
 
-def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: Control) -> JobEnded:
+def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) -> JobEnded:
     match job:
         case WriteLevel():
             return _write(job, files, slots, control)
@@ -111,9 +100,7 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: Control) -> 
             contents = files.find(files.open(control.beat))
             return Listed(job.level, job.job, contents.stored, contents.leftovers, contents.names)
         case DeleteFiles():
-            store = files.open(control.beat)
-            for key in job.keys:
-                files.delete(store, key)
+            files.delete(files.open(control.beat), job.keys)
         case SetNames():
             store = files.open(control.beat)
             return NamesSet(job.level, job.job, files.set_names(store, job.given, job.released))
@@ -122,7 +109,7 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: Control) -> 
     return JobEnded(job.level, job.job)
 
 
-def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: Control) -> Stored:
+def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobControl) -> Stored:
     """Write the file of the node, commit it by its manifest, read it back. Only then it counts."""
     began = time.monotonic()
     store = files.open(control.beat)
@@ -161,7 +148,7 @@ def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore) -> floa
 class _ByteCounter:
     """Counts the bytes that several threads write. See ``levels.source.Progress``."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: JobControl) -> None:
         self._control = control
         self._lock = threading.Lock()
 
@@ -174,7 +161,7 @@ class _ByteCounter:
 class _SlotWriter:
     """Writes the shards of all ranks of the node out of their slots. For one job."""
 
-    def __init__(self, job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: Control) -> None:
+    def __init__(self, job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobControl) -> None:
         self._job = job
         self._files = files
         self._slots = slots
@@ -193,7 +180,7 @@ class _SlotWriter:
         first = readers[0]
         if shards == [(first.meta, first)]:  # the file is what is in memory
             slot_id = dict(self._job.slots)[0]
-            self._files.image_checksums = ImageChecksums(slot_id, first.sequence, manifest.checksums)
+            self._control.checksums[slot_id, first.sequence] = manifest.checksums
         return manifest
 
     def _open_captures(self, attached: contextlib.ExitStack) -> list[CaptureReader]:
@@ -247,7 +234,7 @@ def _attach(slot: Slot) -> Slot:
 
 
 def _copy(
-    job: WriteLevel, files: LevelFiles, origin_files: LevelFiles, store: SnapshotStore, control: Control
+    job: WriteLevel, files: LevelFiles, origin_files: LevelFiles, store: SnapshotStore, control: JobControl
 ) -> Manifest:
     """Write what a faster level has. Raises: CaptureAborted, if that is not whole; LevelError."""
     if origin_files.is_shared and not files.is_shared:
@@ -268,7 +255,7 @@ def _copy(
         raise CaptureAborted(f"{place.where}: {error}") from error
 
 
-def _write_blocks(store: SnapshotStore, files: LevelFiles, blocks: FileBlocks, control: Control) -> Manifest:
+def _write_blocks(store: SnapshotStore, files: LevelFiles, blocks: FileBlocks, control: JobControl) -> Manifest:
     """Write and commit the part of a file that this level gets."""
     manifest = blocks.manifest
     source = VerifiedSource(blocks)
@@ -291,7 +278,7 @@ def _stored_part(meta: CaptureMeta, source: BlockSource, files: LevelFiles) -> t
 
 
 def _write_shards(
-    store: SnapshotStore, files: LevelFiles, shards: list[tuple[CaptureMeta, BlockSource]], control: Control
+    store: SnapshotStore, files: LevelFiles, shards: list[tuple[CaptureMeta, BlockSource]], control: JobControl
 ) -> Manifest:
     progress = _ByteCounter(control).add
     if len(shards) == 1:

@@ -20,20 +20,10 @@ from lazysnap.levels.storage import Storage, probe
 from lazysnap.levels.watchdog import Beat
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.resolver import Entry
-from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name, parse_keep_file_name
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ImageChecksums:
-    """The checksums of a capture, computed while it was written."""
-
-    slot_id: int
-    sequence: int
-    checksums: Checksums
 
 
 @dataclass(frozen=True)
@@ -78,9 +68,6 @@ class LevelFiles:
         """True if all nodes see the same place there."""
         self.name = NodeName(settings.node, settings.num_nodes)
         """Name of the file that this node writes."""
-        self.image_checksums: ImageChecksums | None = None
-        """Checksums of the last capture whose image was stored as it is. Replaced as a whole; any thread may read it.
-        """
         self._speed = index + 1
         self._pace = RateLimiter(level.max_bytes_per_s)
         self._store: SnapshotStore | None = None
@@ -269,25 +256,33 @@ class LevelFiles:
 
     # Deleting
 
-    def delete(self, store: SnapshotStore, key: StepKey) -> None:
-        """Delete the files of a snapshot that are this node's to delete, manifests first. Raises: LevelError.
+    def delete(self, store: SnapshotStore, keys: Sequence[StepKey]) -> None:
+        """Delete the files of snapshots that are this node's to delete, manifests first. Raises: LevelError.
 
-        Nothing is deleted if the snapshot has a name, or if a file is a symbolic link or is behind one.
+        Of a snapshot that has a name nothing is deleted, nor if a file is a symbolic link or is behind one.
         """
+        # A level that is not there fails here. A directory that is not there would look as if it was deleted.
+        directories = set(store.storage.list())
+        for key in keys:
+            if self.directory(key) in directories:
+                self._delete_snapshot(store.storage, key)
+            self._uncommitted.discard(key)
+            self._other_runs.pop(key, None)
+
+    def _delete_snapshot(self, storage: Storage, key: StepKey) -> None:
         directory = self.directory(key)
-        file_names = store.storage.list(directory)
+        file_names = storage.list(directory)
         if any(parse_keep_file_name(file_name) is not None for file_name in file_names):
             return
         if self.name.file in file_names and self.name.manifest not in file_names:
-            self._delete_uncommitted(store.storage, key)
+            self._delete_uncommitted(storage, key)
         places = []
         for file_name in file_names:
             parsed = parse_file_name(file_name)
             if parsed is not None and parsed[1] == "json" and self._is_deleted_here(parsed[0]):
-                places.append(FilePlace(store.storage, directory, parsed[0]))
+                places.append(FilePlace(storage, directory, parsed[0]))
         if delete_files(places):
-            store.storage.delete_directory(directory)
-        self._other_runs.pop(key, None)
+            storage.delete_directory(directory)
 
     def _delete_uncommitted(self, storage: Storage, key: StepKey) -> None:
         """Delete a file without manifest.
@@ -299,7 +294,6 @@ class LevelFiles:
             return
         if key in self._uncommitted or is_settled(storage, place.file_path):
             storage.delete(place.file_path)
-            self._uncommitted.discard(key)
 
     # Names that users give
 
