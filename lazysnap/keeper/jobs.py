@@ -6,8 +6,9 @@
                     │
                     └─ WriteLevel: slots, or a faster level ──> file, manifest (commits) ──> read back ──> Stored
 
-``core`` decides which job is next, and what becomes of a level that fails. A job that is cancelled or abandoned notices
-at its next ``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more.
+``core.jobs`` decides which job is next, and handles a level that fails. A job that is cancelled or abandoned notices it
+at its next ``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more. A job
+that is cancelled behind its commit ends as ``Missed``, too; the core has its files deleted.
 """
 
 import contextlib
