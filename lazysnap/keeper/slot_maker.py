@@ -1,4 +1,4 @@
-"""Memory for slots: made within the bounds of its trainer and of the machine, or as a file where memory does not suffice.
+"""Memory for slots: made within the bounds of trainer and machine, or as a file where memory does not suffice.
 
 Making a slot blocks until the kernel found its pages, a third of a second per GB. So it runs on a thread of its own.
 """
