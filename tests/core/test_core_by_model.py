@@ -21,12 +21,12 @@ FAULTS = st.sampled_from((0.0, 0.02, 0.1))
 def level_settings() -> st.SearchStrategy[LevelSettings]:
     return st.builds(
         LevelSettings,
-        path=st.just("level"),
+        url=st.just("level"),
         every_s=st.sampled_from((0.5, 5.0)),
         every_n_steps=st.sampled_from((None, 1, 2, 5)),
         keep_last=st.sampled_from((1, 2, 5)),
         keep_every_n_steps=st.sampled_from((None, 7)),
-        io_timeout_s=st.just(TIMEOUT_S),
+        timeout_s=st.just(TIMEOUT_S),
     )
 
 
@@ -144,7 +144,7 @@ def is_storing(world: World, step: int) -> bool:
 
 def is_answered(world: World, named: NamedStep) -> bool:
     keepers = [node.keeper for node in world.nodes if node.keeper is not None]
-    return named in world.names[0] or any(named.key in keeper.core.node.lost for keeper in keepers)
+    return named in world.names[0] or any(named.key in keeper.core.job.node.lost for keeper in keepers)
 
 
 @pytest.mark.slow
