@@ -30,7 +30,7 @@ class LevelThreads:
 
         Args:
             post: hands an event to the loop, from any thread.
-            ended: called on the thread of the level with each job that ended, before its event is posted.
+            ended: called with each job that ended, on the thread of its level.
             run_parity_job: does a job of the redundancy level.
         """
         self._post = post
@@ -71,7 +71,6 @@ class LevelThreads:
         """Begin a job on the thread of its level."""
         if job.level not in self._workers:
             self._workers[job.level] = Worker(f"level-{job.level}")
-        # What happens after the thread was abandoned concerns nobody, but for the event.
         control = JobControl(job, self._post)
         self._controls[job.level] = control
         self._running[job.level] = job

@@ -35,6 +35,11 @@ class SlotTable:
         """Slots by rank and slot id."""
         return self._slots
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have slots."""
+        return tuple(sorted(rank for rank, slots in self._slots.items() if slots))
+
     def of_rank(self, rank: int) -> list[KeeperSlot]:
         """Return all slots of a rank."""
         return list(self._slots.get(rank, {}).values())
@@ -44,7 +49,7 @@ class SlotTable:
         return self._slots.get(rank, {}).get(slot_id)
 
     def views(self) -> dict[int, tuple[SlotView, ...]]:
-        """Return the words of all slots, by rank."""
+        """Return the words of all slots, by rank; nothing for a rank that had slots, and has none any more."""
         views = {}
         for rank, slots in self._slots.items():
             views[rank] = tuple(slot.view() for slot in slots.values())
@@ -67,7 +72,7 @@ class SlotTable:
             if self.find(rank, slot.slot_id) is not None:
                 slot.close()  # the connection broke, not the keeper
                 continue
-            slot.release()  # the keeper that held it is dead
+            # What the keeper before held stays held until the core looked: it may belong to parity.
             self.add(rank, slot)
         faults.point("keeper.slots_adopted")
 
@@ -76,8 +81,6 @@ class SlotTable:
         slot = self._slots.get(rank, {}).pop(slot_id, None)
         if slot is None:
             return
-        if not self._slots[rank]:
-            del self._slots[rank]
         faults.point("keeper.memory.drop")
         # A thread may still read it: closing it now could make that thread read another file.
         weakref.finalize(slot, os.close, slot.descriptor)
