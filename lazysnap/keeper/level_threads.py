@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 from lazysnap import faults
 from lazysnap.core.actions import Event, Job, JobEnded, WriteLevel
 from lazysnap.core.messages import JobSettings
-from lazysnap.keeper.jobs import LevelFiles, run_level_job
+from lazysnap.keeper.jobs import run_level_job
+from lazysnap.keeper.level_files import LevelFiles
 from lazysnap.keeper.worker import JobControl, Worker
 from lazysnap.memory.slots import Slot
 
 logger = logging.getLogger(__name__)
 
 SlotsByRank = Mapping[int, Mapping[int, Slot]]
-RunParityJob = Callable[[JobSettings, Job, SlotsByRank, JobControl], JobEnded]
+ParityJob = Callable[[Job, SlotsByRank, JobControl], Callable[[], JobEnded]]
 
 
 class LevelThreads:
@@ -24,19 +25,18 @@ class LevelThreads:
         self,
         post: Callable[[Event], None],
         ended: Callable[[Job, JobEnded, JobControl], None],
-        run_parity_job: RunParityJob,
+        parity_job: ParityJob,
     ) -> None:
         """Begin without levels.
 
         Args:
             post: hands an event to the loop, from any thread.
             ended: called with each job that ended, on the thread of its level.
-            run_parity_job: does a job of the redundancy level.
+            parity_job: returns the work of a job of the redundancy level.
         """
         self._post = post
         self._ended = ended
-        self._run_parity_job = run_parity_job
-        self._settings: JobSettings | None = None
+        self._parity_job = parity_job
         self._files: list[LevelFiles] = []
         self._workers: dict[int, Worker] = {}
         self._controls: dict[int, JobControl] = {}
@@ -62,7 +62,6 @@ class LevelThreads:
         """Work for these settings from now on. Jobs of earlier ones are abandoned."""
         for level in list(self._workers):
             self._abandon(level)
-        self._settings = settings
         self._files = []
         for index in range(len(settings.levels)):
             self._files.append(LevelFiles(settings, index, tuple(self._files)))
@@ -102,10 +101,9 @@ class LevelThreads:
         self._workers.pop(level).leave()
 
     def _runner(self, job: Job, slots: SlotsByRank, control: JobControl) -> Callable[[], JobEnded]:
-        assert self._settings is not None, "a job needs settings"
         if job.level < len(self._files):
             return functools.partial(run_level_job, job, self._files[job.level], slots, control)
-        return functools.partial(self._run_parity_job, self._settings, job, slots, control)
+        return self._parity_job(job, slots, control)
 
     def _run(self, job: Job, run: Callable[[], JobEnded], control: JobControl) -> None:
         """Run a job. On the thread of its level."""

@@ -135,8 +135,8 @@ class Keeper:
         )
         self._handed_over: list[int] = []
         """Descriptors of the message that is handled, until ``AdoptSlots`` takes them."""
-        self._others = OtherNodes(self._loop, PeerEvents(self._handle), self._slots)
-        self._levels = LevelThreads(self._post, self._job_returned, self._others.run_parity_job)
+        self._others = OtherNodes(self._loop, PeerEvents(self._handle), self._slots, self._num_ranks)
+        self._levels = LevelThreads(self._post, self._job_returned, self._others.parity_job)
         self._memory_worker: Worker | None = None
         self._is_computing_checksums = False
         self._events = EventLog()
@@ -275,6 +275,7 @@ class Keeper:
                 self._make_slot(action)
             case FreeSlot():
                 self._slots.free(action.rank, action.slot_id)
+                self._others.slot_freed()
                 self._must_observe = True
             case VoidSlot() | Hold() | Release():
                 self._set_word(action)
@@ -282,6 +283,7 @@ class Keeper:
                 self._set_grant(action.step)
             case BeginJob():
                 self._levels.begin(action.settings)
+                self._others.begin_job(action.settings)
                 self._events.job_began(action.settings, self._core)
             case SetPeers():
                 self._others.set_peers(action.peers)
@@ -325,6 +327,10 @@ class Keeper:
                 slot.release()
 
     # Levels
+
+    def _num_ranks(self) -> int:
+        """Return the number of ranks of the node; 0 while that is not known."""
+        return 0 if self._core.job is None else self._core.job.settings.num_ranks
 
     def _job_returned(self, job: Job, event: JobEnded, control: JobControl) -> None:
         """Take the end of a job. Called on the thread of its level."""

@@ -35,6 +35,13 @@ class SlotTable:
         """Slots by rank and slot id."""
         return self._slots
 
+    def snapshot(self) -> dict[int, dict[int, Slot]]:
+        """Return the slots that are here now, by rank and slot id. May be called on any thread."""
+        copies: dict[int, dict[int, Slot]] = {}
+        for rank, slots in list(self._slots.items()):
+            copies[rank] = dict(slots)
+        return copies
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have slots."""

@@ -1,6 +1,7 @@
 """A keeper process and what it sends, between death and restart of its trainers: memory alone, no levels."""
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,11 +9,13 @@ import sys
 import tempfile
 
 import pytest
+from msgspec import structs
 from support.hand_trainer import IMAGE_BYTES, JOB, WISH, HandTrainer, identity_of
 from support.waiting import until
 
-from lazysnap.core.messages import Farewell
+from lazysnap.core.messages import Farewell, LevelSettings, StepKey
 from lazysnap.keeper.launch import try_connect
+from lazysnap.keeper.questions import Question
 from lazysnap.memory.slots import Slot
 from lazysnap.shard.checksum import Checksums
 
@@ -36,7 +39,7 @@ def connect():
         trainer = HandTrainer(JOB_ID, **fields)
         trainers.append(trainer)
         if not is_refused:
-            pids.add(trainer.until(lambda state: state.pid > 0).pid)
+            pids.add(trainer.until_state(lambda state: state.pid > 0).pid)
         return trainer
 
     yield make
@@ -53,7 +56,7 @@ def make_ready(connect):
 
     def make(start=5, **fields):
         trainer = connect(memory=WISH, **fields)
-        trainer.until(lambda state: len(state.slots) == WISH.num_slots)
+        trainer.until_state(lambda state: len(state.slots) == WISH.num_slots)
         trainer.change(start=start, step=0, job=JOB)
         return trainer
 
@@ -85,23 +88,54 @@ def is_alive(pid):
 
 
 def is_gone():
-    return try_connect(identity_of(JOB_ID)) is None and not identity_of(JOB_ID).files.lock_path.exists()
+    channel = try_connect(identity_of(JOB_ID))
+    if channel is not None:
+        channel.close()
+    return channel is None and not identity_of(JOB_ID).files.lock_path.exists()
+
+
+def ask_as_stranger(**question):
+    """Ask as a process that trains nothing. Returns: the frame with the answer."""
+    with contextlib.closing(try_connect(identity_of(JOB_ID))) as channel:
+        channel.send(Question(**question))
+        frames = []
+        while not frames:
+            channel.wait(10.0)
+            frames = channel.receive()
+            assert frames is not None
+        return frames[0]
+
+
+def have_checksums():
+    """True if the keeper has checksums of all captures, and they agree with the slots that it lends."""
+    frame = ask_as_stranger(about="memory")
+    memory = frame.message.memory
+    with contextlib.ExitStack() as stack:
+        for facts in memory.slots:
+            slot = Slot.attach(frame.descriptors.pop(0))
+            stack.callback(slot.close)
+            assert slot.slot_id == facts.slot_id
+            assert fcntl.fcntl(slot.descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if facts.checksums is None:
+                return False
+            assert facts.checksums == Checksums.of(slot.read(0, facts.checksums.size_bytes))
+    return len(memory.slots) == WISH.num_slots
 
 
 def test_a_trainer_gets_the_memory_that_it_wishes_for(connect):
     trainer = connect(memory=WISH)
 
-    state = trainer.until(lambda state: len(state.slots) == WISH.num_slots)
+    state = trainer.until_state(lambda state: len(state.slots) == WISH.num_slots)
 
-    trainer.until(lambda _: set(trainer.slots) == set(state.slots))
+    trainer.until_state(lambda _: set(trainer.slots) == set(state.slots))
     assert all(slot.image_capacity_bytes == IMAGE_BYTES for slot in trainer.slots.values())
     assert not state.memory_refusal
 
 
 def test_too_little_memory_is_refused_with_the_reason(connect):
-    trainer = connect(memory=WISH.__class__(2, 4096, IMAGE_BYTES, max_bytes=1000))
+    trainer = connect(memory=structs.replace(WISH, max_bytes=1000))
 
-    state = trainer.until(lambda state: state.memory_refusal)
+    state = trainer.until_state(lambda state: state.memory_refusal)
 
     assert "MemoryLevel.max_bytes leaves 1000" in state.memory_refusal
 
@@ -109,7 +143,7 @@ def test_too_little_memory_is_refused_with_the_reason(connect):
 def test_a_trainer_that_dies_leaves_its_captures_to_the_next_one(connect):
     with killed_trainer(1, 2, 3) as process:
         trainer = connect()
-        trainer.until(lambda state: len(state.slots) == WISH.num_slots)
+        trainer.until_state(lambda state: len(state.slots) == WISH.num_slots)
 
     steps = sorted(slot.view().step for slot in trainer.slots.values())
     answer, descriptors = trainer.ask(about="memory", number=7)
@@ -127,41 +161,10 @@ def test_a_trainer_that_dies_leaves_its_captures_to_the_next_one(connect):
 def test_while_nobody_trains_captures_get_checksums_and_can_be_read_by_others():
     with killed_trainer(1, 2):
         pass
-    channel = None
 
-    def has_checksums():
-        nonlocal channel
-        channel, frame = ask_as_stranger()
-        memory = frame.message.memory
-        slots = [Slot.attach(frame.descriptors.pop(0)) for _ in memory.slots]
-        with contextlib.ExitStack() as stack:
-            for slot in slots:
-                stack.callback(slot.close)
-            return all(
-                facts.checksums == Checksums.of(slot.read(0, IMAGE_BYTES))
-                for slot, facts in zip(slots, memory.slots, strict=True)
-            )
+    until(have_checksums)
 
-    until(has_checksums)
-    end_by_force()
-
-
-def ask_as_stranger(**question):
-    from lazysnap.keeper.questions import Question
-
-    channel = try_connect(identity_of(JOB_ID))
-    channel.send(Question(**(question or {"about": "memory"})))
-    frames = []
-    while not frames:
-        channel.wait(10.0)
-        frames = channel.receive()
-    channel.close()
-    return channel, frames[0]
-
-
-def end_by_force():
-    _, frame = ask_as_stranger(about="stop", is_forced=True)
-    assert frame.message.is_done
+    assert ask_as_stranger(about="stop", is_forced=True).message.is_done
     until(is_gone)
 
 
@@ -172,7 +175,7 @@ def test_a_second_process_is_refused_while_the_first_one_trains(make_ready):
     script = (
         "from support.hand_trainer import HandTrainer\n"
         f"trainer = HandTrainer({JOB_ID!r})\n"
-        "print(trainer.until(lambda state: state.refusal).refusal)"
+        "print(trainer.until_state(lambda state: state.refusal).refusal)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -198,13 +201,13 @@ def test_memory_outlives_a_keeper_that_is_killed(make_ready, connect):
     slot = trainer.capture(1)
     os.kill(trainer.keeper.pid, signal.SIGKILL)
     trainer.until_over()
+    until(lambda: not is_alive(trainer.keeper.pid))
 
-    next_keeper = connect(memory=WISH, start=5, step=0, job=JOB)
-    next_keeper.channel.send(next_keeper.state.__class__(0, slots=(slot.slot_id,), memory=WISH), [slot.descriptor])
-    next_keeper.until(lambda state: slot.slot_id in state.slots)
+    survivor = connect(memory=WISH, slots=(slot.slot_id,), handed_over=[slot.descriptor])
+    survivor.until_state(lambda state: slot.slot_id in state.slots)
 
-    assert next_keeper.keeper.pid != trainer.keeper.pid
-    assert next_keeper.slots[slot.slot_id].view().step == 1
+    assert survivor.keeper.pid != trainer.keeper.pid
+    assert survivor.slots[slot.slot_id].view().step == 1
 
 
 def test_an_incomplete_capture_of_a_dead_trainer_is_void(connect, make_ready):
@@ -223,7 +226,7 @@ def test_an_incomplete_capture_of_a_dead_trainer_is_void(connect, make_ready):
 def test_the_keeper_of_a_training_that_runs_stays(make_ready, is_forced):
     trainer = make_ready()
 
-    _, frame = ask_as_stranger(about="stop", is_forced=is_forced)
+    frame = ask_as_stranger(about="stop", is_forced=is_forced)
 
     assert not frame.message.is_done
     assert frame.message.text == f"its training runs, process {os.getpid()}; end that first"
@@ -234,7 +237,7 @@ def test_a_keeper_whose_trainer_died_ends_when_asked():
     with killed_trainer(1):
         pass
 
-    _, frame = ask_as_stranger(about="stop")
+    frame = ask_as_stranger(about="stop")
 
     assert frame.message.is_done
     until(is_gone)
@@ -255,7 +258,7 @@ def test_the_state_of_the_node_is_told_to_anybody(make_ready):
     trainer = make_ready()
     trainer.capture(4)
 
-    _, frame = ask_as_stranger(about="status", number=3)
+    frame = ask_as_stranger(about="status", number=3)
 
     status = frame.message.status
     assert frame.message.number == 3
@@ -266,10 +269,10 @@ def test_the_state_of_the_node_is_told_to_anybody(make_ready):
 def test_an_error_in_the_loop_ends_the_keeper_and_is_reported(monkeypatch, connect):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.drop:1:raise")
     trainer = connect(memory=WISH)
-    state = trainer.until(lambda state: len(state.slots) == WISH.num_slots)
+    state = trainer.until_state(lambda state: len(state.slots) == WISH.num_slots)
 
     trainer.change(returned=(state.slots[0],), memory=None)
-    trainer.until(lambda state: any(alert.about == "keeper" for alert in state.alerts))
+    trainer.until_state(lambda state: any(alert.about == "keeper" for alert in state.alerts))
     trainer.until_over()
 
     assert "injected at keeper.memory.drop" in trainer.keeper.alerts[-1].text
@@ -280,8 +283,6 @@ def test_an_error_in_the_loop_ends_the_keeper_and_is_reported(monkeypatch, conne
 def test_a_process_that_asks_and_reads_nothing_holds_up_nobody(make_ready):
     trainer = make_ready()
     deaf = try_connect(identity_of(JOB_ID))
-    from lazysnap.keeper.questions import Question
-
     with contextlib.suppress(OSError):
         for _ in range(10_000):
             if deaf.is_sending:
@@ -292,6 +293,20 @@ def test_a_process_that_asks_and_reads_nothing_holds_up_nobody(make_ready):
 
     assert answer.status is not None
     deaf.close()
+
+
+def test_what_was_captured_is_stored_at_a_level_and_reported_as_complete(make_ready, tmp_path):
+    job = structs.replace(JOB, levels=(LevelSettings(str(tmp_path / "level"), every_n_steps=1),))
+    trainer = make_ready()
+    trainer.change(job=job, required=(3,))
+
+    trainer.capture(3)
+
+    state = trainer.until_state(lambda state: state.levels and state.levels[0].complete)
+    assert state.levels[0].complete == (StepKey(5, 3),)
+    assert state.levels[0].stored_bytes > 5000
+    answer, _ = trainer.ask(about="memory")
+    assert [facts.sequence for facts in answer.memory.slots if facts.checksums] == [1]
 
 
 def test_at_rest_the_keeper_does_not_wake_up(make_ready):

@@ -3,6 +3,7 @@
 ``python -m support.hand_trainer JOB_ID STEP...`` captures these steps and waits to be killed.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -12,11 +13,13 @@ from msgspec import structs
 from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import JobSettings, KeeperState, MemoryWish, TrainerState
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import start_keeper, try_connect
+from lazysnap.keeper.launch import KeeperBusy, start_keeper, try_connect
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.memory.words import NodePage
 from lazysnap.shard.manifest import CaptureMeta
+from support.image import Image
+from support.waiting import until
 
 IMAGE_BYTES = 1 << 16
 RUN = "00000000000000aa"
@@ -31,7 +34,7 @@ def identity_of(job_id):
 class HandTrainer:
     """One end of a connection to the keeper of a job, which it starts if there is none."""
 
-    def __init__(self, job_id, **fields):
+    def __init__(self, job_id, handed_over=(), **fields):
         self.state = TrainerState(0, **fields)
         self.keeper = KeeperState()
         self.answers = []
@@ -41,17 +44,24 @@ class HandTrainer:
         self.wake = -1
         self.is_over = False
         identity = identity_of(job_id)
+        self.channel = None
+        until(lambda: self._connect(identity, handed_over))
+
+    def _connect(self, identity, descriptors):
+        """Connect to the keeper, or start it; False while another process has the lock, and is dying."""
         self.channel = try_connect(identity)
-        if self.channel is None:
-            self.channel = start_keeper(identity, self.state).channel
-        else:
-            self.channel.send(self.state)
+        if self.channel is not None:
+            self.channel.send(self.state, descriptors)
+            return True
+        with contextlib.suppress(KeeperBusy):
+            self.channel = start_keeper(identity, self.state, descriptors).channel
+        return self.channel is not None
 
     def change(self, **fields):
         self.state = structs.replace(self.state, **fields)
         self.channel.send(self.state)
 
-    def until(self, is_true, timeout_s=30.0):
+    def until_state(self, is_true, timeout_s=30.0):
         """Wait for a state of the keeper, and return it."""
         deadline = time.monotonic() + timeout_s
         while not is_true(self.keeper):
@@ -102,9 +112,10 @@ class HandTrainer:
         slot = slot or min(self.slots.values(), key=lambda slot: slot.view().sequence)
         sequence = 1 + max(view.view().sequence for view in self.slots.values())
         meta = meta_of(self.state.start, step)
-        slot.begin(self.state.start, step, sequence=sequence, image_bytes=IMAGE_BYTES, meta=meta)
-        slot.image[:IMAGE_BYTES] = bytes([step]) * IMAGE_BYTES
-        slot.advance(IMAGE_BYTES)
+        shard = Image(step)
+        slot.begin(self.state.start, step, sequence=sequence, image_bytes=shard.size_bytes, meta=meta)
+        slot.image[: shard.size_bytes] = shard.view(0, shard.size_bytes)[: shard.size_bytes]
+        slot.advance(shard.size_bytes)
         if is_whole:
             slot.commit(copied_ns=1)
         if self.page.is_awaited(step):
@@ -123,7 +134,7 @@ def meta_of(start, step):
 def main():
     """Capture, then wait."""
     trainer = HandTrainer(sys.argv[1], memory=WISH)
-    trainer.until(lambda state: len(state.slots) == WISH.num_slots)
+    trainer.until_state(lambda state: len(state.slots) == WISH.num_slots)
     trainer.change(start=5, step=0, job=JOB)
     for step in sys.argv[2:]:
         trainer.capture(int(step))
