@@ -45,10 +45,7 @@ class Answers:
         )
         descriptors: list[int] = []
         if not self._is_trainer(connection, rank):
-            for facts in memory.slots:
-                slot = self._slots.find(rank, facts.slot_id)
-                assert slot is not None, "the facts are of slots in the table"
-                descriptors.append(slot.reading_descriptor())
+            descriptors = self._slots.reading_descriptors(rank, memory.slots)
         self._connections.answer(connection, Answer(number=question.number, memory=memory), descriptors)
 
     def _is_trainer(self, connection: Connection, rank: int) -> bool:

@@ -1,8 +1,8 @@
 """One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level behind the last."""
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.core.actions import Event, Job, JobEnded, WriteLevel
@@ -12,10 +12,19 @@ from lazysnap.keeper.level_files import LevelFiles
 from lazysnap.keeper.worker import JobControl, Worker
 from lazysnap.memory.slots import Slot
 
-logger = logging.getLogger(__name__)
-
 SlotsByRank = Mapping[int, Mapping[int, Slot]]
 ParityJob = Callable[[Job, SlotsByRank, JobControl], Callable[[], JobEnded]]
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A job whose thread returned, also one that was abandoned."""
+
+    job: Job
+    level_url: str
+    """The level; empty for redundancy."""
+    event: JobEnded
+    control: JobControl
 
 
 class LevelThreads:
@@ -24,20 +33,21 @@ class LevelThreads:
     def __init__(
         self,
         post: Callable[[Event], None],
-        ended: Callable[[Job, JobEnded, JobControl], None],
+        ended: Callable[[EndedJob], None],
         parity_job: ParityJob,
     ) -> None:
         """Begin without levels.
 
         Args:
             post: hands an event to the loop, from any thread.
-            ended: called with each job that ended, on the thread of its level.
+            ended: takes each job that ended, on the thread of its level.
             parity_job: returns the work of a job of the redundancy level.
         """
         self._post = post
         self._ended = ended
         self._parity_job = parity_job
         self._files: list[LevelFiles] = []
+        self._urls: list[str] = []
         self._workers: dict[int, Worker] = {}
         self._controls: dict[int, JobControl] = {}
         """Of the job that was begun last at each level."""
@@ -63,6 +73,7 @@ class LevelThreads:
         for level in list(self._workers):
             self._abandon(level)
         self._files = []
+        self._urls = [level.url for level in settings.levels]
         for index in range(len(settings.levels)):
             self._files.append(LevelFiles(settings, index, tuple(self._files)))
 
@@ -73,8 +84,8 @@ class LevelThreads:
         control = JobControl(job, self._post)
         self._controls[job.level] = control
         self._running[job.level] = job
-        run = self._runner(job, _read_slots(job, slots), control)
-        self._workers[job.level].submit(functools.partial(self._run, job, run, control))
+        work = self._work_of(job, _read_slots(job, slots), control)
+        self._workers[job.level].submit(functools.partial(self._run, job, self._url(job.level), work, control))
 
     def forget(self, job: Job) -> None:
         """Note that a job ended."""
@@ -100,16 +111,19 @@ class LevelThreads:
         self._running.pop(level, None)
         self._workers.pop(level).leave()
 
-    def _runner(self, job: Job, slots: SlotsByRank, control: JobControl) -> Callable[[], JobEnded]:
+    def _work_of(self, job: Job, slots: SlotsByRank, control: JobControl) -> Callable[[], JobEnded]:
         if job.level < len(self._files):
             return functools.partial(run_level_job, job, self._files[job.level], slots, control)
         return self._parity_job(job, slots, control)
 
-    def _run(self, job: Job, run: Callable[[], JobEnded], control: JobControl) -> None:
-        """Run a job. On the thread of its level."""
-        event = run()
+    def _url(self, level: int) -> str:
+        return self._urls[level] if level < len(self._urls) else ""
+
+    def _run(self, job: Job, level_url: str, work: Callable[[], JobEnded], control: JobControl) -> None:
+        """Do a job. On the thread of its level."""
+        event = work()
         faults.point("keeper.job_ended")
-        self._ended(job, event, control)
+        self._ended(EndedJob(job, level_url, event, control))
 
 
 def _read_slots(job: Job, slots: SlotsByRank) -> SlotsByRank:

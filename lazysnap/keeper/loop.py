@@ -11,6 +11,7 @@ is tested more often than any repair here could be.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -36,7 +37,6 @@ from lazysnap.core.actions import (
     FreeSlot,
     Hold,
     Job,
-    JobEnded,
     JobMoved,
     KeeperTrouble,
     MakeSlot,
@@ -66,15 +66,15 @@ from lazysnap.keeper import slot_maker
 from lazysnap.keeper.answers import Answers
 from lazysnap.keeper.connections import Connection, Connections
 from lazysnap.keeper.event_log import EventLog
-from lazysnap.keeper.level_threads import LevelThreads
+from lazysnap.keeper.level_threads import EndedJob, LevelThreads
 from lazysnap.keeper.other_nodes import OtherNodes
-from lazysnap.keeper.questions import Question
+from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
 from lazysnap.keeper.slot_table import SlotTable, compute_checksums
 from lazysnap.keeper.trainer_watch import TrainerWatch
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.keeper.wire import Frame
-from lazysnap.keeper.worker import JobControl, Worker
+from lazysnap.keeper.worker import Worker
 from lazysnap.memory.slot_choice import SlotView
 from lazysnap.memory.slots import KeeperSlot, Slot
 from lazysnap.memory.words import NodePage
@@ -105,8 +105,6 @@ def run_keeper(
     keeper.listen(listener)
     if trainer is not None:
         keeper.connect(trainer)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
     return keeper.run()
 
 
@@ -157,6 +155,8 @@ class Keeper:
         """Serve the job until it is over. Returns: the exit status."""
         self._loop.add_reader(self._wake, self._woken)
         self._loop.add_signal_handler(signal.SIGTERM, self._handle, Terminated())
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
         self._loop.call_later(REFRESH_S, self._refresh_lock)
         if self._trouble is not None:
             self._trouble.notify = self._trouble_came
@@ -164,7 +164,9 @@ class Keeper:
         self._loop.call_soon(self._set_timer)
         faults.point("keeper.started")
         self._loop.run_forever()
-        self._events.close()
+        if self._exit_status == 0:
+            # Before the trainers see the end: a launcher may then kill what is left of the job.
+            self._events.close()
         self._connections.close_all()
         self._others.close()
         return self._exit_status
@@ -213,7 +215,8 @@ class Keeper:
 
     def _woken(self) -> None:
         """A capture began that the core wants to see."""
-        os.eventfd_read(self._wake)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
         if not self._is_ending:
             self._observe()
             self._follow_up()
@@ -332,24 +335,16 @@ class Keeper:
         """Return the number of ranks of the node; 0 while that is not known."""
         return 0 if self._core.job is None else self._core.job.settings.num_ranks
 
-    def _job_returned(self, job: Job, event: JobEnded, control: JobControl) -> None:
+    def _job_returned(self, ended: EndedJob) -> None:
         """Take the end of a job. Called on the thread of its level."""
-        self._loop.call_soon_threadsafe(self._job_ended, job, event, control)
+        self._loop.call_soon_threadsafe(self._job_ended, ended)
 
-    def _job_ended(self, job: Job, event: JobEnded, control: JobControl) -> None:
-        self._levels.forget(job)
-        self._slots.note_checksums(control.checksums)
-        self._note_job(job, event)
-        self._handle(event)
-
-    def _note_job(self, job: Job, event: JobEnded) -> None:
-        """Note how a job ended for the events of the run."""
-        if self._core.job is None:
-            return
-        levels = self._core.job.settings.levels
-        if job.level < len(levels):
-            key = job.key if isinstance(job, WriteLevel) else None
-            self._events.job_ended(levels[job.level].url, event, key)
+    def _job_ended(self, ended: EndedJob) -> None:
+        self._levels.forget(ended.job)
+        self._slots.note_checksums(ended.control.checksums)
+        key = ended.job.key if isinstance(ended.job, WriteLevel) else None
+        self._events.job_ended(ended.level_url, ended.event, key)
+        self._handle(ended.event)
 
     # Memory
 
@@ -479,19 +474,27 @@ class Keeper:
     # Questions
 
     def _answer(self, connection: Connection, question: Question) -> None:
-        if question.about == "stop":
-            self._answers.stop_asked(connection, question)
-            if question.is_forced and not self._core.is_served:
-                self._finish()
-            else:
-                self._answer_stop()
-        elif question.about == "memory":
-            parity = self._others.held_parity()
-            self._answers.answer_memory(connection, question, self._events.history, parity)
-        else:
-            self._answers.answer_status(
-                connection, question, self._others.parity_bytes, self._events.history, self._moved_bytes()
-            )
+        try:
+            self._answer_question(connection, question)
+        except Exception as error:  # a question must not end the keeper
+            logger.exception("a question about %s", question.about)
+            text = f"{type(error).__name__}: {error}"
+            self._connections.answer(connection, Answer(number=question.number, is_done=False, text=text))
+
+    def _answer_question(self, connection: Connection, question: Question) -> None:
+        history = self._events.history
+        match question.about:
+            case "memory":
+                self._answers.answer_memory(connection, question, history, self._others.held_parity())
+            case "status":
+                moved_bytes = self._moved_bytes()
+                self._answers.answer_status(connection, question, self._others.parity_bytes, history, moved_bytes)
+            case "stop":
+                self._answers.stop_asked(connection, question)
+                if question.is_forced and not self._core.is_served:
+                    self._finish()
+                else:
+                    self._answer_stop()
 
     def _moved_bytes(self) -> Mapping[int, int]:
         if self._core.job is None:

@@ -6,7 +6,7 @@ A slot that is freed here lives as long as a thread reads it: nothing closes it 
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from lazysnap import faults
 from lazysnap.errors import FormatError
@@ -95,8 +95,17 @@ class SlotTable:
     # Checksums
 
     def note_checksums(self, checksums: Mapping[CaptureKey, Checksums]) -> None:
-        """Remember the checksums of captures."""
-        self._checksums.update(checksums)
+        """Remember the checksums of captures, and forget those of captures that were written over."""
+        if not checksums:
+            return
+        current: dict[CaptureKey, Checksums] = {}
+        for slots in self._slots.values():
+            for slot in slots.values():
+                key = (slot.slot_id, slot.view().sequence)
+                known = checksums.get(key) or self._checksums.get(key)
+                if known is not None:
+                    current[key] = known
+        self._checksums = current
 
     def facts(self, rank: int) -> tuple[SlotFacts, ...]:
         """Return what a restart must know of the slots of a rank."""
@@ -107,19 +116,27 @@ class SlotTable:
             facts.append(SlotFacts(slot.slot_id, sequence, checksums))
         return tuple(facts)
 
+    def reading_descriptors(self, rank: int, facts: Sequence[SlotFacts]) -> list[int]:
+        """Return new descriptors of these slots, through which nothing can be written. Raises: OSError."""
+        descriptors: list[int] = []
+        try:
+            for slot_facts in facts:
+                descriptors.append(self._slots[rank][slot_facts.slot_id].reading_descriptor())
+        except OSError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return descriptors
+
     def next_without_checksums(self) -> tuple[Slot, SlotView] | None:
-        """Return the newest whole capture without checksums; None if all have some. Forgets those of old captures."""
-        current: dict[CaptureKey, Checksums] = {}
+        """Return the newest whole capture without checksums; None if all have some."""
         newest: tuple[Slot, SlotView] | None = None
         for slots in self._slots.values():
             for slot in slots.values():
                 view = slot.view()
-                key = (slot.slot_id, view.sequence)
-                if key in self._checksums:
-                    current[key] = self._checksums[key]
-                elif view.is_whole and (newest is None or view.sequence > newest[1].sequence):
+                is_known = (slot.slot_id, view.sequence) in self._checksums
+                if view.is_whole and not is_known and (newest is None or view.sequence > newest[1].sequence):
                     newest = (slot, view)
-        self._checksums = current
         return newest
 
 
