@@ -10,7 +10,6 @@ import time
 
 from msgspec import structs
 
-from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import JobSettings, KeeperState, MemoryWish, TrainerState
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import KeeperBusy, start_keeper, try_connect
@@ -27,14 +26,15 @@ WISH = MemoryWish(num_slots=2, meta_bytes=4096, image_bytes=IMAGE_BYTES)
 JOB = JobSettings(run=RUN, levels=())
 
 
-def identity_of(job_id):
-    return JobIdentity.from_config(SnapshotConfig(job_id=job_id))
+def identity_of(job_id, node=0):
+    """The identity of a job on a node; all nodes are on this machine."""
+    return JobIdentity(job_id, os.getuid(), f"node-{node}")
 
 
 class HandTrainer:
     """One end of a connection to the keeper of a job, which it starts if there is none."""
 
-    def __init__(self, job_id, handed_over=(), **fields):
+    def __init__(self, job_id, handed_over=(), node=0, **fields):
         self.state = TrainerState(0, **fields)
         self.keeper = KeeperState()
         self.answers = []
@@ -43,7 +43,7 @@ class HandTrainer:
         self.page = None
         self.wake = -1
         self.is_over = False
-        identity = identity_of(job_id)
+        identity = identity_of(job_id, node)
         self.channel = None
         until(lambda: self._connect(identity, handed_over))
 
@@ -111,7 +111,7 @@ class HandTrainer:
         """Capture a step into a slot: the one with the oldest capture."""
         slot = slot or min(self.slots.values(), key=lambda slot: slot.view().sequence)
         sequence = 1 + max(view.view().sequence for view in self.slots.values())
-        meta = meta_of(self.state.start, step)
+        meta = meta_of(self.state, step)
         shard = Image(step)
         slot.begin(self.state.start, step, sequence=sequence, image_bytes=shard.size_bytes, meta=meta)
         slot.image[: shard.size_bytes] = shard.view(0, shard.size_bytes)[: shard.size_bytes]
@@ -127,8 +127,12 @@ class HandTrainer:
         self.channel.close()
 
 
-def meta_of(start, step):
-    return CaptureMeta(run_id=RUN, step=step, start=f"{start:016x}", rank=0, world_size=1, captured_ns=1).to_bytes()
+def meta_of(state, step):
+    """Metadata of a capture of the rank that has this state."""
+    job = state.job
+    start = f"{state.start:016x}"
+    rank = job.ranks[state.local_rank]
+    return CaptureMeta(RUN, start, step, rank=rank, world_size=job.world_size, captured_ns=1).to_bytes()
 
 
 def main():
