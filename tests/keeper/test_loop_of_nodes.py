@@ -63,12 +63,15 @@ def test_a_step_is_complete_once_all_nodes_stored_it(nodes, tmp_path):
 def test_captures_are_protected_by_the_other_node(nodes):
     begin(nodes, redundancy=RedundancySettings(every_n_steps=1, members=(0, 1)))
 
-    for trainer in nodes:
-        trainer.capture(1)
+    step = 0
+    while any(trainer.keeper.protected is None for trainer in nodes):
+        step += 1
+        assert step < 300, nodes[0].keeper
+        for trainer in nodes:
+            trainer.capture_free(step)
+            trainer.read(timeout_s=0.05)
 
     for trainer in nodes:
-        state = trainer.until_state(lambda state: state.protected is not None)
-        assert state.protected == StepKey(START, 1)
         answer, _ = trainer.ask(about="memory")
-        (parity,) = answer.memory.parity
-        assert (parity.step, parity.world_size) == (1, 2)
+        steps = {parity.step for parity in answer.memory.parity}
+        assert trainer.keeper.protected.step in steps

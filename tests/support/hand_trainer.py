@@ -14,6 +14,7 @@ from lazysnap.core.messages import JobSettings, KeeperState, MemoryWish, Trainer
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import KeeperBusy, start_keeper, try_connect
 from lazysnap.keeper.questions import Answer, Question
+from lazysnap.memory.slot_choice import choose_slot
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.memory.words import NodePage
 from lazysnap.shard.manifest import CaptureMeta
@@ -106,6 +107,13 @@ class HandTrainer:
         for descriptor in descriptors:
             slot = TrainerSlot.attach(descriptor)
             self.slots[slot.slot_id] = slot
+
+    def capture_free(self, step):
+        """Capture a step into the slot that a trainer chooses, if there is one."""
+        views = [slot.view() for slot in self.slots.values()]
+        chosen = choose_slot(views, self.state.job.num_kept, image_bytes=IMAGE_BYTES, meta_bytes=4096)
+        if chosen is not None:
+            self.capture(step, self.slots[chosen.slot_id])
 
     def capture(self, step, slot=None, *, is_whole=True):
         """Capture a step into a slot: the one with the oldest capture."""
