@@ -18,7 +18,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import structs
@@ -40,11 +40,7 @@ from lazysnap.core.actions import (
     JobMoved,
     KeeperTrouble,
     MakeSlot,
-    MemoryRefused,
-    PeersListening,
-    PeerUp,
     ProcessDied,
-    Received,
     Release,
     Send,
     SendToTrainer,
@@ -60,25 +56,21 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.core import Core
 from lazysnap.core.lifecycle import Phase
-from lazysnap.core.messages import Alert, KeeperState, Order, Report, TrainerState
-from lazysnap.errors import LazySnapError
-from lazysnap.keeper import slot_maker
+from lazysnap.core.messages import Alert, KeeperState, TrainerState
 from lazysnap.keeper.answers import Answers
 from lazysnap.keeper.connections import Connection, Connections
 from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.level_threads import EndedJob, LevelThreads
+from lazysnap.keeper.memory_work import MemoryWork
 from lazysnap.keeper.other_nodes import OtherNodes
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
-from lazysnap.keeper.slot_table import SlotTable, compute_checksums
+from lazysnap.keeper.slot_table import SlotTable
 from lazysnap.keeper.trainer_watch import TrainerWatch
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.keeper.wire import Frame
-from lazysnap.keeper.worker import Worker
-from lazysnap.memory.slot_choice import SlotView
-from lazysnap.memory.slots import KeeperSlot, Slot
+from lazysnap.memory.slots import KeeperSlot
 from lazysnap.memory.words import NodePage
-from lazysnap.shard.checksum import Checksums
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +125,9 @@ class Keeper:
         )
         self._handed_over: list[int] = []
         """Descriptors of the message that is handled, until ``AdoptSlots`` takes them."""
-        self._others = OtherNodes(self._loop, PeerEvents(self._handle), self._slots, self._num_ranks)
+        self._others = OtherNodes(self._loop, self._handle, self._slots, self._num_ranks)
         self._levels = LevelThreads(self._post, self._job_returned, self._others.parity_job)
-        self._memory_worker: Worker | None = None
-        self._is_computing_checksums = False
+        self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
         self._trainers = TrainerWatch(self._events)
         self._answers = Answers(self._core, self._slots, self._connections)
@@ -210,7 +201,7 @@ class Keeper:
         self._events.look(self._core.ranks.all, self._slots.by_rank)
         self._note_state()
         self._answer_stop()
-        self._compute_checksums()
+        self._rest()
         self._set_timer()
 
     def _woken(self) -> None:
@@ -275,7 +266,7 @@ class Keeper:
                 self._handed_over = []
                 self._must_observe = True
             case MakeSlot():
-                self._make_slot(action)
+                self._memory.make_slot(action)
             case FreeSlot():
                 self._slots.free(action.rank, action.slot_id)
                 self._others.slot_freed()
@@ -352,63 +343,14 @@ class Keeper:
         slot = self._slots.find(rank, slot_id)
         return None if slot is None else slot.descriptor
 
-    def _submit_memory_work(self, work: "functools.partial[None]") -> None:
-        if self._memory_worker is None:
-            self._memory_worker = Worker("memory")
-        self._memory_worker.submit(work)
-
-    def _make_slot(self, action: MakeSlot) -> None:
-        slots = self._slots.of_rank(action.rank)
-        self._submit_memory_work(functools.partial(self._allocate, action, slots))
-
-    def _allocate(self, action: MakeSlot, slots: list[KeeperSlot]) -> None:
-        """Make a slot. On the thread of memory."""
-        try:
-            slot = slot_maker.make(action.wish, slots)
-        except LazySnapError as error:
-            self._post(MemoryRefused(action.rank, str(error)))
-        except Exception as error:  # the last handler of this work; the core tries again
-            logger.exception("memory")
-            text = f"the keeper failed to make memory: {type(error).__name__}: {error}"
-            self._post(MemoryRefused(action.rank, text))
-        else:
-            if slot is None:
-                self._post(MemoryRefused(action.rank, ""))
-            else:
-                self._loop.call_soon_threadsafe(self._add_slot, action.rank, slot)
-
     def _add_slot(self, rank: int, slot: KeeperSlot) -> None:
         self._slots.add(rank, slot)
         self._handle(SlotMade(rank))
 
-    def _compute_checksums(self) -> None:
-        """Compute the checksums of a capture while nobody trains and no level works. A restart compares them."""
-        is_resting = self._core.phase is Phase.LINGERING and not self._core.is_served and not self._levels.is_busy
-        if not is_resting or self._is_computing_checksums:
-            return
-        found = self._slots.next_without_checksums()
-        if found is not None:
-            self._is_computing_checksums = True
-            slot, view = found
-            self._submit_memory_work(functools.partial(self._compute_checksums_of, slot, view))
-
-    def _compute_checksums_of(self, slot: Slot, view: SlotView) -> None:
-        """Compute the checksums of a capture. On the thread of memory."""
-        checksums = None
-        try:
-            checksums = compute_checksums(slot, view, self._is_served)
-        except Exception:  # the last handler of this work; without checksums a restart compares less
-            logger.exception("checksums of captures")
-        self._loop.call_soon_threadsafe(self._checksums_computed, slot, view, checksums)
-
-    def _is_served(self) -> bool:
-        return self._core.is_served
-
-    def _checksums_computed(self, slot: Slot, view: SlotView, checksums: Checksums | None) -> None:
-        self._is_computing_checksums = False
-        if checksums is not None:
-            self._slots.note_checksums({(slot.slot_id, view.sequence): checksums})
-            self._compute_checksums()
+    def _rest(self) -> None:
+        """Use the time in which memory waits for a restart, and no level works."""
+        is_waiting = self._core.phase is Phase.LINGERING and not self._core.is_served
+        self._memory.rest(is_resting=is_waiting and not self._levels.is_busy)
 
     # Connections
 
@@ -505,22 +447,3 @@ class Keeper:
         """Answer whoever wants this keeper to end, once it is known whether it does."""
         if self._answers.must_terminate():
             self._loop.call_soon(self._handle, Terminated())
-
-
-class PeerEvents:
-    """Turns what other nodes do into events. See ``peers.links``."""
-
-    def __init__(self, handle: Callable[[Event], None]) -> None:
-        self._handle = handle
-
-    def serving(self) -> None:
-        """Take that other nodes can be served."""
-        self._handle(PeersListening())
-
-    def peer_up(self, node: int) -> None:
-        """Take a new link."""
-        self._handle(PeerUp(node))
-
-    def received(self, node: int, message: Report | Order) -> None:
-        """Take the state of another node."""
-        self._handle(Received(node, message))

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from lazysnap.core.actions import Failed, Job, JobEnded
+from lazysnap.core.actions import Event, Failed, Job, JobEnded, PeersListening, PeerUp, Received
 from lazysnap.core.messages import JobSettings, Order, PeerSettings, Report
 from lazysnap.keeper.questions import HeldParity
 from lazysnap.keeper.slot_table import SlotTable
@@ -18,7 +18,6 @@ from lazysnap.memory.slots import Slot
 if TYPE_CHECKING:
     from lazysnap.keeper.parity import ParityContext, ParityStore
     from lazysnap.keeper.peer_sources import KeeperSources
-    from lazysnap.peers.links import Handler
     from lazysnap.peers.server import Peers
 
 
@@ -26,18 +25,22 @@ class OtherNodes:
     """Connections to the keepers of other nodes, and the parity held for them. Used on the loop's thread."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, handler: "Handler", slots: SlotTable, num_ranks: Callable[[], int]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handle: Callable[[Event], None],
+        slots: SlotTable,
+        num_ranks: Callable[[], int],
     ) -> None:
         """Begin without connections.
 
         Args:
             loop: the loop of the keeper.
-            handler: takes what other nodes send.
+            handle: takes an event, on the loop.
             slots: all slots of the node.
             num_ranks: returns the number of ranks of the node; 0 while that is not known.
         """
         self._loop = loop
-        self._handler = handler
+        self._events = PeerEvents(handle)
         self._slots = slots
         self._num_ranks = num_ranks
         self._peers: Peers | None = None
@@ -68,7 +71,7 @@ class OtherNodes:
 
         self._parity = ParityStore()
         self._sources = KeeperSources(self._slots.snapshot, self._num_ranks, self._parity)
-        return Peers(self._loop, self._handler, self._sources)
+        return Peers(self._loop, self._events, self._sources)
 
     def send(self, node: int, message: Report | Order) -> None:
         """Send a message to another node, if there is a link."""
@@ -121,3 +124,22 @@ class OtherNodes:
         """End all connections."""
         if self._peers is not None:
             self._peers.close()
+
+
+class PeerEvents:
+    """Turns what other nodes do into events. See ``peers.links``."""
+
+    def __init__(self, handle: Callable[[Event], None]) -> None:
+        self._handle = handle
+
+    def serving(self) -> None:
+        """Take that other nodes can be served."""
+        self._handle(PeersListening())
+
+    def peer_up(self, node: int) -> None:
+        """Take a new link."""
+        self._handle(PeerUp(node))
+
+    def received(self, node: int, message: Report | Order) -> None:
+        """Take the state of another node."""
+        self._handle(Received(node, message))
