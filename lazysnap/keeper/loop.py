@@ -12,7 +12,6 @@ is tested more often than any repair here could be.
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import secrets
