@@ -63,10 +63,11 @@ class Peers:
         self._links: Links | None = None
         self._gate = Gate()
         self._listener: socket.socket | None = None
-        self._accepted: set[socket.socket] = set()
-        """Connections that are no streams yet."""
         self._streams: set[Stream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        """Those that are cancelled when the start ends."""
+        self._conversations: set[asyncio.Task[None]] = set()
+        """Those that end with their streams."""
 
     @property
     def is_serving(self) -> bool:
@@ -97,10 +98,10 @@ class Peers:
         self._links = Links(Secret(settings.secret), me, nodes, self._handler, self._deadlines)
         own = _address_of(settings, node)
         if own is not None:
-            self._spawn(self._serve(own))
+            self._spawn(self._serve(own), self._tasks)
         first = _address_of(settings, COORDINATOR_NODE)
         if node != COORDINATOR_NODE and first is not None:
-            self._spawn(self._links.keep_up(COORDINATOR_NODE, first.host, first.port))
+            self._spawn(self._links.keep_up(COORDINATOR_NODE, first.host, first.port), self._tasks)
 
     def send(self, node: int, message: StateMessage) -> None:
         """Send soon, if there is a link; else it is dropped. A newer message replaces one that was not sent yet."""
@@ -120,26 +121,24 @@ class Peers:
             self._links.close()
         for task in self._tasks:
             task.cancel()
+        self._tasks = set()
         for stream in self._streams:
             stream.close()
-        for connection in self._accepted:
-            connection.close()
         if self._listener is not None:
             self._loop.remove_reader(self._listener)
             self._listener.close()
         self._listener = None
-        self._accepted = set()
         self._streams = set()
         self._gate = Gate()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]") -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: "asyncio.Task[None]") -> None:
         """An error that nobody expected ends the keeper: the handler of the loop's errors sees to that."""
-        self._tasks.discard(task)
         if task.cancelled():
             return
         error = task.exception()
@@ -149,23 +148,19 @@ class Peers:
     # Listening
 
     async def _serve(self, address: PeerAddress) -> None:
-        """Accept connections, as soon as the port is free: the keeper before this one may just be leaving it."""
+        """Accept connections from now on, or as soon as the port is free."""
         listener = await self._listen(address)
         if listener is None:
             return
         self._listener = listener
+        self._loop.add_reader(listener, self._accept)
         self._handler.serving()
-        while True:
-            try:
-                connection, remote = await self._loop.sock_accept(listener)
-            except OSError as error:
-                logger.warning("peers: a connection cannot be accepted: %s", error)
-                await asyncio.sleep(_ACCEPT_AGAIN_S)
-                continue
-            self._accept(connection, remote[0], remote[1])
 
     async def _listen(self, address: PeerAddress) -> socket.socket | None:
-        """Return the listener once the port is free; None, if there can be none. A lasting failure is logged once."""
+        """Return the listener once the port is free; None, if there can be none.
+
+        The keeper before this one may just be leaving the port. A failure that lasts is logged once.
+        """
         warn_at = self._loop.time() + self._deadlines.port_warning_s
         is_logged = False
         while True:
@@ -181,30 +176,52 @@ class Peers:
                     logger.warning(text, address.host, address.port, error)
             await asyncio.sleep(_PORT_AGAIN_S)
 
-    def _accept(self, connection: socket.socket, host: str, port: int) -> None:
-        gate = self._gate
-        if gate.enter():
-            self._accepted.add(connection)
-            self._spawn(self._welcome(connection, host, f"{host}:{port}"))
+    def _accept(self) -> None:
+        """Accept the connection that waits. A callback: a task that is cancelled could lose a connection."""
+        if self._listener is None or self._settings is None:
+            return
+        try:
+            connection, (host, port, *_) = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            logger.warning("peers: a connection cannot be accepted: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_again, self._listener)
+            return
+        connection.setblocking(False)
+        if self._gate.enter():
+            welcome = self._welcome(connection, (host, port), self._gate, self._settings)
+            self._spawn(welcome, self._conversations)
         else:
-            gate.refuse(f"{host}:{port}", host, Violation("there are too many connections"))
+            self._gate.refuse(f"{host}:{port}", host, Violation("there are too many connections"))
             connection.close()
 
-    async def _welcome(self, connection: socket.socket, host: str, address: str) -> None:
-        """Serve a connection until it ends."""
-        gate = self._gate
+    def _accept_again(self, listener: socket.socket) -> None:
+        if self._listener is listener:
+            self._loop.add_reader(listener, self._accept)
+
+    async def _welcome(
+        self, connection: socket.socket, remote: tuple[str, int], gate: Gate, start: PeerSettings
+    ) -> None:
+        """Serve a connection of a start until it ends. It is not cancelled: it ends when its stream is closed."""
+        host = remote[0]
+        address = f"{host}:{remote[1]}"
         is_known = False
         stream: Stream | None = None
         try:
-            stream = await self._adopt(connection)
-            await stream.authenticate(self._secret, is_server=True)
+            stream = await Stream.adopt(connection, self._deadlines)
+            self._streams.add(stream)
+            if start is not self._settings:
+                return  # it ended meanwhile
+            await stream.authenticate(Secret(start.secret), is_server=True)
             is_known = True
             gate.become_known()
             await self._converse(stream, address)
         except Violation as error:
             gate.refuse(address, host, error)
         except FAILURES as error:
-            if is_known:  # readers come and go
+            if is_known or start is not self._settings:  # readers come and go
                 logger.debug("peers: %s is gone: %s", address, reason(error))
             else:
                 gate.refuse(address, host, error)
@@ -213,22 +230,6 @@ class Peers:
             if stream is not None:
                 stream.close()
                 self._streams.discard(stream)
-
-    async def _adopt(self, connection: socket.socket) -> Stream:
-        try:
-            stream = await Stream.adopt(connection, self._deadlines)
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            self._accepted.discard(connection)
-        self._streams.add(stream)
-        return stream
-
-    @property
-    def _secret(self) -> Secret:
-        assert self._settings is not None
-        return Secret(self._settings.secret)
 
     # Conversations
 

@@ -29,8 +29,12 @@ class Stream:
     @classmethod
     async def adopt(cls, connection: socket.socket, deadlines: Deadlines) -> "Stream":
         """Return the stream of a connection that was accepted, which it owns from then on. Raises: OSError."""
-        keep_alive(connection)
-        reader, writer = await asyncio.open_connection(sock=connection)
+        try:
+            keep_alive(connection)
+            reader, writer = await asyncio.open_connection(sock=connection)
+        except OSError:
+            connection.close()
+            raise
         return cls(reader, writer, deadlines)
 
     @classmethod
