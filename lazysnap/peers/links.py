@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Collection
 from typing import Protocol
 
@@ -143,8 +144,11 @@ class Links:
             except FAILURES as error:
                 self._become_down(node, address, error)
                 continue
-            pause_s = 0.0
+            linked_at = time.monotonic()
             await self._use(node, stream, address)
+            # The other end may drop each link at once, because of what is sent there.
+            if time.monotonic() - linked_at > _LONGEST_PAUSE_S:
+                pause_s = 0.0
 
     async def _connect(self, node: int, host: str, port: int) -> Stream:
         stream = await Stream.connect((host, port), self._secret, self._deadlines)

@@ -214,6 +214,8 @@ class PeerReader:
         """Return the connection; make one if there is none."""
         if self._connection is not None:
             return self._connection
+        if self._is_interrupted:
+            raise ConnectionAbortedError("it was interrupted")
         connection = socket.create_connection(self._address, self._timeout_s)
         try:
             keep_alive(connection)
