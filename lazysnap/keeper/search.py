@@ -22,6 +22,7 @@ from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import KeeperBusy, Starting, start_keeper, try_connect
 from lazysnap.keeper.wire import Channel, Frame, OtherVersion, WireError
+from lazysnap.memory.slots import TrainerSlot
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
@@ -45,8 +46,8 @@ class Seeker:
     identity: JobIdentity
     local_rank: int
     io_timeout_s: float
-    hand_over: Callable[[], tuple[TrainerState, list[int]]]
-    """Returns the trainer's state, and the descriptors of its slots in the order of ``state.slots``."""
+    hand_over: Callable[[], tuple[TrainerState, tuple[TrainerSlot, ...]]]
+    """Returns the trainer's state, and its slots in the order of ``state.slots``."""
     is_leaving: Callable[[], bool]
     """True once no keeper is wanted any more."""
     wake_descriptor: int
@@ -119,9 +120,9 @@ class KeeperSearch:
         if channel is None:
             return self._start()
         self._silent_pid = channel.peer_pid
-        state, descriptors = self._seeker.hand_over()
+        state, slots = self._seeker.hand_over()
         try:
-            channel.send(state, descriptors)
+            channel.send(state, _descriptors(slots))
         except OSError:  # the other end is gone again
             channel.close()
             self._retry_s = _RETRY_UNANSWERED_S
@@ -138,9 +139,9 @@ class KeeperSearch:
             return None
         if self._starting is not None:
             self._outcome = self._starting.failure()
-        state, descriptors = self._seeker.hand_over()
+        state, slots = self._seeker.hand_over()
         try:
-            self._starting = start_keeper(self._identity, state, descriptors)
+            self._starting = start_keeper(self._identity, state, _descriptors(slots))
         except KeeperBusy as error:  # the process that has the lock dies, or listens, in a moment
             self._outcome = f" ({error})"
             self._start_pause_s = _START_AGAIN_S
@@ -253,6 +254,10 @@ def drain(descriptor: int) -> None:
     """Take what was written to an eventfd that does not block."""
     with contextlib.suppress(BlockingIOError):
         os.eventfd_read(descriptor)
+
+
+def _descriptors(slots: tuple[TrainerSlot, ...]) -> list[int]:
+    return [slot.descriptor for slot in slots]
 
 
 def _state_in(frames: list[Frame]) -> KeeperState | None:

@@ -31,6 +31,12 @@ def without_answered(state: TrainerState, sent: TrainerState, answer: KeeperStat
     )
 
 
+def with_returned(state: TrainerState, slot_id: int) -> TrainerState:
+    """Return the state with one slot less, which the keeper may free."""
+    slots = tuple(other for other in state.slots if other != slot_id)
+    return structs.replace(state, slots=slots, returned=(*state.returned, slot_id))
+
+
 def with_required(state: TrainerState, step: int) -> TrainerState:
     """Return the state with one more step that every level must store."""
     if step in state.required:
