@@ -1,4 +1,4 @@
-"""Which slots has a trainer mapped, and which of them can it write at full speed?
+"""Which memory of its keeper has a trainer mapped, and which slots can it write at full speed?
 
 ::
 
@@ -7,18 +7,21 @@
 Slots stay mapped when their keeper dies: the next one gets them.
 """
 
+import contextlib
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Collection
 
+from lazysnap.errors import FormatError, KeeperError
 from lazysnap.memory.slots import TrainerSlot
-from lazysnap.memory.words import SlotWord
+from lazysnap.memory.words import NodePage, SlotWord
 
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_NUM_DOORBELL_DESCRIPTORS = 2
 
 
 class MappedSlots:
@@ -137,6 +140,48 @@ class MappedSlots:
         except Exception as error:  # noqa: BLE001  the last handler of the thread: a capture tries once more
             logger.warning("a slot could not be made ready: %s: %s", type(error).__name__, error)
         return True
+
+
+class Doorbell:
+    """Page and eventfd of a keeper: one load of a word, and a system call where the keeper waits.
+
+    They are closed when no thread uses them any more.
+
+    Example::
+
+        doorbell = Doorbell.take(keeper_pid, descriptors)
+        doorbell.ring(step=7)
+    """
+
+    def __init__(self, keeper_pid: int, page: NodePage, event: int) -> None:
+        self.keeper_pid = keeper_pid
+        self._page = page
+        self._event = event
+        weakref.finalize(self, _close_doorbell, page, event).atexit = False
+
+    @classmethod
+    def take(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
+        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are not there."""
+        if len(descriptors) < _NUM_DOORBELL_DESCRIPTORS:
+            raise KeeperError(f"keeper {keeper_pid} sent no page of its words; end it with `kill {keeper_pid}`")
+        try:
+            page = NodePage.attach(descriptors.pop(0))
+        except (FormatError, OSError) as error:
+            raise KeeperError(
+                f"the page of keeper {keeper_pid} cannot be mapped: {error}; end it with `kill {keeper_pid}`"
+            ) from error
+        return cls(keeper_pid, page, descriptors.pop(0))
+
+    def ring(self, step: int) -> None:
+        """Wake the keeper if it awaits the capture of ``step``. Hot."""
+        if self._page.is_awaited(step):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._event, 1)
+
+
+def _close_doorbell(page: NodePage, event: int) -> None:
+    page.close()
+    os.close(event)
 
 
 def _without(slots: tuple[TrainerSlot, ...], removed: TrainerSlot) -> tuple[TrainerSlot, ...]:

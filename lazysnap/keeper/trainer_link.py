@@ -23,9 +23,8 @@ from msgspec import structs
 
 from lazysnap.core.messages import Farewell, KeeperState, TrainerState
 from lazysnap.errors import FormatError, JobBusy, KeeperError
-from lazysnap.keeper.doorbell import Doorbell
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.mapped_slots import MappedSlots
+from lazysnap.keeper.mapped_slots import Doorbell, MappedSlots
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.search import KeeperSearch, Seeker, Served, drain
 from lazysnap.keeper.silence import Silence
@@ -271,7 +270,8 @@ class TrainerLink:
         self._mapping_problem = ""
         frames = list(served.frames)
         try:
-            doorbell = Doorbell.of(served)
+            first = next(frame for frame in frames if frame.message is served.state)
+            doorbell = Doorbell.take(served.state.pid, first.descriptors)
             while frames:
                 self._take(frames.pop(0))
         finally:
