@@ -41,7 +41,7 @@ class Peer:
         for frame in frames or []:
             if isinstance(frame.message, TrainerState):
                 self.states.append(frame.message)
-                for slot_id, descriptor in zip(frame.message.slots, frame.descriptors):
+                for slot_id, descriptor in zip(frame.message.slots, frame.descriptors, strict=False):
                     self.slots[slot_id] = KeeperSlot.attach(descriptor)
                     assert self.slots[slot_id].slot_id == slot_id
                 frame.descriptors = []

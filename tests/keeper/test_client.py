@@ -113,10 +113,8 @@ def own_copies(slot):
     inode = os.fstat(slot.descriptor).st_ino
     count = 0
     for name in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # closed just now
             count += os.fstat(int(name)).st_ino == inode
-        except OSError:
-            pass  # closed just now
     return count
 
 
@@ -231,9 +229,9 @@ def test_after_it_gave_up_a_client_can_be_started_again(keeper, make_client):
         client.connect(1.0)
     while not client.is_connected:
         client.start()
-        peer = keeper.accept()
-        with contextlib.suppress(OSError):  # the first ones hung up
-            peer.send()
+        if keeper.is_called(0.05):
+            with contextlib.suppress(OSError):  # the first ones hung up
+                keeper.accept().send()
 
 
 def test_a_keeper_of_another_version_is_named(identity, keeper, client):
