@@ -223,6 +223,13 @@ class Channel:
             poll.register(wake_descriptor, select.POLLIN)
         poll.poll(max(0.0, timeout_s) * 1000)
 
+    def shut_down(self) -> None:
+        """End the connection for both sides; ``receive`` returns None from then on. ``close`` is still to be called."""
+        self._close_unsent_descriptors()
+        self._unsent = memoryview(b"")
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the connection and the descriptors that nobody took."""
         for descriptor in self._received_descriptors:
