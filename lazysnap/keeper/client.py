@@ -14,7 +14,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryInventory
 from lazysnap.keeper.trainer_link import TrainerLink
 from lazysnap.keeper.trainer_requests import with_name, with_protected, with_required, with_returned, without_name
-from lazysnap.links.listener import ReservedPort
+from lazysnap.peers.listener import ReservedPort
 from lazysnap.memory.slots import TrainerSlot
 
 _REASON_S = 1.0
