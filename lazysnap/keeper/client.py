@@ -14,8 +14,8 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryInventory
 from lazysnap.keeper.trainer_link import TrainerLink
 from lazysnap.keeper.trainer_requests import with_name, with_protected, with_required, with_returned, without_name
-from lazysnap.peers.listener import ReservedPort
 from lazysnap.memory.slots import TrainerSlot
+from lazysnap.peers.listener import ReservedPort
 
 _REASON_S = 1.0
 """The search ends at its deadline, and says why: who waits for it waits a moment longer."""

@@ -162,8 +162,8 @@ def test_another_process_is_refused_and_may_look(training):
     training.begin()
     training.capture(7)
     program = (
-        "import sys; from lazysnap.keeper.client import KeeperClient; from lazysnap.keeper.identity import JobIdentity\n"
-        "from lazysnap.config import SnapshotConfig; from lazysnap.errors import JobBusy\n"
+        "import sys; from lazysnap.config import SnapshotConfig; from lazysnap.errors import JobBusy\n"
+        "from lazysnap.keeper.client import KeeperClient; from lazysnap.keeper.identity import JobIdentity\n"
         "identity = JobIdentity.from_config(SnapshotConfig(job_id=sys.argv[1]))\n"
         "client = KeeperClient(identity, 0, linger_s=1.0, io_timeout_s=30.0)\n"
         "try: client.connect(30.0)\n"
