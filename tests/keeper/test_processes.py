@@ -51,13 +51,13 @@ def is_running(pid):
 @pytest.mark.slow
 def test_a_killed_trainers_newest_capture_waits_in_memory_for_the_next_trainer(job):
     first = job.trainer()
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         first.capture(step=step)
     first.kill()
 
     second = job.trainer(reserve=0)
 
-    assert [step for step, *_ in second.inventory()] == [2, 3]
+    assert [step for step, *_ in second.inventory()] == [2, 3, 4]
     assert all(whole for _, _, whole, _ in second.inventory())
 
 
@@ -254,8 +254,7 @@ def test_a_broken_connection_does_not_double_the_slots(job):
     """Two slots of one memory would let a trainer overwrite the newest capture that it believes to spare."""
     first = job.trainer()
     first.capture(step=1)
-    first.cut()
-    assert until(lambda: not first.is_connected())
+    assert first.cut()
     assert until(lambda: first.slots() == 3)
 
     assert first.inodes() == 3
@@ -289,7 +288,7 @@ def test_a_second_trainer_does_not_come_between_a_trainer_and_its_next_keeper(jo
     first.process.send_signal(signal.SIGCONT)
 
     assert "JobBusy" in second.process.stdout.readline()
-    assert until(lambda: first.slots() == 3)
+    assert until(lambda: first.slots() == 3, first.why_not, timeout_s=10)
     assert [entry[0] for entry in first.inventory()] == [1]
 
 

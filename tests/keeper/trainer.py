@@ -212,10 +212,16 @@ class Trainer:
 
         return self.client.wait(is_stored, timeout_s)
 
+    def why_not(self):
+        """What is in the way of captures."""
+        state = self.client.state
+        return f"connected: {self.client.is_connected}, {self.client.failure()} {state} mapped: {len(self.client.mapped())}"
+
     def cut(self):
-        """Break the connection."""
-        self.client._link._channel._socket.shutdown(2)
-        return True
+        """Break the connection, and wait until that is seen."""
+        channel = self.client._link._channel
+        channel._socket.shutdown(2)
+        return self.client.wait(lambda _: self.client._link._channel is not channel, TIMEOUT_S)
 
     def disconnect(self):
         """Lose the connection for good, without a word."""
