@@ -16,7 +16,6 @@ import torch
 from lazysnap import faults
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.plan import view_of
-from lazysnap.memory.arena import Word
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +90,13 @@ class CopyThread:
         for before, behind in capture.device_copies:
             behind.synchronize()
             capture.copy_s = max(capture.copy_s, before.elapsed_time(behind) / 1000)
-        capture.slot.set_word(Word.COPIED, int(1e9 * capture.copy_s))
         capture.commit()
 
 
 def _copy_from_cpu(capture: Capture, first_of_device: int) -> None:
     """Copy the lazy CPU tensors in file order; the watermark stops where bytes of a device begin."""
     # A tensor, so that the slot stays mapped meanwhile. One for each record would be hundreds, and start a collection.
-    image = view_of(capture.slot.buffer, capture.slot.image_offset, torch.uint8, (1,))
+    image = view_of(capture.slot.image, 0, torch.uint8, (1,))
     for index in capture.plan.lazy_on_cpu:
         if capture.is_dropped:
             return

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lazysnap.capture.devices import has_copier
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
-from lazysnap.capture.frozen import FrozenSet
 from lazysnap.errors import StateError
-from lazysnap.memory.arena import Slot
+from lazysnap.memory.slots import TrainerSlot
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import json_text
 from lazysnap.shard.strides import order_of
@@ -30,7 +29,6 @@ from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 Key = tuple[int, int, str]
-_NOTHING = torch.empty(0)
 
 
 def key_of(tensor: torch.Tensor) -> Key:
@@ -64,8 +62,6 @@ class TensorRecord:
     stored_dtype: torch.dtype
     is_dense: bool
     """Its bytes lie one behind the other as the shard has them: no kernel of torch is needed to copy it."""
-    frozen: bool = False
-    """Stands in the file of frozen tensors, not in this one."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +77,11 @@ class CapturePlan:
     """Further facts of the manifest about each tensor, by name: dtype, memory order, scope, place in the whole."""
     aliases: dict[str, str]
     signature: object
-    frozen: FrozenSet | None = None
-    """Tensors of the state that are stored apart."""
     replicas: list[int] = field(default_factory=list)
     """See ``CaptureMeta``."""
     outline: dict[str, list[Any]] = field(default_factory=dict, repr=False)
     """See ``outline_of``, of the walk that the plan was made from."""
-    _views: "weakref.WeakKeyDictionary[Slot, dict[int, torch.Tensor]]" = field(
+    _views: "weakref.WeakKeyDictionary[TrainerSlot, dict[int, torch.Tensor]]" = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
     """Made once per slot; they go with it."""
@@ -122,7 +116,7 @@ class CapturePlan:
     @cached_property
     def devices(self) -> list[torch.device]:
         """Devices whose memory is copied by streams of their own."""
-        found = {record.device for record in self.records if not record.frozen and record.device.type != "cpu"}
+        found = {record.device for record in self.records if record.device.type != "cpu"}
         return sorted(found, key=str)
 
     @cached_property
@@ -131,12 +125,12 @@ class CapturePlan:
 
     @cached_property
     def _fixed(self) -> list[int]:
-        return [index for index, record in enumerate(self.records) if record.lazy or record.frozen]
+        return [index for index, record in enumerate(self.records) if record.lazy]
 
     @cached_property
     def _loose(self) -> list[int]:
         """Those whose place may change, on its device: where it stays, the device is the same, too."""
-        return [index for index, record in enumerate(self.records) if not (record.lazy or record.frozen)]
+        return [index for index, record in enumerate(self.records) if not record.lazy]
 
     @cached_property
     def _turnable(self) -> list[int]:
@@ -176,13 +170,12 @@ class CapturePlan:
                 return f"tensor {record.name} is no longer tied to another one"
         return None
 
-    def view(self, slot: Slot, index: int) -> torch.Tensor:
-        """The record's place in ``slot``'s image (empty for what is stored apart), made once per slot: a tensor."""
-        views, record = self._views.setdefault(slot, {}), self.records[index]
+    def view(self, slot: TrainerSlot, index: int) -> torch.Tensor:
+        """Return the record's place in the image of ``slot`` as a tensor, made once per slot."""
+        views = self._views.setdefault(slot, {})
         if index not in views:
-            start = slot.image_offset + record.offset
-            made = view_of(slot.buffer, start, record.stored_dtype, record.stored_shape)
-            views[index] = _NOTHING if record.frozen else made
+            record = self.records[index]
+            views[index] = view_of(slot.image, record.offset, record.stored_dtype, record.stored_shape)
         return views[index]
 
 
@@ -283,20 +276,18 @@ def check_walk(walk: Walk) -> None:
 def make_plan(
     walk: Walk,
     source: StateSource,
-    frozen: FrozenSet | None = None,
     lazy: set[Key] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> CapturePlan:
-    """Work the plan out; tensors of ``frozen`` stand in an image of their own. ``lazy``: default ``lazy_keys``.
+    """Work the plan out. ``lazy``: default ``lazy_keys``.
 
     ``tied``: names that are not in ``walk``, each with one that is and stands for it.
     Raises: StateError, naming a tensor that cannot be captured.
     """
     check_walk(walk)
     lazy = lazy_keys(source) if lazy is None else lazy
-    apart = frozen.all_names() if frozen is not None else frozenset()
-    facts = _facts(walk, lazy, apart)
-    chosen = [i for i, (_, primary) in enumerate(facts) if primary == i and walk.names[i] not in apart]
+    facts = _facts(walk, lazy)
+    chosen = [i for i, (_, primary) in enumerate(facts) if primary == i]
     # Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early.
     chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
     logical: dict[str, dict[str, Any]] = {}
@@ -309,26 +300,22 @@ def make_plan(
             logical.setdefault(name, {})["order"] = list(dims)
         specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
     aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
-    others = {name: primary for name, primary in (tied or {}).items() if primary not in apart}
-    aliases.update({name: aliases.get(primary, primary) for name, primary in others.items()})
+    aliases.update({name: aliases.get(primary, primary) for name, primary in (tied or {}).items()})
     layout = Layout.plan(specs, aliases)
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
-    records = [_record(walk, facts, index, place, apart) for index in range(len(facts))]
+    records = [_record(walk, facts, index, place) for index in range(len(facts))]
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
-    plan = CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source), frozen)
+    plan = CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source))
     plan.outline.update(plan.outline_of(walk.tensors))
     return plan
 
 
-def _facts(walk: Walk, lazy: Collection[Key], apart: Collection[str]) -> list[tuple[bool, int]]:
+def _facts(walk: Walk, lazy: Collection[Key]) -> list[tuple[bool, int]]:
     """Return for each tensor: True if it is captured lazily, and the index of the tensor whose bytes it shares."""
     primaries: dict[object, int] = {}
     facts = []
     for index, tensor in enumerate(walk.tensors):
         key = key_of(tensor)
-        if walk.names[index] in apart:
-            facts.append((False, index))
-            continue
         same = (key, tensor.shape, tensor.dtype, tensor.stride()) if key[1] else index
         facts.append((key in lazy and not is_converted(tensor), primaries.setdefault(same, index)))
     return facts
@@ -339,7 +326,6 @@ def _record(
     facts: Sequence[tuple[bool, int]],
     index: int,
     place: Mapping[str, tuple[int, int]],
-    apart: Collection[str],
 ) -> TensorRecord:
     tensor, (is_lazy, primary) = walk.tensors[index], facts[index]
     stored = stored_form(tensor)
@@ -357,5 +343,4 @@ def _record(
         stored_shape=tuple(stored.shape),
         stored_dtype=stored.dtype,
         is_dense=stored.is_contiguous() and not stored.is_conj() and not stored.is_neg(),
-        frozen=walk.names[index] in apart,
     )

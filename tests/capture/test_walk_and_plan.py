@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
+from support.slots import trainer_slot
 
 from lazysnap.capture.plan import make_plan, optimizer_signature
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.memory.arena import Slot
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
@@ -92,7 +92,7 @@ def test_tied_weights_are_stored_once_and_known_by_both_names():
 def test_views_of_one_storage_with_other_strides_are_not_taken_for_one_tensor():
     base = torch.arange(9.0).reshape(3, 3)
     plan, walked = plan_of(ObjectState({"values": {"plain": base, "turned": base.t()}}))
-    slot = Slot.create(4096, plan.layout.size_bytes)
+    slot = trainer_slot(4096, plan.layout.size_bytes)
 
     views = [plan.view(slot, index) for index in range(len(plan.records))]
     for view, tensor in zip(views, walked.tensors, strict=True):
