@@ -44,6 +44,7 @@ class Capture:
         self.sources = list(map(stored_form, tensors)) if plan.is_converting else tensors
         """Kept alive until nothing reads them; empty then."""
         self._versions = [tensors[index]._version for index in plan.lazy]
+        """Of each lazy tensor at the boundary."""
         self.phase = Phase.COPYING
         self.reason = ""
         """Why it was dropped."""
@@ -80,12 +81,20 @@ class Capture:
 
         Fused optimizers do not bump versions; the gate is the rule and this is the net under it.
         """
-        records, sources = self.plan.records, self.sources
-        return [
-            records[index].name
-            for index, version in zip(self.plan.lazy if sources else (), self._versions, strict=False)
-            if sources[index]._version != version or sources[index].data_ptr() != records[index].pointer
-        ]
+        all_sources = self.sources  # once: the copy thread lets go of them
+        if not all_sources:
+            return []
+        sources = [all_sources[index] for index in self.plan.lazy]
+        versions = [source._version for source in sources]
+        pointers = list(map(torch.Tensor.data_ptr, sources))
+        if versions == self._versions and pointers == self.plan.lazy_pointers:
+            return []
+        before = zip(self._versions, self.plan.lazy_pointers, strict=True)
+        names = []
+        for index, now, then in zip(self.plan.lazy, zip(versions, pointers, strict=True), before, strict=True):
+            if now != then:
+                names.append(self.plan.records[index].name)
+        return names
 
     def pass_gate(self) -> None:
         """Compare the sources for the last time: what is queued from now on is ordered behind the copies, and may

@@ -9,14 +9,17 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lazysnap.capture.batches import Batch, batches_of
 from lazysnap.capture.devices import has_copier
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
+from lazysnap.capture.likeness import Likeness
 from lazysnap.errors import StateError
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -81,6 +84,8 @@ class CapturePlan:
     """See ``CaptureMeta``."""
     outline: dict[str, list[Any]] = field(default_factory=dict, repr=False)
     """See ``outline_of``, of the walk that the plan was made from."""
+    likeness: Likeness | None = field(default=None, repr=False)
+    """A faster comparison of the same facts but addresses."""
     _views: "weakref.WeakKeyDictionary[TrainerSlot, dict[int, torch.Tensor]]" = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
@@ -100,14 +105,28 @@ class CapturePlan:
         return [index for index, record in enumerate(self.records) if record.lazy]
 
     @cached_property
-    def eager_on_cpu(self) -> list[int]:
-        """Records in CPU memory that are copied at the boundary, each once, in file order."""
-        return self._on_cpu(is_lazy=False)
+    def eager_batches(self) -> list[Batch]:
+        """Records in CPU memory that are copied at the boundary, each once, in file order.
+
+        Only real tensors of one element are put together: those are dense, whatever strides they have by then.
+        """
+        batches: list[Batch] = []
+        for is_scalar, chosen in groupby(self._on_cpu(is_lazy=False), self._is_real_scalar):
+            if is_scalar:
+                batches += batches_of(self.records, list(chosen))
+            else:
+                batches += [batch for index in chosen for batch in batches_of(self.records, [index])]
+        return batches
 
     @cached_property
-    def lazy_on_cpu(self) -> list[int]:
+    def lazy_batches(self) -> list[Batch]:
         """Records that the copy thread copies, each once, in file order."""
-        return self._on_cpu(is_lazy=True)
+        return batches_of(self.records, self._on_cpu(is_lazy=True))
+
+    def _is_real_scalar(self, index: int) -> bool:
+        record = self.records[index]
+        is_same = record.stored_dtype is record.dtype and not record.dtype.is_complex
+        return is_same and record.shape.numel() == 1
 
     def _on_cpu(self, *, is_lazy: bool) -> list[int]:
         chosen = ((index, self.records[index]) for index in self.order)
@@ -120,12 +139,13 @@ class CapturePlan:
         return sorted(found, key=str)
 
     @cached_property
-    def _tied(self) -> list[int]:
-        return [index for index, record in enumerate(self.records) if record.primary != index]
+    def lazy_pointers(self) -> list[int]:
+        """The address of each tensor of ``lazy``."""
+        return [self.records[index].pointer for index in self.lazy]
 
     @cached_property
-    def _fixed(self) -> list[int]:
-        return [index for index, record in enumerate(self.records) if record.lazy]
+    def _tied(self) -> list[int]:
+        return [index for index, record in enumerate(self.records) if record.primary != index]
 
     @cached_property
     def _loose(self) -> list[int]:
@@ -149,7 +169,7 @@ class CapturePlan:
             "shape": [tensor.shape for tensor in tensors],
             "dtype": [tensor.dtype for tensor in tensors],
             "device": [tensors[index].device for index in self._loose],
-            "place": [(tensors[index].data_ptr(), tensors[index].stride()) for index in self._fixed],
+            "place": [(tensors[index].data_ptr(), tensors[index].stride()) for index in self.lazy],
             "strides": [tensors[index].stride() for index in self._turnable],
         }
 
@@ -160,10 +180,14 @@ class CapturePlan:
         tensors = walk.tensors
         if walk.names is not self.names and walk.names != self.names:
             return "the structure of the state changed"
-        found = self.outline_of(tensors)
-        changed = next((fact for fact, then in self.outline.items() if found[fact] != then), None)
-        if changed is not None:
-            return f"a tensor changed its {changed}"
+        if self.likeness is not None and self.likeness.holds_for(tensors):
+            if [tensors[index].data_ptr() for index in self.lazy] != self.lazy_pointers:
+                return "a tensor changed its place"
+        else:
+            found = self.outline_of(tensors)
+            changed = next((fact for fact, then in self.outline.items() if found[fact] != then), None)
+            if changed is not None:
+                return f"a tensor changed its {changed}"
         for index in self._tied:
             record = self.records[index]
             if tensors[record.primary].data_ptr() != tensors[index].data_ptr():
@@ -305,7 +329,16 @@ def make_plan(
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
     records = [_record(walk, facts, index, place) for index in range(len(facts))]
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
-    plan = CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source))
+    plan = CapturePlan(
+        walk.names,
+        records,
+        order,
+        layout,
+        logical,
+        aliases,
+        optimizer_signature(source),
+        likeness=Likeness(walk.tensors),
+    )
     plan.outline.update(plan.outline_of(walk.tensors))
     return plan
 

@@ -1,11 +1,13 @@
 """A capture is whole and true, or it is not whole: copies into real slots, and everything that may disturb them."""
 
+import resource
 import threading
 
 import pytest
 import torch
 from support.slots import trainer_slot
 
+from lazysnap.capture.batches import SMALL_BYTES
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.captures import Captures
 from lazysnap.capture.copier import SLICE_BYTES
@@ -262,7 +264,7 @@ def test_an_error_in_the_copy_thread_fails_that_capture_only(bench):
 
 
 def test_the_watermark_only_grows_and_ends_at_the_size(bench):
-    it = bench({str(i): torch.full((500 + i,), float(i)) for i in range(20)})
+    it = bench({str(i): torch.full((SMALL_BYTES // 4 + 1 + i,), float(i)) for i in range(20)})
     job = it.job()
     seen = []
 
@@ -351,3 +353,62 @@ def test_a_slot_that_was_returned_and_unmapped_holds_no_capture(bench):
     assert not first.is_in_slot
     assert (first.phase, job.phase) == (Phase.WHOLE, Phase.WHOLE)
     assert it.captures.history == [job]
+
+
+def many_small(kind):
+    generator = torch.Generator().manual_seed(4)
+    tensors = {}
+    for number in range(1500):
+        values = torch.randn(1 + number % 7, generator=generator)
+        tensors[f"{kind} {number}"] = values.to([torch.float32, torch.bfloat16, torch.float64][number % 3])
+    tensors[f"{kind} turned"] = torch.randn(3, 4, generator=generator).t()
+    tensors[f"{kind} large"] = torch.randn(SMALL_BYTES, generator=generator)
+    tensors[f"{kind} negative"] = torch.complex(torch.ones(2), torch.arange(2.0)).conj().imag[1:]
+    return tensors
+
+
+def limited_file_size():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_thousands_of_small_tensors_arrive_bit_for_bit(bench, is_limited):
+    """Also where the process may write no file as large as the slot, which is what one system call does."""
+    lazy = many_small("lazy")
+    eager = many_small("eager") | {"scalars": [torch.tensor(float(number)) for number in range(1300)]}
+    it = bench(lazy, eager)
+    job = it.job()
+    assert len(job.plan.lazy_batches) < 20
+    lift = limited_file_size() if is_limited else lambda: None
+    try:
+        it.captures.begin(job)
+        it.captures.finish(TIMEOUT_S)
+    finally:
+        lift()
+
+    assert job.phase is Phase.WHOLE, job.reason
+    held = it.held(job)
+    for name, source in zip(job.plan.names, job.plan.records, strict=True):
+        assert held[name].shape == source.stored_shape
+    for name, tensor in lazy.items():
+        assert torch.equal(held[f"lazy.{name}"], tensor), name
+    for name, tensor in eager.items():
+        if name != "scalars":
+            assert torch.equal(held[f"eager.{name}"], tensor), name
+    assert [held[f"eager.scalars.{number}"].item() for number in range(1300)] == list(range(1300))
+
+
+def test_a_scalar_whose_sign_is_pending_since_the_plan_was_made_arrives_as_it_is(bench):
+    scalars = {str(number): torch.tensor(float(number)) for number in range(5)}
+    it = bench({"a": torch.ones(1)}, scalars)
+    job = it.job()
+    negative = torch.complex(torch.tensor(1.0), torch.tensor(3.0)).conj().imag
+    assert negative.is_neg()
+    job.sources[job.plan.names.index("eager.3")] = negative
+
+    it.captures.begin(job)
+    it.captures.finish(TIMEOUT_S)
+
+    assert it.held(job)["eager.3"].item() == -3.0

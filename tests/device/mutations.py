@@ -69,7 +69,7 @@ MUTANTS = [
     # What the copy thread waits for.
     Mutant(DEVICE, "(start, landed.synchronize)", SCHEDULES, "(start, lambda: None)"),
     Mutant(COPIER, "behind.synchronize()\n            capture.copy_s", SCHEDULES, "capture.copy_s"),
-    Mutant(COPIER, "if record.offset < first_of_device:", "gpu:test_the_watermark_covers", "if True:"),
+    Mutant(COPIER, "if batch.start < first_of_device:", "gpu:test_the_watermark_covers", "if True:"),
     Mutant(COPIER, "_await_devices(capture)\n                capture.rel", SHORT, "capture.rel"),
     Mutant(COPIER, "behind.synchronize()\n        except", SHORT, "pass\n        except"),
     Mutant(COPIER, "torch.accelerator.set_device_index(capture.plan.devices[0])", THREADS),
@@ -102,8 +102,13 @@ MUTANTS = [
         "copy:test_a_tensor_that_changes",
         "\n                pass",
     ),
-    Mutant(CAPTURE, "sources[index]._version != version or ", CHANGED, ""),
-    Mutant(CAPTURE, " or sources[index].data_ptr() != records[index].pointer", "copy:test_a_tensor_whose_memory", ""),
+    Mutant(CAPTURE, "versions = [source._version for source in sources]", CHANGED, "versions = self._versions"),
+    Mutant(
+        CAPTURE,
+        "pointers = list(map(torch.Tensor.data_ptr, sources))",
+        "copy:test_a_tensor_whose_memory",
+        "pointers = self.plan.lazy_pointers",
+    ),
     # The end word, and that a capture which was given up has none.
     Mutant(COPIER, "capture.commit()", WHOLE),
     Mutant(CAPTURE, "self.slot.commit(copied_ns=int(1e9 * self.copy_s))", WHOLE),
