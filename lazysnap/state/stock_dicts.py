@@ -84,7 +84,8 @@ def state_of_optimizer(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
         groups.append(packed)
         start += len(ids)
     state: dict[Any, Any] = {}
-    for key, value in optimizer.state.items():
+    held: Mapping[Any, Any] = optimizer.state  # some optimizers keep more than tensors as keys
+    for key, value in held.items():
         if isinstance(key, torch.Tensor):
             state[numbers[id(key)]] = value
         else:

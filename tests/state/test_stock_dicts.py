@@ -53,7 +53,11 @@ def with_child(kind):
 
 def with_hook():
     net = Net()
-    net.layers[0].register_state_dict_post_hook(lambda module, state, prefix, metadata: state.pop(f"{prefix}bias"))
+
+    def drop_bias(module, state, prefix, metadata):
+        del state[f"{prefix}bias"]
+
+    net.layers[0].register_state_dict_post_hook(drop_bias)
     return net
 
 
