@@ -30,21 +30,16 @@ def copy_eager(capture: Capture) -> None:
     """Copy every CPU tensor that may change at any time, before control returns to training. Blocks."""
     chosen: list[int] = []
     for batch in capture.plan.eager_batches:
-        if len(batch.members) == 1 or not _gather_scalars(capture, batch):
-            chosen += batch.members
+        if len(batch.members) > 1:
+            sources = [capture.sources[index] for index in batch.members]
+            addresses = array("Q", map(torch.Tensor.data_ptr, sources))
+            if _gather(capture, batch, batch.pieces_at(addresses)):
+                continue
+        chosen += batch.members
     if chosen:
         views = [capture.plan.view(capture.slot, index) for index in chosen]
         with torch.no_grad():
             torch._foreach_copy_(views, [capture.sources[index] for index in chosen])
-
-
-def _gather_scalars(capture: Capture, batch: Batch) -> bool:
-    """Copy tensors of one element each; ``False`` if that must be done by torch."""
-    sources = [capture.sources[index] for index in batch.members]
-    if any(map(torch.Tensor.is_neg, sources)):  # the plan does not compare it
-        return False
-    addresses = array("Q", map(torch.Tensor.data_ptr, sources))
-    return _gather(capture, batch, batch.pieces_at(addresses))
 
 
 def _gather(capture: Capture, batch: Batch, pieces: "array[int]") -> bool:

@@ -171,6 +171,7 @@ class CapturePlan:
             "device": [tensors[index].device for index in self._loose],
             "place": [(tensors[index].data_ptr(), tensors[index].stride()) for index in self.lazy],
             "strides": [tensors[index].stride() for index in self._turnable],
+            "pending conjugation or sign": [tensor.is_conj() or tensor.is_neg() for tensor in tensors],
         }
 
     def mismatch(self, walk: Walk, signature: object) -> str | None:

@@ -398,17 +398,3 @@ def test_thousands_of_small_tensors_arrive_bit_for_bit(bench, is_limited):
         if name != "scalars":
             assert torch.equal(held[f"eager.{name}"], tensor), name
     assert [held[f"eager.scalars.{number}"].item() for number in range(1300)] == list(range(1300))
-
-
-def test_a_scalar_whose_sign_is_pending_since_the_plan_was_made_arrives_as_it_is(bench):
-    scalars = {str(number): torch.tensor(float(number)) for number in range(5)}
-    it = bench({"a": torch.ones(1)}, scalars)
-    job = it.job()
-    negative = torch.complex(torch.tensor(1.0), torch.tensor(3.0)).conj().imag
-    assert negative.is_neg()
-    job.sources[job.plan.names.index("eager.3")] = negative
-
-    it.captures.begin(job)
-    it.captures.finish(TIMEOUT_S)
-
-    assert it.held(job)["eager.3"].item() == -3.0

@@ -167,7 +167,12 @@ def _move_moment(net, optimizer):
     state["exp_avg"].data = state["exp_avg"].clone()
 
 
-CHANGES = [_grow, _move, _convert, _add_buffer, _add_group, _rename, _turn, _stretch, _widen_moment, _move_moment]
+def _negate(net, optimizer):
+    optimizer.state[net.first.weight]["step"] = torch.complex(torch.tensor(1.0), torch.tensor(3.0)).conj().imag
+
+
+CHANGES = [_grow, _move, _convert, _add_buffer, _add_group, _rename]
+CHANGES += [_turn, _stretch, _widen_moment, _move_moment, _negate]
 
 
 @pytest.mark.parametrize("has_guards", [True, False])
