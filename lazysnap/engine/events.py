@@ -194,9 +194,7 @@ class KeeperEvents:
     def _compare_names(self, before: KeeperState, now: KeeperState) -> None:
         for refusal in now.name_refusals:
             if refusal not in before.name_refusals:
-                self._messages.tell(
-                    Event.NAME_NOT_AS_ASKED, level=refusal.url, name=refusal.name, text=refusal.text
-                )
+                self._messages.tell(Event.NAME_NOT_AS_ASKED, level=refusal.url, name=refusal.name, text=refusal.text)
         for name, step in list(self._wanted_names.items()):
             key = StepKey(self._start, step)
             if NamedStep(name, key) in now.names:

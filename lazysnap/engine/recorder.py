@@ -110,7 +110,12 @@ class Recorder:
         if any(slot.is_file for slot in slots):
             directory = self.slots.spill_dir
         return Sizes(
-            plan.layout.size_bytes, self.slots.needed, each_bytes, available_bytes, group=self.group, spill_dir=directory
+            plan.layout.size_bytes,
+            self.slots.needed,
+            each_bytes,
+            available_bytes,
+            group=self.group,
+            spill_dir=directory,
         )
 
     def is_ready(self) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 
 from lazysnap.config import SnapshotConfig, redundancy_for, too_few_nodes
 from lazysnap.console import say
-from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.core.messages import KeeperState, PeerAddress, PeerSettings, RedundancySettings
+from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.parity.codes import library
 from lazysnap.parity.groups import groups_of

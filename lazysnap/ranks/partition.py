@@ -57,8 +57,7 @@ class Partition:
     """The parts of one walk; holds as long as the names and kinds of its tensors stay."""
 
     def __init__(self, walk: Walk, replicated: Collection[Key], rank: int, nodes: Sequence[str]) -> None:
-        """``replicated``: memory that holds the same on every rank; ``nodes``: of every rank. Raises: StateError.
-        """
+        """``replicated``: memory that holds the same on every rank; ``nodes``: of every rank. Raises: StateError."""
         self._of = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
         """``scope``, ``global_shape``, ``offsets`` and ``order`` by name, like in the manifest; absent for rank-scoped
