@@ -85,8 +85,11 @@ class History:
         for slot in self._client.mapped():  # what was resumed
             view = slot.view()
             if view.is_whole and view.step == step:
-                return CaptureState.HELD
+                return self._whole_state()
         return CaptureState.LOST
+
+    def _whole_state(self) -> CaptureState:
+        return CaptureState.HELD if self._client.is_connected else CaptureState.ALONE
 
     def is_in_slot(self, capture: Capture) -> bool:
         """True if a capture is still in its slot, whole or being copied."""
@@ -102,7 +105,7 @@ class History:
             return CaptureState.COPYING
         if view.phase is not SlotPhase.WHOLE:
             return CaptureState.LOST
-        return CaptureState.HELD if self._client.is_connected else CaptureState.ALONE
+        return self._whole_state()
 
 
 def view_of(capture: Capture) -> SlotView | None:

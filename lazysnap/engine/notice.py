@@ -42,6 +42,7 @@ _LOOK_S = 0.1
 _FLUSH_S = 1.0
 _LISTEN_S = 600.0
 """The keeper's state is waited for in turns of so long."""
+_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -189,10 +190,11 @@ class Notice:
         def is_over(state: KeeperState) -> bool:
             return state.is_preempted or self._is_left.is_set()
 
-        while not client.wait(is_over, _LISTEN_S):
-            if self._is_left.is_set():
-                return
-        if client.state.is_preempted:
+        while not self._is_left.is_set():
+            if client.wait(is_over, _LISTEN_S):
+                break
+            self._is_left.wait(_PAUSE_S)  # no keeper is sought, so the wait ended at once
+        if not self._is_left.is_set():
             self.listener.notify()
 
     def _received(self, what: str) -> None:

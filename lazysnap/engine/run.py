@@ -13,6 +13,7 @@ from lazysnap.engine.messages import Event
 from lazysnap.engine.parts import Parts
 from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
 from lazysnap.keeper.memory_inventory import MemoryEntry
+from lazysnap.memory.slots import TrainerSlot
 from lazysnap.ranks.checks import together
 from lazysnap.resolver import RestartPlan
 from lazysnap.restore.level import Level
@@ -233,4 +234,5 @@ class Run:
             return
         for entry in filter(is_unwanted, entries):
             faults.point(point)
-            entry.slot.discard(entry.sequence)
+            if isinstance(entry.slot, TrainerSlot):  # a slot of this rank
+                entry.slot.discard(entry.sequence)

@@ -54,6 +54,8 @@ class StoredStep:
                 return True
             if left_s <= 0 or all(self._is_hopeless(state, level, give_up_s) for level in lacking):
                 return False
+            if not self._client.is_connected and self._client.failure():
+                return False  # no keeper could be reached, and none is sought
             self._client.wait(self._has_news(state, lacking), min(left_s, _LOOK_S))
 
     def _has_news(self, state: KeeperState, lacking: list[int]) -> Callable[[KeeperState], bool]:

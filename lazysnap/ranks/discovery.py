@@ -85,6 +85,7 @@ def discover_keepers(
     endpoints = _exchange_endpoints(world, client, of_first)
     peers = PeerSettings(
         job=job_id,
+        node=nodes.index(world.place.node),
         secret=secret.hex,
         addresses=tuple(
             PeerAddress(number, endpoints[node].host, endpoints[node].port) for number, node in enumerate(nodes)
@@ -97,8 +98,8 @@ def discover_keepers(
     if not endpoints[nodes[0]].port:
         return NOBODY
     reads = {node: (endpoint.host, endpoint.port) for node, endpoint in endpoints.items() if endpoint.port}
-    own = nodes.index(world.place.node)
-    return Discovery(peers, _redundancy(world, config, [endpoints[node] for node in nodes], own), reads)
+    redundancy = _redundancy(world, config, [endpoints[node] for node in nodes], peers.node)
+    return Discovery(peers, redundancy, reads)
 
 
 def _agree_on_secret(world: World, *, is_first_node: bool) -> tuple[Secret, list[str]]:
