@@ -40,13 +40,14 @@ parse_time = quantity("a time such as 0.4s, 5min, 3h or 2d", {"s": 1.0, "min": 6
 def estimate(args: argparse.Namespace, nodes: int, ranks: int) -> dict[str, Any]:
     """Return the sizes. Bytes are those of all nodes together, if the name does not say otherwise."""
     # Not at the top: it imports torch, which no other command needs.
-    from lazysnap.ranks.slots import kept_whole, slots_needed
+    from lazysnap.memory.slot_choice import kept_whole, slots_needed
 
     config = SnapshotConfig(levels=(PersistentLevel("plan"),), job_id="plan")
     redundancy = redundancy_for(config, nodes)
     weights = args.params * DTYPES[args.dtype]
     captured = weights * (1 + OPTIMIZERS[args.optimizer])
-    slots = slots_needed(config, ranks, runs_ahead=True, is_redundant=redundancy is not None)
+    kept = kept_whole(config.every_n_steps, ranks, runs_ahead=True)
+    slots = slots_needed(kept, is_read=True)
     is_sharded = args.sharding == "fsdp"
     group = 1
     parity = 0.0
@@ -60,7 +61,7 @@ def estimate(args: argparse.Namespace, nodes: int, ranks: int) -> dict[str, Any]
         "weights_bytes": round(weights),
         "captured_bytes": round(captured),
         "slots_per_rank": slots,
-        "slots_kept_whole": kept_whole(config, ranks, runs_ahead=True),
+        "slots_kept_whole": kept,
         "nodes_per_group": group,
         "parity_nodes": 0 if redundancy is None else redundancy.parity,
         "parity_per_node_bytes": round(parity),
@@ -77,7 +78,7 @@ def lines(advice: dict[str, Any], args: argparse.Namespace, nodes: int, ranks: i
     yield f"state     {size['captured_bytes']}: weights {size['weights_bytes']}, state of {args.optimizer} {moments}"
     others = ""
     if advice["nodes_per_group"] > 1:
-        others = ", 2 by other nodes"
+        others = " and other nodes"
     kept = f"{advice['slots_kept_whole']} newest whole, 1 being written"
     yield f"slots     {advice['slots_per_rank']} per rank: {kept}, 1 read by storage{others}"
     if advice["nodes_per_group"] > 1:

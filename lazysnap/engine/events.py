@@ -143,13 +143,15 @@ class KeeperEvents:
         self._compare_failure(url, before, now)
 
     def _compare_failure(self, url: str, before: LevelState, now: LevelState) -> None:
-        num_failed = now.num_failures - before.num_failures
-        if num_failed > 0 and now.failed_step is not None:
+        num_failed = max(0, now.num_failures - before.num_failures)
+        if num_failed and now.failed_step is not None:
             event = Event.LEVEL_FAILED if self.is_training else Event.LEVEL_FAILED_AT_END
             self._messages.tell(event, level=url, step=now.failed_step, text=now.failure)
-            self._statistics.level_failures[url] += num_failed - 1  # the message counts one
+            num_failed -= 1  # the message counted it
         elif now.failure and now.failure != before.failure:
             self._messages.tell(Event.LEVEL_AWAY, level=url, text=now.failure)
+        if num_failed:
+            self._statistics.level_failures[url] += num_failed
 
     def _count_new(self, index: int, complete: Sequence[StepKey]) -> list[int]:
         """Count the steps that became complete. Returns: these steps, in ascending order."""
@@ -159,7 +161,8 @@ class KeeperEvents:
             steps = [step for step in steps if step > counted[0]]
         self._counted[index] = sorted([*counted, *steps])[-_REMEMBERED:]
         url = self._urls[index]
-        self._statistics.persisted[url] += len(steps)
+        if steps:
+            self._statistics.persisted[url] += len(steps)
         for step in steps:
             self._note_durable(url, step, self._due[index])
         return steps

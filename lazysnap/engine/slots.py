@@ -1,5 +1,7 @@
 """The slots that a trainer captures into: asked of the keeper, chosen for a capture, returned."""
 
+from collections.abc import Iterable, Sequence
+
 from lazysnap.capture.captures import Captures
 from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
@@ -7,16 +9,14 @@ from lazysnap.core.messages import MemoryWish
 from lazysnap.engine.estimate import growth_bytes, resident_bytes
 from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.memory.slot_choice import choose_slot, surplus_slots
+from lazysnap.memory.slot_choice import SLACK_BYTES, SlotView, choose_slot, is_fitting, surplus_slots
 from lazysnap.memory.slot_files import spill_dir
-from lazysnap.memory.slots import Slot, TrainerSlot, slot_bytes
+from lazysnap.memory.slots import TrainerSlot, slot_bytes
 from lazysnap.ranks.world import World
 from lazysnap.state.source import StateSource
 
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
-SLACK_BYTES = 8 << 20
-"""A slot that is larger than needed by no more than this is used as it is."""
 
 
 class Slots:
@@ -67,14 +67,15 @@ class Slots:
     @property
     def are_enough(self) -> bool:
         """True if there are as many as captures need at least, of the size that was asked for."""
-        fitting = [slot for slot in self._client.slots() if self._has_asked_size(slot)]
-        return len(fitting) > self._kept
+        views = [slot.view() for slot in self._client.slots()]
+        return len(self._fitting(views)) > self._kept
 
-    def _has_asked_size(self, slot: Slot) -> bool:
+    def _fitting(self, views: Sequence[SlotView]) -> list[int]:
+        """Return the ids of slots of the size that was asked for."""
         if self._asked is None:
-            return False
+            return []
         meta_bytes, image_bytes = self._asked
-        return slot.meta_capacity_bytes >= meta_bytes and is_fitting(slot.image_capacity_bytes, image_bytes)
+        return [view.slot_id for view in views if is_fitting(view, meta_bytes, image_bytes)]
 
     # Asking and returning
 
@@ -121,11 +122,16 @@ class Slots:
             self._meta_bytes = 2 * meta_bytes
         before = self._asked
         # Decided by what was asked for, not by the slots that fit: one that an earlier start left may fit, too.
-        if before is None or before[0] != self._meta_bytes or not is_fitting(before[1], image_bytes):
+        if before is None or before[0] != self._meta_bytes or not self._serves(before[1], image_bytes):
             self.ask(image_bytes)
         if self._expects_first_step and self._asked == before:
             self.ask_again()
         self._expects_first_step = False
+
+    @staticmethod
+    def _serves(capacity_bytes: int, image_bytes: int) -> bool:
+        """True if slots of that capacity are large enough for an image, and not wastefully larger."""
+        return image_bytes <= capacity_bytes <= image_bytes + image_bytes // 20 + SLACK_BYTES
 
     def return_surplus(self) -> None:
         """Return to the keeper slots of another size, and those beyond the number needed, that hold nothing needed.
@@ -135,13 +141,11 @@ class Slots:
         if self._asked is None:
             return
         slots = {slot.slot_id: slot for slot in self._client.mapped()}
-        fitting = [slot_id for slot_id, slot in slots.items() if self._has_asked_size(slot)]
+        views = [slot.view() for slot in slots.values()]
+        fitting = self._fitting(views)
         if len(fitting) == len(slots) <= self.needed:
             return
-        views = [slot.view() for slot in slots.values()]
-        surplus = surplus_slots(
-            views, self._kept, fitting=fitting, count=self.needed, busy=self._busy(list(slots.values()))
-        )
+        surplus = surplus_slots(views, self._kept, fitting=fitting, count=self.needed, busy=self._busy(slots.values()))
         for view in surplus:
             slot = slots[view.slot_id]
             self.captures.forget(slot)
@@ -165,11 +169,6 @@ class Slots:
         view = choose_slot(views, self._kept, image_bytes=image_bytes, meta_bytes=meta_bytes, busy=busy)
         return None if view is None else ready[view.slot_id]
 
-    def _busy(self, slots: "list[TrainerSlot] | tuple[TrainerSlot, ...]") -> list[int]:
+    def _busy(self, slots: Iterable[TrainerSlot]) -> list[int]:
         """Return the ids of slots into which an earlier capture may still be copied."""
         return [slot.slot_id for slot in slots if self.captures.is_writing(slot)]
-
-
-def is_fitting(capacity_bytes: int, needed_bytes: int) -> bool:
-    """True if a slot's image is large enough for a capture, and not wastefully larger."""
-    return needed_bytes <= capacity_bytes <= needed_bytes + needed_bytes // 20 + SLACK_BYTES
