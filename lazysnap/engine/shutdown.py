@@ -42,8 +42,8 @@ class Shutdown:
 
     def statistics(self) -> Statistics:
         """See ``SnapshotEngine.statistics``."""
-        self._recorder.drain_events()
-        if not self.is_closed:
+        if not self.is_closed:  # else the keeper was left, and nothing that it does is of this training
+            self._recorder.drain_events()
             with self._boundaries.lock:
                 self._recorder.count_ended()
             self._parts.statistics.last_whole_step = self._history.last_held_step()
@@ -292,7 +292,6 @@ class Shutdown:
         self._boundaries.close()
 
     def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
-        self._recorder.drain_events()
         config, resumed, statistics = self._parts.config, self._run.resumed, self._parts.statistics
         end = report.End(
             ending,

