@@ -66,6 +66,8 @@ class KeeperEvents:
         """Complete steps of this start that are counted, by level, in ascending order."""
         self._wanted_names: dict[str, int] = {}
         """Names that were given in this start and that the first level does not have yet, with their steps."""
+        self._released_names: set[str] = set()
+        """Names that were taken away in this start."""
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, and why."""
 
@@ -75,16 +77,32 @@ class KeeperEvents:
         self._from_step = step
         self._counted = [[] for _ in self._urls]
         self._wanted_names = {}
+        self._released_names = set()
         self._statistics.last_durable_step.clear()
         self._statistics.last_protected_step = None
 
     def name_given(self, name: str, step: int) -> None:
         """The keeper was asked to give a name to a step of this start."""
         self._wanted_names[name] = step
+        self._released_names.discard(name)
 
     def name_released(self, name: str) -> None:
         """The keeper was asked to take a name away."""
         self._wanted_names.pop(name, None)
+        self._released_names.add(name)
+
+    def are_names_settled(self, state: KeeperState) -> bool:
+        """Return True if the first level has the names that it is to have, or never will. Pure."""
+        if state.levels and state.levels[0].failure:
+            return True  # it may be away for hours
+        if any(named.name in self._released_names for named in state.names):
+            return False
+        return all(self._is_answered(name, step, state) for name, step in self._wanted_names.items())
+
+    def _is_answered(self, name: str, step: int, state: KeeperState) -> bool:
+        key = StepKey(self._start, step)
+        is_refused = any(refusal.name == name and refusal.url == self._urls[0] for refusal in state.name_refusals)
+        return is_refused or NamedStep(name, key) in state.names or key in state.lost
 
     # ---------------------------------------------------------------- comparing
 
@@ -199,11 +217,11 @@ class KeeperEvents:
             if refusal not in before.name_refusals:
                 self._messages.tell(Event.NAME_NOT_AS_ASKED, level=refusal.url, name=refusal.name, text=refusal.text)
         for name, step in list(self._wanted_names.items()):
+            if not self._is_answered(name, step, now):
+                continue
+            del self._wanted_names[name]
             key = StepKey(self._start, step)
-            if NamedStep(name, key) in now.names:
-                del self._wanted_names[name]
-            elif key in now.lost:
-                del self._wanted_names[name]
+            if key in now.lost and NamedStep(name, key) not in now.names:
                 text = f"that of step {step} was dropped, or overwritten in memory, before it was stored"
                 self.lose_name(name, text)
 

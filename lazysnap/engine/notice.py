@@ -85,6 +85,7 @@ class Notice:
         self._exception: type[BaseException] = SystemExit
         self.listener = Listener(self._received)
         self._client: KeeperClient | None = None
+        self._keeper_listener: threading.Thread | None = None
         self._pace_s: float | None = None
         """The seconds between the last two boundaries."""
         self._last_s = 0.0
@@ -115,7 +116,10 @@ class Notice:
         self._last_s = time.monotonic()
         self._exception = exception
         self.listener.start()
-        threading.Thread(target=self._listen_to_keeper, args=(client,), name="lazysnap-preempted", daemon=True).start()
+        self._keeper_listener = threading.Thread(
+            target=self._listen_to_keeper, args=(client,), name="lazysnap-preempted", daemon=True
+        )
+        self._keeper_listener.start()
         if not self.listener.has_signals and os.getpid() == 1:
             logger.warning(
                 "SIGTERM can neither end this training nor store its newest step: it is process number 1, and does not "
@@ -176,6 +180,8 @@ class Notice:
         """The training has ended: signals are handled as before. Idempotent. Blocks: an instant."""
         self._is_left.set()
         self.listener.close()
+        if self._keeper_listener is not None:  # the client was left before, so it waits no longer
+            self._keeper_listener.join(_PAUSE_S)
 
     def hand_on(self) -> None:
         """After ``leave``: a signal that came while the training was closed ends the process as it would without us."""

@@ -165,6 +165,8 @@ class Shutdown:
         resumed = self._run.resumed
         is_there = self._history.newest_whole() is not None or resumed is None or not resumed.only_in_memory
         durable = self._drain_all(progress, is_common=is_common) and is_there
+        if durable and self._parts.client.was_connected:
+            self._parts.client.wait(self._recorder.events.are_names_settled, self._parts.config.io_timeout_s)
         self._recorder.drain_events()
         if not durable and is_there and self._history.last_held_step() is None:  # else see ``report.not_durable``
             self._parts.messages.tell(Event.NOT_AT_EVERY_LEVEL, reason=self._reason())

@@ -234,6 +234,24 @@ def test_a_name_is_lost_with_its_step_and_not_once_it_is_given(caplog):
     assert text.startswith("no snapshot is called 'late': that of step 4 was dropped")
 
 
+def test_names_are_settled_once_the_first_level_has_them_or_never_will():
+    follower = Follower()
+    key = StepKey(START, 3)
+    assert follower.events.are_names_settled(KeeperState())
+
+    follower.events.name_given("good", 3)
+    follower.events.name_released("old")
+
+    assert not follower.events.are_names_settled(KeeperState())
+    assert not follower.events.are_names_settled(
+        KeeperState(names=(NamedStep("good", key), NamedStep("old", StepKey(1, 1))))
+    )
+    assert follower.events.are_names_settled(KeeperState(names=(NamedStep("good", key),)))
+    assert follower.events.are_names_settled(KeeperState(lost=(key,)))
+    assert follower.events.are_names_settled(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
+    assert follower.events.are_names_settled(KeeperState(levels=(LevelState(failure="away"),)))
+
+
 def test_a_name_that_was_released_is_not_lost(caplog):
     follower = Follower()
     follower.events.name_given("late", 4)

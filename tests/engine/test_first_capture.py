@@ -64,7 +64,7 @@ def test_a_state_that_does_not_fit_ends_the_wait(job, tmp_path):
     tuning.run(1, 1)
 
     assert tuning.began == [False]
-    assert "frozen tensors do not fit" in tuning.engine.statistics().unprotected
+    assert "MemoryLevel.max_bytes leaves 4194304" in tuning.engine.statistics().unprotected
 
 
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
