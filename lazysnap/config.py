@@ -11,6 +11,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 from lazysnap.errors import ConfigError
 
+STORE_EVERY_S = 60.0
+"""Seconds from one stored snapshot to the next, at a path."""
+STORE_EVERY_S_AT_URL = 300.0
+"""The same at a URL: most of them cost money for each request, and are far away."""
 SECRET_NAME = re.compile(
     r"secret|token|pass|pwd|key|sas|credential|connection|auth|signature|\bsig\b", flags=re.IGNORECASE
 )
@@ -140,14 +144,17 @@ class PersistentLevel:
 
     url: str
     """Path or URL of the directory that holds ``step-…`` directories. Made absolute when local."""
-    every_n_steps: int = field(default=100, kw_only=True)
-    """Store captures whose step is a multiple of it, on all ranks. What comes while the level is busy is left out. A
-    level that copies from a faster one takes the newest complete snapshot there, once a multiple was passed."""
+    every_s: float | None = field(default=None, kw_only=True)
+    """Seconds from one stored snapshot to the next; the first whole capture is stored at once. ``None``: 60 at a path,
+    300 at a URL, unless ``every_n_steps`` is given. Captures that come while the level is busy are left out."""
+    every_n_steps: int | None = field(default=None, kw_only=True)
+    """Store by steps, not by time: the captures whose step is a multiple of it, on all ranks. Captures that come while
+    the level is busy are left out. A level that copies from a faster one takes the newest complete snapshot there, once
+    a multiple was passed."""
     keep_last: int = field(default=2, kw_only=True)
     """Complete snapshots of this run to keep; older ones are deleted."""
     keep_every_n_steps: int | None = field(default=None, kw_only=True)
-    """Also keep snapshots whose step is a multiple of this, for ever. Such a step is always stored, and never left out
-    for a newer one."""
+    """Complete snapshots whose step is a multiple of this are never deleted."""
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False, hash=False)
     """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. The keeper receives them over
     a socket of this user, and they are never written to a file. fsspec's own configuration works as well."""
@@ -159,8 +166,7 @@ class PersistentLevel:
     verify: bool | None = field(default=None, kw_only=True)
     """Read every snapshot back after its commit; until then it does not count, and nothing older is deleted for it.
     ``None``: only where the storage does not check each part on arrival. S3 does, so reading back would only cost
-    transfer fees. ``False`` does not apply to frozen tensors, which are written once."""
-
+    transfer fees."""
     shared: bool | None = field(default=None, kw_only=True)
     """True if all nodes see the same place there: state that several nodes hold (DDP, HSDP) is then stored once,
     not once per node. ``None``: found out at the start, for a path by a small file. Only matters with several
@@ -172,7 +178,8 @@ class PersistentLevel:
             self,
             url: str | os.PathLike[str],
             *,
-            every_n_steps: int = ...,
+            every_s: float | None = ...,
+            every_n_steps: int | None = ...,
             keep_last: int = ...,
             keep_every_n_steps: int | None = ...,
             storage_options: Mapping[str, Any] | None = ...,
@@ -187,7 +194,8 @@ class PersistentLevel:
         check_url(url)
         object.__setattr__(self, "url", resolve_url(url))
         _check_scheme(self.url)
-        _check_positive("PersistentLevel", "every_n_steps", self.every_n_steps)
+        _check_positive("PersistentLevel", "every_n_steps", self.every_n_steps, optional=True)
+        self._check_every_s()
         _check_positive("PersistentLevel", "keep_last", self.keep_last)
         _check_positive("PersistentLevel", "keep_every_n_steps", self.keep_every_n_steps, optional=True)
         _check_positive("PersistentLevel", "max_bytes_per_s", self.max_bytes_per_s, optional=True)
@@ -200,6 +208,27 @@ class PersistentLevel:
             raise ConfigError(f"PersistentLevel.shared must be True, False or None, got {self.shared!r}")
         if self.storage_options is not None:
             object.__setattr__(self, "storage_options", _plain_options(self.storage_options))
+
+    def _check_every_s(self) -> None:
+        if self.every_s is None:
+            return
+        _check_seconds("PersistentLevel", "every_s", self.every_s)
+        if self.every_s == 0:
+            raise ConfigError("PersistentLevel.every_s must be more than 0 seconds")
+        if self.every_n_steps is not None:
+            raise ConfigError(
+                f"PersistentLevel: every_s={self.every_s!r} and every_n_steps={self.every_n_steps!r} contradict each "
+                "other: a level stores by time or by steps; give one of them"
+            )
+
+    @property
+    def period_s(self) -> float | None:
+        """Seconds from one stored snapshot to the next; ``None``: the level stores by steps."""
+        if self.every_n_steps is not None:
+            return None
+        if self.every_s is not None:
+            return self.every_s
+        return STORE_EVERY_S if is_path(self.url) else STORE_EVERY_S_AT_URL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,8 +314,8 @@ class SnapshotConfig:
     """The keeper's host memory."""
     redundancy: Redundancy | Literal["auto"] | None = "auto"
     """Protection by other nodes. ``"auto"``: ``Redundancy(parity=1)`` for two and three nodes,
-    ``Redundancy(parity=2)`` for more, none for one node. Takes two slots more of memory, and the parity
-    (docs/several-ranks.md). ``None``: none."""
+    ``Redundancy(parity=2)`` for more, none for one node. Takes memory for the parity, and one slot more where there is
+    no level (docs/several-ranks.md). ``None``: none."""
     require_memory: bool = False
     """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
     warns and goes on without snapshots."""
@@ -295,8 +324,7 @@ class SnapshotConfig:
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
     io_timeout_s: float = 60.0
     """Seconds to wait for an unfinished copy before that snapshot is dropped, for memory of the first capture, and
-    for the keeper to start or answer. Several ranks also wait so long for a free slot; one rank skips that capture.
-    A keeper that is silent for so long while training runs is reported."""
+    for the keeper to start or answer. A keeper that is silent for so long while training runs is reported."""
     collective_timeout_s: float = 300.0
     """Seconds to wait for a silent rank when engines are made, resume, plan their first snapshot, and close. Time for
     reading does not count. Only used with several ranks."""

@@ -23,7 +23,10 @@ BAD_LEVELS = [
     ({"url": "x", "every_n_steps": 0}, "every_n_steps"),
     ({"url": "x", "every_n_steps": 2.5}, "every_n_steps"),
     ({"url": "x", "every_n_steps": True}, "every_n_steps"),
-    ({"url": "x", "every_n_steps": None}, "every_n_steps"),
+    ({"url": "x", "every_s": 0}, "every_s"),
+    ({"url": "x", "every_s": -1.0}, "every_s"),
+    ({"url": "x", "every_s": "60"}, "every_s"),
+    ({"url": "x", "every_s": 5.0, "every_n_steps": 10}, "every_s=5.0 and every_n_steps=10 contradict"),
     ({"url": "x", "keep_last": 0}, "keep_last"),
     ({"url": "x", "keep_last": "2"}, "keep_last"),
     ({"url": "x", "keep_every_n_steps": 0}, "keep_every_n_steps"),
@@ -159,6 +162,20 @@ def test_all_but_the_url_is_keyword_only():
         PersistentLevel("x", 5)
     with pytest.raises(TypeError):
         SnapshotConfig(5)
+
+
+@pytest.mark.parametrize(
+    ("level", "period_s"),
+    [
+        (PersistentLevel("/runs/a"), 60.0),
+        (PersistentLevel("file:///runs/a"), 60.0),
+        (PersistentLevel("s3://bucket/run"), 300.0),
+        (PersistentLevel("s3://bucket/run", every_s=7), 7),
+        (PersistentLevel("/runs/a", every_n_steps=100), None),
+    ],
+)
+def test_a_level_stores_by_time_unless_it_is_given_steps(level, period_s):
+    assert level.period_s == period_s
 
 
 def test_a_local_level_names_one_place_whatever_the_working_directory(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -12,12 +11,12 @@ from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.capture.plan import check_kinds
 from lazysnap.engine import report
+from lazysnap.engine.history import CaptureState
 from lazysnap.engine.messages import Event
 from lazysnap.engine.notice import Notice
 from lazysnap.engine.parts import Parts
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, StateError
-from lazysnap.keeper.client_slots import CaptureState
 from lazysnap.ranks.checks import together
 from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.modules import is_uninitialised
@@ -89,35 +88,31 @@ class Boundaries:
 
     def _await_memory(self) -> None:
         self.prepare()
-        config, found = self._parts.config, list[LazySnapError]()
+        config = self._parts.config
+        if self._await_slots(config.io_timeout_s + config.collective_timeout_s):
+            return
+        error = self._memory_error() or KeeperError("the keeper did not make its slots ready in time")
+        raise type(error)(f"SnapshotConfig(require_memory=True): {error}")
 
-        def is_refused() -> bool:
-            lost = self._recorder.protection.error if self._recorder.is_unprotected() else None
-            error = self._parts.client.refusal() or lost
-            found.extend([] if error is None else [error])
-            return error is not None
+    def _memory_error(self) -> LazySnapError | None:
+        return self._parts.client.refusal() or self._recorder.memory_error()
 
-        if not self._await_slots(config.io_timeout_s + config.collective_timeout_s, is_refused):
-            error = found[0] if found else KeeperError("the keeper did not make its slots ready in time")
-            raise type(error)(f"SnapshotConfig(require_memory=True): {error}")
-
-    def _await_slots(self, timeout_s: float, is_refused: Callable[[], bool]) -> bool:
-        deadline = time.monotonic() + timeout_s
+    def _await_slots(self, timeout_s: float) -> bool:
+        """Block until all slots are there; ``False`` after the deadline, or once there is no memory for them."""
+        deadline_s = time.monotonic() + timeout_s
         while not self._recorder.is_ready():
             self._recorder.drain_events()
-            self._recorder.slots.return_unneeded()
-            if is_refused() or time.monotonic() > deadline:
+            self._recorder.slots.return_surplus()
+            if self._memory_error() is not None or time.monotonic() > deadline_s:
                 return False
             time.sleep(0.005)
         return True
 
     def wait_ready(self, timeout_s: float) -> bool:
         """See ``SnapshotEngine.wait_ready``. Blocks; ``prepare`` was called."""
-        recorder = self._recorder
-        losses = recorder.protection.losses
-        is_there = self._await_slots(timeout_s, lambda: recorder.protection.losses > losses)
-        recorder.waits_for_memory = recorder.waits_for_memory or is_there
-        return is_there
+        is_ready = self._await_slots(timeout_s)
+        self._recorder.waits_for_memory = self._recorder.waits_for_memory or is_ready
+        return is_ready
 
     # ---------------------------------------------------------------- boundary
 
@@ -209,8 +204,7 @@ class Boundaries:
         is_protected = self._recorder.protection.cause is None
         line = report.opening(parts.config, sizes, parts.world.size, is_protected=is_protected)
         parts.messages.tell(Event.TAKES, line=line)
-        snapshot_bytes = sizes.state_bytes + sizes.frozen_bytes
-        for lack in report.shortages(parts.config, snapshot_bytes, len(parts.world.node_ranks)):
+        for lack in report.shortages(parts.config, sizes.state_bytes, len(parts.world.node_ranks)):
             parts.messages.tell(Event.NO_ROOM, **lack)
 
     def capture(self, step: int, started: float) -> bool:
@@ -255,7 +249,7 @@ class Boundaries:
     def last_boundary(self, step: int) -> bool:
         """See ``Session.last_boundary``. Blocks."""
         deadline = time.monotonic() + self._parts.config.io_timeout_s
-        # A short training may end before all memory is there, and slots may still be read by a slow level.
+        # A short training may end before all memory is there.
         while self._recorder.last_step != step and not self.boundary(step, force=True):
             left_s = deadline - time.monotonic()
             if left_s < 0 or not self._recorder.may_retry:
@@ -343,12 +337,15 @@ class Boundaries:
         if it was dropped.
         """
         self.finish_copies()
-        deadline, history = time.monotonic() + timeout_s, self._recorder.history
+        deadline_s = time.monotonic() + timeout_s
+        history = self._recorder.history
+        state = history.state_of(step)
         # A copy that hangs may still end. A keeper that was lost is being replaced.
-        while (state := history.state_of(step)) in (CaptureState.COPYING, CaptureState.ALONE):
-            if time.monotonic() > deadline:
+        while state in (CaptureState.COPYING, CaptureState.ALONE):
+            if time.monotonic() > deadline_s:
                 return False
             time.sleep(0.001)
+            state = history.state_of(step)
         return state is CaptureState.HELD
 
     def seal(self) -> None:

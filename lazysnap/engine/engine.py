@@ -202,8 +202,7 @@ class SnapshotEngine:
             self.session.boundaries.check_memory()
 
     def _wait_ready(self, timeout_s: float) -> bool:
-        """Block until all memory is there, frozen tensors in it; ``False`` after the deadline, or as soon as the
-        keeper refuses it.
+        """Block until all memory is there; ``False`` after the deadline, or as soon as the keeper refuses it.
 
         For tests and benchmarks: in training the first boundary waits for what it needs. After this call the next one
         does, too.
@@ -224,8 +223,7 @@ class SnapshotEngine:
         ``io_timeout_s``; not, once it is known that there is none. Later ones do not block on copies, storage or the
         keeper: where storage holds all slots, the capture is skipped. On a device, a boundary waits until the capture
         before it is whole.
-        With several ranks the first is collective, the others not. Where storage holds all slots, they wait for one,
-        at most ``io_timeout_s`` altogether; then storage gets fewer snapshots.
+        With several ranks the first is collective, the others not.
         Raises: StateError at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
         also KeeperError, where memory is required and
@@ -279,8 +277,7 @@ class SnapshotEngine:
         never given to another snapshot than that one. If its slot is gone before the first level has it (a torn copy,
         storage that is away for long), a warning says so. A name whose snapshot is not stored ends with the training
         process, or with the keeper's memory.
-        Blocks: where storage has not taken the snapshot named before, until it has, at most ``io_timeout_s``; not
-        again, once that has failed. Raises: ConfigError, for a bad name, or without persistent levels.
+        Does not block. Raises: ConfigError, for a bad name, or without persistent levels.
         """
         self.session.check_open("keep")
         check_name(name)
@@ -302,7 +299,7 @@ class SnapshotEngine:
         self.session.check_open("release")
         check_name(name)
         with self.session.boundaries.lock:
-            self._recorder.names.release(name)
+            self._recorder.release(name)
 
     # ---------------------------------------------------------------- waiting and ending
 
@@ -323,7 +320,7 @@ class SnapshotEngine:
         self.session.check_open("wait")
         if until not in ("captured", "protected", "durable"):
             raise ConfigError(f'wait: until must be "captured", "protected" or "durable", got {until!r}')
-        if until == "protected" and self.session.parts.discovery.parity is None:
+        if until == "protected" and self.session.parts.discovery.redundancy is None:
             raise ConfigError("wait: nodes do not protect each other: there is only one, or redundancy is None")
         if until == "durable" and not self.config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")

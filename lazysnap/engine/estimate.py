@@ -34,13 +34,13 @@ def bytes_of_share(replicated: Iterable[torch.Tensor], node_ranks: Collection[in
     return size
 
 
-def estimate_image_bytes(source: StateSource, apart: Collection[str], size: Bytes) -> int:
-    """Bytes of the shard once every optimizer has made its state; too low for optimizers that are not known.
+def estimate_image_bytes(source: StateSource, size: Bytes) -> int:
+    """Return the bytes of the shard once every optimizer has made its state; too low for unknown optimizers.
 
-    Tensors whose names are in ``apart`` are stored elsewhere. ``size``: how much of a tensor is in it.
+    ``size``: how much of a tensor is in it.
     """
-    expected = {name: tensor for name, tensor in source.expected().items() if not is_uninitialised(tensor)}
-    sizes = [size(tensor) for tensor in _unique(expected[name] for name in expected if name not in apart)]
+    expected = [tensor for tensor in source.expected().values() if not is_uninitialised(tensor)]
+    sizes = [size(tensor) for tensor in _unique(expected)]
     total, count = sum(sizes), len(sizes)
     for optimizer in source.optimizers():
         copies = _STATE_COPIES.get(type(optimizer).__name__, 0)

@@ -1,107 +1,242 @@
-"""Events of the keeper as counters and messages; only ever handled on the training thread."""
+"""The states of a keeper as counters and messages: what is new in the last state, compared with the one before."""
 
-from collections.abc import Iterable, Sequence
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from msgspec import structs
 from rich.filesize import decimal
 
 from lazysnap.config import SnapshotConfig, due_every
+from lazysnap.core.messages import Alert, KeeperState, LevelState, NamedStep, StepKey
 from lazysnap.engine.messages import Event, Messages
-from lazysnap.engine.protection import Protection
-from lazysnap.errors import KeeperError
-from lazysnap.events import Alert, Complete, LevelFailed, NameFailed, Protected, Stored
-from lazysnap.keeper.events import (
-    KeeperAnswers,
-    KeeperEvent,
-    KeeperLost,
-    KeeperReady,
-    KeeperSilent,
-    KeeperUnreachable,
-)
-from lazysnap.keeper.protocol import MemoryRefused
+from lazysnap.keeper.client import KeeperClient
 
+_REMEMBERED = 1024
+"""Complete steps of one level that are remembered, so that none is counted twice."""
 _ALERTS = {
-    "links": (Event.UNLINKED, Event.LINKED),
-    "protection": (Event.NODE_UNPROTECTED, Event.NODE_PROTECTED),
-    "keeper": (Event.KEEPER_TROUBLE, Event.KEEPER_TROUBLE),
+    "links": (Event.UNLINKED, Event.LINKED, "links"),
+    "protection": (Event.NODE_UNPROTECTED, Event.NODE_PROTECTED, "nodes"),
 }
-"""Messages of an alert to the user, and of its end."""
+"""Messages of an alert to the user and of its end, and the topic of both. Other alerts have no end."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The connection to the keeper at one moment."""
+
+    pid: int | None = None
+    """Process of the keeper; ``None`` while there is none."""
+    is_silent: bool = False
+    """True if the keeper seems to live, and does not answer."""
+
+    @classmethod
+    def of(cls, client: KeeperClient) -> "Connection":
+        """Return the present state of the connection."""
+        pid = client.keeper_pid if client.is_connected else None
+        return cls(pid, client.is_silent)
 
 
 class KeeperEvents:
-    """Follows keeper and levels. Every occurrence is counted; trouble is reported once until it is over."""
+    """Follows keeper and levels. Every occurrence is counted; trouble is reported once until it is over.
 
-    def __init__(self, config: SnapshotConfig, messages: Messages, protection: Protection) -> None:
+    Used on the training thread. It keeps the last state that it compared, and nothing else of what the keeper says but
+    the steps that it counted.
+    """
+
+    def __init__(self, config: SnapshotConfig, messages: Messages, rank: int = 0) -> None:
         self._messages = messages
         self._statistics = messages.statistics
-        self._protection = protection
+        self._rank = rank
         self.is_training = True
         """True while training goes on."""
-        self._levels = config.levels
-        self._due = {level.url: due_every(level.every_n_steps, config.every_n_steps) for level in config.levels}
-        """Steps from one snapshot that is due to the next, by level."""
+        self._urls = [level.url for level in config.levels]
+        self._due: list[int | None] = []
+        """Steps from one snapshot that is due to the next, by level; ``None`` where time decides."""
+        for level in config.levels:
+            every = None
+            if level.every_n_steps is not None:
+                every = due_every(level.every_n_steps, config.every_n_steps)
+            self._due.append(every)
+        self._state = KeeperState()
+        self._connection = Connection()
+        self._start = 0
         self._from_step = 0
+        self._counted: list[list[int]] = [[] for _ in self._urls]
+        """Complete steps of this start that are counted, by level, in ascending order."""
+        self._wanted_names: dict[str, int] = {}
+        """Names that were given in this start and that the first level does not have yet, with their steps."""
+        self._released_names: set[str] = set()
+        """Names that were taken away in this start."""
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, and why."""
 
-    def begin(self, step: int) -> None:
+    def begin(self, start: int, step: int) -> None:
         """Captures from now on are of another start, which resumes at ``step``: nothing of it is durable yet."""
+        self._start = start
         self._from_step = step
+        self._counted = [[] for _ in self._urls]
+        self._wanted_names = {}
+        self._released_names = set()
         self._statistics.last_durable_step.clear()
         self._statistics.last_protected_step = None
 
-    def take(self, events: Iterable[KeeperEvent]) -> list[str]:
-        """Count and report ``events``. Returns the reasons for which memory was refused."""
-        tell, refused = self._messages.tell, list[str]()
-        for event in events:
-            match event:
-                case Stored():
-                    rate = decimal(int(event.bytes / max(event.seconds, 1e-9)))
-                    size, where = decimal(event.bytes), event.level
-                    tell(Event.FIRST_STORED, level=where, size=size, seconds=event.seconds, rate=rate)
-                case Complete():
-                    self._count(event.level, event.steps)
-                    where = event.level
-                    tell(Event.LEVEL_WORKS, level=event.level, step=event.steps[-1])
-                case LevelFailed():
-                    kind = Event.LEVEL_FAILED if self.is_training else Event.LEVEL_FAILED_AT_END
-                    tell(kind, level=event.level, step=event.step, text=event.text)
-                case NameFailed():
-                    if event.is_lost:
-                        tell(Event.NAME_LOST, name=event.name, text=event.text)
-                        self.lost_names[event.name] = event.text
-                    else:
-                        tell(Event.NAME_NOT_AS_ASKED, level=event.level, name=event.name, text=event.text)
-                case Protected():
-                    last = self._statistics.last_protected_step
-                    self._statistics.protected += event.step is not None and event.step > (last or -1)
-                    self._statistics.last_protected_step = event.step
-                case Alert():
-                    trouble, over = _ALERTS.get(event.about, _ALERTS["keeper"])
-                    tell(trouble if event.text else over, text=event.text)
-                case KeeperLost():
-                    tell(Event.KEEPER_LOST)
-                    self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again
-                case KeeperUnreachable():
-                    self._statistics.keepers_lost += 1
-                    self._protection.lost(KeeperError(event.text), is_told=event.is_refusal)
-                case KeeperReady():
-                    self._messages.over("keeper", "silent")
-                case KeeperSilent():
-                    tell(Event.KEEPER_SILENT, text=event.text)
-                case KeeperAnswers():
-                    tell(Event.KEEPER_ANSWERS, pid=event.pid)
-                case MemoryRefused():
-                    refused.append(event.text)
-        return refused
+    def name_given(self, name: str, step: int) -> None:
+        """The keeper was asked to give a name to a step of this start."""
+        self._wanted_names[name] = step
+        self._released_names.discard(name)
 
-    def _count(self, level: str, steps: Sequence[int]) -> None:
-        """``steps``: complete since the last time, oldest first."""
-        statistics, every = self._statistics, self._due.get(level, 1)
-        statistics.persisted[level] += len(steps)
+    def name_released(self, name: str) -> None:
+        """The keeper was asked to take a name away."""
+        self._wanted_names.pop(name, None)
+        self._released_names.add(name)
+
+    def are_names_settled(self, state: KeeperState) -> bool:
+        """Return True if the first level has the names that it is to have, or never will. Pure."""
+        if state.levels and state.levels[0].failure:
+            return True  # it may be away for hours
+        if any(named.name in self._released_names for named in state.names):
+            return False
+        return all(self._is_answered(name, step, state) for name, step in self._wanted_names.items())
+
+    def _is_answered(self, name: str, step: int, state: KeeperState) -> bool:
+        key = StepKey(self._start, step)
+        is_refused = any(refusal.name == name and refusal.url == self._urls[0] for refusal in state.name_refusals)
+        return is_refused or NamedStep(name, key) in state.names or key in state.lost
+
+    # ---------------------------------------------------------------- comparing
+
+    def compare(self, state: KeeperState, connection: Connection) -> None:
+        """Count and report what is new since the last call."""
+        before = self._state
+        if state.pid != before.pid:
+            before = self._forget_keeper(before)
+        if connection.pid not in (None, self._connection.pid):
+            before = structs.replace(before, protected=None)  # what is protected counts again
+        self._compare_connection(connection)
+        if state != before:
+            for index, level in enumerate(state.levels[: len(self._urls)]):
+                known = LevelState()
+                if index < len(before.levels):
+                    known = before.levels[index]
+                self._compare_level(index, known, level)
+            self._compare_protected(before.protected, state.protected)
+            self._compare_names(before, state)
+            self._compare_alerts(before.alerts, state.alerts)
+        self._state = state
+        self._connection = connection
+
+    def _forget_keeper(self, state: KeeperState) -> KeeperState:
+        """Return what the next keeper's state is compared with: that keeper counts anew, and has no alert to end."""
+        for _, _, topic in _ALERTS.values():
+            self._messages.over(topic)
+        return KeeperState(protected=state.protected, name_refusals=state.name_refusals)
+
+    def _compare_connection(self, now: Connection) -> None:
+        before = self._connection
+        if before.pid is not None and now.pid != before.pid:
+            self._messages.tell(Event.KEEPER_LOST)
+            self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again
+        if now.pid is None:
+            return
+        if now.pid != before.pid:
+            self._messages.over("keeper", "silent")
+            before = Connection()
+        if now.is_silent and not before.is_silent:
+            self._messages.tell(Event.KEEPER_SILENT, pid=now.pid, node=socket.gethostname(), rank=self._rank)
+        elif before.is_silent and not now.is_silent:
+            self._messages.tell(Event.KEEPER_ANSWERS, pid=now.pid)
+
+    # ---------------------------------------------------------------- levels
+
+    def _compare_level(self, index: int, before: LevelState, now: LevelState) -> None:
+        url = self._urls[index]
+        if now.stored_bytes and (now.stored_bytes, now.stored_s) != (before.stored_bytes, before.stored_s):
+            rate = decimal(int(now.stored_bytes / max(now.stored_s, 1e-9)))
+            size = decimal(now.stored_bytes)
+            self._messages.tell(Event.FIRST_STORED, level=url, size=size, seconds=now.stored_s, rate=rate)
+        steps = self._count_new(index, now.complete)
+        if steps:
+            self._messages.tell(Event.LEVEL_WORKS, level=url, step=steps[-1])
+        self._compare_failure(url, before, now)
+
+    def _compare_failure(self, url: str, before: LevelState, now: LevelState) -> None:
+        num_failed = max(0, now.num_failures - before.num_failures)
+        if num_failed and now.failed_step is not None:
+            event = Event.LEVEL_FAILED if self.is_training else Event.LEVEL_FAILED_AT_END
+            self._messages.tell(event, level=url, step=now.failed_step, text=now.failure)
+            num_failed -= 1  # the message counted it
+        elif now.failure and now.failure != before.failure:
+            self._messages.tell(Event.LEVEL_AWAY, level=url, text=now.failure)
+        if num_failed:
+            self._statistics.level_failures[url] += num_failed
+
+    def _count_new(self, index: int, complete: Sequence[StepKey]) -> list[int]:
+        """Count the steps that became complete. Returns: these steps, in ascending order."""
+        counted = self._counted[index]
+        steps = sorted({key.step for key in complete if key.start == self._start}.difference(counted))
+        if len(counted) == _REMEMBERED:
+            steps = [step for step in steps if step > counted[0]]
+        self._counted[index] = sorted([*counted, *steps])[-_REMEMBERED:]
+        url = self._urls[index]
+        if steps:
+            self._statistics.persisted[url] += len(steps)
         for step in steps:
-            last = statistics.last_durable_step.get(level)
-            before = self._from_step if last is None else last
-            # A rollback captures the step that it went back to.
-            if step > before or (last is None and step == before):
-                statistics.dropped[level] += max(0, (step - 1) // every - before // every)
-                statistics.last_durable_step[level] = step
+            self._note_durable(url, step, self._due[index])
+        return steps
+
+    def _note_durable(self, url: str, step: int, due_every_n: int | None) -> None:
+        last = self._statistics.last_durable_step.get(url)
+        before = self._from_step
+        if last is not None:
+            before = last
+        # A rollback captures the step that it went back to.
+        is_first_step = last is None and step == before
+        if step <= before and not is_first_step:
+            return
+        if due_every_n is not None:
+            num_due = (step - 1) // due_every_n - before // due_every_n
+            self._statistics.dropped[url] += max(0, num_due)
+        self._statistics.last_durable_step[url] = step
+
+    # ---------------------------------------------------------------- the rest
+
+    def _compare_protected(self, before: StepKey | None, now: StepKey | None) -> None:
+        if now == before:
+            return
+        if now is None or now.start != self._start:
+            self._statistics.last_protected_step = None
+            return
+        last = self._statistics.last_protected_step
+        if last is None or now.step > last:
+            self._statistics.protected += 1
+        self._statistics.last_protected_step = now.step
+
+    def _compare_names(self, before: KeeperState, now: KeeperState) -> None:
+        for refusal in now.name_refusals:
+            if refusal not in before.name_refusals:
+                self._messages.tell(Event.NAME_NOT_AS_ASKED, level=refusal.url, name=refusal.name, text=refusal.text)
+        for name, step in list(self._wanted_names.items()):
+            if not self._is_answered(name, step, now):
+                continue
+            del self._wanted_names[name]
+            key = StepKey(self._start, step)
+            if key in now.lost and NamedStep(name, key) not in now.names:
+                text = f"that of step {step} was dropped, or overwritten in memory, before it was stored"
+                self.lose_name(name, text)
+
+    def lose_name(self, name: str, text: str) -> None:
+        """The snapshot of that name will never be there."""
+        self._messages.tell(Event.NAME_LOST, name=name, text=text)
+        self.lost_names[name] = text
+
+    def _compare_alerts(self, before: Sequence[Alert], now: Sequence[Alert]) -> None:
+        for alert in now:
+            if alert not in before:
+                trouble, _, _ = _ALERTS.get(alert.about, (Event.KEEPER_TROUBLE, None, ""))
+                self._messages.tell(trouble, text=alert.text)
+        lasting = {alert.about for alert in now}
+        for about in {alert.about for alert in before} - lasting:
+            if about in _ALERTS:
+                _, over, _ = _ALERTS[about]
+                self._messages.tell(over)

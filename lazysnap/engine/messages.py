@@ -111,12 +111,6 @@ class Event(enum.Enum):
         "values; give the engine the module that they belong to",
         topic="values of %(path)s",
     )
-    FROZEN_NOT_APART = Row("frozen tensors are part of every snapshot: %(text)s", topic="frozen")
-    FROZEN_CHANGED = Row(
-        "%(count)d tensors that need no gradient were changed all the same (%(name)s, …): they are part of every "
-        "snapshot from now on. Earlier snapshots hold the values from before the change",
-        topic="frozen",
-    )
     # Memory.
     NO_MEMORY = Row("NOT protected in memory: %(text)s; %(lost)s", topic="memory")
     STILL_NO_MEMORY = Row("still NOT protected in memory, for %(minutes).0f min: %(text)s; %(lost)s")
@@ -144,6 +138,11 @@ class Event(enum.Enum):
     LEVEL_FAILED_AT_END = Row(
         "step %(step)d is not persisted: %(text)s", by=By.NODE, counter="level_failures", topic="level %(level)s"
     )
+    LEVEL_AWAY = Row(
+        "%(level)s: nothing can be stored there now, training goes on and it is tried again: %(text)s",
+        by=By.NODE,
+        topic="level %(level)s",
+    )
     LEVEL_WORKS = Row("%(level)s works again: step %(step)d is durable there", by=By.NODE, ends="level %(level)s")
     NAME_LOST = Row("no snapshot is called %(name)r: %(text)s", by=By.NODE)
     NAME_NOT_AS_ASKED = Row("%(level)s: the name %(name)r is not as asked for: %(text)s", by=By.NODE)
@@ -152,7 +151,12 @@ class Event(enum.Enum):
     KEEPER_LOST = Row(
         "the keeper is gone, a new one is being started", by=By.NODE, counter="keepers_lost", topic="keeper"
     )
-    KEEPER_SILENT = Row("%(text)s", topic="silent")
+    KEEPER_SILENT = Row(
+        "the keeper of this node (process %(pid)d on %(node)s) does not answer: training and captures into memory go "
+        "on, but nothing of rank %(rank)d is stored until it answers. Look whether the process is stopped or its "
+        "machine overloaded; if you kill it, another one is started and takes over its memory",
+        topic="silent",
+    )
     KEEPER_ANSWERS = Row("the keeper (process %(pid)d) answers again: snapshots are stored again", ends="silent")
     UNLINKED = Row(
         "nothing new is stored, or protected on other nodes: %(text)s", by=By.NODE, topic="links", repeats=True

@@ -5,14 +5,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.config import SnapshotConfig
 from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.world import World
 from lazysnap.restore.level import newest_id
-from lazysnap.shard.manifest import FrozenReference, json_text
+from lazysnap.shard.manifest import json_text
 from lazysnap.shard.names import id_after, new_id
 from lazysnap.state.walk import Walk
 
@@ -85,8 +83,13 @@ class MetaWriter:
         """
         self.start = id_after(self.start, max(self.start, newest or ""))
 
-    def write(self, step: int, plan: CapturePlan, walked: Walk, frozen: FrozenReference | None) -> bytes:
-        """The metadata of the capture of ``walked`` at ``step``. Hot: once per boundary."""
+    @property
+    def start_number(self) -> int:
+        """The id of the start as slots and keepers have it."""
+        return int(self.start, 16)
+
+    def write(self, step: int, plan: CapturePlan, walked: Walk) -> bytes:
+        """Return the metadata of the capture of ``walked`` at ``step``. Hot: once per boundary."""
         fields: dict[str, Any] = {
             "run_id": self.run_id,
             "start": self.start,
@@ -96,8 +99,6 @@ class MetaWriter:
             "captured_ns": time.time_ns(),
             "packages": self._packages,
         }
-        if frozen is not None:
-            fields["frozen"] = msgspec.structs.asdict(frozen)
         # What grows with the number of tensors is text already: of the plan, of the optimizers, of the walk.
         text = f'{json_text(fields)[:-1]},{plan.facts_text},{self._parameters_text()}"state":{walked.text}}}'
         return text.encode("utf-8", "surrogatepass")

@@ -17,7 +17,6 @@ up to the program.
 
 import contextlib
 import enum
-import functools
 import logging
 import os
 import sys
@@ -29,6 +28,7 @@ from typing import NoReturn
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.console import say
+from lazysnap.core.messages import KeeperState
 from lazysnap.engine.signals import Listener
 from lazysnap.keeper.client import KeeperClient
 
@@ -40,6 +40,9 @@ _SLACK_S = 0.5
 """A step may take so much longer than twice the one before."""
 _LOOK_S = 0.1
 _FLUSH_S = 1.0
+_LISTEN_S = 600.0
+"""The keeper's state is waited for in turns of so long."""
+_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class RankCaptures:
     """The newest step of this training that a level is known to have, and the URL of that level."""
     seen: int
     """The step of the last boundary, or of the snapshot that was resumed."""
+    is_resumed: bool = False
+    """True if the only step is the resumed one, which an earlier start captured."""
 
 
 class _Way(enum.Enum):
@@ -80,6 +85,7 @@ class Notice:
         self._exception: type[BaseException] = SystemExit
         self.listener = Listener(self._received)
         self._client: KeeperClient | None = None
+        self._keeper_listener: threading.Thread | None = None
         self._pace_s: float | None = None
         """The seconds between the last two boundaries."""
         self._last_s = 0.0
@@ -106,8 +112,14 @@ class Notice:
         """
         if self.listens:
             return
-        self._client, self._last_s, self._exception = client, time.monotonic(), exception
+        self._client = client
+        self._last_s = time.monotonic()
+        self._exception = exception
         self.listener.start()
+        self._keeper_listener = threading.Thread(
+            target=self._listen_to_keeper, args=(client,), name="lazysnap-preempted", daemon=True
+        )
+        self._keeper_listener.start()
         if not self.listener.has_signals and os.getpid() == 1:
             logger.warning(
                 "SIGTERM can neither end this training nor store its newest step: it is process number 1, and does not "
@@ -168,6 +180,8 @@ class Notice:
         """The training has ended: signals are handled as before. Idempotent. Blocks: an instant."""
         self._is_left.set()
         self.listener.close()
+        if self._keeper_listener is not None:  # the client was left before, so it waits no longer
+            self._keeper_listener.join(_PAUSE_S)
 
     def hand_on(self) -> None:
         """After ``leave``: a signal that came while the training was closed ends the process as it would without us."""
@@ -175,6 +189,19 @@ class Notice:
             self.listener.raise_again(self._what)
 
     # ---------------------------------------------------------------- other threads
+
+    def _listen_to_keeper(self, client: KeeperClient) -> None:
+        """Wait until the keeper says that the processes of some rank are about to be killed, or the training ends."""
+
+        def is_over(state: KeeperState) -> bool:
+            return state.is_preempted or self._is_left.is_set()
+
+        while not self._is_left.is_set():
+            if client.wait(is_over, _LISTEN_S):
+                break
+            self._is_left.wait(_PAUSE_S)  # no keeper is sought, so the wait ended at once
+        if not self._is_left.is_set():
+            self.listener.notify()
 
     def _received(self, what: str) -> None:
         """Do all that follows a notice, on the listener's thread."""
@@ -189,14 +216,14 @@ class Notice:
             self._way = _Way.PROGRAM
         else:
             self._way = _Way.CUT
-        client.give_notice(is_sealed=False)
+        client.preempt()
         if self._way is _Way.PROGRAM:
             self._watch_program(client, ends_at)
         if self._way is not _Way.CUT:
             return
         self._arrived.wait(self._patience_s())
         held = self._seal()
-        client.give_notice(is_sealed=True)
+        client.seal()
         if self._store(client, held, ends_at):
             self._tell(is_stored=True)
             if not self._arrived.is_set():
@@ -215,20 +242,20 @@ class Notice:
         """
         if not self._config.levels or not held.steps:
             return True
-        while (left_s := ends_at - time.monotonic()) > 0:
-            # A newer one that other ranks lack is found lost at once.
-            for step in held.steps:
-                is_there = client.drain(step, left_s, enough=functools.partial(client.is_durable, step))
-                if is_there or client.is_durable(step):
-                    self._stored = step
-                    return True
+        if not held.is_resumed:
+            client.require(max(held.steps))
+        while time.monotonic() < ends_at:
+            stored = _newest_stored(client, held)
+            if stored is not None:
+                self._stored = stored
+                return True
             time.sleep(_LOOK_S)
         return False
 
     def _watch_program(self, client: KeeperClient, ends_at: float) -> None:
         """The program ends itself: say when the newest step of now is durable."""
         newest = max(self._held().steps, default=None)
-        while newest is not None and self._config.levels and client.newest_durable() < newest:
+        while newest is not None and self._config.levels and client.newest_complete(0) < newest:
             if self._is_left.wait(_LOOK_S) or time.monotonic() > ends_at:
                 return
         self._tell(is_stored=True)
@@ -261,11 +288,17 @@ class Notice:
             logger.warning("%s", line)
 
     def _line(self, *, is_stored: bool) -> str:
-        client, held, levels = self._client, self._held(), self._config.levels
+        client = self._client
+        held = self._held()
+        levels = self._config.levels
         assert client is not None
-        first = levels[0].url if levels else ""
-        at_first = max(client.newest_durable(), self._stored), first
-        durable, url = max(at_first, held.durable or at_first, key=lambda one: one[0])
+        durable = self._stored
+        url = ""
+        if levels:
+            durable = max(client.newest_complete(0), self._stored)
+            url = levels[0].url
+        if held.durable is not None and held.durable[0] > durable:
+            durable, url = held.durable
         asks = "asks this training to end" if self._way is _Way.PROGRAM else "ended this training"
         head = f"{self._what or 'a notice to another rank'} {asks} in step {held.seen + 1}"
         stored = f"step {durable} is durable at {url}" if levels and durable >= 0 else ""
@@ -293,6 +326,21 @@ class Notice:
         """End the process. Nothing else is reliable from here: the main thread may stand in a collective."""
         _in_time(_flush)
         os._exit(EXIT_CODE)
+
+
+def _newest_stored(client: KeeperClient, held: RankCaptures) -> int | None:
+    """Return the step that a restart finds at the first level; ``None`` while a newer one is still to be stored."""
+    newest = max(held.steps)
+    state = client.state
+    if held.is_resumed:
+        complete = state.levels[0].complete if state.levels else ()
+        return newest if any(key.step == newest for key in complete) else None
+    stored = client.newest_complete(0)
+    if stored >= newest:
+        return stored
+    # If other ranks lack the newest step, the newest one that all of them hold is stored.
+    is_newest_lost = any(key.step == newest for key in state.lost)
+    return stored if is_newest_lost and stored >= min(held.steps) else None
 
 
 def _in_time(work: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """The parts that the objects of one engine share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from lazysnap.ranks.discovery import Discovery, discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.source import StateSource
-from lazysnap.topology import Team
 
 
 @dataclass(frozen=True)
@@ -37,20 +36,20 @@ class Parts:
     """Levels that are one place for all nodes."""
 
     @classmethod
-    def of(
-        cls, config: SnapshotConfig, source: StateSource, identity: JobIdentity, on_notice: Callable[[], None]
-    ) -> "Parts":
+    def of(cls, config: SnapshotConfig, source: StateSource, identity: JobIdentity) -> "Parts":
         """Make the parts; no keeper is started. Collective. Blocks: for other ranks.
 
         Raises: ConfigError; WaitTimeout.
         """
         world = World(config.collective_timeout_s, source.optimizers())
-        client = KeeperClient(identity, config, Team.of(world.places, world.rank), on_notice)
+        client = KeeperClient(
+            identity, world.place.local_rank, linger_s=config.memory.linger_s, io_timeout_s=config.io_timeout_s
+        )
         messages = Messages(Statistics(), is_first=world.rank == 0, speaks_for_node=world.place.local_rank == 0)
         recorder = Recorder(config, source, client, messages, world)
         check_places(world, config, identity.job_id)
         discovery = discover_keepers(world, client, config, identity.job_id)
-        recorder.slots.group = discovery.group
+        recorder.use_redundancy(discovery.group)
         shared = shared_levels(world, config.levels)
         return cls(config, source, identity, world, client, messages, recorder, discovery, shared)
 

@@ -7,9 +7,7 @@ from rich.filesize import decimal
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lazysnap.capture.frozen import FrozenSet
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan, optimizer_signature, storage_of
-from lazysnap.engine.frozen import FrozenTensors
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.ranks.partition import Partition, replicated_keys
 from lazysnap.ranks.world import World
@@ -23,10 +21,9 @@ _SLOW_S = 0.1
 class Planner:
     """Part and plan are worked out anew when the structure of the state changed. Used on the training thread."""
 
-    def __init__(self, source: StateSource, world: World, frozen: FrozenTensors, messages: Messages) -> None:
+    def __init__(self, source: StateSource, world: World, messages: Messages) -> None:
         self._source = source
         self._world = world
-        self._frozen = frozen
         self._messages = messages
         self._walker = StateWalker()
         self._partition: Partition | None = None
@@ -43,7 +40,8 @@ class Planner:
 
     def forget(self) -> None:
         """Drop the plan: the state that all ranks share has changed, or nothing is captured any more."""
-        self._partition = self.plan = None
+        self._partition = None
+        self.plan = None
 
     def replicated(self) -> list[Parameter]:
         """Parameters that are equal on all ranks."""
@@ -75,8 +73,7 @@ class Planner:
         if self._partition is None or not self._partition.holds_for(everything):
             check_walk(everything)
             replicated = replicated_keys(self.replicated(), self._source.optimizers())
-            untrained = self._frozen.untrained(zip(everything.names, everything.tensors, strict=True))
-            self._partition = self._world.agree_partition(everything, replicated, untrained)
+            self._partition = self._world.agree_partition(everything, replicated)
             self._lazy = self._partition.lazy_keys(everything, lazy_keys(self._source))
         return self._partition.apply(everything)
 
@@ -88,35 +85,32 @@ class Planner:
 
     # ---------------------------------------------------------------- plans
 
-    def for_capture(self, walked: Walk, everything: Walk, *, holds: bool) -> CapturePlan:
-        """The plan for a capture of ``walked``, this rank's part; ``holds``: frozen tensors are as they were."""
+    def for_capture(self, walked: Walk, everything: Walk) -> CapturePlan:
+        """Return the plan for a capture of ``walked``, this rank's part. Raises: StateError."""
         if self.plan is not None:
             cause = self.plan.mismatch(walked, optimizer_signature(self._source))
-            if holds and cause is None:
+            if cause is None:
                 return self.plan
-            cause = cause or "frozen tensors changed, or are trained now"
             # Loading a checkpoint does this, too: nothing is lost, and the next step is captured as any other.
             self._messages.tell(Event.REPLANNED, cause=cause)
         check_walk(everything)
         self.parameters = names_of_parameters(self._source, everything, self._messages)
-        chosen = self._frozen.choose(zip(everything.names, everything.tensors, strict=True))
-        captured, parts = list(zip(walked.names, walked.tensors, strict=True)), self._partition
-        aliases, facts = ({}, {}) if parts is None else (parts.aliases, parts.facts)
-        self.plan = self._make(walked, self._frozen.set_for_plan(chosen, captured, aliases, facts))
+        self.plan = self._make(walked)
         return self.plan
 
-    def _make(self, walked: Walk, frozen: FrozenSet | None) -> CapturePlan:
-        if self._partition is None:
-            return make_plan(walked, self._source, frozen)
-        plan = make_plan(walked, self._source, frozen, self._lazy, self._partition.aliases)
-        for name, facts in self._partition.facts.items():
-            if frozen is None or name not in frozen.names:
-                plan.logical[name] = {**plan.logical.get(name, {}), **facts}
-                if name in self._partition.shared_rows:
-                    plan.logical[name]["shared_rows"] = list(self._partition.shared_rows[name])
-                if name in self._partition.nodes:
-                    plan.logical[name]["nodes"] = self._partition.nodes[name]
-        return replace(plan, replicas=self._partition.replicas)
+    def _make(self, walked: Walk) -> CapturePlan:
+        partition = self._partition
+        if partition is None:
+            return make_plan(walked, self._source)
+        plan = make_plan(walked, self._source, lazy=self._lazy, tied=partition.aliases)
+        for name, facts in partition.facts.items():
+            logical = {**plan.logical.get(name, {}), **facts}
+            if name in partition.shared_rows:
+                logical["shared_rows"] = list(partition.shared_rows[name])
+            if name in partition.nodes:
+                logical["nodes"] = partition.nodes[name]
+            plan.logical[name] = logical
+        return replace(plan, replicas=partition.replicas)
 
 
 def names_of_parameters(source: StateSource, everything: Walk, messages: Messages) -> dict[str, list[str]] | None:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from rich.filesize import decimal
 
-from lazysnap.config import SnapshotConfig, due_every
+from lazysnap.config import PersistentLevel, SnapshotConfig, due_every
 from lazysnap.console import duration
 from lazysnap.engine.statistics import Statistics
 from lazysnap.restore.lost_parts import PARITY
@@ -185,9 +185,7 @@ class Sizes:
     """Sizes of one rank's state and memory, in bytes."""
 
     state_bytes: int
-    """One snapshot, without frozen tensors."""
-    frozen_bytes: int
-    """Frozen tensors, held and stored once."""
+    """One snapshot."""
     slots: int
     slot_bytes: int
     available_bytes: int
@@ -201,25 +199,20 @@ class Sizes:
 def opening(config: SnapshotConfig, sizes: Sizes, ranks: int, *, is_protected: bool = True) -> str:
     """Return the line about state, memory (which it has, if ``is_protected``), and the places and steps of storage."""
     per_rank = " per rank" if ranks > 1 else ""
-    apart = f"{decimal(sizes.frozen_bytes)} that are not trained" if sizes.frozen_bytes else ""
-    state = " and ".join(filter(None, [f"state {decimal(sizes.state_bytes)}", apart]))
-    memory = decimal(sizes.slots * sizes.slot_bytes + sizes.frozen_bytes)
+    state = f"state {decimal(sizes.state_bytes)}"
+    memory = decimal(sizes.slots * sizes.slot_bytes)
     takes = "takes" if is_protected else "no memory: it would take"
     kind = "of memory" if sizes.spill_dir is None else f"in files in {sizes.spill_dir}"
     available = decimal(sizes.available_bytes)
     free = f"of {available} available" if sizes.spill_dir is None else f"memory has {available}"
     room = decimal(sizes.slot_bytes - sizes.state_bytes)
     slots = f"{sizes.slots} slots of {decimal(sizes.slot_bytes)}, each the state and {room} for metadata and growth"
-    parts = "; and ".join(filter(None, [slots, apart]))
-    return f"{state}{per_rank}; {takes} {memory} {kind}{per_rank} ({free}): {parts}; {_stored(config, sizes)}"
+    return f"{state}{per_rank}; {takes} {memory} {kind}{per_rank} ({free}): {slots}; {_stored(config, sizes)}"
 
 
 def _stored(config: SnapshotConfig, sizes: Sizes) -> str:
     size, parity = sizes.group
-    stored = [
-        f"snapshots at {level.url} every {_interval(due_every(level.every_n_steps, config.every_n_steps))}"
-        for level in config.levels
-    ]
+    stored = [f"snapshots at {level.url} every {_interval(level, config.every_n_steps)}" for level in config.levels]
     if parity:
         stored.append(f"any {parity if parity > 1 else 'one'} of {size} nodes may be lost")
     if not config.levels:
@@ -227,8 +220,11 @@ def _stored(config: SnapshotConfig, sizes: Sizes) -> str:
     return ", ".join(stored)
 
 
-def _interval(every_n: int) -> str:
-    return "step" if every_n == 1 else f"{every_n} steps"
+def _interval(level: PersistentLevel, captured_every: int) -> str:
+    if level.every_n_steps is None:
+        return f"{level.period_s:g} s"
+    steps = due_every(level.every_n_steps, captured_every)
+    return "step" if steps == 1 else f"{steps} steps"
 
 
 def shortages(config: SnapshotConfig, snapshot_bytes: int, ranks_here: int) -> list[dict[str, str]]:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from lazysnap import faults
 from lazysnap.data.position import position_in
 from lazysnap.engine import report
+from lazysnap.engine.job_settings import job_settings
 from lazysnap.engine.messages import Event
 from lazysnap.engine.parts import Parts
 from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
-from lazysnap.keeper.events import MemoryEntry
-from lazysnap.keeper.protocol import Run as RunMessage
+from lazysnap.keeper.memory_inventory import MemoryEntry
+from lazysnap.memory.slots import TrainerSlot
 from lazysnap.ranks.checks import together
-from lazysnap.ranks.slots import kept_whole
 from lazysnap.resolver import RestartPlan
 from lazysnap.restore.level import Level
 from lazysnap.restore.node_memory import NodeMemory
@@ -55,12 +55,10 @@ class Run:
         who = parts.identity, parts.world, parts.discovery
         self.restart = Restart(parts.config, parts.source, parts.client, *who, start=meta.start)
         self.lineage = Lineage()
-        self._from_step = 0
-        """Captures from now on are of later steps."""
-        self._source: str | None = None
+        self._from_step = -1
+        """Captures from now on are of later steps; -1: nothing was resumed."""
+        self._source = ""
         """The place from which that step was restored."""
-        self._stored: dict[str, list[tuple[str, int]]] = {}
-        """Start and step of the complete snapshots of the resumed run, by level."""
         self.is_begun = False
         """True once the run's id is decided, so that captures may begin."""
         self.resumed: report.Resumed | None = None
@@ -173,8 +171,8 @@ class Run:
         self.meta.run_id = run_id
         self.meta.follow(snapshot.newest_start)
         self._parts.recorder.resume(snapshot.step)
-        self._from_step, self._source = snapshot.step, report.source_of(snapshot)
-        self._stored = {url: [*stored] for url, stored in snapshot.stored.items()}
+        self._from_step = snapshot.step
+        self._source = report.source_of(snapshot)
         self.resumed = report.Resumed.of(snapshot, has_levels=bool(self._parts.config.levels))
 
     def tell_start(self, line: str | None = None) -> None:
@@ -191,22 +189,17 @@ class Run:
     def begin(self) -> None:
         """Captures are of this run from now on. Does not block."""
         self.is_begun = True
-        parts, meta = self._parts, self.meta
-        message = RunMessage(
-            meta.run_id,
-            meta.start,
-            step=self._from_step,
-            floor=0,
-            every_n_steps=parts.config.every_n_steps,
-            num_kept=kept_whole(parts.config, parts.world.size, runs_ahead=parts.world.runs_ahead),
-            stored=self._stored,
+        parts = self._parts
+        settings = job_settings(
+            parts.config,
+            parts.world,
+            self.meta.run_id,
+            redundancy=parts.discovery.redundancy,
             shared=parts.shared,
-            peers=parts.discovery.peers,
-            parity=parts.discovery.parity,
-            is_new=True,
-            source=self._source,
         )
-        parts.client.adopt_run(message)
+        start = self.meta.start_number
+        parts.recorder.events.begin(start, max(0, self._from_step))
+        parts.client.begin_start(settings, start, self._from_step, self._source)
 
     def begin_once(self) -> None:
         """``begin``, if that was not done: again would make the client forget which steps are durable."""
@@ -216,8 +209,8 @@ class Run:
     def begin_again(self, step: int) -> None:
         """A loop began again with a lower ``step``: these are other snapshots."""
         self.meta.follow(None)
-        self._from_step, self._source, self._stored = max(0, step - 1), None, {}
-        self._parts.recorder.events.begin(self._from_step)
+        self._from_step = max(0, step - 1)
+        self._source = ""
         self.begin()
 
     # ---------------------------------------------------------------- memory
@@ -230,15 +223,16 @@ class Run:
         wanted = {(snapshot.run_id, snapshot.step, snapshot.start)}
         if other is not None:
             wanted.add((other.run_id, other.step, other.start))
-        self.drop("restore.discard", lambda item: (item.run_id, item.step, item.start) not in wanted)
+        self.drop("restore.discard", lambda entry: (entry.run_id, entry.step, entry.start) not in wanted)
 
     def drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
         """Drop captures in memory; ``point`` is passed before each. Blocks: asks the keeper."""
         try:
-            held = self._parts.client.inventory(self._parts.config.io_timeout_s).entries
+            entries = self._parts.client.memory(self._parts.config.io_timeout_s).entries
         except KeeperError as error:
             logger.info("nothing in memory to go through: %s", error)
             return
-        for item in filter(is_unwanted, held):
+        for entry in filter(is_unwanted, entries):
             faults.point(point)
-            item.slot.drop(item.sequence)
+            if isinstance(entry.slot, TrainerSlot):  # a slot of this rank
+                entry.slot.discard(entry.sequence)

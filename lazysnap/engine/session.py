@@ -36,7 +36,8 @@ class Session:
         if takes_over:
             _end_earlier(identity)
         self.notice = Notice(config, lambda: self.shutdown.held(), self._seal)
-        self.parts = parts = Parts.of(config, source, identity, self.notice.listener.notify)
+        parts = Parts.of(config, source, identity)
+        self.parts = parts
         self.run = Run(parts)
         self.boundaries = Boundaries(parts, self.run, self.notice)
         self.shutdown = Shutdown(parts, self.run, self.boundaries, self.notice)

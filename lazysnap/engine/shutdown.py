@@ -1,10 +1,10 @@
 """Waiting for storage, and how an engine ends: closed, abandoned as by a crash, or discarded."""
 
 import contextlib
-import time
 from collections.abc import Callable
 
 from lazysnap.console import has_terminal, said_after
+from lazysnap.core.messages import Farewell, KeeperState, StepKey
 from lazysnap.engine import report
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.messages import Event
@@ -12,8 +12,8 @@ from lazysnap.engine.notice import Notice, RankCaptures
 from lazysnap.engine.parts import Parts
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import Statistics
+from lazysnap.engine.stored import StoredStep, stored_bytes
 from lazysnap.errors import WaitTimeout
-from lazysnap.keeper.protocol import Protect
 
 _SILENCE_S = 3.0
 """Seconds that the end of a training waits for storage before it says so."""
@@ -42,8 +42,8 @@ class Shutdown:
 
     def statistics(self) -> Statistics:
         """See ``SnapshotEngine.statistics``."""
-        self._recorder.drain_events()
-        if not self.is_closed:
+        if not self.is_closed:  # else the keeper was left, and nothing that it does is of this training
+            self._recorder.drain_events()
             with self._boundaries.lock:
                 self._recorder.count_ended()
             self._parts.statistics.last_whole_step = self._history.last_held_step()
@@ -54,38 +54,66 @@ class Shutdown:
 
         A level takes captures as it comes to them: the newest is asked for, by all ranks.
         """
-
-        def is_there() -> bool:
-            return self._parts.client.is_durable(step)
-
-        if not (self._parts.world.is_alone and is_there()):
-            self._parts.client.drain(self._history.newest_whole(), timeout_s, enough=is_there)
+        client = self._parts.client
+        newest = self._history.newest_whole()
+        if newest is not None and newest >= step:
+            is_durable = self._parts.world.is_alone and client.is_complete(step, 0)
+            if not is_durable:
+                client.require(newest)
+                # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
+                client.wait(self._is_settled(step, newest), timeout_s)
         self._recorder.drain_events()
-        return is_there()
+        return client.is_complete(step, 0)
+
+    def _is_settled(self, step: int, newest: int) -> Callable[[KeeperState], bool]:
+        key = StepKey(self._run.meta.start_number, newest)
+
+        def is_settled(state: KeeperState) -> bool:
+            return self._parts.client.is_complete(step, 0) or key in state.lost
+
+        return is_settled
 
     def wait_protected(self, step: int, timeout_s: float) -> bool:
         """Block until that step, or a later one, survives the loss of a node; ``False`` after the deadline."""
+        start = self._run.meta.start_number
 
-        def is_protected() -> bool:
-            newest = self.statistics().last_protected_step
-            return newest is not None and newest >= step
+        def is_protected(state: KeeperState) -> bool:
+            newest = state.protected
+            return newest is not None and newest.start == start and newest.step >= step
 
-        deadline = time.monotonic() + timeout_s
-        if not is_protected():
-            self._parts.client.tell(Protect(step))
-        while not is_protected():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
+        client = self._parts.client
+        if not is_protected(client.state):
+            client.protect(step)
+        return client.wait(is_protected, timeout_s)
 
     def flush(self, timeout_s: float, progress: Progress | None) -> bool:
         """See ``SnapshotEngine.flush``. Blocks. Without levels: until a keeper has it."""
         self._boundaries.finish_copies()
-        done = self._parts.client.drain(self._history.newest_whole(), timeout_s, progress)
+        done = self._store_everywhere(self._history.newest_whole(), timeout_s, progress)
         self._recorder.drain_events()
         is_captured = self._recorder.last_due is None or self._history.newest_whole() is not None
         return done and is_captured and not self._history.has_lost_last
+
+    def _store_everywhere(self, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
+        """Block until every level has that step; without levels until a keeper has it. ``None``: nothing is waited for.
+
+        ``False`` after the deadline, or once there is no hope for it.
+        """
+        if step is None:
+            return True
+        client = self._parts.client
+        levels = range(len(self._parts.config.levels))
+        if not levels:
+            return client.wait(lambda state: client.is_connected, timeout_s)
+        key = StepKey(self._run.meta.start_number, step)
+
+        def show(state: KeeperState) -> None:
+            # Every rank of the node has about as much.
+            size_bytes = self._parts.statistics.shard_bytes * len(self._parts.world.node_ranks)
+            if progress is not None and size_bytes:
+                progress(stored_bytes(state, key, size_bytes), size_bytes * len(levels))
+
+        return StoredStep(client, key, levels).wait(timeout_s, show=show)
 
     # ---------------------------------------------------------------- the good end
 
@@ -117,9 +145,9 @@ class Shutdown:
             # What memory holds of an earlier start is not this one's to give up, as long as it captured nothing itself.
             is_last = durable and over and has_own
             if is_last:
-                parts.client.goodbye(parts.config.io_timeout_s)
+                parts.client.leave(Farewell.OVER, parts.config.io_timeout_s)
             else:
-                parts.client.abandon()
+                parts.client.leave(Farewell.LEFT, parts.config.io_timeout_s)
             self._notice.leave()
         self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
         self._has_ended_well = durable and captured
@@ -137,6 +165,8 @@ class Shutdown:
         resumed = self._run.resumed
         is_there = self._history.newest_whole() is not None or resumed is None or not resumed.only_in_memory
         durable = self._drain_all(progress, is_common=is_common) and is_there
+        if durable and self._parts.client.was_connected:
+            self._parts.client.wait(self._recorder.events.are_names_settled, self._parts.config.io_timeout_s)
         self._recorder.drain_events()
         if not durable and is_there and self._history.last_held_step() is None:  # else see ``report.not_durable``
             self._parts.messages.tell(Event.NOT_AT_EVERY_LEVEL, reason=self._reason())
@@ -149,10 +179,10 @@ class Shutdown:
         client, world, newest = self._parts.client, self._parts.world, self._history.newest_whole()
 
         def drain(last: int | None) -> bool:
-            if not client.was_attached:
+            if not client.was_connected:
                 return True
             with self._telling(last, has_bar=progress is not None and has_terminal()):
-                return client.drain(last, self._parts.config.drain_timeout_s, progress)
+                return self._store_everywhere(last, self._parts.config.drain_timeout_s, progress)
 
         if world.is_alone or not is_common:
             return drain(newest)
@@ -174,10 +204,15 @@ class Shutdown:
             return contextlib.nullcontext()
 
         def line() -> str:
-            where = ", ".join(self._parts.client.lacking(step)) or "the keeper"
+            where = ", ".join(self._lacking(step)) or "the keeper"
             return f"waiting for {where} to store step {step}, at most {config.drain_timeout_s:g} s (drain_timeout_s)"
 
         return said_after(_SILENCE_S, line)
+
+    def _lacking(self, step: int) -> list[str]:
+        """Return the URLs of the levels that are not known to have that step, or a later one. Thread-safe."""
+        levels = enumerate(self._parts.config.levels)
+        return [level.url for index, level in levels if not self._parts.client.is_complete(step, index)]
 
     def _has_captured_last(self) -> bool:
         last, newest = self._recorder.last_due, self._history.newest_whole()
@@ -210,7 +245,7 @@ class Shutdown:
             self._recorder.events.is_training = False
             self._boundaries.finish_copies()
             self._leave()
-            self._parts.client.abandon()
+            self._parts.client.leave(Farewell.LEFT, self._parts.config.io_timeout_s)
             self._notice.leave()
             if not self._notice.cuts:  # which has printed the end
                 self._tell_end(report.Ending.ABANDONED, error)
@@ -226,35 +261,39 @@ class Shutdown:
         if not self.is_closed:
             self._recorder.events.is_training = False
             self._boundaries.gate()
-            self._run.drop("engine.discard", lambda item: True)
+            self._run.drop("engine.discard", lambda entry: True)
             self._leave()
-            self._parts.client.goodbye(self._parts.config.io_timeout_s)
+            self._parts.client.leave(Farewell.OVER, self._parts.config.io_timeout_s)
             self._notice.leave()
 
     def held(self) -> RankCaptures:
         """Return what is captured by now, for the notice of an end. Does not block. Thread-safe."""
-        resumed, steps = self._run.resumed, self._history.held_steps()
+        resumed = self._run.resumed
+        steps = self._history.held_steps()
+        seen_step = self._recorder.seen_step or 0
         if not steps and resumed is not None and resumed.only_in_memory:
-            steps = [resumed.step]
-        return RankCaptures(tuple(steps), self._newest_durable(), self._recorder.seen_step or 0)
+            return RankCaptures((resumed.step,), self._newest_durable(), seen_step, is_resumed=True)
+        return RankCaptures(tuple(steps), self._newest_durable(), seen_step)
 
     def _newest_durable(self) -> tuple[int, str] | None:
         """Return the newest step of this training that any level has, as far as this process knows, and its URL."""
         client, resumed = self._parts.client, self._run.resumed
-        newest = [(client.newest_durable(level.url), level.url) for level in self._parts.config.levels]
-        found = [(step, url) for step, url in newest if step >= 0]
+        newest: tuple[int, str] | None = None
         if resumed is not None and resumed.durable_at is not None:
-            found.append((resumed.step, resumed.durable_at))
-        return max(found, key=lambda one: one[0], default=None)
+            newest = (resumed.step, resumed.durable_at)
+        for index, level in enumerate(self._parts.config.levels):
+            step = client.newest_complete(index)
+            if step >= 0 and (newest is None or step > newest[0]):
+                newest = (step, level.url)
+        return newest
 
     def _leave(self) -> None:
         self.statistics()  # the last ones with a keeper
         self.is_closed = True
-        self._recorder.names.end()
+        self._recorder.end_names()
         self._boundaries.close()
 
     def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
-        self._recorder.drain_events()
         config, resumed, statistics = self._parts.config, self._run.resumed, self._parts.statistics
         end = report.End(
             ending,

@@ -41,25 +41,20 @@ class Statistics:
     """Times that training went back in place."""
     bytes_captured: int = 0
     shard_bytes: int = 0
-    """Size of one snapshot of this rank, without frozen tensors."""
-    frozen_bytes: int = 0
-    """Size of the file of frozen tensors, stored once."""
-    frozen_changed: int = 0
-    """Frozen tensors that were found changed."""
+    """Size of one snapshot of this rank."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Boundaries that were due but began no capture, by reason."""
     persisted: Counter[str] = field(default_factory=Counter)
     """Snapshots that became durable, by level: all ranks have their part there, read back."""
     level_failures: Counter[str] = field(default_factory=Counter)
-    """Snapshots given up, by level."""
+    """Steps that were not stored because of an error, by level."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Snapshots that a level left out because it was slower than the ones before it, or than training, by level."""
+    """Due steps that a level left out because it was slower than the ones before it, or than training, by level. None
+    at a level that stores by time: there no step is due by its number."""
     boundary: Timing = field(default_factory=Timing)
     """Time that training was held at boundaries that began a capture, behind the gate, without ``memory_wait_s``."""
     memory_wait_s: float = 0.0
     """Seconds that training waited for memory to be ready, at its first boundary."""
-    slot_waits: Timing = field(default_factory=Timing)
-    """Time that training waited at boundaries because storage held all slots."""
     gate: Timing = field(default_factory=Timing)
     """Time that training waited for copies."""
     copy: Timing = field(default_factory=Timing)

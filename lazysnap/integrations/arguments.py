@@ -9,8 +9,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName
 
 _EVERY_N_STEPS = 1
-_PERSIST_EVERY_N_STEPS = 100
-"""What is meant where neither the argument nor a ``config`` is given."""
+"""The interval that is meant where neither the argument nor a ``config`` is given."""
 
 
 def place_beside(directory: object) -> str:
@@ -48,11 +47,8 @@ class Arguments:
         every_n_steps = self.every_n_steps
         if every_n_steps is None:
             every_n_steps = _EVERY_N_STEPS
-        persist_every_n_steps = self.persist_every_n_steps
-        if persist_every_n_steps is None:
-            persist_every_n_steps = _PERSIST_EVERY_N_STEPS
         place = default_url if self.dirpath is None else self.dirpath
-        level = PersistentLevel(place, every_n_steps=persist_every_n_steps)
+        level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
         return SnapshotConfig(every_n_steps=every_n_steps, levels=(level,))
 
     def _check_beside(self, config: SnapshotConfig, url: str) -> None:

@@ -10,13 +10,12 @@ from typing import Any
 
 from lazysnap.config import SnapshotConfig, redundancy_for, too_few_nodes
 from lazysnap.console import say
+from lazysnap.core.messages import KeeperState, PeerAddress, PeerSettings, RedundancySettings
 from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.protocol import Parity, Peers
-from lazysnap.links.secret import Secret, draw_secret
 from lazysnap.parity.codes import library
 from lazysnap.parity.groups import groups_of
-from lazysnap.ranks.slots import slots_needed
+from lazysnap.peers.secret import Secret, draw_secret
 from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
@@ -29,22 +28,25 @@ _BLOCK_BYTES = 1 << 20
 class Discovery:
     """The addresses of the other nodes' keepers, for this rank's keeper and for a restart that reads from them."""
 
-    peers: Peers | None = None
-    parity: Parity | None = None
+    peers: PeerSettings | None = None
+    """How keepers reach each other; ``None``: there is one node, or they do not."""
+    redundancy: RedundancySettings | None = None
     """``None``: other nodes do not protect this one."""
     reads: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """The address from which others read, by node."""
+    """The address at which a keeper serves the others, by the name of its node."""
 
     @property
     def group(self) -> tuple[int, int]:
         """Nodes that protect this one and each other, and how many of them may be lost."""
-        return (1, 0) if self.parity is None else (len(self.parity.members), self.parity.parity)
+        if self.redundancy is None:
+            return (1, 0)
+        return (len(self.redundancy.members), self.redundancy.parity)
 
     @property
     def secret(self) -> Secret:
-        """The secret of the job; only if there are ``peers``."""
+        """The secret of the start; only if there are ``peers``."""
         assert self.peers is not None
-        return self.peers.secret
+        return Secret(self.peers.secret)
 
 
 NOBODY = Discovery()
@@ -57,11 +59,9 @@ class _Endpoint:
 
     host: str
     port: int
-    """The port at which others read, and at node 0 keepers link; 0: none was free."""
+    """The port at which it serves the others; 0: none was free."""
     library: str
     """The library that computes parity there; empty if there is none."""
-    silence: str = ""
-    """Why the keeper does not serve others yet; empty: it does."""
 
 
 def discover_keepers(
@@ -79,41 +79,76 @@ def discover_keepers(
     nodes = list(dict.fromkeys(place.node for place in places))
     if len(nodes) == 1 and not alone:
         return NOBODY
-    # Only other nodes know where they reach that of rank 0: to itself its name may mean 127.0.1.1.
-    seen: Any = None if world.place.node == nodes[0] else address_of(os.environ.get("MASTER_ADDR"))
-    if world.rank == 0:
-        seen = vars(draw_secret())
-    made, *of_first = world.exchange("linking keepers", seen)
-    secret = Secret(**made)
-    mine = None
-    if world.place.local_rank == 0:
-        targets = ["127.0.0.1"]
-        if len(nodes) > 1:
-            targets = list(dict.fromkeys(address for address in of_first if address is not None))
-        host = own_address(targets)
-        try:
-            port = client.reserve_port(host)
-        except OSError as error:
-            mine = vars(_Endpoint(f"{host}: {error}", 0, _library()))
-        else:
-            silence = _silence(client, host, secret, config.io_timeout_s)
-            mine = vars(_Endpoint(host, port, _library(), silence))
-    told = world.exchange("where keepers are", mine)
-    endpoints = {place.node: _Endpoint(**told[place.rank]) for place in places if place.local_rank == 0}
-    first, own = endpoints[nodes[0]], endpoints[world.place.node]
+    secret, of_first = _agree_on_secret(world, is_first_node=world.place.node == nodes[0])
+    if len(nodes) == 1:
+        of_first = ["127.0.0.1"]
+    endpoints = _exchange_endpoints(world, client, of_first)
+    peers = PeerSettings(
+        job=job_id,
+        node=nodes.index(world.place.node),
+        secret=secret.hex,
+        addresses=tuple(
+            PeerAddress(number, endpoints[node].host, endpoints[node].port) for number, node in enumerate(nodes)
+        ),
+    )
+    silences = _begin_serving(world, client, peers, config.io_timeout_s)
     if world.rank == 0:
         for node in nodes:
-            _tell(node.split("/")[0], endpoints[node], is_first=node == nodes[0])
-    if not first.port:
+            _report(node.split("/")[0], endpoints[node], silences.get(node, ""), is_first=node == nodes[0])
+    if not endpoints[nodes[0]].port:
         return NOBODY
-    peers = Peers(job_id, first.host, first.port, secret, own=(own.host, own.port))
     reads = {node: (endpoint.host, endpoint.port) for node, endpoint in endpoints.items() if endpoint.port}
-    return Discovery(
-        peers, _parity(world, config, [endpoints[node] for node in nodes], nodes.index(world.place.node)), reads
-    )
+    redundancy = _redundancy(world, config, [endpoints[node] for node in nodes], peers.node)
+    return Discovery(peers, redundancy, reads)
 
 
-def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint], own: int) -> Parity | None:
+def _agree_on_secret(world: World, *, is_first_node: bool) -> tuple[Secret, list[str]]:
+    """Return the secret of this start, and the addresses at which other nodes see that of rank 0. Collective."""
+    # Only other nodes know where they reach that of rank 0: to itself its name may mean 127.0.1.1.
+    told: Any = None
+    if not is_first_node:
+        told = address_of(os.environ.get("MASTER_ADDR"))
+    if world.rank == 0:
+        told = draw_secret().hex
+    secret_hex, *addresses = world.exchange("linking keepers", told)
+    return Secret(secret_hex), list(dict.fromkeys(address for address in addresses if address is not None))
+
+
+def _exchange_endpoints(world: World, client: KeeperClient, of_first: Sequence[str]) -> dict[str, _Endpoint]:
+    """Reserve a port for the keeper of this node; return the addresses of all keepers, by node. Collective."""
+    own: Any = None
+    if world.place.local_rank == 0:
+        host = own_address(of_first)
+        try:
+            own = vars(_Endpoint(host, client.reserve_port(host), _library()))
+        except OSError as error:
+            own = vars(_Endpoint(f"{host}: {error}", 0, _library()))
+    answers = world.exchange("where keepers are", own)
+    endpoints = {}
+    for place in world.places:
+        if place.local_rank == 0:
+            endpoints[place.node] = _Endpoint(**answers[place.rank])
+    return endpoints
+
+
+def _begin_serving(world: World, client: KeeperClient, peers: PeerSettings, timeout_s: float) -> dict[str, str]:
+    """Let the keepers of all nodes serve each other; return why one does not yet, by node. Collective. Blocks."""
+    [first, *_] = peers.addresses
+    if first.port:
+        client.set_peers(peers)
+
+    def wait() -> str:
+        if world.place.local_rank or not first.port:
+            return ""
+        return _silence(client, timeout_s)
+
+    answers = world.exchange_after("keepers that serve others", wait)
+    return {place.node: answers[place.rank] for place in world.places if place.local_rank == 0}
+
+
+def _redundancy(
+    world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint], own: int
+) -> RedundancySettings | None:
     redundancy = redundancy_for(config, len(endpoints))
     if redundancy is None:
         return None
@@ -134,25 +169,32 @@ def _parity(world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint]
         slow = {endpoint.library for endpoint in endpoints} - {"ISA-L"}
         if slow:
             say(f"parity is computed by {min(slow)} on some nodes; ISA-L is faster: pip install 'lazysnap[parity]'")
-    group = next(one for one in groups if own in one.members)
-    return Parity(
-        [(number, endpoints[number].host, endpoints[number].port) for number in group.members],
-        group.parity,
-        group.parity * len(groups),
-        slots_needed(config, world.size, runs_ahead=world.runs_ahead, is_redundant=True),
+    group = next(group for group in groups if own in group.members)
+    return RedundancySettings(
         every_n_steps=redundancy.every_n_steps,
-        max_bytes_per_s=redundancy.max_bytes_per_s,
+        members=tuple(group.members),
+        parity=group.parity,
+        most_lost=group.parity * len(groups),
         block_bytes=_BLOCK_BYTES,
+        max_bytes_per_s=redundancy.max_bytes_per_s,
     )
 
 
-def _silence(client: KeeperClient, host: str, secret: Secret, timeout_s: float) -> str:
-    """Have this node's keeper serve the others. Blocks: at most ``timeout_s``. Why it does not yet; empty: it does."""
+def _silence(client: KeeperClient, timeout_s: float) -> str:
+    """Return why this node's keeper does not serve the others yet; empty if it does.
+
+    Blocks: at most ``timeout_s`` for the keeper, and again for its answer.
+    """
     try:
         client.connect(timeout_s)
     except LazySnapError as error:  # the other nodes wait for an answer; the next use of the keeper raises it again
         return str(error)
-    return "" if client.serve_peers(host, secret, timeout_s) else f"it did not answer within {timeout_s:g} s"
+    is_serving = client.wait(_is_serving, timeout_s)
+    return "" if is_serving else f"it did not answer within {timeout_s:g} s"
+
+
+def _is_serving(state: KeeperState) -> bool:
+    return state.is_serving_peers
 
 
 def _library() -> str:
@@ -163,7 +205,8 @@ def _library() -> str:
         return ""
 
 
-def _tell(node: str, endpoint: _Endpoint, *, is_first: bool) -> None:
+def _report(node: str, endpoint: _Endpoint, silence: str, *, is_first: bool) -> None:
+    """Warn of a keeper that the others do not reach. ``silence``: why it does not serve them yet."""
     lost = "nothing new is complete at a level or protected" if is_first else "nothing is protected by other nodes"
     if not endpoint.port:
         logger.warning(
@@ -173,12 +216,12 @@ def _tell(node: str, endpoint: _Endpoint, *, is_first: bool) -> None:
             lost,
             endpoint.host,
         )
-    elif endpoint.silence:
+    elif silence:
         logger.warning(
             "the keeper of %s does not answer yet, and until it does nothing new is complete at a level or protected; "
             "training and captures into memory go on, and it joins by itself: %s",
             node,
-            endpoint.silence,
+            silence,
         )
 
 

@@ -56,18 +56,8 @@ class _Shared:
 class Partition:
     """The parts of one walk; holds as long as the names and kinds of its tensors stay."""
 
-    def __init__(
-        self,
-        walk: Walk,
-        replicated: Collection[Key],
-        rank: int,
-        nodes: Sequence[str],
-        untrained: Collection[str] = (),
-    ) -> None:
-        """``replicated``: memory that holds the same on every rank; ``nodes``: of every rank; ``untrained``: names of
-        DTensors of which each rank captures its whole local shard, because frozen tensors are stored by their content.
-        Raises: StateError.
-        """
+    def __init__(self, walk: Walk, replicated: Collection[Key], rank: int, nodes: Sequence[str]) -> None:
+        """``replicated``: memory that holds the same on every rank; ``nodes``: of every rank. Raises: StateError."""
         self._of = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
         """``scope``, ``global_shape``, ``offsets`` and ``order`` by name, like in the manifest; absent for rank-scoped
@@ -80,7 +70,7 @@ class Partition:
         """Facts that must be equal on all ranks that hold the same tensors."""
         self._storers: set[int] = set()
         self._tied: dict[int, int] = {}
-        parts, shared = self._sorted_out(walk, replicated, untrained, (rank, len(nodes)))
+        parts, shared = self._sorted_out(walk, replicated, rank, len(nodes))
         for holders, ones in shared.items():
             parts += self._cut(walk, ones, [nodes[other] for other in holders], holders, rank)
         self._parts = sorted(parts, key=lambda part: part.index)
@@ -91,10 +81,10 @@ class Partition:
         """Further names of what is captured here."""
 
     def _sorted_out(
-        self, walk: Walk, replicated: Collection[Key], untrained: Collection[str], of: tuple[int, int]
+        self, walk: Walk, replicated: Collection[Key], rank: int, num_ranks: int
     ) -> tuple[list[_Part], dict[tuple[int, ...], list[_Shared]]]:
-        """Return this rank's own tensors, and shared ones by the ranks that hold them; ``of``: rank, and ranks."""
-        rank, everyone = of[0], tuple(range(of[1]))
+        """Return this rank's own tensors, and shared ones by the ranks that hold them."""
+        everyone = tuple(range(num_ranks))
         own: list[_Part] = []
         shared: dict[tuple[int, ...], list[_Shared]] = {}
         first: dict[object, int] = {}
@@ -108,8 +98,6 @@ class Partition:
                 own.append(_Part(index))
             else:
                 one, holders = _shared(index, tensor, held, everyone)
-                if held is not None and name in untrained and rank in holders:
-                    holders = (rank,)
                 # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
                 if rank in holders and (0 not in one.local.shape or 0 in one.global_shape):
                     shared.setdefault(holders, []).append(one)

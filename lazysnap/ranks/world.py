@@ -58,7 +58,6 @@ class World:
         self.size = dist.get_world_size() if is_many else 1
         self._group: Any = self._new_group() if is_many else None
         self._shares: tuple[bool, bool] | None = None
-        self._untrained: frozenset[str] | None = None
         self._lost: WaitTimeout | None = None
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         is_on_device = any(one.device.type not in ("cpu", "meta") for group in groups for one in group["params"])
@@ -156,19 +155,16 @@ class World:
             raise outcome[0]
         return list(outcome[0])
 
-    def agree_partition(self, walked: Walk, replicated: Collection[Key], untrained: Collection[str]) -> Partition:
+    def agree_partition(self, walked: Walk, replicated: Collection[Key]) -> Partition:
         """Return the part of the state that this rank captures. Collective at its first call, later ones are not.
 
         If ranks of a node differ in tensors that they should share, each captures its own whole. If ranks of several
-        nodes differ, each node stores its own whole. ``untrained``: see ``Partition``. That of the first call counts,
-        so that all ranks always cut alike.
+        nodes differ, each node stores its own whole.
         Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
         """
         if self._lost is not None:
             raise self._lost  # asked once: the others will not answer later either
-        if self._untrained is None:
-            self._untrained = frozenset(untrained)
-        partition = Partition(walked, replicated, self.rank, [place.node for place in self.places], self._untrained)
+        partition = Partition(walked, replicated, self.rank, [place.node for place in self.places])
         if self._shares is None:
             try:
                 told = self.exchange("the first boundary", partition.common)

@@ -7,6 +7,7 @@ import torch
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.core.messages import Farewell
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 
@@ -17,6 +18,15 @@ def fetch_stored(engine):
     """What a restart reads where memory is not asked: also while another process of this job trains."""
     run = engine.session.run
     return run.fetch("latest", dataclasses.replace(run.restart, client=None))
+
+
+def connected_client(config):
+    """Become the trainer of a job, as another process would; its client."""
+    client = KeeperClient(
+        JobIdentity.from_config(config), 0, linger_s=config.memory.linger_s, io_timeout_s=config.io_timeout_s
+    )
+    client.connect(TIMEOUT_S)
+    return client
 
 
 class Training:
@@ -86,10 +96,7 @@ class Starter:
 
     def other_trainer(self, *levels):
         """Attach to the keeper as another training of this job does; its connection."""
-        config = self.config(*levels)
-        client = KeeperClient(JobIdentity.from_config(config), config)
-        client.connect(TIMEOUT_S)
-        return client
+        return connected_client(self.config(*levels))
 
     def crash(self, training):
         """As far as the keeper can tell, this trainer died."""
@@ -105,14 +112,13 @@ def damage_newest_at_rest(job, where):
     """Change a byte of the newest capture once its keeper, which waits for a restart, knows the checksums."""
 
     def is_done():
-        client = KeeperClient(JobIdentity.from_config(job.config()), job.config())
-        client.connect(TIMEOUT_S)
+        client = connected_client(job.config())
         try:
-            newest = max(client.inventory(TIMEOUT_S).entries, key=lambda entry: entry.step)
+            newest = max(client.memory(TIMEOUT_S).entries, key=lambda entry: entry.step)
             if newest.checksums is not None:
-                newest.slot.image[where % newest.slot.status().image_bytes] ^= 2
+                newest.slot.image[where % newest.slot.view().image_bytes] ^= 2
             return newest.checksums is not None
         finally:
-            client.abandon()
+            client.leave(Farewell.LEFT, TIMEOUT_S)
 
     until(is_done)

@@ -1,104 +1,280 @@
-"""What is told of a level that fails, and works again: once each."""
+"""What is new in a keeper's state is counted once, and trouble is told once until it is over."""
+
+from msgspec import structs
 
 from lazysnap import PersistentLevel, SnapshotConfig
-from lazysnap.engine.events import KeeperEvents
+from lazysnap.core.messages import Alert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
+from lazysnap.engine.events import Connection, KeeperEvents
 from lazysnap.engine.messages import Messages
-from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
-from lazysnap.events import Alert, Complete, LevelFailed, NameFailed, Protected, Stored
-from lazysnap.keeper.events import KeeperLost
+
+START = 7
 
 
 def said(caplog):
     return [" ".join(record.getMessage().split()[:3]) for record in caplog.records if record.levelname == "WARNING"]
 
 
-def events_of(every=1, *, speaks_for_node=True):
-    config = SnapshotConfig(levels=(PersistentLevel("/disk", every_n_steps=every),))
-    statistics = Statistics()
-    messages = Messages(statistics, speaks_for_node=speaks_for_node)
-    return KeeperEvents(config, messages, Protection(config, messages)), statistics
+class Follower:
+    """Takes one state after the other of a keeper with one level."""
 
+    def __init__(self, *, speaks_for_node=True, pid=1, **interval):
+        config = SnapshotConfig(levels=(PersistentLevel("/disk", **interval),))
+        self.statistics = Statistics()
+        messages = Messages(self.statistics, speaks_for_node=speaks_for_node)
+        self.events = KeeperEvents(config, messages)
+        self.events.begin(START, 0)
+        self.level = LevelState()
+        self.state = KeeperState(pid=pid, levels=(self.level,))
+        self.connection = Connection(pid)
 
-def complete(*steps):
-    return Complete(t=0.0, level="/disk", steps=list(steps), start="s1")
+    def look(self):
+        self.events.compare(self.state, self.connection)
 
+    def level_says(self, **changes):
+        self.level = structs.replace(self.level, **changes)
+        self.says(levels=(self.level,))
 
-def failed(step, text):
-    return LevelFailed(t=0.0, level="/disk", step=step, text=text)
+    def says(self, **changes):
+        self.state = structs.replace(self.state, **changes)
+        self.look()
 
+    def completes(self, *steps, start=START):
+        keys = tuple(StepKey(start, step) for step in steps)
+        self.level_says(complete=(*self.level.complete, *keys), failure="", failed_step=None)
 
-def alert(about, text):
-    return Alert(t=0.0, about=about, text=text)
+    def fails(self, step, text):
+        self.level_says(failure=text, failed_step=step, num_failures=self.level.num_failures + 1)
+
+    def next_keeper(self, **state):
+        self.connection = Connection(None)
+        self.look()
+        pid = self.state.pid + 1
+        self.level = LevelState()
+        self.connection = Connection(pid)
+        self.state = KeeperState(pid=pid, levels=(self.level,), **state)
+        self.look()
 
 
 def test_a_level_that_fails_is_told_once_and_once_that_it_works_again(caplog):
-    events, statistics = events_of()
+    follower = Follower(every_n_steps=1)
 
-    events.take([failed(step, "read back damaged") for step in range(1, 6)])
+    for step in range(1, 6):
+        follower.fails(step, "read back damaged")
     assert said(caplog) == ["step 1 is"]
 
-    times = {"seconds": 0.1, "checksum_s": 0.0, "read_back_s": 0.0}
-    events.take([Stored(t=0.0, level="/disk", step=6, bytes=100, **times), complete(6), complete(7)])
+    follower.level_says(stored_bytes=100, stored_s=0.1)
+    follower.completes(6)
+    follower.completes(7)
     assert said(caplog) == ["step 1 is", "/disk works again:"]
-    assert statistics.level_failures == {"/disk": 5}
+    assert follower.statistics.level_failures == {"/disk": 5}
+
+
+def test_failures_between_two_looks_are_all_counted():
+    follower = Follower()
+
+    follower.level_says(failure="full", failed_step=9, num_failures=4)
+    follower.level_says(failure="no answer", failed_step=None, num_failures=6)
+
+    assert follower.statistics.level_failures == {"/disk": 6}
+
+
+def test_a_level_that_cannot_even_be_listed_is_told_without_a_step(caplog):
+    follower = Follower()
+
+    follower.level_says(failure="/disk: no answer")
+    follower.level_says(failure="/disk: still no answer")
+    follower.completes(1)
+
+    assert said(caplog) == ["/disk: nothing can", "/disk works again:"]
+    assert follower.statistics.level_failures == {}
 
 
 def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
     caplog.set_level("INFO")
-    alerts = [alert("links", "no link"), alert("protection", "alone")]
-    told = [failed(1, "full"), *alerts, NameFailed(t=0.0, level="/disk", name="x", text="-")]
-    ranks = [events_of(speaks_for_node=rank == 0) for rank in range(3)]
-    for events, _ in ranks:
-        events.take([*told, alert("links", ""), alert("protection", ""), complete(2)])
+    ranks = [Follower(speaks_for_node=rank == 0) for rank in range(3)]
+    for follower in ranks:
+        follower.fails(1, "full")
+        alerts = (Alert("links", "no link"), Alert("protection", "alone"))
+        follower.says(alerts=alerts, name_refusals=(NameRefusal("/disk", "x", "-"),))
+        follower.says(alerts=())
+        follower.completes(2)
 
     assert len(said(caplog)) == 7
     assert len([record for record in caplog.records if record.levelname == "INFO"]) == 14
-    assert all(statistics.level_failures == {"/disk": 1} for _, statistics in ranks)
+    assert all(follower.statistics.level_failures == {"/disk": 1} for follower in ranks)
 
 
 def test_steps_that_were_due_between_two_that_are_stored_count_as_left_out():
-    events, statistics = events_of(every=10)
+    follower = Follower(every_n_steps=10)
 
-    events.take([complete(10), complete(30), complete(33), complete(40)])
+    for step in (10, 30, 33, 40):
+        follower.completes(step)
 
-    assert statistics.persisted == {"/disk": 4}
-    assert statistics.dropped == {"/disk": 1}
-    assert statistics.last_durable_step == {"/disk": 40}
+    assert follower.statistics.persisted == {"/disk": 4}
+    assert follower.statistics.dropped == {"/disk": 1}
+    assert follower.statistics.last_durable_step == {"/disk": 40}
+
+
+def test_a_level_that_stores_by_time_leaves_no_step_out():
+    follower = Follower(every_s=5.0)
+
+    follower.completes(3)
+    follower.completes(90)
+
+    assert follower.statistics.persisted == {"/disk": 2}
+    assert follower.statistics.dropped == {}
 
 
 def test_after_going_back_only_what_comes_behind_that_step_counts():
-    events, statistics = events_of()
-    events.take([complete(9)])
+    follower = Follower(every_n_steps=1)
+    follower.completes(9)
 
-    events.begin(4)
-    events.take([complete(6)])
+    follower.events.begin(START + 1, 4)
+    follower.completes(6, start=START + 1)
 
-    assert statistics.dropped == {"/disk": 8 + 1}
-    assert statistics.last_durable_step == {"/disk": 6}
+    assert follower.statistics.dropped == {"/disk": 8 + 1}
+    assert follower.statistics.last_durable_step == {"/disk": 6}
 
 
-def test_a_step_is_not_protected_any_more_once_the_keeper_with_its_parity_is_gone():
-    events, statistics = events_of()
-    events.take([Protected(t=0.0, step=6, start="s1")])
-    assert statistics.last_protected_step == 6
+def test_snapshots_of_earlier_starts_are_not_of_this_one():
+    follower = Follower()
 
-    events.take([KeeperLost()])
-    assert statistics.last_protected_step is None
+    follower.completes(8, start=START - 1)
+
+    assert follower.statistics.persisted == {}
+    assert follower.statistics.last_durable_step == {}
+
+
+def test_what_one_keeper_counted_is_not_counted_again_from_the_next(caplog):
+    follower = Follower()
+    follower.completes(1, 2)
+    follower.fails(3, "full")
+
+    follower.next_keeper()
+    follower.completes(1, 2)
+    follower.completes(4)
+    follower.fails(5, "full")
+
+    assert follower.statistics.persisted == {"/disk": 3}
+    assert follower.statistics.level_failures == {"/disk": 2}
+    assert follower.statistics.keepers_lost == 1
+
+
+def test_a_lost_keeper_is_told_once_also_if_the_next_one_is_there_already(caplog):
+    follower = Follower()
+    follower.look()
+
+    follower.state = KeeperState(pid=2)
+    follower.connection = Connection(2)
+    follower.look()
+    follower.look()
+
+    assert said(caplog) == ["the keeper is"]
+    assert follower.statistics.keepers_lost == 1
+
+
+def test_a_keeper_that_does_not_answer_is_told_and_that_it_answers_again(caplog):
+    follower = Follower()
+
+    for is_silent in (False, True, True, False):
+        follower.connection = Connection(1, is_silent)
+        follower.look()
+
+    assert said(caplog) == ["the keeper of", "the keeper (process"]
+
+
+def test_an_alert_that_the_next_keeper_does_not_know_is_not_told_as_over(caplog):
+    follower = Follower()
+    follower.says(alerts=(Alert("links", "no link"),))
+
+    follower.next_keeper()
+    follower.says(alerts=(Alert("links", "no link"),))
+    follower.says(alerts=())
+
+    assert said(caplog) == ["nothing new is", "the keeper is", "nothing new is", "the keepers of"]
+
+
+def test_protected_steps_are_counted_and_forgotten_with_the_keeper_that_has_the_parity():
+    follower = Follower()
+    follower.says(protected=StepKey(START, 6))
+    follower.says(protected=StepKey(START, 9))
+    assert follower.statistics.last_protected_step == 9
+    assert follower.statistics.protected == 2
+
+    follower.connection = Connection(None)
+    follower.look()
+    assert follower.statistics.last_protected_step is None
+
+    follower.connection = Connection(1)  # the same keeper: only the connection was lost
+    follower.look()
+    assert follower.statistics.last_protected_step == 9
+
+
+def test_what_was_protected_of_an_earlier_start_does_not_count():
+    follower = Follower()
+
+    follower.says(protected=StepKey(START - 1, 6))
+
+    assert follower.statistics.last_protected_step is None
+    assert follower.statistics.protected == 0
+
+
+def test_a_name_is_lost_with_its_step_and_not_once_it_is_given(caplog):
+    follower = Follower()
+    follower.events.name_given("good", 3)
+    follower.events.name_given("late", 4)
+
+    follower.says(names=(NamedStep("good", StepKey(START, 3)),))
+    follower.says(lost=(StepKey(START, 3), StepKey(START, 4)))
+    follower.says(lost=(StepKey(START, 4),))
+
+    assert [*follower.events.lost_names] == ["late"]
+    [text] = caplog.messages
+    assert text.startswith("no snapshot is called 'late': that of step 4 was dropped")
+
+
+def test_names_are_settled_once_the_first_level_has_them_or_never_will():
+    follower = Follower()
+    key = StepKey(START, 3)
+    assert follower.events.are_names_settled(KeeperState())
+
+    follower.events.name_given("good", 3)
+    follower.events.name_released("old")
+
+    assert not follower.events.are_names_settled(KeeperState())
+    assert not follower.events.are_names_settled(
+        KeeperState(names=(NamedStep("good", key), NamedStep("old", StepKey(1, 1))))
+    )
+    assert follower.events.are_names_settled(KeeperState(names=(NamedStep("good", key),)))
+    assert follower.events.are_names_settled(KeeperState(lost=(key,)))
+    assert follower.events.are_names_settled(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
+    assert follower.events.are_names_settled(KeeperState(levels=(LevelState(failure="away"),)))
+
+
+def test_a_name_that_was_released_is_not_lost(caplog):
+    follower = Follower()
+    follower.events.name_given("late", 4)
+    follower.events.name_released("late")
+
+    follower.says(lost=(StepKey(START, 4),))
+
+    assert caplog.messages == []
 
 
 def test_a_level_that_fails_after_training_does_not_say_that_training_goes_on(caplog):
-    events, _ = events_of()
-    events.is_training = False
+    follower = Follower()
+    follower.events.is_training = False
 
-    events.take([failed(3, "full")])
+    follower.fails(3, "full")
 
-    assert [record.getMessage() for record in caplog.records] == ["step 3 is not persisted: full"]
+    assert caplog.messages == ["step 3 is not persisted: full"]
 
 
 def test_an_alert_of_a_kind_that_nobody_foresaw_warns_and_ends_no_training(caplog):
-    events, _ = events_of()
+    follower = Follower()
 
-    events.take([alert("weather", "it rains")])
+    follower.says(alerts=(Alert("weather", "it rains"),))
+    follower.says(alerts=())
 
-    assert "it rains" in caplog.text
+    assert caplog.messages == ["it rains"]

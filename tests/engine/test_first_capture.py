@@ -10,6 +10,7 @@ from support.waiting import until
 from tuning import Tuning
 
 from lazysnap import MemoryLevel
+from lazysnap.core.messages import Farewell
 from lazysnap.errors import JobBusy
 
 pytestmark = pytest.mark.slow
@@ -57,28 +58,13 @@ def test_memory_that_was_prepared_before_the_first_boundary_is_waited_for(job):
     assert training.began == [True]
 
 
-def test_the_first_capture_waits_for_frozen_tensors(job):
-    tuning = Tuning(job.config())
-    job.trainings.append(tuning)
-    tuning.run(1, 1)
-
-    assert tuning.began == [True]
-    assert tuning.engine.statistics().frozen_bytes > 0
-    wanted = tuning.facts()
-    tuning.engine.abandon()
-    again = Tuning(job.config())
-    job.trainings.append(again)
-    assert again.engine.restore("latest").step == 1
-    assert again.facts() == wanted
-
-
-def test_frozen_tensors_that_do_not_fit_end_the_wait(job, tmp_path):
+def test_a_state_that_does_not_fit_ends_the_wait(job, tmp_path):
     tuning = Tuning(job.config(tmp_path, memory=MemoryLevel(max_bytes=4 << 20, linger_s=60, spill_dir="")))
     job.trainings.append(tuning)
     tuning.run(1, 1)
 
     assert tuning.began == [False]
-    assert "frozen tensors do not fit" in tuning.engine.statistics().unprotected
+    assert "MemoryLevel.max_bytes leaves 4194304" in tuning.engine.statistics().unprotected
 
 
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
@@ -136,4 +122,4 @@ def test_a_job_that_runs_already_ends_the_second_start_at_its_first_boundary(job
 
     with pytest.raises(JobBusy, match="runs already"):
         second.engine.boundary(9)
-    client.abandon()
+    client.leave(Farewell.LEFT, TIMEOUT_S)

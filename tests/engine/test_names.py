@@ -113,26 +113,6 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
 
 
 @pytest.mark.slow
-def test_a_name_of_a_stored_snapshot_that_the_keeper_died_before_writing_is_given(job, tmp_path):
-    training = job.start(tmp_path)
-    durable(training, 1, 3)
-    assert training.engine.keep("kept") == 3
-    until(lambda: named(tmp_path) == {"kept": 3})
-    keeper = training.engine._client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
-    [path] = tmp_path.rglob("keep-kept")
-    path.unlink()  # as if it had not come so far
-    os.kill(keeper, signal.SIGKILL)
-    until(lambda: training.engine.statistics().keepers_lost == 1)
-    assert training.engine._wait_ready(TIMEOUT_S)
-    durable(training, 4, 8)
-
-    assert training.engine.close()
-    assert named(tmp_path) == {"kept": 3}
-    until(lambda: steps_at(tmp_path) == [3, 7, 8])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_name_is_given_though_the_keeper_dies_and_no_boundary_follows(job, tmp_path, is_late):
     training = job.start(tmp_path)
@@ -179,32 +159,18 @@ def slow_training(job, tmp_path, **settings):
 
 
 @pytest.mark.slow
-def test_names_in_quick_succession_are_on_the_steps_that_they_were_given_to(job, tmp_path):
-    """Memory has one slot to spare for storage: a call waits until the snapshot named before is stored."""
-    training = slow_training(job, tmp_path)
-    for step, name in enumerate("abc", 1):
-        training.run(step, step)
-        assert training.engine.keep(name) == step
-    training.run(4, 30)
-
-    assert training.engine.close()
-    assert named(tmp_path) == {"a": 1, "b": 2, "c": 3}
-
-
-@pytest.mark.slow
 def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_one(job, tmp_path, caplog):
     training = slow_training(job, tmp_path)
-    training.wait_for_io(0.5)
     for step, name in enumerate("abc", 1):
         training.run(step, step)
         assert training.engine.keep(name) == step
     training.run(4, 30)
-    # The level takes half a minute for each.
-    until(lambda: training.engine.statistics() and training.engine._lost_names, timeout_s=3 * TIMEOUT_S)
+    # Memory holds one capture for storage, which is busy with step 1.
+    until(lambda: training.engine.statistics() and len(training.engine._lost_names) == 2, timeout_s=3 * TIMEOUT_S)
 
     assert training.engine.close()
-    assert named(tmp_path) == {"a": 1, "b": 2}
-    assert [*training.engine._lost_names] == ["c"]
+    assert named(tmp_path) == {"a": 1}
+    assert [*training.engine._lost_names] == ["b", "c"]
     assert "no snapshot is called 'c': that of step 3 was dropped, or overwritten in memory" in caplog.text
 
 

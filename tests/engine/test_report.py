@@ -7,7 +7,7 @@ from small_training import TIMEOUT_S
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap import SnapshotConfig
+from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.engine import report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels import open_store
@@ -28,7 +28,7 @@ def test_directories_without_a_manifest_are_told():
 
 
 def test_memory_that_is_not_held_is_not_told_as_held():
-    sizes = report.Sizes(state_bytes=100, frozen_bytes=0, slots=3, slot_bytes=200, available_bytes=50)
+    sizes = report.Sizes(state_bytes=100, slots=3, slot_bytes=200, available_bytes=50)
     assert (
         "state 100 bytes; takes 600 bytes of memory (of 50 bytes available): 3 slots of 200 bytes, each"
         in report.opening(SnapshotConfig(), sizes, 1)
@@ -37,15 +37,29 @@ def test_memory_that_is_not_held_is_not_told_as_held():
 
 
 def test_the_figures_of_memory_add_up():
-    sizes = report.Sizes(414_700, frozen_bytes=600_000, slots=3, slot_bytes=2_500_000, available_bytes=10**10)
+    sizes = report.Sizes(414_700, slots=3, slot_bytes=2_500_000, available_bytes=10**10)
     assert report.opening(SnapshotConfig(), sizes, 1).startswith(
-        "state 414.7 kB and 600.0 kB that are not trained; takes 8.1 MB of memory (of 10.0 GB available): 3 slots of "
-        "2.5 MB, each the state and 2.1 MB for metadata and growth; and 600.0 kB that are not trained; "
+        "state 414.7 kB; takes 7.5 MB of memory (of 10.0 GB available): 3 slots of 2.5 MB, each the state and 2.1 MB "
+        "for metadata and growth; "
     )
 
 
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ({}, "at /a every 60 s"),
+        ({"every_s": 1.5}, "at /a every 1.5 s"),
+        ({"every_n_steps": 10}, "at /a every 10 steps"),
+    ],
+)
+def test_the_interval_of_a_level_is_told_in_its_own_unit(interval, words):
+    sizes = report.Sizes(100, slots=3, slot_bytes=200, available_bytes=5000)
+    config = SnapshotConfig(levels=(PersistentLevel("/a", **interval),))
+    assert report.opening(config, sizes, 1).endswith(words)
+
+
 def test_that_there_is_no_storage_level_is_told_beside_parity_too():
-    sizes = report.Sizes(100, 0, slots=3, slot_bytes=200, available_bytes=5000, group=(4, 1))
+    sizes = report.Sizes(100, slots=3, slot_bytes=200, available_bytes=5000, group=(4, 1))
     line = report.opening(SnapshotConfig(), sizes, 4)
     assert line.endswith("any one of 4 nodes may be lost, no storage level: nothing outlives these machines")
 

@@ -153,7 +153,8 @@ def test_a_training_that_ends_where_it_went_back_to_is_durable_and_says_so(job, 
 def test_what_was_durable_of_the_run_that_was_left_does_not_count_for_the_new_one(job, tmp_path, caplog, further):
     training = job.start(tmp_path)
     captured(training, 1, 6)
-    assert training.engine._client.drain(6, TIMEOUT_S)  # the engine took no note of that yet
+    training.engine._client.require(6)
+    assert until(lambda: training.engine._client.is_complete(6, 0))  # the engine took no note of that yet
     step = training.engine.rollback(steps=3).step
     assert step < 5
     statistics = training.engine.statistics()
@@ -201,10 +202,10 @@ def test_with_more_slots_than_needed_memory_has_the_newest_captures_whether_they
     assert training.engine._wait_ready(TIMEOUT_S)
     captured(training, 1, 20)
     assert training.engine.wait(20, until="durable", timeout_s=TIMEOUT_S)
-    until(lambda: not any(slot.status().pinned for slot in training.engine._client.slots()))
+    until(lambda: not any(slot.view().is_held for slot in training.engine._client.slots()))
     captured(training, 21, 23)
 
-    assert sorted(slot.status().step for slot in training.engine._client.slots()) == [18, 19, 20, 21, 22, 23]
+    assert sorted(slot.view().step for slot in training.engine._client.slots()) == [18, 19, 20, 21, 22, 23]
     back = training.engine.rollback(steps=4)
 
     assert (back.step, back.level) == (20, "memory")
@@ -299,8 +300,8 @@ def test_a_damaged_slot_is_passed_over(job, tmp_path):
     wanted = training.facts()
     captured(training, 3, 3)
     assert training.engine._flush(TIMEOUT_S)
-    [slot] = [slot for slot in training.engine._client.slots() if slot.status().step == 3]
-    slot.image[slot.status().image_bytes - 5] ^= 1
+    [slot] = [slot for slot in training.engine._client.slots() if slot.view().step == 3]
+    slot.image[slot.view().image_bytes - 5] ^= 1
     assert training.engine.rollback().step == 2
     assert training.facts() == wanted
 
@@ -320,21 +321,3 @@ def test_loaders_go_on_and_all_else_goes_back(job):
     assert next(batches) == 3
     assert own.at == 2
     assert training.counters["seen"] == 16
-
-
-@pytest.mark.slow
-def test_a_frozen_base_stays_what_it_was(job):
-    """Loading it again is no change of it: it stays stored once."""
-    base = torch.nn.Linear(800, 800)
-    for parameter in base.parameters():
-        parameter.requires_grad_(False)
-    other = job.start(extra={"base": base})
-    captured(other, 1, 3)
-    assert other.engine.statistics().frozen_bytes > 0
-    assert other.engine.rollback().step == 3
-    captured(other, 4, 4)
-    assert other.engine.rollback(steps=2).step == 3
-    captured(other, 4, 5)
-    statistics = other.engine.statistics()
-    assert (statistics.frozen_changed, statistics.torn) == (0, 0)
-    assert statistics.frozen_bytes > 0

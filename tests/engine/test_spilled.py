@@ -11,7 +11,6 @@ from small_training import TIMEOUT_S, Training
 from support.disks import fill, small_disk
 from support.listing import files_below
 from support.waiting import until
-from tuning import Tuning
 
 from lazysnap import MemoryLevel, PersistentLevel
 
@@ -81,23 +80,6 @@ def test_files_outlive_the_keeper_as_memory_does(job, tmp_path):
 
     second = job.start(ready=False, memory=tight(tmp_path))
     assert second.engine.restore("latest").step == 4
-    assert second.facts() == facts
-
-
-@pytest.mark.slow
-def test_frozen_tensors_that_memory_does_not_hold_are_a_file_too(job, tmp_path):
-    tuning = Tuning(job.config(memory=tight(tmp_path)))
-    job.trainings.append(tuning)
-    tuning.run(1, 2)
-    facts = tuning.facts()
-
-    assert tuning.began == [True, True]
-    assert tuning.engine.statistics().frozen_bytes > tuning.engine.config.memory.max_bytes
-    assert tuning.engine.wait(2, until="captured", timeout_s=TIMEOUT_S)
-    job.crash(tuning)
-    second = Tuning(tuning.engine.config)
-    job.trainings.append(second)
-    assert second.engine.restore("latest").step == 2
     assert second.facts() == facts
 
 
