@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lazysnap.keeper.held import HeldParity
+from lazysnap.keeper.questions import HeldParity
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces, can_rebuild
 from lazysnap.resolver import Entry, SnapshotKey

@@ -20,8 +20,8 @@ from lazysnap import faults
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import JobBusy, SnapshotNotFound, StateError
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.held import HeldParity, TrainerEnd
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.questions import HeldParity, TrainerEnd
 from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, Wanted, candidates, newest_start

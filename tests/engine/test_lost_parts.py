@@ -2,7 +2,7 @@
 
 import itertools
 
-from lazysnap.keeper.held import HeldMember, HeldParity
+from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.resolver import Entry, Inventory, candidates
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 
