@@ -146,6 +146,18 @@ class Received:
 
 
 @dataclass(frozen=True)
+class PeersListening:
+    """The keeper listens for other nodes, as ``SetPeers`` said."""
+
+
+@dataclass(frozen=True)
+class KeeperTrouble:
+    """An error was logged that the user should know of."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class TimePassed:
     """The time that the core asked to be woken at has come."""
 
@@ -166,6 +178,8 @@ Event = (
     | JobEnded
     | PeerUp
     | Received
+    | PeersListening
+    | KeeperTrouble
     | TimePassed
     | Terminated
 )
@@ -234,14 +248,14 @@ class SetPeers:
     """Serve, and link to, the keepers of this start. Links of an earlier start are closed."""
 
     peers: PeerSettings
-    node: int
 
 
 @dataclass(frozen=True)
 class SetGrant:
     """Write the word GRANT of the node page, then read the slots again."""
 
-    word: int
+    step: int | None
+    """The step from which on captures are awaited; None: none is."""
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,8 @@ class Coordinator:
 
     number: int
     """Random; tells this coordinator from those before it, whose orders nodes may still answer."""
+    job: int
+    """Digest of the settings that all nodes have."""
     num_nodes: int
     levels: tuple[LevelGrants, ...]
     """Fast to slow; then redundancy, if there is any."""
@@ -216,8 +218,10 @@ class Coordinator:
             named = set() if level.is_memory else self._named_keys(index)
             orders.append(level.order(required, named))
         return Order(
+            job=self.job,
             coordinator=self.number,
             levels=tuple(orders),
+            is_preempted=any(report.is_preempted for report in self.reports.values()),
             lost=tuple(sorted(self.lost & required)),
             is_drained=self.is_drained,
             may_delete=not self.is_alone,
@@ -334,12 +338,9 @@ class Coordinator:
             return  # the trainers are still restoring
         begun = max(rank.begun for rank in ranks if rank.start == start)
         level = self.levels[index]
-        if not level.is_memory:
-            ahead = self._grant_required(index, StepKey(start, begun), ranks)
-            if level.is_under_way:
-                return
-        else:
-            ahead = []
+        ahead = self._grant_required(index, StepKey(start, begun), ranks)
+        if level.is_under_way:
+            return
         if self._is_copying(index):
             self._grant_copy(index, start, now)
             return
@@ -445,6 +446,12 @@ class Coordinator:
             required.update(report.required)
         return required
 
+    def _to_protect(self) -> set[StepKey]:
+        keys: set[StepKey] = set()
+        for report in self.reports.values():
+            keys.update(report.protect)
+        return keys
+
     def _wanted_names(self) -> set[NamedStep]:
         names: set[NamedStep] = set()
         for report in self.reports.values():
@@ -467,6 +474,8 @@ class Coordinator:
 
     def _required_at(self, index: int) -> set[StepKey]:
         """Return what a level must store: the required steps, and those with a name that a faster level has."""
+        if self.levels[index].is_memory:
+            return self._to_protect()
         required = self._required()
         if index == 0:
             required |= {named.key for named in self._wanted_names()}
@@ -501,7 +510,7 @@ class Coordinator:
     def _give_up(self, level: LevelGrants, key: StepKey) -> None:
         """The slots do not have a required step any more, and no faster level has it."""
         level.given_up.add(key)
-        if not self._is_stored_somewhere(key):
+        if not level.is_memory and not self._is_stored_somewhere(key):
             self.lost.add(key)
 
     def _keys_to_drain(self) -> set[StepKey]:

@@ -2,88 +2,72 @@
 
 ::
 
-    event ──> ranks, node, jobs, coordinator take it ──> _decide ──> lifecycle ──> states for trainers ──> actions
+    event ──> ranks, job take it ──> job.decide ──> lifecycle ──> states for trainers ──> actions
 
-    _decide, until nothing changes any more:
-        node         which grants are missed, which slots are to be held?
-        jobs         what does each level do next?
-        report       to the coordinator: of another node by a message, the own one at once
-        coordinator  what is complete, which step is granted next?  ──order──> node
-
-One rank alone on one node is the case of a coordinator whose only node is its own. A node whose trainers are gone, and
-that reaches no coordinator, is its own coordinator, too: it stores what it has (``_find_coordinator``).
+The keeper has memory (``ranks``) before it knows what is to be stored (``job``): trainers restore first.
 """
+
+import itertools
 
 from msgspec import structs
 
 from lazysnap.core.actions import (
     Action,
+    BeginJob,
     CloseConnection,
     ConnectionLost,
     Event,
     Finish,
-    Hold,
     JobEnded,
     JobMoved,
+    KeeperTrouble,
     MemoryRefused,
+    PeersListening,
     PeerUp,
     ProcessDied,
     Received,
     Release,
-    Send,
     SendToTrainer,
-    SetGrant,
+    SetPeers,
     SlotMade,
     SlotsSeen,
     Terminated,
     TimePassed,
     TrainerReported,
 )
-from lazysnap.core.coordinator import Coordinator, LevelGrants
-from lazysnap.core.jobs import LevelJobs, Wishes
+from lazysnap.core.job import JobCore
 from lazysnap.core.lifecycle import Lifecycle, Phase
-from lazysnap.core.messages import JobSettings, KeeperState, Order, Progress, Report, StepKey
-from lazysnap.core.node import Node, NodeLevel, RankView, key_of
-from lazysnap.core.ranks import Presence, Rank, Ranks
-from lazysnap.core.retention import Retention
+from lazysnap.core.messages import Alert, KeeperState, NamedStep, PeerSettings
+from lazysnap.core.ranks import Presence, Rank, Ranks, Wants
 
-HEARTBEAT_S = 1.0
-"""Nodes repeat their state so often: a message that was lost costs a second, and needs no other care."""
-SILENCE_S = 30.0
-"""A node whose trainers are gone stores alone when it heard nothing of the others for so long."""
-MAX_ROUNDS = 8
-COORDINATOR_NODE = 0
-WAKE_NEVER = (1 << 63) - 1
-"""The word GRANT while no capture is waited for."""
+MAX_TROUBLES = 8
+"""Errors of the keeper that trainers get; older ones are in its log alone."""
 
 
 class Core:
     """The decisions of one keeper. See the module's docstring."""
 
-    def __init__(self, settings: JobSettings, coordinator_number: int, now: float) -> None:
-        """Begin with nothing; the first event is ``TrainerReported``.
+    def __init__(self, coordinator_number: int, now: float, pid: int = 0) -> None:
+        """Begin with nothing.
 
         Args:
-            settings: those of the first trainer.
             coordinator_number: random; used where this keeper is a coordinator.
             now: seconds of a monotonic clock.
+            pid: the process of the keeper, for people.
         """
-        self.settings = settings
         self.now = now
-        self.ranks = Ranks(settings)
-        self.node = Node(settings.node, _node_levels(settings))
-        self.jobs = [LevelJobs(index, self.node) for index in range(len(self.node.levels))]
-        self.lifecycle = Lifecycle(now, settings.linger_s)
-        self.coordinator: Coordinator | None = None
-        """On node 0, or where a node stores alone."""
+        self.ranks = Ranks()
+        self.job: JobCore | None = None
+        """What is stored; None until a trainer began a start."""
+        self.lifecycle = Lifecycle(now)
+        self._job_start = 0
+        """The newest start of which a trainer came."""
+        self._job_numbers = itertools.count(1)
         self._coordinator_number = coordinator_number
-        if settings.node == COORDINATOR_NODE:
-            self.coordinator = self._new_coordinator(settings.num_nodes)
-        self._grant_word = -1
-        self._sent_report: Report | None = None
-        self._heartbeat_at = now
-        self._heard_at = now
-        """Time of the last message of another node, or of the last moment at which a trainer was served."""
+        self._pid = pid
+        self._peers: PeerSettings | None = None
+        self._is_serving_peers = False
+        self._troubles: list[str] = []
         self._actions: list[Action] = []
 
     @property
@@ -91,34 +75,34 @@ class Core:
         """The phase of the keeper's life."""
         return self.lifecycle.phase
 
+    @property
+    def is_served(self) -> bool:
+        """True if any trainer is alive."""
+        return self.ranks.is_served
+
     def step(self, event: Event, now: float) -> list[Action]:
         """Take an event and decide.
 
-        Returns: actions, to be carried out in order. ``Hold`` and ``SetGrant`` want a ``SlotsSeen`` afterwards.
+        Returns: actions, to be carried out in order. ``Hold``, ``VoidSlot``, ``FreeSlot`` and ``SetGrant`` want a
+            ``SlotsSeen`` afterwards.
         """
         self.now = now
         self._actions = []
         self._apply(event)
-        self._find_coordinator()
-        self._decide()
-        self._update_trainers()
-        self._live()
+        wants = self.ranks.wants()
+        self._decide(wants)
+        self._update_trainers(wants)
+        self._live(wants)
         return self._actions
 
     def wake_at(self) -> float | None:
         """Return the time at which ``TimePassed`` is wanted; None if only other events matter."""
         times = self.lifecycle.deadlines()
-        if self.settings.num_nodes > 1:
-            times.append(self._heartbeat_at)
-        if self._may_become_alone():
-            times.append(self._heard_at + SILENCE_S)
         for rank in self.ranks.all:
-            if rank.memory_refusal:
+            if rank.memory_retry_at is not None and rank.presence is Presence.ATTACHED:
                 times.append(rank.memory_retry_at)
-        for jobs in self.jobs:
-            times += jobs.deadlines()
-        if self.coordinator is not None:
-            times += self.coordinator.deadlines(self.now)
+        if self.job is not None:
+            times += self.job.deadlines(self.now, is_draining=self.phase is Phase.DRAINING)
         return min(times, default=None)
 
     # Events
@@ -129,209 +113,173 @@ class Core:
                 self._accept_trainer_state(event)
             case SlotsSeen():
                 for number, slots in event.slots.items():
-                    self.ranks.all[number].slots = slots
-                self.node.inherit(self.ranks.views())
+                    self.ranks.rank(number).slots = slots
+                if self.job is not None:
+                    self.job.node.inherit(self.ranks.views(self.job.settings))
             case ConnectionLost():
-                self._actions += self.ranks.lose_connection(event.connection)
+                self._actions += self.ranks.lose_connection(event.connection, self.now)
             case ProcessDied():
                 self._actions += self.ranks.lose_process(event.pid)
             case SlotMade():
-                self.ranks.all[event.rank].slot_made()
+                self.ranks.rank(event.rank).slot_made()
             case MemoryRefused():
-                self.ranks.all[event.rank].memory_refused(event.text, self.now)
+                self.ranks.rank(event.rank).memory_refused(event.text, self.now)
             case JobMoved():
-                self.jobs[event.level].moved(event.job, self.now)
+                if self.job is not None:
+                    self.job.job_moved(event.job, self.now)
             case JobEnded():
-                self.jobs[event.level].ended(event, self.now)
+                if self.job is not None:
+                    self.job.job_ended(event, self.now)
             case PeerUp():
-                self._heartbeat_at = self.now
+                if self.job is not None:
+                    self.job.peer_up(self.now)
             case Received():
-                self._receive(event.message)
+                if self.job is not None:
+                    self.job.receive(event.message, self.now)
+            case PeersListening():
+                self._is_serving_peers = True
+            case KeeperTrouble():
+                self._troubles = [*self._troubles, event.text][-MAX_TROUBLES:]
             case Terminated():
                 self.lifecycle.is_terminated = True
             case TimePassed():
                 pass
 
     def _accept_trainer_state(self, event: TrainerReported) -> None:
-        refusal = self.ranks.refusal(event)
+        state = event.state
+        refusal = self.ranks.refusal(event, self.now)
         if refusal:
-            state = KeeperState(refusal=refusal)
-            self._actions.append(SendToTrainer(event.connection, event.state.settings.rank, state))
+            self._actions.append(SendToTrainer(event.connection, state.local_rank, KeeperState(refusal=refusal)))
             self._actions.append(CloseConnection(event.connection))
-        else:
-            self._actions += self.ranks.accept(event)
+            return
+        if not self.is_served:
+            self.lifecycle.is_terminated = False  # what it still holds serves this training
+        self._actions += self.ranks.accept(event)
+        self.lifecycle.linger_s = state.linger_s
+        if state.peers is not None and state.peers != self._peers:
+            self._set_peers(state.peers)
+        if state.start >= self._job_start and state.job is not None:
+            self._job_start = state.start
+            self._begin_job(event)
 
-    def _receive(self, message: Report | Order) -> None:
-        if len(message.levels) != len(self.node.levels):
-            return  # of a job with other settings
-        self._heard_at = self.now
-        if isinstance(message, Report):
-            if self.settings.node == COORDINATOR_NODE and self.coordinator is not None:
-                self.coordinator.receive(message)
-        elif self.coordinator is None:
-            self.node.obey(message)
+    def _set_peers(self, peers: PeerSettings) -> None:
+        """Meet the other nodes of this start."""
+        self._peers = peers
+        self._is_serving_peers = False
+        self._actions.append(SetPeers(peers))
 
-    # The coordinator
-
-    def _new_coordinator(self, num_nodes: int, *, is_alone: bool = False) -> Coordinator:
-        levels = [LevelGrants.of_level(level) for level in self.settings.levels]
-        if self.settings.redundancy is not None:
-            levels.append(LevelGrants.of_redundancy(self.settings.redundancy))
-        return Coordinator(
-            self._coordinator_number, num_nodes, tuple(levels), self.settings.capture_every_n_steps, is_alone
-        )
-
-    def _may_become_alone(self) -> bool:
-        """Return True if only silence is missing for a node to store what it has alone."""
-        is_alone = self.coordinator is not None and self.coordinator.is_alone
-        return self.settings.num_nodes > 1 and self.phase is Phase.DRAINING and not is_alone
-
-    def _find_coordinator(self) -> None:
-        """A node that drains, and hears nothing of the others, becomes its own coordinator, for good."""
-        if self.ranks.is_served:
-            self._heard_at = self.now
-            is_alone = self.coordinator is not None and self.coordinator.is_alone
-            if is_alone:  # a trainer came: the job goes on, and with it the other nodes
-                self.coordinator = None
-                self.node.forget_orders()
-                if self.settings.node == COORDINATOR_NODE:
-                    self.coordinator = self._new_coordinator(self.settings.num_nodes)
-        elif self._may_become_alone() and self.now >= self._heard_at + SILENCE_S:
-            self.coordinator = self._new_coordinator(1, is_alone=True)
+    def _begin_job(self, event: TrainerReported) -> None:
+        """Store what this start captures from now on; all goes on as it is if its settings are those of the last."""
+        settings = event.state.job
+        assert settings is not None
+        if self.job is not None and self.job.settings == settings:
+            return
+        if self.job is not None:
+            self._actions += self.job.abandon_all()
+        self.job = JobCore(settings, self._job_numbers, self._coordinator_number, self.now)
+        self._coordinator_number += 1
+        self._actions.append(BeginJob(settings))
 
     # Decisions
 
-    def _decide(self) -> None:
-        """Bring node, coordinator and slots in line with each other. See the module's drawing."""
-        ranks = self.ranks.views()
-        required = self.ranks.required()
-        names = self.ranks.names()
-        for _ in range(MAX_ROUNDS):
-            unanswered = self.node.unanswered(required, names)
-            self.node.find_missed(ranks, unanswered)
-            self._hold_slots(ranks, unanswered)
-            for index, jobs in enumerate(self.jobs):
-                self._actions += jobs.decide(ranks, self._wishes(index), self.now)
-            order = self._exchange(self.node.report(ranks, required, names), ranks)
-            if order is None:
-                break
-            self.node.obey(order)
-        self._set_grant_word(self.node.unanswered(required, names))
+    def _decide(self, wants: Wants) -> None:
+        for rank in self.ranks.all:
+            self._actions += rank.slots_to_void()
+            self._actions += rank.slots_to_free()
+        if self.job is not None:
+            is_draining = self.phase is Phase.DRAINING
+            self.job.find_coordinator(self.now, is_served=self.is_served, is_draining=is_draining)
+            self._actions += self.job.decide(self.ranks.views(self.job.settings), wants, self.now)
+            self._release_former(self.job)
         for rank in self.ranks.all:
             make_slot = rank.slot_to_make(self.now)
             if make_slot is not None:
                 self._actions.append(make_slot)
 
-    def _exchange(self, report: Report, ranks: list[RankView]) -> Order | None:
-        """Send what is new to the other nodes. Returns: the order that this node is to obey, if there is a new one."""
-        is_heartbeat = self.settings.num_nodes > 1 and self.now >= self._heartbeat_at
-        if is_heartbeat:
-            self._heartbeat_at = self.now + HEARTBEAT_S
-        if self.coordinator is None:
-            if is_heartbeat or report != self._sent_report:
-                self._sent_report = report
-                self._actions.append(Send(COORDINATOR_NODE, report))
-            return None
-        if self.coordinator.is_alone:
-            report = _as_only_node(report)
-        self.coordinator.receive(report)
-        order = self.coordinator.decide(ranks, self.now)
-        if not self.coordinator.is_alone and (order is not None or is_heartbeat):
-            for number in range(1, self.settings.num_nodes):
-                self._actions.append(Send(number, order or self.coordinator.order()))
-        return order
+    def _release_former(self, job: JobCore) -> None:
+        """Release memory of ranks that the present start does not have, once that has a snapshot of its own.
 
-    def _hold_slots(self, ranks: list[RankView], unanswered: list[StepKey]) -> None:
-        """Hold the captures that levels read or must read, and no others."""
-        keys = self.node.keys_to_hold(unanswered, self.ranks.num_spare_slots())
-        for rank in ranks:
-            for slot in rank.slots:
-                if slot.is_held and key_of(slot) not in keys:
-                    self._actions.append(Release(rank.rank, slot.slot_id))
-            for key in keys:
-                slot_of_key = rank.capture_of(key)
-                if slot_of_key is not None and not slot_of_key.is_held and rank.keeps(slot_of_key):
-                    self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence))
-
-    def _wishes(self, index: int) -> Wishes:
-        """Return the names that a level is to have: the first those of trainers, slower ones those of faster ones.
-
-        Node 0 alone gives names, so that no two nodes write the same file.
+        That is one that is complete at the first level; without levels, when the memory of the first rank has nothing
+        older.
         """
-        if self.settings.node != COORDINATOR_NODE or self.node.levels[index].is_memory:
-            return Wishes()
-        given = set(self.ranks.names())
-        for faster in self.node.levels[:index]:
-            given |= faster.names
-        return Wishes(frozenset(given), self.ranks.released())
-
-    def _set_grant_word(self, unanswered: list[StepKey]) -> None:
-        """Tell trainers from which step on the keeper wants to see captures begin."""
-        word = WAKE_NEVER
-        for key in unanswered:
-            word = min(word, key.step + 1)
-        for level in self.node.levels:
-            if level.progress is Progress.WAITING and level.grant is not None and level.source is None:
-                word = min(word, level.grant.step + 1)
-        if word != self._grant_word:
-            self._grant_word = word
-            self._actions.append(SetGrant(word))
+        former = self.ranks.all[job.settings.num_ranks :]
+        for rank in former:
+            for slot in rank.slots:
+                if slot.is_held:
+                    self._actions.append(Release(rank.number, slot.slot_id))
+        if not any(rank.slots for rank in former):
+            return
+        if job.node.storage:
+            is_replaced = any(key.start == self._job_start for key in job.node.storage[0].complete)
+        else:
+            whole = [slot for slot in self.ranks.rank(0).slots if slot.is_whole]
+            is_replaced = bool(whole) and all(slot.start == self._job_start for slot in whole)
+        if is_replaced:
+            self._actions += self.ranks.former_slots(job.settings.num_ranks)
 
     # Trainers, and the end
 
-    def _update_trainers(self) -> None:
-        for rank in self.ranks.all:
-            if rank.presence is not Presence.ATTACHED:
-                continue
-            state = self._keeper_state(rank)
+    def _update_trainers(self, wants: Wants) -> None:
+        attached = [rank for rank in self.ranks.all if rank.presence is Presence.ATTACHED]
+        if not attached:
+            return
+        common = self._common_state(wants)
+        for rank in attached:
+            state = self._keeper_state(rank, common)
             if state != rank.last_sent:
                 rank.last_sent = state
                 self._actions.append(SendToTrainer(rank.connection, rank.number, state))
 
-    def _keeper_state(self, rank: Rank) -> KeeperState:
-        alerts = []
-        if rank.memory_refusal:
-            alerts.append(f"no memory for captures: {rank.memory_refusal}")
-        redundancy = self.node.redundancy
-        protected = None
-        if redundancy is not None:
-            protected = max(redundancy.complete, default=None)
+    def _common_state(self, wants: Wants) -> KeeperState:
+        """Return what all trainers of the node get to know."""
+        alerts = [Alert("keeper", text) for text in self._troubles]
+        if self.job is None:
+            return KeeperState(pid=self._pid, alerts=tuple(alerts), is_serving_peers=self._is_serving_peers)
+        job = self.job
+        is_anybody_waiting = bool(wants.required or wants.names) or any(
+            rank.state is not None and rank.state.is_sealed for rank in self.ranks.all
+        )
+        alerts += job.alerts(self.now, self._meeting_address())
+        names: tuple[NamedStep, ...] = ()
+        if job.node.storage:
+            names = tuple(sorted(job.node.storage[0].names))
         return KeeperState(
-            slots=tuple(slot.slot_id for slot in rank.slots),
-            complete=tuple(level.complete for level in self.node.storage),
-            protected=protected,
-            names=tuple(sorted(self.node.levels[0].names)),
-            lost=tuple(sorted(self.node.lost)),
-            failures=tuple(jobs.failure for jobs in self.jobs),
+            pid=self._pid,
+            levels=job.level_states(has_progress=is_anybody_waiting),
+            protected=job.protected,
+            names=names,
+            name_refusals=job.name_refusals,
+            lost=tuple(sorted(job.node.lost)),
             alerts=tuple(alerts),
+            is_preempted=job.is_preempted or wants.is_preempted,
+            is_serving_peers=self._is_serving_peers,
         )
 
-    def _live(self) -> None:
+    def _keeper_state(self, rank: Rank, common: KeeperState) -> KeeperState:
+        return structs.replace(
+            common,
+            slots=tuple(slot.slot_id for slot in rank.slots),
+            newest_sequence=rank.newest_sequence,
+            memory_refusal=rank.memory_refusal,
+        )
+
+    def _meeting_address(self) -> str:
+        if self._peers is None or not self._peers.addresses:
+            return "no address"
+        address = self._peers.addresses[0]
+        return f"{address.host}:{address.port}"
+
+    def _live(self, wants: Wants) -> None:
         """Go on to the next phase, or end."""
         was_over = self.phase is Phase.OVER
-        self.lifecycle.advance(
-            self.now, is_served=self.ranks.is_served, is_restart_expected=self.ranks.is_restart_expected()
-        )
-        is_idle = all(jobs.is_idle(self._wishes(index)) for index, jobs in enumerate(self.jobs))
-        self.lifecycle.drained(
-            self.now,
-            is_drained=self.node.is_drained and is_idle,
-            do_all_know=self.coordinator is None or self.coordinator.is_finished(),
-        )
+        self.lifecycle.advance(self.now, is_served=self.is_served, is_restart_expected=self.ranks.is_restart_expected())
+        is_drained = True
+        do_all_know = True
+        if self.job is not None:
+            job = self.job
+            is_idle = all(level.is_idle(job.wishes(index, wants)) for index, level in enumerate(job.levels))
+            is_drained = job.node.is_drained and is_idle
+            do_all_know = job.coordinator is None or job.coordinator.is_finished()
+        self.lifecycle.drained(self.now, is_drained=is_drained, do_all_know=do_all_know)
         if self.phase is Phase.OVER and not was_over:
             self._actions.append(Finish())
-
-
-def _node_levels(settings: JobSettings) -> tuple[NodeLevel, ...]:
-    levels = []
-    for level in settings.levels:
-        levels.append(NodeLevel(level.path, Retention.of_level(level), level.io_timeout_s))
-    redundancy = settings.redundancy
-    if redundancy is not None:
-        levels.append(NodeLevel("redundancy", Retention(keep_last=1), redundancy.timeout_s, is_memory=True))
-    return tuple(levels)
-
-
-def _as_only_node(report: Report) -> Report:
-    """Return the report of the only node that its coordinator knows."""
-    return structs.replace(report, node=0)

@@ -14,7 +14,7 @@ Invariant: no two threads work on the same step. An abandoned thread may wake up
 so a step that it works on is granted in vain, and not deleted, until the thread has returned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.core.actions import (
@@ -28,12 +28,13 @@ from lazysnap.core.actions import (
     Listed,
     ListLevel,
     Missed,
+    NamesSet,
     ProbeLevel,
     SetNames,
     Stored,
     WriteLevel,
 )
-from lazysnap.core.messages import NamedStep, Progress, StepKey
+from lazysnap.core.messages import NamedStep, NameRefusal, Progress, StepKey
 from lazysnap.core.node import Node, NodeLevel, RankView
 
 MAX_HANGING = 3
@@ -56,11 +57,22 @@ class LevelJobs:
 
     index: int
     node: Node
+    numbers: Iterator[int]
+    """Numbers of jobs; none is used twice by one keeper."""
     job: Job | None = None
     """The job that runs now."""
     failure: str = ""
     """Why the last job failed; empty while the level works."""
-    _job_number: int = 0
+    failed_step: int | None = None
+    """The step that it did not store; None: it was another job."""
+    num_failures: int = 0
+    """Steps that were not stored because the level failed."""
+    stored_bytes: int = 0
+    """Bytes of the last file that was stored."""
+    stored_s: float = 0.0
+    """Seconds that this took."""
+    name_refusals: tuple[NameRefusal, ...] = ()
+    """Names that the level does not take. They are not tried again."""
     _moved_at: float = 0.0
     _is_cancelled: bool = False
     _abandoned: dict[int, Job] = field(default_factory=dict)
@@ -89,6 +101,19 @@ class LevelJobs:
         if not self.level.is_ready:
             return True
         return self.job is None and not self._keys_to_delete() and self._names_to_set(wishes) is None
+
+    @property
+    def writing(self) -> StepKey | None:
+        """The step that is being stored."""
+        return self.job.key if isinstance(self.job, WriteLevel) else None
+
+    def abandon(self) -> list[Action]:
+        """Give up the job that runs, because another one takes the place of all of them."""
+        if self.job is None:
+            return []
+        job = self.job
+        self.job = None
+        return [AbandonJob(self.index, job.job)]
 
     def moved(self, number: int, now: float) -> None:
         """The job moved some bytes."""
@@ -120,16 +145,27 @@ class LevelJobs:
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
             self.level.become_listed(event.stored, event.leftovers, event.names)
-        elif isinstance(job, WriteLevel):
+        elif isinstance(event, Stored) and isinstance(job, WriteLevel):
             self.level.become_stored(job.key)
-        elif isinstance(job, SetNames):
-            self.level.names.update(job.given)
-            self.level.names.difference_update(job.released)
+            self.stored_bytes = event.size_bytes
+            self.stored_s = event.seconds
+        elif isinstance(event, NamesSet) and isinstance(job, SetNames):
+            self._note_names(job, event)
+
+    def _note_names(self, job: SetNames, event: NamesSet) -> None:
+        refused = {refusal.name for refusal in event.refused}
+        self.name_refusals = (*self.name_refusals, *event.refused)
+        self.level.names.update(named for named in job.given if named.name not in refused)
+        self.level.names.difference_update(job.released)
 
     def _fail(self, job: Job, text: str, now: float) -> None:
         """A job failed. What it may have left half done is deleted once the level works again."""
         self._leave_behind(job)
         self.failure = text
+        self.failed_step = None
+        if isinstance(job, WriteLevel):
+            self.failed_step = job.key.step
+            self.num_failures += 1
         self._retry_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self.level.become_failed()
@@ -155,31 +191,31 @@ class LevelJobs:
         if job is None:
             return []
         self.job = job
-        self._job_number = job.job
         self._moved_at = now
         self._is_cancelled = False
         return [job]
 
     def _next_job(self, ranks: Sequence[RankView], wishes: Wishes, now: float) -> Job | None:
-        number = self._job_number + 1
         if not self.level.is_ready:
-            return ProbeLevel(self.index, number) if now >= self._retry_at else None
+            if now < self._retry_at:
+                return None
+            return ProbeLevel(self.index, next(self.numbers))
         if self.level.progress is Progress.LISTING:
-            return ListLevel(self.index, number)
-        write = self._write(number, ranks)
+            return ListLevel(self.index, next(self.numbers))
+        write = self._write(ranks)
         if write is not None:
             return write
         names = self._names_to_set(wishes)
         if names is not None:
             given, released = names
-            return SetNames(self.index, number, given, released)
+            return SetNames(self.index, next(self.numbers), given, released)
         expired = self._keys_to_delete()
         if expired:
             self.level.forget(expired)
-            return DeleteFiles(self.index, number, expired)
+            return DeleteFiles(self.index, next(self.numbers), expired)
         return None
 
-    def _write(self, number: int, ranks: Sequence[RankView]) -> WriteLevel | None:
+    def _write(self, ranks: Sequence[RankView]) -> WriteLevel | None:
         """Return the job that stores the granted step, once its source is there."""
         level = self.level
         key = level.wanted_key
@@ -194,14 +230,16 @@ class LevelJobs:
             if len(slots) < len(ranks):
                 return None
         level.become_writing()
-        return WriteLevel(self.index, number, key, slots, level.source)
+        return WriteLevel(self.index, next(self.numbers), key, slots, level.source)
 
     def _names_to_set(self, wishes: Wishes) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
         """Return the names to give and to take away; None if all is as it should be."""
         level = self.level
+        refused = {refusal.name for refusal in self.name_refusals}
         given = []
         for named in sorted(wishes.given - level.names):
-            if named.key in level.stored and named.name not in wishes.released:
+            is_wanted = named.name not in wishes.released and named.name not in refused
+            if named.key in level.stored and is_wanted:
                 given.append(named)
         released = [named for named in sorted(level.names) if named.name in wishes.released]
         if not given and not released:

@@ -2,6 +2,8 @@
 
 ::
 
+    WAITING ──a trainer──> SERVING       WAITING ──nobody came in time──> OVER
+
     SERVING ──the last trainer died──> LINGERING ──time is up, or SIGTERM──> DRAINING ──> OVER
        ▲ │                                 │                                    │ ▲
        │ └──────all ended well; or nothing is in memory; or SIGTERM─────────────┼─┘
@@ -17,6 +19,8 @@ newest capture that all of them have, whatever the phase is.
 import enum
 from dataclasses import dataclass
 
+START_GRACE_S = 30.0
+"""Time for which a keeper waits for its first trainer."""
 DRAIN_LIMIT_S = 3600.0
 """Time after which memory goes, even if a level still fails."""
 FAREWELL_S = 5.0
@@ -26,6 +30,7 @@ FAREWELL_S = 5.0
 class Phase(enum.Enum):
     """See the module's drawing."""
 
+    WAITING = "waiting"
     SERVING = "serving"
     LINGERING = "lingering"
     DRAINING = "draining"
@@ -41,8 +46,8 @@ class Lifecycle:
     """
 
     since: float
-    linger_s: float
-    phase: Phase = Phase.SERVING
+    linger_s: float = 0.0
+    phase: Phase = Phase.WAITING
     is_terminated: bool = False
     """True once SIGTERM came: memory waits for nobody."""
     _drained_at: float | None = None
@@ -60,6 +65,8 @@ class Lifecycle:
         is_time_up = self.is_terminated or now >= self._deadline()
         if is_served:
             self._become(Phase.SERVING, now)
+        elif self.phase is Phase.WAITING and is_time_up:
+            self._become(Phase.OVER, now)
         elif self.phase is Phase.LINGERING and is_time_up:
             self._become(Phase.DRAINING, now)
         elif self.phase is Phase.SERVING and is_restart_expected and not self.is_terminated:
@@ -88,13 +95,15 @@ class Lifecycle:
     def deadlines(self) -> list[float]:
         """Return the times at which the phase may change by itself."""
         times = []
-        if self.phase in (Phase.LINGERING, Phase.DRAINING):
+        if self.phase in (Phase.WAITING, Phase.LINGERING, Phase.DRAINING):
             times.append(self._deadline())
         if self._drained_at is not None:
             times.append(self._drained_at + FAREWELL_S)
         return times
 
     def _deadline(self) -> float:
+        if self.phase is Phase.WAITING:
+            return self.since + START_GRACE_S
         if self.phase is Phase.LINGERING:
             return self.since + self.linger_s
         return self.since + DRAIN_LIMIT_S

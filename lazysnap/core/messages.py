@@ -117,6 +117,8 @@ class PeerSettings(Struct, frozen=True):
     """How the keepers of one start reach each other."""
 
     job: str
+    node: int
+    """Number of the node that gets this."""
     secret: str
     """See ``peers.secret``. It is drawn anew for each start."""
     addresses: tuple[PeerAddress, ...]

@@ -265,6 +265,8 @@ class Node:
     is_drained: bool = False
     """As the last order said."""
     may_delete: bool = False
+    is_choosing: bool = False
+    """True while a trainer restores: what would be deleted now may be what it chooses."""
     protected: StepKey | None = None
     """The capture whose slots and parity stay until a newer one is protected. A new keeper takes the oldest of those
     that the keeper before it held: of two, the older one was protected.
@@ -328,6 +330,7 @@ class Node:
             left = tuple(sorted(whole_on_all(ranks)))
         return Report(
             node=self.number,
+            job=0,
             coordinator=self.coordinator,
             levels=tuple(level.report() for level in self.levels),
             required=tuple(required),
@@ -343,6 +346,8 @@ class Node:
             required: steps that every storage level is to have.
             names: names that the first level is to have. Once it has the step, the name is the matter of node 0 alone.
         """
+        if not self.storage:
+            return []
         keys = set()
         for key in required:
             if not all(level.is_done_with(key) for level in self.storage):
@@ -373,7 +378,7 @@ class Node:
 
     def expired(self, index: int) -> list[StepKey]:
         """Return what may be deleted at a level: no slower level reads it, and no names tell that it stays."""
-        if not self.may_delete:
+        if not self.may_delete or self.is_choosing:
             return []
         read_by_slower = {level.wanted_key for level in self.levels if level.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]

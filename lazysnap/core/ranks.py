@@ -6,19 +6,24 @@
                    │  ▲                                        │
                    │  └──────────the next trainer──────────┐   │
                    │                                       │   │
-                   ├──process died────────────────────────DEAD<┤
-                   └──said that it ends───────────────────ENDED<
+                   ├──process died, or left───────────────DEAD<┤
+                   └──the training is over────────────────ENDED<
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lazysnap.core.actions import Action, AdoptSlots, CloseConnection, MakeSlot, TrainerReported
-from lazysnap.core.messages import PROTOCOL, JobSettings, KeeperState, NamedStep, StepKey, TrainerState
+from lazysnap.core.actions import Action, AdoptSlots, CloseConnection, FreeSlot, MakeSlot, TrainerReported, VoidSlot
+from lazysnap.core.messages import PROTOCOL, Farewell, JobSettings, KeeperState, NamedStep, StepKey, TrainerState
 from lazysnap.core.node import RankView
-from lazysnap.memory.slot_choice import SlotView
+from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_fitting
 
 MEMORY_RETRY_S = 5.0
+MEMORY_WAIT_S = 0.5
+"""Pause where only slots of another size are in the way: their trainer is about to return them."""
+AWAY_GRACE_S = 1.5
+"""A trainer that lives, and lost its connection, is back sooner. Until then no other process takes its place."""
 
 
 class Presence(enum.Enum):
@@ -31,31 +36,64 @@ class Presence(enum.Enum):
     ENDED = "ended"
 
 
+@dataclass(frozen=True)
+class Wants:
+    """What the trainers of a node want of its keeper, at one moment."""
+
+    required: tuple[StepKey, ...] = ()
+    """Steps that every level must store."""
+    protect: tuple[StepKey, ...] = ()
+    """Steps that other nodes must protect."""
+    names: tuple[NamedStep, ...] = ()
+    """Names that are to be given. Their steps are required at the first level."""
+    released: frozenset[str] = frozenset()
+    """Names that are to be taken away."""
+    is_preempted: bool = False
+    """True if the process of some rank is about to be killed."""
+    is_choosing: bool = False
+    """True while a trainer restores: what would be deleted now may be what it chooses."""
+
+
 @dataclass
 class Rank:
     """The keeper's state of one rank."""
 
     number: int
+    """Number of the rank on its node."""
     presence: Presence = Presence.ABSENT
     connection: int = -1
     pid: int = -1
     state: TrainerState | None = None
     """The last state that a trainer of this rank sent. It outlives the trainer: what was required still is."""
     slots: tuple[SlotView, ...] = ()
+    newest_sequence: int = 0
+    """The greatest sequence number in the slots when the trainer came."""
     last_sent: KeeperState | None = None
     """The last state that was sent on this connection."""
     is_making_slot: bool = False
     memory_refusal: str = ""
     """Why there was no memory for the last slot; empty if there was."""
-    memory_retry_at: float = 0.0
+    memory_retry_at: float | None = None
+    """The time before which no slot is made; None: now."""
+    away_since: float = 0.0
 
     @property
     def is_served(self) -> bool:
         """True if its trainer is alive, and did not leave."""
         return self.presence in (Presence.ATTACHED, Presence.AWAY)
 
-    def view(self, *, may_still_come: bool) -> RankView:
-        """Return what the grants need to know. ``may_still_come``: True if an absent rank is to be waited for."""
+    @property
+    def start(self) -> int:
+        """Id of the start of its last trainer; 0 if there was none, or it still restores."""
+        return 0 if self.state is None else self.state.start
+
+    def view(self, num_kept: int, *, may_still_come: bool) -> RankView:
+        """Return what the grants need to know.
+
+        Args:
+            num_kept: K; see ``memory.slot_choice``.
+            may_still_come: True if an absent rank is to be waited for.
+        """
         if self.state is None:
             return RankView(self.number, 0, -1, is_capturing=may_still_come, num_kept=1, slots=self.slots)
         start = self.state.start
@@ -63,151 +101,209 @@ class Rank:
         for slot in self.slots:
             if slot.start == start and slot.step is not None:
                 begun = max(begun, slot.step)
-        is_capturing = self.is_served and not self.state.is_ending
-        return RankView(self.number, start, begun, is_capturing, self.state.settings.num_kept, self.slots)
+        is_capturing = self.is_served and not self.state.is_sealed
+        return RankView(self.number, start, begun, is_capturing, num_kept, self.slots)
+
+    # Memory
 
     def slot_to_make(self, now: float) -> MakeSlot | None:
         """Return the allocation that is due; one at a time."""
-        if self.state is None or self.presence is not Presence.ATTACHED or self.is_making_slot:
+        if self.state is None or self.state.memory is None:
             return None
-        if self.memory_refusal and now < self.memory_retry_at:
+        if self.presence is not Presence.ATTACHED or self.is_making_slot:
             return None
-        capacity_bytes = self.state.settings.slot_bytes
-        num_fitting = sum(1 for slot in self.slots if slot.image_capacity_bytes >= capacity_bytes)
-        if num_fitting >= self.state.num_slots:
+        if self.memory_retry_at is not None and now < self.memory_retry_at:
+            return None
+        wish = self.state.memory
+        num_fitting = 0
+        for slot in self.slots:
+            if slot.slot_id not in self.state.returned and is_fitting(slot, wish.meta_bytes, wish.image_bytes):
+                num_fitting += 1
+        if num_fitting >= wish.num_slots:
             return None
         self.is_making_slot = True
-        return MakeSlot(self.number, capacity_bytes)
+        return MakeSlot(self.number, wish)
 
     def slot_made(self) -> None:
         """A slot was allocated."""
         self.is_making_slot = False
         self.memory_refusal = ""
+        self.memory_retry_at = None
 
     def memory_refused(self, text: str, now: float) -> None:
-        """There was no memory. It is tried again: other processes may end."""
+        """There was no memory. It is tried again: other processes may end.
+
+        Args:
+            text: why; empty if only slots that are about to be returned are in the way.
+            now: seconds of a monotonic clock.
+        """
         self.is_making_slot = False
         self.memory_refusal = text
-        self.memory_retry_at = now + MEMORY_RETRY_S
+        self.memory_retry_at = now + (MEMORY_RETRY_S if text else MEMORY_WAIT_S)
+
+    def slots_to_free(self) -> list[Action]:
+        """Return what frees the slots that the trainer returned and nobody reads."""
+        actions: list[Action] = []
+        if self.state is not None:
+            for slot in self.slots:
+                if slot.slot_id in self.state.returned and not slot.is_held:
+                    actions.append(FreeSlot(self.number, slot.slot_id))
+        if actions:
+            self.memory_retry_at = None
+        return actions
+
+    def slots_to_void(self) -> list[Action]:
+        """Return what marks the captures that a dead trainer left half done."""
+        actions: list[Action] = []
+        if not self.is_served:
+            for slot in self.slots:
+                if slot.phase is SlotPhase.CAPTURING:
+                    actions.append(VoidSlot(self.number, slot.slot_id, slot.sequence))
+        return actions
 
 
 @dataclass
 class Ranks:
-    """All ranks of the node."""
+    """All ranks of the node, of this start and of earlier ones."""
 
-    settings: JobSettings
-    """Those of the first trainer. All have the same, but for the number of the rank."""
     all: list[Rank] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.all = [Rank(number) for number in range(self.settings.num_ranks)]
+    """By number on the node."""
 
     @property
     def is_served(self) -> bool:
         """True if any trainer is alive."""
         return any(rank.is_served for rank in self.all)
 
+    def rank(self, number: int) -> Rank:
+        """Return a rank, which may be new."""
+        while len(self.all) <= number:
+            self.all.append(Rank(len(self.all)))
+        return self.all[number]
+
     def is_restart_expected(self) -> bool:
         """Return True if memory may be wanted again: a trainer died, and left a whole capture."""
         is_anybody_dead = any(rank.presence is Presence.DEAD for rank in self.all)
         return is_anybody_dead and any(slot.is_whole for rank in self.all for slot in rank.slots)
 
-    def views(self) -> list[RankView]:
-        """Return what the grants need to know of each rank."""
-        return [rank.view(may_still_come=self.is_served) for rank in self.all]
+    def views(self, job: JobSettings) -> list[RankView]:
+        """Return what the grants need to know of each rank of a job."""
+        views = []
+        for number in range(job.num_ranks):
+            views.append(self.rank(number).view(job.num_kept, may_still_come=self.is_served))
+        return views
 
-    def required(self) -> list[StepKey]:
-        """Return the steps that trainers, or those before them, want stored."""
-        keys: set[StepKey] = set()
-        for rank in self.all:
-            if rank.state is not None:
-                keys.update(StepKey(rank.state.start, step) for step in rank.state.required)
-        return sorted(keys)
-
-    def names(self) -> list[NamedStep]:
-        """Return the names that trainers want to be given."""
+    def wants(self) -> Wants:
+        """Return what all trainers, also those that died, want."""
+        required: set[StepKey] = set()
+        protect: set[StepKey] = set()
         names: set[NamedStep] = set()
+        released: set[str] = set()
         for rank in self.all:
-            if rank.state is not None:
-                names.update(rank.state.names)
-        return sorted(names)
+            if rank.state is None:
+                continue
+            required.update(StepKey(rank.state.start, step) for step in rank.state.required)
+            protect.update(StepKey(rank.state.start, step) for step in rank.state.protect)
+            names.update(rank.state.names)
+            released.update(rank.state.released)
+        served = [rank.state for rank in self.all if rank.is_served and rank.state is not None]
+        return Wants(
+            required=tuple(sorted(required)),
+            protect=tuple(sorted(protect)),
+            names=tuple(sorted(names)),
+            released=frozenset(released),
+            is_preempted=any(state.is_preempted for state in served),
+            is_choosing=any(state.start == 0 for state in served),
+        )
 
-    def released(self) -> frozenset[str]:
-        """Return the names that trainers want to be taken away."""
-        names: set[str] = set()
-        for rank in self.all:
-            if rank.state is not None:
-                names.update(rank.state.released)
-        return frozenset(names)
+    # Transitions
 
-    def num_spare_slots(self) -> int:
-        """Return the slots beyond the K + 1 that captures need, of the rank that has the fewest."""
-        fewest = min(len(rank.slots) for rank in self.all)
-        return fewest - self.settings.num_kept - 1
-
-    def refusal(self, event: TrainerReported) -> str:
+    def refusal(self, event: TrainerReported, now: float) -> str:
         """Return why a trainer is not served; empty if it is."""
-        settings = event.state.settings
         if event.state.protocol != PROTOCOL:
             return f"the keeper speaks version {PROTOCOL}, this trainer version {event.state.protocol}"
-        if _shared_settings(settings) != _shared_settings(self.settings):
-            return "a keeper of this job runs with other settings; it ends when its memory is stored"
-        rank = self.all[settings.rank]
-        if rank.is_served and rank.pid != event.pid:
-            return f"process {rank.pid} is the trainer of rank {settings.rank}"
-        return ""
+        rank = self.rank(event.state.local_rank)
+        if not rank.is_served or rank.pid == event.pid:
+            return ""
+        if rank.presence is Presence.AWAY and now >= rank.away_since + AWAY_GRACE_S:
+            is_writing = any(slot.phase is SlotPhase.CAPTURING for slot in rank.slots)
+            return self._trainers() if is_writing else ""
+        return self._trainers()
+
+    def _trainers(self) -> str:
+        """Return the processes that train, and how to end them."""
+        pids = [str(rank.pid) for rank in self.all if rank.is_served]
+        noun = "process" if len(pids) == 1 else "processes"
+        them = "it" if len(pids) == 1 else "them"
+        return f"{noun} {', '.join(pids)}; `kill {' '.join(pids)}` ends {them}"
 
     def accept(self, event: TrainerReported) -> list[Action]:
         """Take the state of a trainer that is not refused."""
         actions: list[Action] = []
-        rank = self.all[event.state.settings.rank]
+        rank = self.rank(event.state.local_rank)
         if rank.connection != event.connection:
             if rank.presence is Presence.ATTACHED:
                 actions.append(CloseConnection(rank.connection))
             rank.connection = event.connection
             rank.pid = event.pid
             rank.last_sent = None
+            rank.newest_sequence = max((slot.sequence for slot in rank.slots), default=0)
+            rank.memory_refusal = ""
+            rank.memory_retry_at = None
         rank.presence = Presence.ATTACHED
+        if rank.state is None or rank.state.memory != event.state.memory:
+            rank.memory_retry_at = None
         rank.state = event.state
         if event.state.slots:
             actions.append(AdoptSlots(event.connection, rank.number))
+        if event.state.farewell is not Farewell.NONE:
+            actions += self._part(rank)
         return actions
 
-    def lose_connection(self, connection: int) -> list[Action]:
+    def _part(self, rank: Rank) -> list[Action]:
+        """Its trainer takes leave. The last one of a training that is over is told by the end of the keeper."""
+        is_over = rank.state is not None and rank.state.farewell is Farewell.OVER
+        rank.presence = Presence.ENDED if is_over else Presence.DEAD
+        if is_over and not self.is_served:
+            return []
+        connection = rank.connection
+        rank.connection = -1
+        return [CloseConnection(connection)]
+
+    def lose_connection(self, connection: int, now: float) -> list[Action]:
         """A connection ended. Its process may live on and connect again."""
         actions: list[Action] = []
         for rank in self.all:
-            if rank.presence is Presence.ATTACHED and rank.connection == connection:
-                actions += self._lose(rank, Presence.AWAY)
+            if rank.connection != connection:
+                continue
+            actions.append(CloseConnection(connection))
+            rank.connection = -1
+            if rank.presence is Presence.ATTACHED:
+                rank.presence = Presence.AWAY
+                rank.away_since = now
         return actions
 
     def lose_process(self, pid: int) -> list[Action]:
         """A process died: it writes nothing any more."""
         actions: list[Action] = []
         for rank in self.all:
-            if rank.is_served and rank.pid == pid:
-                actions += self._lose(rank, Presence.DEAD)
+            if not rank.is_served or rank.pid != pid:
+                continue
+            if rank.presence is Presence.ATTACHED:
+                actions.append(CloseConnection(rank.connection))
+            rank.connection = -1
+            rank.presence = Presence.DEAD
         return actions
 
-    def _lose(self, rank: Rank, presence: Presence) -> list[Action]:
+    def former_slots(self, num_ranks: int) -> list[Action]:
+        """Return what frees all slots of ranks that the present start does not have."""
         actions: list[Action] = []
-        if rank.presence is Presence.ATTACHED:
-            actions.append(CloseConnection(rank.connection))
-        rank.connection = -1
-        rank.presence = presence
-        if rank.state is not None and rank.state.is_ending:
-            rank.presence = Presence.ENDED
+        for rank in self.all[num_ranks:]:
+            if not rank.is_served:
+                for slot in rank.slots:
+                    actions.append(FreeSlot(rank.number, slot.slot_id))
         return actions
 
 
-def _shared_settings(settings: JobSettings) -> tuple[object, ...]:
-    """Return what all ranks of a node must agree on."""
-    return (
-        settings.run,
-        settings.levels,
-        settings.redundancy,
-        settings.num_kept,
-        settings.num_ranks,
-        settings.node,
-        settings.num_nodes,
-    )
+def num_spare_slots(ranks: Sequence[RankView]) -> int:
+    """Return the slots beyond the K + 1 that captures need, of the rank that has the fewest."""
+    return min(len(rank.slots) - rank.num_kept - 1 for rank in ranks)

@@ -105,6 +105,16 @@ def slots_needed(kept: int, *, is_read: bool) -> int:
     return kept + 1 + is_read
 
 
+SLACK_BYTES = 8 << 20
+"""Bytes by which a slot may be larger than a capture needs, beside a twentieth."""
+
+
+def is_fitting(view: SlotView, meta_bytes: int, image_bytes: int) -> bool:
+    """Return True if a slot is large enough for a capture, and not wastefully larger."""
+    most_bytes = image_bytes + image_bytes // 20 + SLACK_BYTES
+    return view.meta_capacity_bytes >= meta_bytes and image_bytes <= view.image_capacity_bytes <= most_bytes
+
+
 def newest_whole(views: Sequence[SlotView], count: int) -> list[SlotView]:
     """Return the newest ``count`` whole captures, oldest first."""
     whole = [view for view in views if view.is_whole]

@@ -4,11 +4,11 @@ from support.core_world import slot_view
 
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
-from lazysnap.core.messages import JobSettings, LevelSettings, Progress, StepKey, TrainerState
+from lazysnap.core.messages import JobSettings, LevelSettings, MemoryWish, Progress, StepKey, TrainerState
 from lazysnap.memory.slot_choice import SlotView
 
 START = 7
-SETTINGS = JobSettings("run", (LevelSettings("level", every_n_steps=1),), slot_bytes=1)
+SETTINGS = JobSettings("run", (LevelSettings("level", every_n_steps=1),))
 
 
 def slot(slot_id: int, step: int, *, is_whole: bool = True, is_held: bool = False) -> SlotView:
@@ -21,12 +21,13 @@ def empty(slot_id: int) -> SlotView:
 
 def core_with_a_grant() -> tuple[Core, int]:
     """A core that granted a step; that step."""
-    core = Core(SETTINGS, 1, 0.0)
-    actions = core.step(TrainerReported(1, 100, TrainerState(SETTINGS, START, -1, 3)), 0.0)
+    core = Core(1, 0.0)
+    state = TrainerState(local_rank=0, start=START, step=-1, job=SETTINGS, memory=MemoryWish(3, 0, 1))
+    actions = core.step(TrainerReported(1, 100, state), 0.0)
     core.step(SlotsSeen({0: (empty(0), empty(1), empty(2))}), 0.0)
     job = next(action for action in actions if isinstance(action, ListLevel))
     core.step(Listed(0, job.job, ()), 0.0)
-    grant = core.node.levels[0].grant
+    grant = core.job.node.levels[0].grant
     assert grant is not None
     return core, grant.step
 
@@ -49,5 +50,5 @@ def test_a_capture_is_never_held_once_its_slot_may_be_chosen():
     actions = core.step(SlotsSeen({0: (slot(0, step), slot(1, step + 1), slot(2, step + 2))}), 0.0)
 
     assert not any(isinstance(action, Hold) for action in actions)
-    assert core.node.levels[0].progress is not Progress.WRITING
-    assert core.node.levels[0].grant is None or core.node.levels[0].grant.step > step
+    assert core.job.node.levels[0].progress is not Progress.WRITING
+    assert core.job.node.levels[0].grant is None or core.job.node.levels[0].grant.step > step

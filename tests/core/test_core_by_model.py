@@ -4,16 +4,18 @@ The promises are checked by the world itself, at every event. ``settle`` checks 
 end, training goes on, its last step becomes complete at every level, and all keepers leave.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from msgspec import structs
 from support.core_world import PATIENCE_S, TIMEOUT_S, Setting, Training, World
 
 from lazysnap.core.lifecycle import DRAIN_LIMIT_S
-from lazysnap.core.messages import LevelSettings, NamedStep, RedundancySettings, StepKey
+from lazysnap.core.messages import Farewell, LevelSettings, NamedStep, RedundancySettings, StepKey
 
 FAULTS = st.sampled_from((0.0, 0.02, 0.1))
 
@@ -21,12 +23,12 @@ FAULTS = st.sampled_from((0.0, 0.02, 0.1))
 def level_settings() -> st.SearchStrategy[LevelSettings]:
     return st.builds(
         LevelSettings,
-        path=st.just("level"),
+        url=st.just("level"),
         every_s=st.sampled_from((0.5, 5.0)),
         every_n_steps=st.sampled_from((None, 1, 2, 5)),
         keep_last=st.sampled_from((1, 2, 5)),
         keep_every_n_steps=st.sampled_from((None, 7)),
-        io_timeout_s=st.just(TIMEOUT_S),
+        timeout_s=st.just(TIMEOUT_S),
     )
 
 
@@ -73,18 +75,45 @@ class CoreMachine(RuleBasedStateMachine):
         self.world.nodes[node % self.setting.num_nodes].kill_keeper()
         self.report()
 
-    @rule(node=st.integers(0, 2), with_keeper=st.booleans(), pause_s=st.sampled_from((0.01, 1.0, 8.0, 45.0)))
-    def restart_training(self, node, with_keeper, pause_s):
-        self.training.die()
+    @rule(
+        node=st.integers(0, 2),
+        with_keeper=st.booleans(),
+        pause_s=st.sampled_from((0.01, 1.0, 8.0, 45.0)),
+        farewell=st.sampled_from((None, Farewell.LEFT, Farewell.OVER)),
+        keep_last=st.sampled_from((None, None, 1, 3)),
+    )
+    def restart_training(self, node, with_keeper, pause_s, farewell, keep_last):
+        if farewell is None or not self.training.is_alive:
+            self.training.die()
+        else:
+            self.training.leave(farewell)
         if with_keeper:
             self.world.nodes[node % self.setting.num_nodes].kill_keeper()
         self.world.run(pause_s)
+        if keep_last is not None:
+            self.change_settings(keep_last)
         self.world.training = Training(self.world)
+
+    def change_settings(self, keep_last):
+        """The next start has other settings."""
+        levels = tuple(structs.replace(level, keep_last=keep_last) for level in self.setting.levels)
+        self.setting = replace(self.setting, levels=levels)
+        self.world.setting = self.setting
 
     @precondition(is_training)
     @rule(ahead=st.integers(0, 2))
     def require(self, ahead):
         self.training.require(self.training.step + ahead)
+
+    @precondition(is_training)
+    @rule(ahead=st.integers(0, 2))
+    def protect(self, ahead):
+        self.training.protect(self.training.step + ahead)
+
+    @precondition(is_training)
+    @rule(rank=st.integers(0, 5))
+    def preempt(self, rank):
+        self.training.preempt(rank)
 
     @precondition(is_training)
     @rule(ahead=st.integers(0, 2))
@@ -131,7 +160,7 @@ def settle(world: World) -> None:
         world.run_until(partial(complete.__contains__, last_key), f"the last step is not complete at level {index}")
     for named in training.ranks[0].names:
         world.run_until(partial(is_answered, world, named), f"{named} is neither given nor lost")
-    training.die()
+    training.leave(Farewell.OVER)
     # A thread that never returns has a step that nobody else may write: the keeper leaves at the limit then.
     world.run_until(world.are_keepers_over, "a keeper does not leave", int(DRAIN_LIMIT_S) + PATIENCE_S)
     world.newest_on_disk()
@@ -144,7 +173,7 @@ def is_storing(world: World, step: int) -> bool:
 
 def is_answered(world: World, named: NamedStep) -> bool:
     keepers = [node.keeper for node in world.nodes if node.keeper is not None]
-    return named in world.names[0] or any(named.key in keeper.core.node.lost for keeper in keepers)
+    return named in world.names[0] or any(named.key in keeper.core.job.node.lost for keeper in keepers)
 
 
 @pytest.mark.slow

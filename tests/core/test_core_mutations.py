@@ -13,7 +13,7 @@ from lazysnap.core.retention import Retention
 from lazysnap.memory.slot_choice import newest_whole
 
 pytestmark = pytest.mark.slow
-LEVEL = LevelSettings("level", every_n_steps=1, keep_last=1, io_timeout_s=TIMEOUT_S)
+LEVEL = LevelSettings("level", every_n_steps=1, keep_last=1, timeout_s=TIMEOUT_S)
 REDUNDANCY = RedundancySettings(every_n_steps=2, timeout_s=TIMEOUT_S)
 NUM_SEEDS = 40
 

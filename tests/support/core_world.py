@@ -8,15 +8,17 @@ protected stays in memory on every node; training never waits for a slot.
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lazysnap.core import actions
 from lazysnap.core.core import Core
 from lazysnap.core.jobs import MAX_HANGING
 from lazysnap.core.messages import (
+    Farewell,
     JobSettings,
     KeeperState,
     LevelSettings,
+    MemoryWish,
     NamedStep,
     RedundancySettings,
     StepKey,
@@ -44,7 +46,7 @@ class Setting:
     seed: int = 0
     num_nodes: int = 1
     num_ranks: int = 1
-    levels: tuple[LevelSettings, ...] = (LevelSettings("level0", every_n_steps=1, io_timeout_s=TIMEOUT_S),)
+    levels: tuple[LevelSettings, ...] = (LevelSettings("level0", every_n_steps=1, timeout_s=TIMEOUT_S),)
     redundancy: RedundancySettings | None = None
     step_s: float = 0.2
     write_steps: float = 2.0
@@ -60,18 +62,16 @@ class Setting:
     def num_kept(self) -> int:
         return 1 if self.num_nodes * self.num_ranks == 1 else 2
 
-    def job(self, node: int, rank: int) -> JobSettings:
+    def job(self, node: int) -> JobSettings:
         return JobSettings(
             run="run",
             levels=self.levels,
-            slot_bytes=SLOT_BYTES,
             redundancy=self.redundancy,
             num_kept=self.num_kept,
-            rank=rank,
-            num_ranks=self.num_ranks,
+            ranks=tuple(range(node * self.num_ranks, (node + 1) * self.num_ranks)),
+            world_size=self.num_nodes * self.num_ranks,
             node=node,
             num_nodes=self.num_nodes,
-            linger_s=LINGER_S,
         )
 
 
@@ -106,19 +106,23 @@ class SimSlot:
     sequence: int = 0
     is_whole: bool = False
     held_sequence: int = 0
+    void_sequence: int = 0
 
     @property
     def key(self) -> StepKey:
         return StepKey(self.start, self.step)
 
     def view(self) -> SlotView:
-        return slot_view(
+        view = slot_view(
             self.slot_id,
             self.key if self.step >= 0 else None,
             self.sequence,
             is_whole=self.is_whole,
             is_held=self.held_sequence == self.sequence > 0,
         )
+        if view.phase is SlotPhase.CAPTURING and self.void_sequence == self.sequence:
+            return replace(view, phase=SlotPhase.VOID)
+        return view
 
 
 @dataclass
@@ -166,7 +170,7 @@ class SimJob:
             names = self.world.names[job.level]
             names.update(job.given)
             names.difference_update(job.released)
-            self._end(actions.JobEnded(job.level, job.job))
+            self._end(actions.NamesSet(job.level, job.job))
         elif isinstance(job, actions.WriteLevel):
             self.disk.leftovers.add(job.key)
             self._await_source()
@@ -248,8 +252,8 @@ class SimKeeper:
         self.node = node
         self.world = node.world
         self.is_alive = True
-        self.grant_word = 0
-        self.core: Core | None = None
+        self.grant_step: int | None = 0
+        self.core = Core(node.world.random.getrandbits(62), node.world.now)
         self.jobs: dict[int, SimJob] = {}
         self.parity = Disk()
         """Parity lives and dies with the keeper."""
@@ -273,12 +277,7 @@ class SimKeeper:
     def handle(self, event: actions.Event) -> None:
         if not self.is_alive:
             return
-        if self.core is None:
-            if not isinstance(event, actions.TrainerReported):
-                return
-            self.core = Core(event.state.settings, self.world.random.getrandbits(62), self.world.now)
-        else:
-            self.look()
+        self.look()
         self._step(event)
         if self._must_look:
             self.look()
@@ -292,7 +291,7 @@ class SimKeeper:
             self._step(actions.SlotsSeen(self._views()))
 
     def wake(self) -> None:
-        if self.is_alive and self.core is not None:
+        if self.is_alive:
             self.look()
             self._set_timer()
 
@@ -308,13 +307,16 @@ class SimKeeper:
         world = self.world
         match action:
             case actions.SetGrant():
-                self.grant_word = action.word
+                self.grant_step = action.step
                 self._must_look = True
             case actions.Hold():
                 self.node.slots(action.rank)[action.slot_id].held_sequence = action.sequence
                 self._must_look = True
             case actions.Release():
                 self.node.slots(action.rank)[action.slot_id].held_sequence = 0
+            case actions.VoidSlot():
+                self.node.slots(action.rank)[action.slot_id].void_sequence = action.sequence
+                self._must_look = True
             case actions.CancelJob() | actions.AbandonJob():
                 self.jobs[action.level].is_cancelled = True
             case actions.Job():
@@ -414,7 +416,10 @@ class SimRank:
         self.required: tuple[int, ...] = ()
         self.names: tuple[NamedStep, ...] = ()
         self.released: tuple[str, ...] = ()
-        self.is_ending = False
+        self.protect: tuple[int, ...] = ()
+        self.is_preempted = False
+        self.is_sealed = False
+        self.farewell = Farewell.NONE
 
     def report(self) -> None:
         """Send the whole state, to a new keeper if the old one is gone."""
@@ -423,16 +428,22 @@ class SimRank:
             self.keeper = keeper
             self.connection = self.world.next_number()
         setting = self.world.setting
+        num_slots = slots_needed(setting.num_kept, is_read=True)
         state = TrainerState(
-            setting.job(self.node.number, self.number),
+            local_rank=self.number,
             start=self.training.start if self.training.is_begun else 0,
             step=self.training.first_step,
-            num_slots=slots_needed(setting.num_kept, is_read=True),
+            job=setting.job(self.node.number) if self.training.is_begun else None,
+            linger_s=LINGER_S,
+            memory=MemoryWish(num_slots, 0, SLOT_BYTES),
             slots=tuple(self.node.slots(self.number)),
             required=self.required,
+            protect=self.protect,
             names=self.names,
             released=self.released,
-            is_ending=self.is_ending,
+            is_preempted=self.is_preempted,
+            is_sealed=self.is_sealed,
+            farewell=self.farewell,
         )
         keeper.handle(actions.TrainerReported(self.connection, self.pid, state))
 
@@ -469,8 +480,9 @@ class SimRank:
         slot.step = step
         slot.is_whole = False
         slot.sequence = self.world.next_number()
-        if self.node.keeper is not None and step + 1 >= self.node.keeper.grant_word:
-            self.world.after(self.world.stall_s(), self.node.keeper.wake)
+        keeper = self.node.keeper
+        if keeper is not None and keeper.grant_step is not None and step >= keeper.grant_step:
+            self.world.after(self.world.stall_s(), keeper.wake)
         self.world.after(self.world.copy_s(), self._commit, slot)
 
     def _commit(self, slot: SimSlot) -> None:
@@ -552,6 +564,18 @@ class Training:
             rank.required = (*rank.required, step)
             rank.report()
 
+    def protect(self, step: int) -> None:
+        """Have a step protected by other nodes."""
+        for rank in self.ranks:
+            rank.protect = (*rank.protect, step)
+            rank.report()
+
+    def preempt(self, number: int) -> None:
+        """A rank is about to be killed."""
+        rank = self.ranks[number % len(self.ranks)]
+        rank.is_preempted = True
+        rank.report()
+
     def keep(self, name: str, step: int) -> None:
         """Give a name to a step."""
         for rank in self.ranks:
@@ -565,6 +589,18 @@ class Training:
             rank.names = tuple(named for named in rank.names if named.name != name)
             rank.released = (*rank.released, name)
             rank.report()
+
+    def leave(self, farewell: Farewell) -> None:
+        """All trainers take leave, one after the other."""
+        for rank in self.ranks:
+            rank.is_sealed = True
+            rank.farewell = farewell
+            rank.report()
+        self.is_alive = False
+        for node in self.world.nodes:
+            node.has_trainers = False
+            if node.keeper is None:
+                node.memory = {}
 
     def die(self) -> None:
         """All trainers end, as a launcher ends them all. Keepers notice a moment later."""
@@ -585,7 +621,7 @@ class Training:
     def end(self) -> None:
         """All ranks capture nothing more, wait, and leave."""
         for rank in self.ranks:
-            rank.is_ending = True
+            rank.is_sealed = True
             rank.report()
 
 
@@ -728,10 +764,10 @@ class World:
 
     def reported(self, keeper: SimKeeper, state: KeeperState) -> None:
         """A trainer receives what is complete and protected."""
-        for level, keys in enumerate(state.complete):
-            for key in keys:
+        for level, level_state in enumerate(state.levels):
+            for key in level_state.complete:
                 self.check(key in self.was_complete[level], f"{key} was never complete at level {level}")
-            self._note_newest(level, keys)
+            self._note_newest(level, level_state.complete)
         if state.protected is not None and not self.parted:
             newest = max(state.protected, self.protected or state.protected)
             is_everywhere = all(self._protects(node, newest) for node in self.nodes)
@@ -763,7 +799,7 @@ class World:
         if all(keeper is not None for keeper in keepers):
             newer = set.intersection(*(keeper.parity.committed for keeper in keepers if keeper is not None))
         replaced = [key for key in newer if key > self.protected and all(node.has_whole(key) for node in self.nodes)]
-        is_over = not self.training.is_alive or self.training.ranks[0].is_ending or not self.training.is_begun
+        is_over = not self.training.is_alive or self.training.ranks[0].is_sealed or not self.training.is_begun
         self.check(bool(replaced) or is_over, f"{self.protected} was protected, and is so no more")
         self.protected = max(replaced, default=None)
 

@@ -1,0 +1,378 @@
+"""What does a keeper store, and when? Pure: the levels, grants and redundancy of one job, between ranks and actions.
+
+::
+
+    decide, until nothing changes any more:
+        node         which grants are missed, which slots are to be held?
+        jobs         what does each level do next?
+        report       to the coordinator: of another node by a message, the own one at once
+        coordinator  what is complete, which step is granted next?  ──order──> node
+
+One rank alone on one node is the case of a coordinator whose only node is its own. A node whose trainers are gone, and
+that reaches no coordinator, is its own coordinator, too: it stores what it has (``_find_coordinator``).
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import xxhash
+from msgspec import json, structs
+
+from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send, SetGrant
+from lazysnap.core.coordinator import Coordinator, LevelGrants
+from lazysnap.core.jobs import LevelJobs, Wishes
+from lazysnap.core.messages import Alert, JobSettings, LevelState, NameRefusal, Order, Progress, Report, StepKey
+from lazysnap.core.node import Node, NodeLevel, RankView, key_of, whole_on_all
+from lazysnap.core.ranks import Wants, num_spare_slots
+from lazysnap.core.retention import Retention
+
+HEARTBEAT_S = 1.0
+"""Nodes repeat their state so often: a message that was lost costs a second, and needs no other care."""
+SILENCE_S = 30.0
+"""A node whose trainers are gone stores alone when it heard nothing of the others for so long."""
+UNREACHED_S = 10.0
+"""Silence of another node after which the user gets to know that nothing new is stored."""
+UNPROTECTED_S = 60.0
+"""Time after which the user gets to know that nothing was protected that was due."""
+MAX_ROUNDS = 8
+COORDINATOR_NODE = 0
+
+
+class JobCore:
+    """The decisions about what one job stores. See the module's docstring.
+
+    There is a new one when a start has other settings than the one before.
+    """
+
+    def __init__(self, settings: JobSettings, numbers: "itertools.count[int]", coordinator: int, now: float) -> None:
+        """Begin with nothing known.
+
+        Args:
+            settings: those of all ranks of the node.
+            numbers: of jobs; none is used twice by one keeper.
+            coordinator: random number; used where this keeper is a coordinator.
+            now: seconds of a monotonic clock.
+        """
+        self.settings = settings
+        self.digest = _digest(settings)
+        self.node = Node(settings.node, _node_levels(settings))
+        self.levels = [LevelJobs(index, self.node, numbers) for index in range(len(self.node.levels))]
+        self.coordinator: Coordinator | None = None
+        """On node 0, or where a node stores alone."""
+        self.is_preempted = False
+        """True if the processes of some rank of some node are about to be killed."""
+        self._coordinator_number = coordinator
+        if settings.node == COORDINATOR_NODE:
+            self.coordinator = self._new_coordinator(settings.num_nodes)
+        self._grant_step: int | None = None
+        self._is_grant_set = False
+        self._sent_report: Report | None = None
+        self._heartbeat_at = now
+        self._heard_at = now
+        """Time of the last message of another node, or of the last moment at which a trainer was served."""
+        self._node_heard_at = dict.fromkeys(_others(settings), now)
+        """Time of the last message of each node that this one exchanges messages with."""
+        self._protected_at = now
+        """Time at which something was protected last, or nothing was due."""
+        self._actions: list[Action] = []
+
+    # Events
+
+    def peer_up(self, now: float) -> None:
+        """A link began: what was sent before may be lost."""
+        self._heartbeat_at = now
+
+    def receive(self, message: Report | Order, now: float) -> None:
+        """Take the state of another node."""
+        if message.job != self.digest:
+            return  # of a start with other settings
+        self._heard_at = now
+        if isinstance(message, Report):
+            if self.settings.node == COORDINATOR_NODE and self.coordinator is not None:
+                self._node_heard_at[message.node] = now
+                self.coordinator.receive(message)
+            return
+        self._node_heard_at[COORDINATOR_NODE] = now
+        if self.coordinator is None:
+            self.node.obey(message)
+            self.is_preempted = message.is_preempted
+
+    def job_ended(self, event: JobEnded, now: float) -> None:
+        """A job of a level ended."""
+        for level in self.levels:
+            level.ended(event, now)
+
+    def job_moved(self, number: int, now: float) -> None:
+        """A job moved some bytes."""
+        for level in self.levels:
+            level.moved(number, now)
+
+    def abandon_all(self) -> list[Action]:
+        """Give up all jobs: another job takes the place of this one."""
+        actions: list[Action] = []
+        for level in self.levels:
+            actions += level.abandon()
+        return actions
+
+    # Times
+
+    def deadlines(self, now: float, *, is_draining: bool) -> list[float]:
+        """Return the times at which ``decide`` may say something new."""
+        times = []
+        if self.settings.num_nodes > 1:
+            times.append(self._heartbeat_at)
+        if self._may_become_alone(is_draining=is_draining):
+            times.append(self._heard_at + SILENCE_S)
+        for level in self.levels:
+            times += level.deadlines()
+        if self.coordinator is not None:
+            times += self.coordinator.deadlines(now)
+        return times
+
+    # The coordinator
+
+    def _new_coordinator(self, num_nodes: int, *, is_alone: bool = False) -> Coordinator:
+        levels = [LevelGrants.of_level(level) for level in self.settings.levels]
+        if self.settings.redundancy is not None:
+            levels.append(LevelGrants.of_redundancy(self.settings.redundancy))
+        return Coordinator(
+            self._coordinator_number,
+            self.digest,
+            num_nodes,
+            tuple(levels),
+            self.settings.capture_every_n_steps,
+            is_alone,
+        )
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.coordinator is not None and self.coordinator.is_alone
+
+    def _may_become_alone(self, *, is_draining: bool) -> bool:
+        """Return True if only silence is missing for a node to store what it has alone."""
+        return self.settings.num_nodes > 1 and is_draining and not self._is_alone
+
+    def find_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
+        """A node that drains, and hears nothing of the others, becomes its own coordinator until a trainer comes.
+
+        Args:
+            now: seconds of a monotonic clock.
+            is_served: True if any trainer of the node is alive.
+            is_draining: True if memory waits for no trainer any more.
+        """
+        if is_served:
+            self._heard_at = now
+            if self._is_alone:  # the job goes on, and with it the other nodes
+                self.coordinator = None
+                self.node.forget_orders()
+                if self.settings.node == COORDINATOR_NODE:
+                    self.coordinator = self._new_coordinator(self.settings.num_nodes)
+        elif self._may_become_alone(is_draining=is_draining) and now >= self._heard_at + SILENCE_S:
+            self.coordinator = self._new_coordinator(1, is_alone=True)
+
+    # Decisions
+
+    def decide(self, ranks: Sequence[RankView], wants: Wants, now: float) -> list[Action]:
+        """Bring node, coordinator and slots in line with each other. See the module's drawing.
+
+        Args:
+            ranks: those of the node.
+            wants: what their trainers want.
+            now: seconds of a monotonic clock.
+        """
+        self._actions = []
+        self.node.is_choosing = wants.is_choosing
+        wants = self._with_newest(wants, ranks)
+        for _ in range(MAX_ROUNDS):
+            unanswered = self.node.unanswered(wants.required, wants.names)
+            self.node.find_missed(ranks, unanswered)
+            self._hold_slots(ranks, unanswered)
+            for index, level in enumerate(self.levels):
+                self._actions += level.decide(ranks, self.wishes(index, wants), now)
+            order = self._exchange(self._report(ranks, wants), ranks, now)
+            if order is None:
+                break
+            self.node.obey(order)
+            self.is_preempted = order.is_preempted
+        self._set_grant(self.node.unanswered(wants.required, wants.names))
+        self._note_protection(ranks, now)
+        return self._actions
+
+    def _with_newest(self, wants: Wants, ranks: Sequence[RankView]) -> Wants:
+        """Return the wants with the newest whole capture, where processes are about to be killed."""
+        if not (wants.is_preempted or self.is_preempted):
+            return wants
+        newest = max(whole_on_all(ranks), default=None)
+        start = max(rank.start for rank in ranks)
+        if newest is None or newest.start != start or start == 0:
+            return wants
+        required = tuple(sorted({*wants.required, newest}))
+        return Wants(required, wants.protect, wants.names, wants.released, wants.is_preempted, wants.is_choosing)
+
+    def _report(self, ranks: Sequence[RankView], wants: Wants) -> Report:
+        report = self.node.report(ranks, wants.required, wants.names)
+        return structs.replace(report, job=self.digest, protect=wants.protect, is_preempted=wants.is_preempted)
+
+    def _exchange(self, report: Report, ranks: Sequence[RankView], now: float) -> Order | None:
+        """Send what is new to the other nodes. Returns: the order that this node is to obey, if there is a new one."""
+        is_heartbeat = self.settings.num_nodes > 1 and now >= self._heartbeat_at
+        if is_heartbeat:
+            self._heartbeat_at = now + HEARTBEAT_S
+        if self.coordinator is None:
+            if is_heartbeat or report != self._sent_report:
+                self._sent_report = report
+                self._actions.append(Send(COORDINATOR_NODE, report))
+            return None
+        if self.coordinator.is_alone:
+            report = structs.replace(report, node=0)  # the only node that its coordinator knows
+        self.coordinator.receive(report)
+        order = self.coordinator.decide(ranks, now)
+        if not self.coordinator.is_alone and (order is not None or is_heartbeat):
+            for number in range(1, self.settings.num_nodes):
+                self._actions.append(Send(number, order or self.coordinator.order()))
+        return order
+
+    def _hold_slots(self, ranks: Sequence[RankView], unanswered: list[StepKey]) -> None:
+        """Hold the captures that levels read or must read, and no others."""
+        keys = self.node.keys_to_hold(unanswered, num_spare_slots(ranks))
+        for rank in ranks:
+            for slot in rank.slots:
+                if slot.is_held and key_of(slot) not in keys:
+                    self._actions.append(Release(rank.rank, slot.slot_id))
+            for key in keys:
+                slot_of_key = rank.capture_of(key)
+                if slot_of_key is not None and not slot_of_key.is_held and rank.keeps(slot_of_key):
+                    self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence))
+
+    def wishes(self, index: int, wants: Wants) -> Wishes:
+        """Return the names that a level is to have: the first those of trainers, slower ones those of faster ones.
+
+        Node 0 alone gives names, so that no two nodes write the same file.
+        """
+        if self.settings.node != COORDINATOR_NODE or self.node.levels[index].is_memory:
+            return Wishes()
+        given = set(wants.names)
+        for faster in self.node.levels[:index]:
+            given |= faster.names
+        return Wishes(frozenset(given), wants.released)
+
+    def _set_grant(self, unanswered: list[StepKey]) -> None:
+        """Tell trainers from which step on the keeper wants to see captures begin."""
+        steps = [key.step for key in unanswered]
+        for level in self.node.levels:
+            if level.progress is Progress.WAITING and level.grant is not None and level.source is None:
+                steps.append(level.grant.step)
+        if self.is_preempted:
+            steps.append(0)
+        step = min(steps, default=None)
+        if step != self._grant_step or not self._is_grant_set:
+            self._grant_step = step
+            self._is_grant_set = True
+            self._actions.append(SetGrant(step))
+
+    # What trainers get to know
+
+    def level_states(self, *, has_progress: bool) -> tuple[LevelState, ...]:
+        """Return the state of each storage level. ``has_progress``: True if somebody waits for a step."""
+        states = []
+        for level, jobs in zip(self.node.storage, self.levels, strict=False):
+            states.append(
+                LevelState(
+                    complete=level.complete,
+                    given_up=tuple(sorted(level.given_up)),
+                    failure=jobs.failure,
+                    failed_step=jobs.failed_step,
+                    num_failures=jobs.num_failures,
+                    stored_bytes=jobs.stored_bytes,
+                    stored_s=jobs.stored_s,
+                    writing=jobs.writing if has_progress else None,
+                )
+            )
+        return tuple(states)
+
+    @property
+    def protected(self) -> StepKey | None:
+        """The newest capture that survives the loss of a node."""
+        redundancy = self.node.redundancy
+        if redundancy is None:
+            return None
+        return max(redundancy.complete, default=None)
+
+    @property
+    def name_refusals(self) -> tuple[NameRefusal, ...]:
+        """Names that a level does not take as they are."""
+        refusals: list[NameRefusal] = []
+        for level in self.levels:
+            refusals += level.name_refusals
+        return tuple(refusals)
+
+    def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
+        """Note whether something is due to be protected, and was not yet."""
+        redundancy = self.settings.redundancy
+        if redundancy is None:
+            return
+        start = max(rank.start for rank in ranks)
+        begun = max(rank.begun for rank in ranks if rank.start == start)
+        protected = self.protected
+        newest = protected.step if protected is not None and protected.start == start else -1
+        if start == 0 or begun // redundancy.every_n_steps <= max(newest, 0) // redundancy.every_n_steps:
+            self._protected_at = now
+
+    def alerts(self, now: float, address: str) -> list[Alert]:
+        """Return the trouble that lasts.
+
+        Args:
+            now: seconds of a monotonic clock.
+            address: where the keepers of all nodes meet; for people.
+        """
+        alerts = []
+        silent = [node for node, heard_at in self._node_heard_at.items() if now >= heard_at + UNREACHED_S]
+        if silent and not self._is_alone:
+            alerts.append(Alert("links", _unreached(self.settings.node, silent, address)))
+        if self.settings.redundancy is not None and now >= self._protected_at + UNPROTECTED_S:
+            reason = self.levels[-1].failure or "a node of its group, or of another one, has no parity yet"
+            if silent:
+                reason = f"no link to the keeper of node {min(silent)}"
+            alerts.append(Alert("protection", f"nothing was protected for {UNPROTECTED_S:.0f} s: {reason}"))
+        return alerts
+
+
+def _others(settings: JobSettings) -> list[int]:
+    """Return the nodes that this one exchanges messages with."""
+    if settings.num_nodes == 1:
+        return []
+    if settings.node == COORDINATOR_NODE:
+        return list(range(1, settings.num_nodes))
+    return [COORDINATOR_NODE]
+
+
+def _unreached(own: int, silent: list[int], address: str) -> str:
+    who = "rank 0's node" if COORDINATOR_NODE in silent else f"node {min(silent)}"
+    if len(silent) > 1:
+        who += ", …"
+    return (
+        f"node {own}: no link to the keeper of {who} for more than {UNREACHED_S:.0f} s (all keepers meet at "
+        f"{address}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach each "
+        "other there; the address is that of MASTER_ADDR"
+    )
+
+
+def _node_levels(settings: JobSettings) -> tuple[NodeLevel, ...]:
+    levels = []
+    for level in settings.levels:
+        levels.append(NodeLevel(level.url, Retention.of_level(level), level.timeout_s))
+    redundancy = settings.redundancy
+    if redundancy is not None:
+        levels.append(NodeLevel("redundancy", Retention(keep_last=1), redundancy.timeout_s, is_memory=True))
+    return tuple(levels)
+
+
+def _digest(settings: JobSettings) -> int:
+    """Return a number that is the same on all nodes of a job, and another one where what they agree on differs."""
+    levels = []
+    for level in settings.levels:
+        levels.append((level.every_s, level.every_n_steps, level.keep_last, level.keep_every_n_steps))
+    redundancy = settings.redundancy
+    every = None if redundancy is None else redundancy.every_n_steps
+    agreed = (settings.run, levels, every, settings.capture_every_n_steps, settings.world_size, settings.num_nodes)
+    return xxhash.xxh3_64_intdigest(json.encode(agreed)) >> 1
