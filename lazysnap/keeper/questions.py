@@ -20,7 +20,7 @@ class Question(Struct, frozen=True, tag="question", kw_only=True):
     local_rank: int = 0
     """Rank on its node. For "memory" alone."""
     is_forced: bool = False
-    """True if the keeper is to end although a training is running. For "stop" alone."""
+    """True if the keeper is to end at once, also if not every level has the newest capture. For "stop" alone."""
 
 
 class SlotFacts(Struct, frozen=True):

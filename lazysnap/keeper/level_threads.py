@@ -1,0 +1,127 @@
+"""One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level behind the last."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+
+from lazysnap import faults
+from lazysnap.core.actions import Event, Job, JobEnded, WriteLevel
+from lazysnap.core.messages import JobSettings
+from lazysnap.keeper.jobs import LevelFiles, run_level_job
+from lazysnap.keeper.worker import JobControl, Worker
+from lazysnap.memory.slots import Slot
+
+logger = logging.getLogger(__name__)
+
+SlotsByRank = Mapping[int, Mapping[int, Slot]]
+RunParityJob = Callable[[JobSettings, Job, SlotsByRank, JobControl], JobEnded]
+
+
+class LevelThreads:
+    """The threads of all levels, and the job that runs on each. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        post: Callable[[Event], None],
+        ended: Callable[[Job, JobEnded, JobControl], None],
+        run_parity_job: RunParityJob,
+    ) -> None:
+        """Begin without levels.
+
+        Args:
+            post: hands an event to the loop, from any thread.
+            ended: called on the thread of the level with each job that ended, before its event is posted.
+            run_parity_job: does a job of the redundancy level.
+        """
+        self._post = post
+        self._ended = ended
+        self._run_parity_job = run_parity_job
+        self._settings: JobSettings | None = None
+        self._files: list[LevelFiles] = []
+        self._workers: dict[int, Worker] = {}
+        self._controls: dict[int, JobControl] = {}
+        """Of the job that was begun last at each level."""
+        self._running: dict[int, Job] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a job runs that was not abandoned."""
+        return bool(self._running)
+
+    def moved_bytes(self, level: int) -> int:
+        """Return the bytes that the job of a level moved so far."""
+        if level not in self._running:
+            return 0
+        return self._controls[level].moved_bytes
+
+    def running_job(self, level: int) -> Job | None:
+        """Return the job of a level."""
+        return self._running.get(level)
+
+    def begin(self, settings: JobSettings) -> None:
+        """Work for these settings from now on. Jobs of earlier ones are abandoned."""
+        for level in list(self._workers):
+            self._abandon(level)
+        self._settings = settings
+        self._files = []
+        for index in range(len(settings.levels)):
+            self._files.append(LevelFiles(settings, index, tuple(self._files)))
+
+    def start(self, job: Job, slots: SlotsByRank) -> None:
+        """Begin a job on the thread of its level."""
+        if job.level not in self._workers:
+            self._workers[job.level] = Worker(f"level-{job.level}")
+        # What happens after the thread was abandoned concerns nobody, but for the event.
+        control = JobControl(job, self._post)
+        self._controls[job.level] = control
+        self._running[job.level] = job
+        run = self._runner(job, _read_slots(job, slots), control)
+        self._workers[job.level].submit(functools.partial(self._run, job, run, control))
+
+    def forget(self, job: Job) -> None:
+        """Note that a job ended."""
+        if self._running.get(job.level) is job:
+            del self._running[job.level]
+
+    def cancel(self, level: int, number: int) -> None:
+        """Have a job end soon, without a commit."""
+        job = self._running.get(level)
+        if job is not None and job.job == number:
+            self._controls[level].is_cancelled = True
+
+    def abandon(self, level: int, number: int) -> None:
+        """Leave the thread of a level alone; the next job gets another one."""
+        job = self._running.get(level)
+        if job is not None and job.job == number:
+            self._abandon(level)
+
+    def _abandon(self, level: int) -> None:
+        control = self._controls.pop(level, None)
+        if control is not None:
+            control.is_cancelled = True
+        self._running.pop(level, None)
+        self._workers.pop(level).leave()
+
+    def _runner(self, job: Job, slots: SlotsByRank, control: JobControl) -> Callable[[], JobEnded]:
+        assert self._settings is not None, "a job needs settings"
+        if job.level < len(self._files):
+            return functools.partial(run_level_job, job, self._files[job.level], slots, control)
+        return functools.partial(self._run_parity_job, self._settings, job, slots, control)
+
+    def _run(self, job: Job, run: Callable[[], JobEnded], control: JobControl) -> None:
+        """Run a job. On the thread of its level."""
+        event = run()
+        faults.point("keeper.job_ended")
+        self._ended(job, event, control)
+
+
+def _read_slots(job: Job, slots: SlotsByRank) -> SlotsByRank:
+    """Return the slots that a job reads: a thread that hangs must not keep the memory of others."""
+    if not isinstance(job, WriteLevel):
+        return {}
+    read: dict[int, dict[int, Slot]] = {}
+    for rank, slot_id in job.slots:
+        slot = slots.get(rank, {}).get(slot_id)
+        if slot is not None:
+            read.setdefault(rank, {})[slot_id] = slot
+    return read
