@@ -1,5 +1,4 @@
-"""The events of a run, which its keepers report: to trainers (``keeper.protocol.Status``), and in a file at the first
-level (docs/events.md).
+"""The events of a run, which its keepers write down in a file at the first level (docs/events.md).
 
 Each line of the file is a JSON object. It is for people and their reports alone: a run whose file is missing or damaged
 is restored all the same.
@@ -119,6 +118,7 @@ class LevelFailed(Event, frozen=True, kw_only=True, tag="failed"):
 
     level: str
     step: Count
+    """-1: it failed before it was to take one, as when it is listed."""
     text: str
 
 

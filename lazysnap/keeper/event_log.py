@@ -93,7 +93,7 @@ class _LevelNotes:
     """Snapshots of which this keeper stored the part of the node."""
     complete: set[StepKey] = field(default_factory=set)
     """Complete snapshots that are noted."""
-    state: LevelState = LevelState()
+    state: LevelState = field(default_factory=LevelState)
     """The state that was noted last."""
 
 

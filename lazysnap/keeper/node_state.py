@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import structs
 
 from lazysnap.core.actions import WriteLevel
 from lazysnap.core.core import Core
 from lazysnap.core.job import JobCore
-from lazysnap.core.jobs import LevelJobs
 from lazysnap.core.lifecycle import Phase
 from lazysnap.core.messages import StepKey
 from lazysnap.core.node import whole_on_all
@@ -102,7 +102,13 @@ def node_state(
                 ranks.append(_rank_state(core, job, rank, slots.get(rank.number, {}), history))
     levels = []
     for index, level in enumerate(settings.levels):
-        levels.append(_level_facts(core, job, index, history.level(level.url), slots, moved_bytes.get(index, 0)))
+        facts = _level_facts(job, index, history.level(level.url))
+        total_bytes = _total_bytes(job, index, slots)
+        stored_now = moved_bytes.get(index, 0)
+        if total_bytes:
+            stored_now = min(stored_now, total_bytes)  # a file has a header, too
+        waiting = _num_waiting(core, job, index)
+        levels.append(structs.replace(facts, moved_bytes=stored_now, total_bytes=total_bytes, waiting=waiting))
     may_lose = 0
     if settings.redundancy is not None:
         may_lose = settings.redundancy.parity
@@ -166,9 +172,7 @@ def _problems(core: Core) -> list[str]:
 # Ranks
 
 
-def _rank_state(
-    core: Core, job: JobCore, rank: Rank, slots: Mapping[int, Slot], history: NodeHistory
-) -> RankState:
+def _rank_state(core: Core, job: JobCore, rank: Rank, slots: Mapping[int, Slot], history: NodeHistory) -> RankState:
     memory_bytes = sum(slot.memory_bytes for slot in slots.values())
     all_bytes = sum(slot.size_bytes for slot in slots.values())
     waited_s = 0.0
@@ -226,9 +230,7 @@ def _captures(rank: Rank, slots: Mapping[int, Slot]) -> list[CaptureTimes]:
 # Levels
 
 
-def _level_facts(
-    core: Core, job: JobCore, index: int, history: LevelHistory, slots: Slots, moved_bytes: int
-) -> LevelFacts:
+def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
     settings = job.settings.levels[index]
     level = job.node.levels[index]
     jobs = job.levels[index]
@@ -240,9 +242,6 @@ def _level_facts(
     bytes_per_s = None
     if jobs.stored_bytes:
         bytes_per_s = jobs.stored_bytes / max(jobs.stored_s, 1e-9)
-    total_bytes = _total_bytes(job, jobs, slots)
-    if total_bytes:
-        moved_bytes = min(moved_bytes, total_bytes)  # a file has a header, too
     failure = history.failure
     if jobs.failure:
         failure = Redaction(settings.storage_options or {}).clean(jobs.failure)
@@ -253,18 +252,18 @@ def _level_facts(
         complete_ns=complete_ns,
         bytes_per_s=bytes_per_s,
         storing=_step_of(jobs.writing),
-        moved_bytes=moved_bytes,
-        total_bytes=total_bytes,
-        waiting=_num_waiting(core, job, index),
+        moved_bytes=0,
+        total_bytes=0,
+        waiting=0,
         is_failing=bool(jobs.failure),
         failure=failure,
         failed_ns=history.failed_ns,
     )
 
 
-def _total_bytes(job: JobCore, jobs: LevelJobs, slots: Slots) -> int:
+def _total_bytes(job: JobCore, index: int, slots: Slots) -> int:
     """Return the bytes of the captures that are being stored; 0 if there are none, or it is not known."""
-    write = jobs.job
+    write = job.levels[index].job
     if not isinstance(write, WriteLevel):
         return 0
     if write.source is not None:
