@@ -122,16 +122,6 @@ class LevelFailed(Event, frozen=True, kw_only=True, tag="failed"):
     text: str
 
 
-class NameFailed(Event, frozen=True, kw_only=True, tag="name"):
-    """A level could not write, or take away, the name of a snapshot. For trainers alone: it is in no file."""
-
-    level: str
-    name: str
-    text: str
-    is_lost: bool = False
-    """True if the snapshot itself will never be there; said of the first level."""
-
-
 class Alert(Event, frozen=True, kw_only=True, tag="alert"):
     """Something keeps snapshots from being safe. It comes again while that lasts; without text it is over."""
 
