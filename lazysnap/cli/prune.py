@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from lazysnap.cli.output import OK, Output, fields_of, show_snapshots
 from lazysnap.cli.stores import open_existing
 from lazysnap.cli.verify import GONE, Verdict, check, check_frozen
-from lazysnap.core.messages import StepKey
+from lazysnap.config import PersistentLevel
 from lazysnap.core.retention import Retention
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.leftovers import leftovers
@@ -27,8 +27,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise ConfigError("--keep-every keeps more than --keep-last N does: give both")
     if args.keep_last is not None and args.keep_last < 1:
         raise ConfigError("--keep-last must be at least 1: the newest complete snapshot always stays")
-    if args.keep_every is not None and args.keep_every < 1:
-        raise ConfigError(f"--keep-every must be at least 1, got {args.keep_every}")
     plan = _Plan(Catalogue(open_existing(args.url, args.storage_option)), args, output)
     if args.name is not None and not plan.unnamed:
         raise SnapshotNotFound(f"{plan.seen.url}: no snapshot is called {args.name!r}")
@@ -71,7 +69,8 @@ class _Plan:
         self._name = args.name
         self._count = args.keep_last or 0
         """Snapshots of a run that must be sound before others may go; 0: none may go."""
-        self._retention = Retention(self._count or 1, args.keep_every)
+        level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
+        self._retention = Retention(level.keep_last, level.keep_every_n_steps)
         self._verdicts: dict[str, Verdict] = {}
         """The verdict on frozen tensors that were read back, by digest."""
         self.leftovers = [one.path for one in leftovers(self._store.storage, None)]
@@ -122,22 +121,14 @@ class _Plan:
         if names:
             return "called " + ", ".join(names)
         newer = sum(key > found.key for key in sound)
-        is_over = self._may_delete(found, newer)
         if found.is_complete:
-            return None if is_over else "newest complete" if is_newest else "to be kept"
-        if is_over and all(place.is_settled() for place in self._places(found)):
+            if self._retention.is_expired(found.step, newer):
+                return None
+            return "newest complete" if is_newest else "to be kept"
+        # Nobody needs an incomplete one once a newer one is complete.
+        if newer >= 1 and all(place.is_settled() for place in self._places(found)):
             return None  # no copy of it is in progress
         return "incomplete: changed within a day, or nothing newer is known to be sound"
-
-    def _may_delete(self, found: Found, newer: int) -> bool:
-        """Return True if a snapshot need not stay: the rule of keepers (``core.retention``).
-
-        Here it is known which snapshots are complete, so an incomplete one goes when a single newer one is sound.
-        """
-        if not found.is_complete:
-            return newer >= 1
-        key = StepKey(int(found.key.start, 16), found.step)
-        return newer >= self._retention.keep_last and not self._retention.stays_for_ever(key)
 
     def _sound(self, complete: list[Found]) -> list[SnapshotKey]:
         """Return the newest snapshots that read back whole, as many as are to be kept. Damaged ones do not count."""

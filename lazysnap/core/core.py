@@ -88,6 +88,8 @@ class Core:
         """
         self.now = now
         self._actions = []
+        if isinstance(event, SlotsSeen) and self._knows_slots(event):
+            return []  # nothing depends on the time alone: ``TimePassed`` comes for that
         self._apply(event)
         wants = self.ranks.wants()
         self._decide(wants)
@@ -144,6 +146,13 @@ class Core:
                 self.lifecycle.is_terminated = True
             case TimePassed():
                 pass
+
+    def _knows_slots(self, event: SlotsSeen) -> bool:
+        """Return True if all slots are as they were."""
+        for number, slots in event.slots.items():
+            if number >= len(self.ranks.all) or self.ranks.all[number].slots != slots:
+                return False
+        return True
 
     def _accept_trainer_state(self, event: TrainerReported) -> None:
         state = event.state

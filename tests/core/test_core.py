@@ -1,14 +1,34 @@
 """Single decisions of the core that the model shows too rarely, or not at all."""
 
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
 from support.core_world import slot_view
 
+from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
-from lazysnap.core.messages import JobSettings, LevelSettings, MemoryWish, Progress, StepKey, TrainerState
-from lazysnap.memory.slot_choice import SlotView
+from lazysnap.core.lifecycle import START_GRACE_S, Phase
+from lazysnap.core.messages import (
+    PROTOCOL,
+    Farewell,
+    JobSettings,
+    LevelSettings,
+    MemoryWish,
+    NamedStep,
+    NameRefusal,
+    Progress,
+    StepKey,
+    TrainerState,
+)
+from lazysnap.core.ranks import AWAY_GRACE_S, MEMORY_RETRY_S, MEMORY_WAIT_S, Presence
+from lazysnap.memory.slot_choice import SlotPhase, SlotView
 
 START = 7
-SETTINGS = JobSettings("run", (LevelSettings("level", every_n_steps=1),))
+LEVEL = LevelSettings("level", every_n_steps=1)
+SETTINGS = JobSettings("run", (LEVEL,))
+STATE = TrainerState(local_rank=0, start=START, step=-1, job=SETTINGS, memory=MemoryWish(3, 0, 1))
 
 
 def slot(slot_id: int, step: int, *, is_whole: bool = True, is_held: bool = False) -> SlotView:
@@ -19,36 +39,279 @@ def empty(slot_id: int) -> SlotView:
     return slot_view(slot_id, None, 0)
 
 
-def core_with_a_grant() -> tuple[Core, int]:
+THREE_EMPTY = (empty(0), empty(1), empty(2))
+
+
+class Driver:
+    """A core, its clock, and the trainers that report to it."""
+
+    def __init__(self) -> None:
+        self.core = Core(1, 0.0)
+        self.now = 0.0
+
+    def step(self, event: actions.Event) -> list[actions.Action]:
+        return self.core.step(event, self.now)
+
+    def report(self, state: TrainerState, pid: int = 100, connection: int = 1) -> list[actions.Action]:
+        return self.step(TrainerReported(connection, pid, state))
+
+    def see(self, *ranks: tuple[SlotView, ...]) -> list[actions.Action]:
+        return self.step(SlotsSeen(dict(enumerate(ranks))))
+
+    def sent(self, done: list[actions.Action], rank: int = 0):
+        """Return the last state that was sent to a rank."""
+        states = [action.state for action in done if isinstance(action, actions.SendToTrainer) and action.rank == rank]
+        return states[-1]
+
+    def pass_time(self, seconds: float) -> list[actions.Action]:
+        self.now += seconds
+        return self.step(actions.TimePassed())
+
+
+def of_kind(done: list[actions.Action], kind: type) -> list:
+    return [action for action in done if isinstance(action, kind)]
+
+
+def driver_with_a_grant() -> tuple[Driver, int]:
     """A core that granted a step; that step."""
-    core = Core(1, 0.0)
-    state = TrainerState(local_rank=0, start=START, step=-1, job=SETTINGS, memory=MemoryWish(3, 0, 1))
-    actions = core.step(TrainerReported(1, 100, state), 0.0)
-    core.step(SlotsSeen({0: (empty(0), empty(1), empty(2))}), 0.0)
-    job = next(action for action in actions if isinstance(action, ListLevel))
-    core.step(Listed(0, job.job, ()), 0.0)
-    grant = core.job.node.levels[0].grant
+    driver = Driver()
+    done = driver.report(STATE)
+    driver.see(THREE_EMPTY)
+    [job] = of_kind(done, ListLevel)
+    driver.step(Listed(0, job.job, ()))
+    grant = driver.core.job.node.levels[0].grant
     assert grant is not None
-    return core, grant.step
+    return driver, grant.step
 
 
 def test_a_capture_that_is_being_written_is_held_and_then_stored():
-    core, step = core_with_a_grant()
+    driver, step = driver_with_a_grant()
 
-    actions = core.step(SlotsSeen({0: (slot(0, step, is_whole=False), empty(1), empty(2))}), 0.0)
-    assert Hold(0, 0, sequence=step + 1) in actions
+    done = driver.see((slot(0, step, is_whole=False), empty(1), empty(2)))
+    assert Hold(0, 0, sequence=step + 1) in done
 
     held = slot(0, step, is_whole=False, is_held=True)
-    actions = core.step(SlotsSeen({0: (held, empty(1), empty(2))}), 0.0)
-    assert any(isinstance(action, WriteLevel) for action in actions)
+    done = driver.see((held, empty(1), empty(2)))
+    assert of_kind(done, WriteLevel)
 
 
 def test_a_capture_is_never_held_once_its_slot_may_be_chosen():
     """The trainer may have read HELD before, and begin to write there now."""
-    core, step = core_with_a_grant()
+    driver, step = driver_with_a_grant()
 
-    actions = core.step(SlotsSeen({0: (slot(0, step), slot(1, step + 1), slot(2, step + 2))}), 0.0)
+    done = driver.see((slot(0, step), slot(1, step + 1), slot(2, step + 2)))
 
-    assert not any(isinstance(action, Hold) for action in actions)
-    assert core.job.node.levels[0].progress is not Progress.WRITING
-    assert core.job.node.levels[0].grant is None or core.job.node.levels[0].grant.step > step
+    level = driver.core.job.node.levels[0]
+    assert not of_kind(done, Hold)
+    assert level.progress is not Progress.WRITING
+    assert level.grant is None or level.grant.step > step
+
+
+class TestTrainers:
+    def test_another_process_is_refused_while_the_first_one_lives(self):
+        driver, _ = driver_with_a_grant()
+
+        done = driver.report(STATE, pid=200, connection=2)
+
+        assert "process 100" in driver.sent(done).refusal
+        assert actions.CloseConnection(2) in done
+        assert driver.core.ranks.all[0].pid == 100
+
+    def test_another_version_is_refused(self):
+        driver = Driver()
+
+        done = driver.report(structs.replace(STATE, protocol=PROTOCOL + 1))
+
+        assert f"version {PROTOCOL + 1}" in driver.sent(done).refusal
+
+    def test_a_process_that_lost_its_connection_has_a_moment_to_come_back(self):
+        driver, _ = driver_with_a_grant()
+        driver.step(actions.ConnectionLost(1))
+
+        refused = driver.report(STATE, pid=200, connection=2)
+        driver.now += AWAY_GRACE_S
+        accepted = driver.report(STATE, pid=200, connection=3)
+
+        assert driver.sent(refused).refusal
+        assert not driver.sent(accepted).refusal
+
+    def test_a_process_that_still_writes_is_not_replaced(self):
+        driver, step = driver_with_a_grant()
+        driver.see((slot(0, step, is_whole=False), empty(1), empty(2)))
+        driver.step(actions.ConnectionLost(1))
+        driver.now += AWAY_GRACE_S
+
+        assert driver.sent(driver.report(STATE, pid=200, connection=2)).refusal
+
+    def test_what_a_dead_trainer_left_half_done_is_voided(self):
+        driver, step = driver_with_a_grant()
+        driver.see((slot(0, step, is_whole=False), empty(1), empty(2)))
+
+        done = driver.step(actions.ProcessDied(100))
+
+        assert actions.VoidSlot(0, 0, step + 1) in done
+
+    def test_the_last_trainer_of_a_training_that_is_over_is_told_by_the_end_of_the_keeper(self):
+        driver, step = driver_with_a_grant()
+        driver.see((slot(0, step), empty(1), empty(2)))
+
+        done = driver.report(structs.replace(STATE, is_sealed=True, farewell=Farewell.OVER))
+
+        assert not of_kind(done, actions.CloseConnection)
+        assert driver.core.ranks.all[0].presence is Presence.ENDED
+        assert driver.core.phase is Phase.DRAINING
+
+
+class TestMemory:
+    def test_a_refusal_is_reported_and_tried_again(self):
+        driver = Driver()
+        assert of_kind(driver.report(STATE), actions.MakeSlot)
+
+        done = driver.step(actions.MemoryRefused(0, "too little"))
+        assert driver.sent(done).memory_refusal == "too little"
+        assert not of_kind(driver.pass_time(MEMORY_RETRY_S / 2), actions.MakeSlot)
+        assert of_kind(driver.pass_time(MEMORY_RETRY_S / 2), actions.MakeSlot)
+
+    def test_slots_that_are_about_to_be_returned_are_waited_for_without_a_word(self):
+        driver = Driver()
+        driver.report(STATE)
+
+        done = driver.step(actions.MemoryRefused(0, ""))
+
+        assert not of_kind(done, actions.SendToTrainer)
+        assert of_kind(driver.pass_time(MEMORY_WAIT_S), actions.MakeSlot)
+
+    def test_a_returned_slot_goes_unless_it_is_held(self):
+        driver, step = driver_with_a_grant()
+        driver.see((slot(0, step, is_held=True), slot(1, step - 1), empty(2)))
+
+        done = driver.report(structs.replace(STATE, returned=(0, 1)))
+
+        assert of_kind(done, actions.FreeSlot) == [actions.FreeSlot(0, 1)]
+
+    def test_slots_of_another_size_do_not_count(self):
+        driver = Driver()
+        driver.report(STATE)
+        small = replace(empty(3), image_capacity_bytes=1)
+        driver.see((small,))
+
+        wish = MemoryWish(1, 0, 2)
+
+        assert of_kind(driver.report(structs.replace(STATE, memory=wish)), actions.MakeSlot) == []
+        assert of_kind(driver.step(actions.SlotMade(0)), actions.MakeSlot) == [actions.MakeSlot(0, wish)]
+
+    def test_a_trainer_that_restores_gets_what_is_there_and_nothing_is_stored(self):
+        driver = Driver()
+
+        done = driver.report(TrainerState(local_rank=0, slots=(5,)))
+
+        assert actions.AdoptSlots(1, 0) in done
+        assert driver.core.job is None
+
+
+class TestStarts:
+    def test_a_start_with_the_same_settings_goes_on_with_the_same_job(self):
+        driver, _ = driver_with_a_grant()
+        job = driver.core.job
+
+        driver.step(actions.ProcessDied(100))
+        done = driver.report(structs.replace(STATE, start=START + 1), pid=200, connection=2)
+
+        assert driver.core.job is job
+        assert not of_kind(done, actions.BeginJob)
+
+    def test_a_start_with_other_settings_begins_another_job_and_its_jobs_have_new_numbers(self):
+        driver = Driver()
+        [before] = of_kind(driver.report(STATE), ListLevel)
+        driver.step(actions.ProcessDied(100))
+        other = structs.replace(SETTINGS, levels=(structs.replace(LEVEL, keep_last=5),))
+
+        done = driver.report(structs.replace(STATE, start=START + 1, job=other), pid=200, connection=2)
+
+        assert actions.AbandonJob(0, before.job) in done
+        assert actions.BeginJob(other) in done
+        [after] = of_kind(done, ListLevel)
+        assert after.job > before.job
+        driver.step(Listed(0, before.job, (StepKey(1, 1),)))
+        assert driver.core.job.node.levels[0].stored == set()
+
+    def test_a_start_that_is_older_does_not_change_the_job(self):
+        """One rank of a node may begin the next start before another one."""
+        two = structs.replace(SETTINGS, ranks=(0, 1))
+        driver = Driver()
+        driver.report(structs.replace(STATE, start=START + 1, job=structs.replace(two, run="new")))
+
+        driver.report(structs.replace(STATE, local_rank=1, job=two), pid=200, connection=2)
+
+        assert driver.core.job.settings.run == "new"
+
+    def test_nothing_is_deleted_while_a_trainer_restores(self):
+        driver, _ = driver_with_a_grant()
+        level = driver.core.job.node.levels[0]
+        driver.step(actions.ProcessDied(100))
+        level.leftovers.add(StepKey(1, 1))
+
+        restoring = driver.report(TrainerState(local_rank=0), pid=200, connection=2)
+        training = driver.report(structs.replace(STATE, start=START + 1), pid=200, connection=2)
+
+        assert not of_kind(restoring, actions.DeleteFiles)
+        assert of_kind(training, actions.DeleteFiles)
+
+    def test_memory_of_ranks_that_are_no_more_goes_when_this_start_has_a_snapshot(self):
+        driver, step = driver_with_a_grant()
+        old = slot_view(9, StepKey(1, 3), 1)
+        done = driver.see((slot(0, step), empty(1), empty(2)), (old,))
+        assert not of_kind(done, actions.FreeSlot)
+
+        driver.see((slot(0, step, is_held=True), empty(1), empty(2)), (old,))
+        job = driver.core.job.levels[0].job
+        assert isinstance(job, WriteLevel)
+        done = driver.step(actions.Stored(0, job.job))
+
+        assert actions.FreeSlot(1, 9) in done
+
+
+class TestNames:
+    def test_a_name_that_a_level_refuses_is_reported_and_not_tried_again(self):
+        driver, step = driver_with_a_grant()
+        named = NamedStep("mine", StepKey(START, step))
+        driver.report(structs.replace(STATE, names=(named,)))
+        driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
+        done = driver.step(actions.Stored(0, driver.core.job.levels[0].job.job))
+        [job] = of_kind(done, actions.SetNames)
+
+        refusal = NameRefusal("level", "mine", "a file of somebody else")
+        done = driver.step(actions.NamesSet(0, job.job, (refusal,)))
+
+        assert driver.sent(done).name_refusals == (refusal,)
+        assert not of_kind(done, actions.SetNames)
+
+
+class TestTheEnd:
+    def test_a_keeper_that_nobody_comes_to_ends(self):
+        driver = Driver()
+        assert driver.core.wake_at() == START_GRACE_S
+        assert actions.Finish() in driver.pass_time(START_GRACE_S)
+
+    def test_a_preempted_training_has_its_newest_capture_stored(self):
+        every_100 = structs.replace(SETTINGS, levels=(structs.replace(LEVEL, every_n_steps=100),))
+        state = structs.replace(STATE, job=every_100)
+        driver = Driver()
+        [job] = of_kind(driver.report(state), ListLevel)
+        driver.see((slot(0, 5), empty(1), empty(2)))
+        driver.step(Listed(0, job.job, ()))
+
+        done = driver.report(structs.replace(state, is_preempted=True))
+
+        assert driver.sent(done).is_preempted
+        assert Hold(0, 0, sequence=6) in done
+
+    @pytest.mark.parametrize("phase", [SlotPhase.CAPTURING, SlotPhase.WHOLE])
+    def test_a_trainer_that_died_leaves_memory_to_a_restart_if_a_capture_is_whole(self, phase):
+        driver, step = driver_with_a_grant()
+        driver.see((replace(slot(0, step), phase=phase), empty(1), empty(2)))
+        driver.report(structs.replace(STATE, linger_s=60.0))
+
+        driver.step(actions.ProcessDied(100))
+
+        assert (driver.core.phase is Phase.LINGERING) == (phase is SlotPhase.WHOLE)
