@@ -49,8 +49,6 @@ class HeldMember(Struct, frozen=True):
     ranks: list[int]
     size_bytes: int
     """Bytes of its part (``keeper.node_part``)."""
-    frozen: list[str | None]
-    """Digest of each rank's frozen tensors that its capture needs."""
 
 
 class HeldParity(Struct, frozen=True):

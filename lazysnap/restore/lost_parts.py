@@ -75,12 +75,9 @@ def lost_parts(
                 continue
             where = f"{len(parts)}/"
             parts.append(LostPart(first.start, first.step, first.most_lost, pieces, position, others, parities))
-            found += [
-                Entry(
-                    PARITY, 1, first.run_id, first.start, first.step, rank, first.world_size, f"{where}{rank}", frozen
-                )
-                for rank, frozen in zip(member.ranks, member.frozen, strict=True)
-            ]
+            for rank in member.ranks:
+                location = f"{where}{rank}"
+                found.append(Entry(PARITY, 1, first.run_id, first.start, first.step, rank, first.world_size, location))
     return parts, found, problems
 
 

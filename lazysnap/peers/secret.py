@@ -17,10 +17,11 @@ import struct
 from collections.abc import Generator
 from dataclasses import dataclass, field
 
-from lazysnap.links.listener import Violation
+from lazysnap.peers.wire import PROTOCOL, Violation
 
 _PREAMBLE = struct.Struct("!8sH")
-_SECRET_BYTES = _NONCE_BYTES = 32
+_SECRET_BYTES = 32
+_NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
 
@@ -40,21 +41,31 @@ Handshake = Generator[tuple[bytes, int], bytes, None]
 """Yields the bytes to send and how many bytes to read then; these are sent into it. It ends when all is proven."""
 
 
-def handshake(secret: Secret, protocol: tuple[bytes, int], *, is_server: bool) -> Handshake:
+def handshake(secret: Secret, *, is_server: bool) -> Handshake:
     """Prove this end to the other one, and have the other one prove itself.
 
-    ``protocol``: letters and number. Raises: Violation, if the other end speaks another protocol or lacks the secret.
+    Raises: Violation, if the other end speaks another protocol or lacks the secret.
     """
-    preamble, nonce = _PREAMBLE.pack(*protocol), secrets.token_bytes(_NONCE_BYTES)
-    received = yield preamble + nonce, len(preamble)
+    preamble = _PREAMBLE.pack(*PROTOCOL)
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    received = yield preamble + own_nonce, len(preamble)
     if received != preamble:
-        expected = f"{protocol[0]!r} {protocol[1]}"
         letters, number = _PREAMBLE.unpack(received)
+        expected = f"{PROTOCOL[0]!r} {PROTOCOL[1]}"
         raise Violation(f"protocol {letters!r} {number}, expected {expected}: same lazysnap on all nodes?")
-    theirs = yield b"", _NONCE_BYTES
-    nonces = bytes(theirs) + nonce if is_server else nonce + bytes(theirs)
-    roles = (b"server", b"client") if is_server else (b"client", b"server")
-    own, expected_proof = (hmac.digest(bytes.fromhex(secret.hex), r + preamble + nonces, "sha256") for r in roles)
-    proof = yield own, _PROOF_BYTES
+    other_nonce = yield b"", _NONCE_BYTES
+    if is_server:
+        signed = preamble + other_nonce + own_nonce
+        own_proof = _proof(secret, b"server", signed)
+        expected_proof = _proof(secret, b"client", signed)
+    else:
+        signed = preamble + own_nonce + other_nonce
+        own_proof = _proof(secret, b"client", signed)
+        expected_proof = _proof(secret, b"server", signed)
+    proof = yield own_proof, _PROOF_BYTES
     if not hmac.compare_digest(proof, expected_proof):
         raise Violation("it does not have the secret of this start")
+
+
+def _proof(secret: Secret, role: bytes, signed: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(secret.hex), role + signed, "sha256")

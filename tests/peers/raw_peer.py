@@ -10,7 +10,7 @@ import struct
 import msgspec
 import xxhash
 
-from lazysnap.links.channel import PROTOCOL
+from lazysnap.peers.wire import PROTOCOL
 
 WAIT_S = 30.0
 """For the other end to close: less than the deadlines by which it closes what it could not refuse."""
@@ -28,7 +28,7 @@ def exactly(connection, length):
 
 
 def prove(connection, secret, *, is_server=False, nonce=None):
-    """The handshake, as ``links.secret`` describes it; True if the other end has the secret."""
+    """The handshake, as ``peers.secret`` describes it; True if the other end has the secret."""
     opening, nonce = preamble(), nonce or os.urandom(32)
     connection.sendall(opening + nonce)
     theirs = exactly(connection, 42)
@@ -45,7 +45,11 @@ def prove(connection, secret, *, is_server=False, nonce=None):
 def authenticated(address, secret):
     """A raw connection of one who has the secret."""
     connection = socket.create_connection(address, timeout=WAIT_S)
-    assert prove(connection, secret)
+    try:
+        assert prove(connection, secret)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
@@ -63,7 +67,7 @@ def announced(length):
 
 
 def is_closed(connection):
-    """Whether the other end closes; what it had sent is read first."""
+    """True if the other end closes; what it had sent is read first."""
     try:
         while connection.recv(1 << 16):
             pass
