@@ -83,8 +83,7 @@ def unpack_parity(packed: Iterable[list[Any]]) -> list[HeldParity]:
         for step, sizes in steps:
             members = []
             for ranges, size_bytes in zip(ranges_of_members, sizes, strict=True):
-                ranks = list(numbers_in(ranges))
-                members.append(HeldMember(ranks, size_bytes, [None] * len(ranks)))
+                members.append(HeldMember(list(numbers_in(ranges)), size_bytes))
             parities.append(HeldParity(run_id, start, step, world_size, members, *facts))
     return parities
 

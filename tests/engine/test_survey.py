@@ -142,7 +142,7 @@ def test_parity_is_told_without_loss():
         START,
         7,
         8,
-        [HeldMember([0, 1, 2], 10, [None] * 3), HeldMember([3, 5], 20, [None] * 2)],
+        [HeldMember([0, 1, 2], 10), HeldMember([3, 5], 20)],
         parity=1,
         most_lost=2,
         block_bytes=1 << 20,
@@ -236,7 +236,7 @@ def parity_of(place):
     members = []
     for member in range(first, first + GROUP):
         ranks = list(range(member * RANKS_PER_NODE, (member + 1) * RANKS_PER_NODE))
-        members.append(HeldMember(ranks, 80_000_000_000 + member, [None] * RANKS_PER_NODE))
+        members.append(HeldMember(ranks, 80_000_000_000 + member))
     steps = (999_990, 1_000_000)
     return [HeldParity(RUN, START, step, WORLD_SIZE, members, 1, 1, 1 << 20, node - first) for step in steps]
 
