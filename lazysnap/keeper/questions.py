@@ -113,6 +113,8 @@ class RankState(Struct, frozen=True):
     memory_bytes: int
     file_bytes: int
     """Bytes of slots that are files."""
+    waited_s: float = 0.0
+    """Seconds that training has waited for lazysnap, as its process reported."""
 
 
 class LevelFacts(Struct, frozen=True):
