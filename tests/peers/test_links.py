@@ -335,7 +335,7 @@ def test_ends_that_are_closed_while_others_connect_leave_nothing(secret):
 def test_settings_that_cannot_be_listened_at_are_logged_and_harm_nobody(loop_thread, secret, caplog):
     address = msgspec.structs.replace(settings_of(secret, [1]).addresses[0], host="0.0.0.0")
     end = End(loop_thread)
-    loop_thread.call(end.peers.begin, PeerSettings("job", secret.hex, (address,)), 0)
+    loop_thread.call(end.peers.begin, PeerSettings("job", 0, secret.hex, (address,)), 0)
     until(lambda: "one interface" in caplog.text)
     assert not loop_thread.call(lambda: end.peers.is_serving)
     end.close()

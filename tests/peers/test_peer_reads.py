@@ -596,7 +596,8 @@ def of_this_process():
 
 
 def test_close_leaves_no_thread_and_no_socket(loop_thread, serve, connect, address):
-    before = of_this_process()
+    until(lambda: not of_this_process()[0])  # those of the test before
+    _, sockets_before = of_this_process()
     end = serve({SLOT: whole()})
     readers = [connect() for _ in range(5)]
     for reader in readers:
@@ -610,7 +611,8 @@ def test_close_leaves_no_thread_and_no_socket(loop_thread, serve, connect, addre
         with pytest.raises(KeeperError):
             reader.size(SLOT)
     plain.close()
-    until(lambda: of_this_process() == before)
+    until(lambda: not of_this_process()[0])
+    until(lambda: of_this_process()[1] <= sockets_before)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
 

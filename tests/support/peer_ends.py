@@ -137,4 +137,4 @@ def ports(count: int) -> Iterator[list[int]]:
 def settings_of(secret: Secret, numbers: list[int], job: str = "job") -> PeerSettings:
     """Return the settings of nodes that serve at these ports; 0: that node does not serve."""
     addresses = [PeerAddress(node, HOST, port) for node, port in enumerate(numbers)]
-    return PeerSettings(job, secret.hex, tuple(addresses))
+    return PeerSettings(job, 0, secret.hex, tuple(addresses))
