@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import xxhash
 
@@ -35,6 +35,7 @@ from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings
 from lazysnap.errors import KeeperError, LazySnapError
 from lazysnap.keeper.node_part import NodePart, captures_of, read_index
 from lazysnap.keeper.questions import HeldMember, HeldParity
+from lazysnap.keeper.worker import JobControl
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watched import RateLimiter
@@ -150,13 +151,6 @@ class ParityStore:
         return None
 
 
-class ParityControl(Protocol):
-    """The link between a job and the loop. See ``keeper.worker.JobControl``."""
-
-    def beat(self) -> None:
-        """Report that the job moves. Raises: CaptureAborted, once the job was cancelled."""
-
-
 @dataclass
 class ParityContext:
     """All that the jobs of redundancy need of their start. ``settings.redundancy`` is given."""
@@ -177,7 +171,7 @@ class ParityContext:
 
 
 def run_parity_job(
-    job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: ParityControl
+    job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
 ) -> JobEnded:
     """Do a job of redundancy and return how it ended. Blocks. Never raises.
 
@@ -210,7 +204,7 @@ def _purpose(job: Job) -> str:
     return "nothing is protected by other nodes"
 
 
-def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: ParityControl) -> JobEnded:
+def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl) -> JobEnded:
     if isinstance(job, ListLevel):
         return Listed(job.level, job.job, context.store.keys())
     if isinstance(job, DeleteFiles):
@@ -229,7 +223,7 @@ def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot
 
 
 def _protect(
-    job: WriteLevel, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: ParityControl
+    job: WriteLevel, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
 ) -> Stored:
     faults.point("keeper.parity.begin")
     began = time.monotonic()
@@ -253,7 +247,7 @@ def _protect(
 class GroupReader:
     """Reads the parts of the other nodes of a group, for one job."""
 
-    def __init__(self, context: ParityContext, control: ParityControl) -> None:
+    def __init__(self, context: ParityContext, control: JobControl) -> None:
         redundancy = context.redundancy
         self._context = context
         self._redundancy = redundancy
@@ -261,6 +255,7 @@ class GroupReader:
         self._group = Group(tuple(redundancy.members), redundancy.parity)
         self._position = redundancy.members.index(context.settings.node)
         self._others = [position for position in range(len(redundancy.members)) if position != self._position]
+        self._counting = threading.Lock()
         self._readers: dict[int, PeerReader] = {}
         """By position."""
         for position in self._others:
@@ -344,7 +339,12 @@ class GroupReader:
                 self._context.pace.take(length, self._control.beat)
                 checksum = reader.read_into(subject, offset, buffer[:length])
                 stripe.add(position, block, buffer[:length], checksum)
+                self._count(length)
         reader.finish(subject)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self._control.moved_bytes += num_bytes
 
     def _of_all(self, ask: Callable[[int], Result]) -> list[Result]:
         """Ask every other node, each on a thread. The first failure ends the others: nobody delays its report."""

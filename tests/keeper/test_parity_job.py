@@ -225,6 +225,14 @@ def test_all_that_is_read_of_others_waits_for_the_rate_that_parity_is_given(grou
     assert sum(sizes) / 3 <= sum(taken) < sum(sizes) / 2
 
 
+def test_what_was_moved_is_counted_for_people(group):
+    group.capture(STEP)
+    controls = [Control() for _ in group.nodes]
+    group.run_all([node.write(STEP) for node in group.nodes], controls)
+    parts = sum(member.size_bytes for member in group.nodes[0].store.inventory()[0].members)
+    assert sum(control.moved_bytes for control in controls) == parts
+
+
 # --- not protected ---
 
 
@@ -252,7 +260,7 @@ def test_a_capture_that_is_torn_while_others_read_it_is_missed(group):
         slot.commit(copied_ns=1)
 
     def tear():
-        if control.num_beats == 30:
+        if control.num_beats == 12:
             slots[2].discard(1)
 
     control = Control(tear)
@@ -358,7 +366,7 @@ def test_a_capture_that_came_again_while_it_was_read_is_missed(group):
         slots.append((captures, captures.fill(captures.begin(STEP), 0.5)))
 
     def replace():
-        if control.num_beats == 20:
+        if control.num_beats == 12:
             captures, slot = slots[2]
             slot.discard(1)
             captures.capture(STEP)

@@ -10,8 +10,8 @@ from lazysnap.core.actions import Job, JobEnded, Stored, WriteLevel
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
 from lazysnap.keeper.parity import ParityContext, ParityStore, run_parity_job
 from lazysnap.keeper.peer_sources import KeeperSources
+from lazysnap.keeper.worker import JobControl
 from lazysnap.levels.watched import RateLimiter
-from lazysnap.memory.failures import CaptureAborted
 from lazysnap.memory.slots import KeeperSlot, TrainerSlot, make_slot
 from lazysnap.peers.secret import Secret, draw_secret
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -87,19 +87,18 @@ class Captures:
             slot.close()
 
 
-class Control:
-    """See ``keeper.worker.JobControl``."""
+class Control(JobControl):
+    """The control of a job of a test."""
 
     def __init__(self, on_beat: Callable[[], None] = lambda: None) -> None:
-        self.is_cancelled = False
+        super().__init__(Job(LEVEL, 1), lambda event: None)
         self.num_beats = 0
         self._on_beat = on_beat
 
     def beat(self) -> None:
         self.num_beats += 1
         self._on_beat()
-        if self.is_cancelled:
-            raise CaptureAborted("the job was cancelled")
+        super().beat()
 
 
 class Node:
