@@ -215,7 +215,7 @@ class Trainer:
     def why_not(self):
         """What is in the way of captures."""
         state = self.client.state
-        return f"connected: {self.client.is_connected}, {self.client.failure()} {state} mapped: {len(self.client.mapped())}"
+        return f"connected: {self.client.is_connected}; {self.client.failure()}; {state}; {self.client.mapped()}"
 
     def cut(self):
         """Break the connection, and wait until that is seen."""
