@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import socket
+import struct
 import subprocess
 import tempfile
 import threading
@@ -15,6 +16,7 @@ from support.waiting import until
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import (
+    PROTOCOL,
     Farewell,
     JobSettings,
     KeeperState,
@@ -108,9 +110,9 @@ def capture(slot, step, sequence, start=START):
     slot.commit(copied_ns=1)
 
 
-def own_copies(slot):
-    """Descriptors of this process of the same slot."""
-    inode = os.fstat(slot.descriptor).st_ino
+def own_copies(descriptor):
+    """Descriptors of this process of the same memory."""
+    inode = os.fstat(descriptor).st_ino
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed just now
@@ -347,11 +349,37 @@ def test_slots_are_mapped_once_and_shown_when_they_are_ready(client, peer, slot)
     is_ready(client)
     assert readied == list(client.slots())
     peer.state(lambda state: state.memory == WISH and state.slots == (slot.slot_id,))
-    before = own_copies(slot)
+    before = own_copies(slot.descriptor)
     peer.send([slot.descriptor], slots=(slot.slot_id,), memory_refusal="no more")
     assert until(lambda: client.state.memory_refusal == "no more")
     assert len(client.mapped()) == 1
-    assert own_copies(slot) == before
+    assert own_copies(slot.descriptor) == before
+
+
+def too_large():
+    """A file that says that it is a slot, and that cannot be mapped."""
+    descriptor = os.memfd_create("large")
+    size_bytes = 1 << 60
+    os.ftruncate(descriptor, size_bytes)
+    os.pwrite(descriptor, struct.pack("<4Q", 0x32544F4C53505A4C, 1, 4096, size_bytes - 8192), 0)
+    return descriptor
+
+
+def test_descriptors_that_cannot_be_used_are_closed(client, peer, slot):
+    """Neither one for which there is no room, nor what follows a message that cannot be used, is left open."""
+    large = too_large()
+    before = own_copies(slot.descriptor)
+    peer.send([large], slots=(1,), newest_sequence=1)
+    assert until(lambda: client.state.newest_sequence == 1)
+    body = b'{"type":"keeper","slots":7}'
+    head = struct.pack("<IHH", len(body), PROTOCOL, 1)
+    with socket.socket(fileno=os.dup(peer.channel.fileno())) as sock:
+        socket.send_fds(sock, [head + body], [slot.descriptor])
+
+    assert until(lambda: not client.is_connected)
+    assert until(lambda: own_copies(slot.descriptor) == before)
+    assert own_copies(large) == 1
+    os.close(large)
 
 
 def test_a_slot_that_cannot_be_mapped_is_memory_that_was_refused(client, peer, slot):
@@ -370,12 +398,12 @@ def test_a_returned_slot_is_unmapped_and_said_until_the_keeper_freed_it(client, 
     client.ask_memory(WISH)
     peer.send([slot.descriptor], slots=(slot.slot_id,))
     is_ready(client)
-    before = own_copies(slot)
+    before = own_copies(slot.descriptor)
     client.return_slot(client.slots()[0])
     client.return_slot(type(slot).attach(os.dup(slot.descriptor)))  # not one of its own: nothing happens
 
     assert client.mapped() == client.slots() == ()
-    assert until(lambda: own_copies(slot) < before)
+    assert until(lambda: own_copies(slot.descriptor) < before)
     state = peer.state(lambda state: state.returned)
     assert (state.slots, state.returned) == ((), (slot.slot_id,))
     peer.send([slot.descriptor], slots=(slot.slot_id,), newest_sequence=1)  # said before it was freed
@@ -621,14 +649,14 @@ def test_a_neighbour_is_not_waited_for_without_end(identity, keeper):
 
 @pytest.mark.parametrize("farewell", [Farewell.OVER, Farewell.LEFT])
 def test_the_keeper_is_told_how_a_training_ends_and_nothing_stays_mapped(client, begun, slot, farewell):
-    before = own_copies(slot)
+    before = own_copies(slot.descriptor)
     client.ask_memory(WISH)
     begun.send([slot.descriptor], slots=(slot.slot_id,))
     is_ready(client)
     client.require(9)
     client.leave(farewell, TIMEOUT_S)
 
-    assert own_copies(slot) == before
+    assert own_copies(slot.descriptor) == before
     state = begun.state(lambda state: state.farewell is not Farewell.NONE)
     assert (state.farewell, state.required) == (farewell, (9,))
     assert begun.is_ended()

@@ -13,7 +13,7 @@ import threading
 import time
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.core.messages import Farewell, JobSettings, LevelSettings, MemoryWish
+from lazysnap.core.messages import Farewell, JobSettings, LevelSettings, MemoryWish, PeerAddress, PeerSettings
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
@@ -200,6 +200,17 @@ class Trainer:
     def _world_size(self):
         return self.num_ranks * (1 + self.is_elsewhere)
 
+    def serve_peers(self, secret):
+        """Return the port at which the keeper lets others read."""
+        port = self.client.reserve_port("127.0.0.1")
+        self.client.set_peers(PeerSettings("a job", 0, secret, (PeerAddress(0, "127.0.0.1", port),)))
+
+        def is_serving(state):
+            return state.is_serving_peers
+
+        assert self.client.wait(is_serving, TIMEOUT_S)
+        return port
+
     def wait_durable(self, step, timeout_s):
         return self.client.wait(lambda _: self.client.is_complete(step, 0), timeout_s)
 
@@ -215,7 +226,7 @@ class Trainer:
     def why_not(self):
         """What is in the way of captures."""
         state = self.client.state
-        return f"connected: {self.client.is_connected}, {self.client.failure()} {state} mapped: {len(self.client.mapped())}"
+        return f"connected: {self.client.is_connected}; {self.client.failure()}; {state}; {self.client.mapped()}"
 
     def cut(self):
         """Break the connection, and wait until that is seen."""
