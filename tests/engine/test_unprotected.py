@@ -23,9 +23,9 @@ from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.slot_maker import refusal_text
 from lazysnap.levels import open_store
 from lazysnap.memory.failures import MemoryBoundExceeded
-from lazysnap.memory.slot_pool import refusal
 
 pytestmark = pytest.mark.slow
 STRANGER = """
@@ -249,7 +249,7 @@ def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
     ],
 )
 def test_a_hint_names_what_fits_and_nothing_else(count, available, least, says, says_not):
-    text = refusal(count, 100, available, least=least, is_bound=True)
+    text = refusal_text(count, 100, available, least=least, is_bound=True)
 
     assert f"{count} slots of 100 bytes need {count * 100} bytes" in text
     assert f"MemoryLevel.max_bytes leaves {available}" in text
