@@ -25,7 +25,7 @@ def large(job, *levels):
 
 
 def cut(training):
-    training.engine._client._link._channel.sock.shutdown(socket.SHUT_RDWR)
+    training.engine._client._link._channel._socket.shutdown(socket.SHUT_RDWR)
 
 
 def slot_of(training, step):
@@ -75,10 +75,10 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
     training.train()
     assert training.engine.boundary(4)
     slot = slot_of(training, 4)
-    slot.discard()
+    slot.discard(slot.view().sequence)
     training.engine.gate()
 
-    assert slot.view().phase is SlotPhase.VOID
+    assert slot.view().phase is SlotPhase.EMPTY
     assert training.engine.statistics().last_whole_step == 3
     assert not training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
     assert not training.engine._flush(TIMEOUT_S)
