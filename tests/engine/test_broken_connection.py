@@ -10,7 +10,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap.levels import open_store
-from lazysnap.memory.arena import SlotPhase
+from lazysnap.memory.slot_choice import SlotPhase
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +25,11 @@ def large(job, *levels):
 
 
 def cut(training):
-    training.engine._client._connection.sock.shutdown(socket.SHUT_RDWR)
+    training.engine._client._link._channel._socket.shutdown(socket.SHUT_RDWR)
 
 
 def slot_of(training, step):
-    [slot] = [slot for slot in training.engine._client.slots() if slot.status().step == step]
+    [slot] = [slot for slot in training.engine._client.slots() if slot.view().step == step]
     return slot
 
 
@@ -38,7 +38,7 @@ def begin_and_cut(training, share):
     training.train()
     assert training.engine.boundary(4)
     slot = slot_of(training, 4)
-    assert until(lambda: slot.status().watermark >= share * slot.status().image_bytes)
+    assert until(lambda: slot.view().watermark_bytes >= share * slot.view().image_bytes)
     cut(training)
 
 
@@ -75,10 +75,10 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
     training.train()
     assert training.engine.boundary(4)
     slot = slot_of(training, 4)
-    slot.discard()
+    slot.discard(slot.view().sequence)
     training.engine.gate()
 
-    assert slot.status().phase is SlotPhase.VOID
+    assert slot.view().phase is SlotPhase.EMPTY
     assert training.engine.statistics().last_whole_step == 3
     assert not training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
     assert not training.engine._flush(TIMEOUT_S)

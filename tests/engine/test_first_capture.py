@@ -1,6 +1,5 @@
 """The first boundary waits for the memory of one snapshot, as long as there may be some; later ones do not."""
 
-import dataclasses
 import os
 import signal
 
@@ -73,7 +72,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
     client = training.engine._client
     training.engine._prepare()
     until(lambda: client.keeper_pid is not None)
-    client._config = dataclasses.replace(client._config, io_timeout_s=3)  # only now: it had as long as it took to start
+    client._link._io_timeout_s = 3  # only now: it had as long as it took to start
     keeper = client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
     try:

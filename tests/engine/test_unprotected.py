@@ -7,7 +7,6 @@ import logging
 import os
 import pathlib
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -23,9 +22,9 @@ from lazysnap.engine.protection import Protection
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.slot_maker import refusal_text
 from lazysnap.levels import open_store
 from lazysnap.memory.failures import MemoryBoundExceeded
-from lazysnap.memory.slot_pool import refusal
 
 pytestmark = pytest.mark.slow
 STRANGER = """
@@ -109,8 +108,7 @@ def train_until(training, condition, step):
 
 def be_patient(training, timeout_s):
     """From now on the training waits so long for a keeper to start."""
-    client = training.engine._client
-    client._config = dataclasses.replace(client._config, io_timeout_s=timeout_s)
+    training.engine._client._link._io_timeout_s = timeout_s
 
 
 def stored(directory):
@@ -195,11 +193,11 @@ def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, t
 def test_memory_that_is_refused_at_first_is_asked_for_again(job, tmp_path, monkeypatch):
     """Something else on the machine had the memory."""
     training = start(job, tmp_path, every=1, memory=MemoryLevel(max_bytes=1 << 16, linger_s=60, spill_dir=""))
-    client = training.engine._client
     training.run(1, 1)
-    # As the keeper finds when another program ends: it is asked again by the same words.
-    client._config = dataclasses.replace(client._config, memory=MemoryLevel(linger_s=60))
-    client._connection.sock.shutdown(socket.SHUT_RDWR)
+    # As the keeper finds when another program ends.
+    slots = training.engine._recorder.slots
+    slots._config = dataclasses.replace(slots._config, memory=MemoryLevel(linger_s=60))
+    slots.ask_again()
 
     step = train_until(training, lambda statistics: statistics.unprotected is None, 1)
 
@@ -223,8 +221,8 @@ def test_without_memory_or_levels_the_end_says_that_nothing_is_saved(job, caplog
 
 def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
     now = 0.0
-    told = Protection(job.config("/level"), Messages(Statistics()), clock=lambda: now)
-    told.lost(KeeperError("no keeper"))
+    told = Protection(Messages(Statistics()), clock=lambda: now)
+    told.lose(KeeperError("no keeper"))
     times = []
     for now in range(2000):
         caplog.clear()
@@ -232,7 +230,7 @@ def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
         times += [now] * len(warnings(caplog, "still NOT protected"))
 
     assert times == [60, 660, 1260, 1860]  # after one minute and every ten, as docs/operations.md says
-    told.regained()
+    told.regain()
     caplog.clear()
     told.remind()
     assert not caplog.records
@@ -249,7 +247,7 @@ def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
     ],
 )
 def test_a_hint_names_what_fits_and_nothing_else(count, available, least, says, says_not):
-    text = refusal(count, 100, available, least=least, is_bound=True)
+    text = refusal_text(count, 100, available, least=least, is_bound=True)
 
     assert f"{count} slots of 100 bytes need {count * 100} bytes" in text
     assert f"MemoryLevel.max_bytes leaves {available}" in text
