@@ -79,9 +79,7 @@ class LevelGrants:
     @classmethod
     def of_level(cls, settings: LevelSettings) -> "LevelGrants":
         """Return the state of a storage level."""
-        return cls(
-            Retention.of_level(settings), settings.every_n_steps, settings.every_s, is_shared=settings.is_shared
-        )
+        return cls(Retention.of_level(settings), settings.every_n_steps, settings.every_s, is_shared=settings.is_shared)
 
     @classmethod
     def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
@@ -198,6 +196,8 @@ class Coordinator:
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each node that answers this coordinator."""
     lost: set[StepKey] = field(default_factory=set)
+    is_blocked: bool = False
+    """See ``Order``."""
     is_drained: bool = False
     _last_order: Order | None = None
 
@@ -226,6 +226,7 @@ class Coordinator:
             coordinator=self.number,
             levels=tuple(orders),
             is_preempted=any(report.is_preempted for report in self.reports.values()),
+            is_blocked=self.is_blocked,
             lost=tuple(sorted(self.lost & required)),
             is_drained=self.is_drained,
             may_delete=not self.is_alone,
@@ -246,6 +247,7 @@ class Coordinator:
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
+            self.is_blocked = self._find_blocked(ranks)
             self._give_up_what_nobody_has()
             self.is_drained = self._find_drained()
         order = self.order()
@@ -389,6 +391,20 @@ class Coordinator:
                 level.become_granted(key, None, is_ahead=False)
                 return []
         return ahead
+
+    def _find_blocked(self, ranks: Sequence[RankView]) -> bool:
+        """Return True if a required step that was begun is not granted because slots are read for another one."""
+        reading = self._key_that_is_read()
+        if reading is None or not ranks:
+            return False
+        begun = max(StepKey(rank.start, rank.begun) for rank in ranks)
+        for index, level in enumerate(self.levels):
+            if not level.is_open or not self._is_ready(index) or self._is_copying(index):
+                continue
+            waiting = self._required_at(index) - level.complete - level.given_up - self.lost
+            if any(key != reading and key <= begun for key in waiting):
+                return True
+        return False
 
     def _grant_copy(self, index: int, start: int, now: float) -> None:
         """Grant the newest snapshot of the next faster level, if one is due here."""
