@@ -337,14 +337,15 @@ class TestSeveralLevels:
             assert driver.core.job.node.levels[1].source is None
 
     def test_a_required_step_that_no_level_can_take_does_not_stop_redundancy(self):
-        """The grant of redundancy lies ahead, and nothing is gained by giving it up: it was given up again and again."""
+        """Its grant lies ahead, and nothing is gained by giving it up: it was given up again and again."""
         settings = structs.replace(SETTINGS, redundancy=RedundancySettings(every_n_steps=3))
         state = structs.replace(STATE, job=settings, memory=MemoryWish(4, 0, 1), required=(0,))
         driver = Driver()
         for job in of_kind(driver.report(state), ListLevel):
             driver.step(Listed(job.level, job.job, ()))
         driver.see((slot(0, 0, is_held=True), empty(1), empty(2), empty(3)))
-        [write] = [level.job for level in driver.core.job.levels[:1]]
+        write, parity = [level.job for level in driver.core.job.levels]
+        driver.step(actions.Stored(1, parity.job))
         driver.step(actions.Failed(0, write.job, "the disk is away"))
         redundancy = driver.core.job.node.levels[1]
         version = redundancy.version
