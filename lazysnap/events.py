@@ -1,5 +1,4 @@
-"""The events of a run, which its keepers report: to trainers (``keeper.protocol.Status``), and in a file at the first
-level (docs/events.md).
+"""The events of a run, which its keepers write down in a file at the first level (docs/events.md).
 
 Each line of the file is a JSON object. It is for people and their reports alone: a run whose file is missing or damaged
 is restored all the same.
@@ -119,17 +118,8 @@ class LevelFailed(Event, frozen=True, kw_only=True, tag="failed"):
 
     level: str
     step: Count
+    """-1: it failed before it was to take one, as when it is listed."""
     text: str
-
-
-class NameFailed(Event, frozen=True, kw_only=True, tag="name"):
-    """A level could not write, or take away, the name of a snapshot. For trainers alone: it is in no file."""
-
-    level: str
-    name: str
-    text: str
-    is_lost: bool = False
-    """True if the snapshot itself will never be there; said of the first level."""
 
 
 class Alert(Event, frozen=True, kw_only=True, tag="alert"):

@@ -4,7 +4,7 @@ A run id has 16 hexadecimal digits (``shard.names``). Users see and type its fir
 are unique among the runs of a level.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError, SnapshotNotFound
@@ -113,6 +113,11 @@ class Choice:
     def is_latest(self) -> bool:
         """True if the newest snapshot is wanted, whichever it is."""
         return self == Choice()
+
+    def may_mean(self, run_id: str, step: int, names: Collection[str]) -> bool:
+        """True if a snapshot, of which only its directory is known, may be meant. ``names``: those that it has."""
+        is_of_run = self.run is None or run_id.startswith(self.run)
+        return is_of_run and self.step in (None, step) and (self.name is None or self.name in names)
 
     def wanted(self, run_of: Callable[[str], str]) -> Wanted:
         """Return the snapshots that are meant. ``run_of`` returns the id of the run that begins with these digits."""

@@ -43,8 +43,8 @@ DOCUMENTED = {
 }
 TORCH_FREE = (
     "lazysnap",
-    "lazysnap.memory.arena",
     "lazysnap.memory.capture_reader",
+    "lazysnap.memory.slots",
     "lazysnap.cli",
     "lazysnap.cli.report",
     "lazysnap.cli.report_page",

@@ -9,7 +9,7 @@ import torch
 from lazysnap import faults
 from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.plan import CapturePlan
-from lazysnap.memory.arena import Slot, Word
+from lazysnap.memory.slots import TrainerSlot
 
 
 class Phase(enum.Enum):
@@ -31,16 +31,20 @@ class Capture:
     """
 
     def __init__(
-        self, plan: CapturePlan, slot: Slot, step: int, tensors: Sequence[torch.Tensor], *, sequence: int
+        self, plan: CapturePlan, slot: TrainerSlot, step: int, tensors: Sequence[torch.Tensor], *, sequence: int
     ) -> None:
+        """Describe a capture before ``slot.begin`` is called for it."""
         self.plan = plan
         self.slot = slot
         self.step = step
         self.sequence = sequence
         """Number of the capture in its slot."""
+        self.previous_sequence = slot.view().sequence
+        """Number of the capture that was in the slot before; see ``Captures``."""
         self.sources = list(map(stored_form, tensors)) if plan.is_converting else tensors
         """Kept alive until nothing reads them; empty then."""
         self._versions = [tensors[index]._version for index in plan.lazy]
+        """Of each lazy tensor at the boundary."""
         self.phase = Phase.COPYING
         self.reason = ""
         """Why it was dropped."""
@@ -54,6 +58,8 @@ class Capture:
         """Set when no tensor in CPU memory is read any more: these may change again."""
         self.released = threading.Event()
         """Set when nothing writes into the slot any more. The phase is final then."""
+        self.is_slot_returned = False
+        """True if the slot may be unmapped by now."""
         self.is_past_gate = False
         """True if its sources may change: no gate waits for it on the host any more."""
         self.is_counted = False
@@ -68,19 +74,27 @@ class Capture:
     @property
     def is_in_slot(self) -> bool:
         """True as long as no later capture was begun in its slot."""
-        return self.slot.word(Word.SEQUENCE) == self.sequence
+        return not self.is_slot_returned and self.slot.view().sequence == self.sequence
 
     def changed_sources(self) -> list[str]:
         """Names of lazy tensors that something wrote to since the boundary.
 
         Fused optimizers do not bump versions; the gate is the rule and this is the net under it.
         """
-        records, sources = self.plan.records, self.sources
-        return [
-            records[index].name
-            for index, version in zip(self.plan.lazy if sources else (), self._versions, strict=False)
-            if sources[index]._version != version or sources[index].data_ptr() != records[index].pointer
-        ]
+        all_sources = self.sources  # once: the copy thread lets go of them
+        if not all_sources:
+            return []
+        sources = [all_sources[index] for index in self.plan.lazy]
+        versions = [source._version for source in sources]
+        pointers = list(map(torch.Tensor.data_ptr, sources))
+        if versions == self._versions and pointers == self.plan.lazy_pointers:
+            return []
+        before = zip(self._versions, self.plan.lazy_pointers, strict=True)
+        names = []
+        for index, now, then in zip(self.plan.lazy, zip(versions, pointers, strict=True), before, strict=True):
+            if now != then:
+                names.append(self.plan.records[index].name)
+        return names
 
     def pass_gate(self) -> None:
         """Compare the sources for the last time: what is queued from now on is ordered behind the copies, and may
@@ -102,7 +116,7 @@ class Capture:
             if self.phase is not Phase.COPYING:
                 return False
             faults.point("capture.commit")
-            self.slot.commit()
+            self.slot.commit(copied_ns=int(1e9 * self.copy_s))
             self.phase = Phase.WHOLE
         faults.point("capture.committed")
         return True
@@ -126,7 +140,7 @@ class Capture:
     def _drop(self, phase: Phase, reason: str) -> bool:
         if self.phase is not Phase.COPYING:
             return False
-        self.slot.discard()
+        self.slot.discard(self.sequence)
         self.phase = phase
         self.reason = reason
         return True

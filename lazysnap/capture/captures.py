@@ -8,9 +8,7 @@ from lazysnap import faults
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.copier import CopyThread, copy_eager
 from lazysnap.capture.device import DeviceCopier
-from lazysnap.capture.plan import CapturePlan
-from lazysnap.memory.arena import Slot, Word
-from lazysnap.shard.checksum import digest
+from lazysnap.memory.slots import TrainerSlot
 
 
 class Captures:
@@ -27,6 +25,8 @@ class Captures:
         self._copiers: dict[torch.device, DeviceCopier] = {}
         self._device_waits: list[tuple[torch.Event, torch.Event]] = []
         """Events round each wait of a compute stream that is not counted yet."""
+        self._headers: dict[int, tuple[int, bytes]] = {}
+        """The header that this process wrote last into each slot, by slot id, and the number of that capture."""
         self._is_hung = False
         """True after a wait for a capture failed, until nothing writes for it any more."""
 
@@ -67,7 +67,7 @@ class Captures:
         try:
             self._start(capture)
         except BaseException as error:
-            # A pinned slot that stayed half begun would hold persistence for ever.
+            # A capture that stayed half begun would keep its readers waiting.
             capture.drop(Phase.ABORTED, f"it could not begin: {type(error).__name__}: {error}")
             capture.is_past_gate = True
             self._gate_devices(capture)
@@ -77,13 +77,25 @@ class Captures:
 
     def _start(self, capture: Capture) -> None:
         faults.point("capture.begin")
-        write_header(capture.plan, capture.slot)
+        self._write_header(capture)
         copy_eager(capture)
         faults.point("capture.eager_copied")
         for device in capture.plan.devices:
             if device not in self._copiers:
                 self._copiers[device] = DeviceCopier(device)
             self._copiers[device].begin(capture)
+
+    def _write_header(self, capture: Capture) -> None:
+        """Put the header into the image, unless the capture before in this slot left the same one there.
+
+        Shared memory cannot say so: another process may have written what it says. So only this process's own captures
+        count, and only if no other one was begun in between.
+        """
+        slot = capture.slot
+        header = capture.plan.layout.header
+        if self._headers.get(slot.slot_id) != (capture.previous_sequence, header):
+            slot.image[: len(header)] = header
+        self._headers[slot.slot_id] = (capture.sequence, header)
 
     def finish(self, timeout_s: float) -> Capture | None:
         """The gate: when it returns, sources may change. The capture that may change them now; ``None`` if an earlier
@@ -133,28 +145,24 @@ class Captures:
         # TORN: the copy thread found it first.
         return capture.phase is Phase.TORN or (capture.phase is Phase.COPYING and bool(capture.changed_sources()))
 
-    def is_writing(self, slot: Slot) -> bool:
+    def is_writing(self, slot: TrainerSlot) -> bool:
         """True if something may still write into ``slot`` for an earlier capture."""
         return any(one.slot is slot and not one.released.is_set() for one in self.history)
 
-    def forget(self, slot: Slot) -> None:
+    def forget(self, slot: TrainerSlot) -> None:
         """Let go of ``slot``, which goes back to the keeper. What became of the newest capture is still known."""
+        for capture in self.history:
+            if capture.slot is slot:
+                capture.is_slot_returned = True
         self.history = [one for one in self.history if one.slot is not slot or one is self.history[-1]]
+        self._headers.pop(slot.slot_id, None)
 
     def close(self, timeout_s: float) -> None:
         """Stop the copy thread behind the copies of devices: the slots may go. Blocks: at most ``timeout_s``."""
         self._thread.close(timeout_s)
         self.history = []
+        self._headers.clear()
 
 
 def _is_needed(capture: Capture) -> bool:
     return not capture.released.is_set() or (capture.is_in_slot and not capture.is_dropped)
-
-
-def write_header(plan: CapturePlan, slot: Slot) -> None:
-    """Put the plan's header into the image, if another stands there."""
-    mark = int(digest(plan.layout.header)[:15], 16) | 1
-    if slot.word(Word.PLAN) != mark:
-        slot.set_word(Word.PLAN, 0)
-        slot.image[: len(plan.layout.header)] = plan.layout.header
-        slot.set_word(Word.PLAN, mark)

@@ -3,20 +3,23 @@
 CPU tensors are copied with ``memmove`` through ctypes, which is single-threaded on purpose: ``Tensor.copy_`` would
 start a second team of compute threads in this thread, which then fight with training's own. Slices of 1 MiB at normal
 priority won over whole tensors, lower priorities and an inline copy (docs/benchmarks.md, "copy strategies").
+Small tensors that stand one behind the other are copied with one system call: one by one, each takes 6 µs.
 """
 
 import ctypes
+import errno
 import logging
 import queue
 import threading
 import time
+from array import array
 
 import torch
 
 from lazysnap import faults
+from lazysnap.capture.batches import Batch
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.plan import view_of
-from lazysnap.memory.arena import Word
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +28,29 @@ SLICE_BYTES = 1 << 20
 
 def copy_eager(capture: Capture) -> None:
     """Copy every CPU tensor that may change at any time, before control returns to training. Blocks."""
-    chosen = capture.plan.eager_on_cpu
+    chosen: list[int] = []
+    for batch in capture.plan.eager_batches:
+        if len(batch.members) > 1:
+            sources = [capture.sources[index] for index in batch.members]
+            addresses = array("Q", map(torch.Tensor.data_ptr, sources))
+            if _gather(capture, batch, batch.pieces_at(addresses)):
+                continue
+        chosen += batch.members
     if chosen:
         views = [capture.plan.view(capture.slot, index) for index in chosen]
         with torch.no_grad():
             torch._foreach_copy_(views, [capture.sources[index] for index in chosen])
+
+
+def _gather(capture: Capture, batch: Batch, pieces: "array[int]") -> bool:
+    """Copy a batch with one system call; ``False`` if the size of files is limited to less than a slot has."""
+    try:
+        capture.slot.gather(batch.start, batch.end - batch.start, pieces)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        return False
+    return True
 
 
 class CopyThread:
@@ -91,26 +112,33 @@ class CopyThread:
         for before, behind in capture.device_copies:
             behind.synchronize()
             capture.copy_s = max(capture.copy_s, before.elapsed_time(behind) / 1000)
-        capture.slot.set_word(Word.COPIED, int(1e9 * capture.copy_s))
         capture.commit()
 
 
 def _copy_from_cpu(capture: Capture, first_of_device: int) -> None:
     """Copy the lazy CPU tensors in file order; the watermark stops where bytes of a device begin."""
     # A tensor, so that the slot stays mapped meanwhile. One for each record would be hundreds, and start a collection.
-    image = view_of(capture.slot.buffer, capture.slot.image_offset, torch.uint8, (1,))
-    for index in capture.plan.lazy_on_cpu:
+    image = view_of(capture.slot.image, 0, torch.uint8, (1,))
+    for batch in capture.plan.lazy_batches:
         if capture.is_dropped:
             return
-        record = capture.plan.records[index]
-        source = capture.sources[index].detach()  # its memory stays while it is read, whatever the owner does
-        if record.is_dense:
-            _copy_bytes(capture, image.data_ptr() + record.offset, source.data_ptr(), record.nbytes)
-        else:
-            capture.plan.view(capture.slot, index).copy_(source)
-        if record.offset < first_of_device:
-            capture.slot.advance(record.offset + record.nbytes)
+        # The addresses are those of the plan: another one by now is a change that drops the capture. If nothing is
+        # mapped there any more, the call fails.
+        if len(batch.members) == 1 or not _gather(capture, batch, batch.pieces):
+            for index in batch.members:
+                _copy_one(capture, index, image)
+        if batch.start < first_of_device:
+            capture.slot.advance(batch.end)
         faults.point("capture.copied_tensor")
+
+
+def _copy_one(capture: Capture, index: int, image: torch.Tensor) -> None:
+    record = capture.plan.records[index]
+    source = capture.sources[index].detach()  # its memory stays while it is read, whatever the owner does
+    if record.is_dense:
+        _copy_bytes(capture, image.data_ptr() + record.offset, source.data_ptr(), record.nbytes)
+    else:
+        capture.plan.view(capture.slot, index).copy_(source)
 
 
 def _copy_bytes(capture: Capture, target: int, source: int, count: int) -> None:

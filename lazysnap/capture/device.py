@@ -204,8 +204,7 @@ class DeviceCopier:
                 yield start, capture.plan.view(capture.slot, which), capture.sources[which].detach()
             else:
                 run = self._runs[-1 - which]
-                place, size = capture.slot.image_offset + run.start, run.end - run.start
-                host = view_of(capture.slot.buffer, place, torch.uint8, (size,))
+                host = view_of(capture.slot.image, run.start, torch.uint8, (run.end - run.start,))
                 yield start, host, self._run_buffers[-1 - which]
 
 

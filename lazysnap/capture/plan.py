@@ -9,17 +9,19 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lazysnap.capture.batches import Batch, batches_of
 from lazysnap.capture.devices import has_copier
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
-from lazysnap.capture.frozen import FrozenSet
+from lazysnap.capture.likeness import Likeness
 from lazysnap.errors import StateError
-from lazysnap.memory.arena import Slot
+from lazysnap.memory.slots import TrainerSlot
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import json_text
 from lazysnap.shard.strides import order_of
@@ -30,7 +32,6 @@ from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 Key = tuple[int, int, str]
-_NOTHING = torch.empty(0)
 
 
 def key_of(tensor: torch.Tensor) -> Key:
@@ -64,8 +65,6 @@ class TensorRecord:
     stored_dtype: torch.dtype
     is_dense: bool
     """Its bytes lie one behind the other as the shard has them: no kernel of torch is needed to copy it."""
-    frozen: bool = False
-    """Stands in the file of frozen tensors, not in this one."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,13 @@ class CapturePlan:
     """Further facts of the manifest about each tensor, by name: dtype, memory order, scope, place in the whole."""
     aliases: dict[str, str]
     signature: object
-    frozen: FrozenSet | None = None
-    """Tensors of the state that are stored apart."""
     replicas: list[int] = field(default_factory=list)
     """See ``CaptureMeta``."""
     outline: dict[str, list[Any]] = field(default_factory=dict, repr=False)
     """See ``outline_of``, of the walk that the plan was made from."""
-    _views: "weakref.WeakKeyDictionary[Slot, dict[int, torch.Tensor]]" = field(
+    likeness: Likeness | None = field(default=None, repr=False)
+    """A faster comparison of the same facts but addresses."""
+    _views: "weakref.WeakKeyDictionary[TrainerSlot, dict[int, torch.Tensor]]" = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
     """Made once per slot; they go with it."""
@@ -106,14 +105,28 @@ class CapturePlan:
         return [index for index, record in enumerate(self.records) if record.lazy]
 
     @cached_property
-    def eager_on_cpu(self) -> list[int]:
-        """Records in CPU memory that are copied at the boundary, each once, in file order."""
-        return self._on_cpu(is_lazy=False)
+    def eager_batches(self) -> list[Batch]:
+        """Records in CPU memory that are copied at the boundary, each once, in file order.
+
+        Only real tensors of one element are put together: those are dense, whatever strides they have by then.
+        """
+        batches: list[Batch] = []
+        for is_scalar, chosen in groupby(self._on_cpu(is_lazy=False), self._is_real_scalar):
+            if is_scalar:
+                batches += batches_of(self.records, list(chosen))
+            else:
+                batches += [batch for index in chosen for batch in batches_of(self.records, [index])]
+        return batches
 
     @cached_property
-    def lazy_on_cpu(self) -> list[int]:
+    def lazy_batches(self) -> list[Batch]:
         """Records that the copy thread copies, each once, in file order."""
-        return self._on_cpu(is_lazy=True)
+        return batches_of(self.records, self._on_cpu(is_lazy=True))
+
+    def _is_real_scalar(self, index: int) -> bool:
+        record = self.records[index]
+        is_same = record.stored_dtype is record.dtype and not record.dtype.is_complex
+        return is_same and record.shape.numel() == 1
 
     def _on_cpu(self, *, is_lazy: bool) -> list[int]:
         chosen = ((index, self.records[index]) for index in self.order)
@@ -122,21 +135,22 @@ class CapturePlan:
     @cached_property
     def devices(self) -> list[torch.device]:
         """Devices whose memory is copied by streams of their own."""
-        found = {record.device for record in self.records if not record.frozen and record.device.type != "cpu"}
+        found = {record.device for record in self.records if record.device.type != "cpu"}
         return sorted(found, key=str)
+
+    @cached_property
+    def lazy_pointers(self) -> list[int]:
+        """The address of each tensor of ``lazy``."""
+        return [self.records[index].pointer for index in self.lazy]
 
     @cached_property
     def _tied(self) -> list[int]:
         return [index for index, record in enumerate(self.records) if record.primary != index]
 
     @cached_property
-    def _fixed(self) -> list[int]:
-        return [index for index, record in enumerate(self.records) if record.lazy or record.frozen]
-
-    @cached_property
     def _loose(self) -> list[int]:
         """Those whose place may change, on its device: where it stays, the device is the same, too."""
-        return [index for index, record in enumerate(self.records) if not (record.lazy or record.frozen)]
+        return [index for index, record in enumerate(self.records) if not record.lazy]
 
     @cached_property
     def _turnable(self) -> list[int]:
@@ -155,8 +169,9 @@ class CapturePlan:
             "shape": [tensor.shape for tensor in tensors],
             "dtype": [tensor.dtype for tensor in tensors],
             "device": [tensors[index].device for index in self._loose],
-            "place": [(tensors[index].data_ptr(), tensors[index].stride()) for index in self._fixed],
+            "place": [(tensors[index].data_ptr(), tensors[index].stride()) for index in self.lazy],
             "strides": [tensors[index].stride() for index in self._turnable],
+            "pending conjugation or sign": [tensor.is_conj() or tensor.is_neg() for tensor in tensors],
         }
 
     def mismatch(self, walk: Walk, signature: object) -> str | None:
@@ -166,23 +181,26 @@ class CapturePlan:
         tensors = walk.tensors
         if walk.names is not self.names and walk.names != self.names:
             return "the structure of the state changed"
-        found = self.outline_of(tensors)
-        changed = next((fact for fact, then in self.outline.items() if found[fact] != then), None)
-        if changed is not None:
-            return f"a tensor changed its {changed}"
+        if self.likeness is not None and self.likeness.holds_for(tensors):
+            if [tensors[index].data_ptr() for index in self.lazy] != self.lazy_pointers:
+                return "a tensor changed its place"
+        else:
+            found = self.outline_of(tensors)
+            changed = next((fact for fact, then in self.outline.items() if found[fact] != then), None)
+            if changed is not None:
+                return f"a tensor changed its {changed}"
         for index in self._tied:
             record = self.records[index]
             if tensors[record.primary].data_ptr() != tensors[index].data_ptr():
                 return f"tensor {record.name} is no longer tied to another one"
         return None
 
-    def view(self, slot: Slot, index: int) -> torch.Tensor:
-        """The record's place in ``slot``'s image (empty for what is stored apart), made once per slot: a tensor."""
-        views, record = self._views.setdefault(slot, {}), self.records[index]
+    def view(self, slot: TrainerSlot, index: int) -> torch.Tensor:
+        """Return the record's place in the image of ``slot`` as a tensor, made once per slot."""
+        views = self._views.setdefault(slot, {})
         if index not in views:
-            start = slot.image_offset + record.offset
-            made = view_of(slot.buffer, start, record.stored_dtype, record.stored_shape)
-            views[index] = _NOTHING if record.frozen else made
+            record = self.records[index]
+            views[index] = view_of(slot.image, record.offset, record.stored_dtype, record.stored_shape)
         return views[index]
 
 
@@ -283,20 +301,18 @@ def check_walk(walk: Walk) -> None:
 def make_plan(
     walk: Walk,
     source: StateSource,
-    frozen: FrozenSet | None = None,
     lazy: set[Key] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> CapturePlan:
-    """Work the plan out; tensors of ``frozen`` stand in an image of their own. ``lazy``: default ``lazy_keys``.
+    """Work the plan out. ``lazy``: default ``lazy_keys``.
 
     ``tied``: names that are not in ``walk``, each with one that is and stands for it.
     Raises: StateError, naming a tensor that cannot be captured.
     """
     check_walk(walk)
     lazy = lazy_keys(source) if lazy is None else lazy
-    apart = frozen.all_names() if frozen is not None else frozenset()
-    facts = _facts(walk, lazy, apart)
-    chosen = [i for i, (_, primary) in enumerate(facts) if primary == i and walk.names[i] not in apart]
+    facts = _facts(walk, lazy)
+    chosen = [i for i, (_, primary) in enumerate(facts) if primary == i]
     # Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early.
     chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
     logical: dict[str, dict[str, Any]] = {}
@@ -309,26 +325,31 @@ def make_plan(
             logical.setdefault(name, {})["order"] = list(dims)
         specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
     aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
-    others = {name: primary for name, primary in (tied or {}).items() if primary not in apart}
-    aliases.update({name: aliases.get(primary, primary) for name, primary in others.items()})
+    aliases.update({name: aliases.get(primary, primary) for name, primary in (tied or {}).items()})
     layout = Layout.plan(specs, aliases)
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
-    records = [_record(walk, facts, index, place, apart) for index in range(len(facts))]
+    records = [_record(walk, facts, index, place) for index in range(len(facts))]
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
-    plan = CapturePlan(walk.names, records, order, layout, logical, aliases, optimizer_signature(source), frozen)
+    plan = CapturePlan(
+        walk.names,
+        records,
+        order,
+        layout,
+        logical,
+        aliases,
+        optimizer_signature(source),
+        likeness=Likeness(walk.tensors),
+    )
     plan.outline.update(plan.outline_of(walk.tensors))
     return plan
 
 
-def _facts(walk: Walk, lazy: Collection[Key], apart: Collection[str]) -> list[tuple[bool, int]]:
+def _facts(walk: Walk, lazy: Collection[Key]) -> list[tuple[bool, int]]:
     """Return for each tensor: True if it is captured lazily, and the index of the tensor whose bytes it shares."""
     primaries: dict[object, int] = {}
     facts = []
     for index, tensor in enumerate(walk.tensors):
         key = key_of(tensor)
-        if walk.names[index] in apart:
-            facts.append((False, index))
-            continue
         same = (key, tensor.shape, tensor.dtype, tensor.stride()) if key[1] else index
         facts.append((key in lazy and not is_converted(tensor), primaries.setdefault(same, index)))
     return facts
@@ -339,7 +360,6 @@ def _record(
     facts: Sequence[tuple[bool, int]],
     index: int,
     place: Mapping[str, tuple[int, int]],
-    apart: Collection[str],
 ) -> TensorRecord:
     tensor, (is_lazy, primary) = walk.tensors[index], facts[index]
     stored = stored_form(tensor)
@@ -357,5 +377,4 @@ def _record(
         stored_shape=tuple(stored.shape),
         stored_dtype=stored.dtype,
         is_dense=stored.is_contiguous() and not stored.is_conj() and not stored.is_neg(),
-        frozen=walk.names[index] in apart,
     )

@@ -12,29 +12,29 @@ from typing import Any
 import torch
 
 from lazysnap.capture.devices import page_locker
-from lazysnap.memory.arena import Slot
+from lazysnap.memory.slots import TrainerSlot
 
 logger = logging.getLogger(__name__)
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: the registration holds for every device of this process."""
-_tried: "weakref.WeakKeyDictionary[Slot, bool]" = weakref.WeakKeyDictionary()
+_tried: "weakref.WeakKeyDictionary[TrainerSlot, bool]" = weakref.WeakKeyDictionary()
 """Slots that were to be registered, and whether they are."""
 
 
-def registrar(tensors: Iterable[torch.Tensor]) -> Callable[[Slot], None]:
+def registrar(tensors: Iterable[torch.Tensor]) -> Callable[[TrainerSlot], None]:
     """Return a function that makes a slot ready for captures of ``tensors``: page-locked if one is on a device."""
     device = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
 
-    def make_ready(slot: Slot) -> None:
+    def make_ready(slot: TrainerSlot) -> None:
         if device is not None:
             register(slot, device)
 
     return make_ready
 
 
-def register(slot: Slot, device: torch.device, runtime: Any = None) -> bool:
-    """Page-lock the slot, once; any thread may. ``False`` if that is impossible: copies then go through a buffer.
+def register(slot: TrainerSlot, device: torch.device, runtime: Any = None) -> bool:
+    """Page-lock the image of a slot, once; any thread may. ``False`` if that fails: copies then go through a buffer.
 
     Blocks: for some seconds where the slot is large.
     ``runtime``: what to call instead of the CUDA runtime of ``device``'s module.
@@ -47,19 +47,19 @@ def register(slot: Slot, device: torch.device, runtime: Any = None) -> bool:
     return _tried[slot]
 
 
-def _register(slot: Slot, device: torch.device, cuda: Any) -> bool:
+def _register(slot: TrainerSlot, device: torch.device, cuda: Any) -> bool:
     if cuda is None:
         logger.info("%s cannot page-lock memory: copies go through a buffer, and the gate waits for them", device)
         return False
-    view = torch.frombuffer(slot.buffer, dtype=torch.uint8)  # keeps the memory mapped if the slot is closed now
+    view = torch.frombuffer(slot.image, dtype=torch.uint8)  # keeps the memory mapped if the slot is closed now
     pointer = view.data_ptr()
-    result = int(cuda.cudaHostRegister(pointer, slot.size_bytes, _PORTABLE))
+    result = int(cuda.cudaHostRegister(pointer, slot.image_capacity_bytes, _PORTABLE))
     del view
     if result != 0:
         logger.warning(
             "CUDA refused to register a slot of %d bytes (cudaHostRegister returned %d): copies go through a buffer, "
             "and the gate waits for them. `ulimit -l` bounds what may be registered",
-            slot.size_bytes,
+            slot.image_capacity_bytes,
             result,
         )
         return False

@@ -29,10 +29,10 @@ from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage, probe, probe_name
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.levels.watched import WatchedStorage
-from lazysnap.memory.arena import Slot
 from lazysnap.memory.failures import MemoryBoundExceeded
 from lazysnap.memory.limits import available_bytes
 from lazysnap.memory.slot_files import check_room
+from lazysnap.memory.slots import TrainerSlot, make_slot
 from lazysnap.shard.checksum import BLOCK_BYTES
 
 _OLDEST = {"torch": (2, 8), "lightning": (2, 5), "accelerate": (1, 15), "transformers": (5, 20)}
@@ -131,7 +131,7 @@ def _keeper() -> Line:
         with contextlib.closing(lock):
             lock.bind().close()
             lock.remove()
-        Slot.create(4096, 1 << 20).close()
+        make_slot(4096, 1 << 20).close()
     except (LazySnapError, OSError) as error:
         return Line("keeper", "bad", f"none can run here: {error}")
     return Line("keeper", "good", "a Unix socket, a lock and sealed shared memory can be made")
@@ -159,9 +159,11 @@ def _device() -> Iterator[Line]:
         return
     device = torch.accelerator.current_accelerator()
     assert device is not None
-    slot = Slot.create(4096, 64 << 20)
+    made = make_slot(4096, 64 << 20)
+    slot = TrainerSlot.attach(os.dup(made.descriptor))
     is_registered = register(slot, torch.device(device.type, 0))
     slot.close()
+    made.close()
     if is_registered:
         yield Line("device", "good", f"{device.type}: 64 MiB of a slot were page-locked")
     else:

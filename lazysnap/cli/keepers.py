@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import KeeperError
-from lazysnap.keeper.asking import answers
-from lazysnap.keeper.held import NodeState
+from lazysnap.keeper import asking
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.messages import OtherVersion
-from lazysnap.keeper.protocol import AskInventory, Inventory
+from lazysnap.keeper.questions import NodeState, Question
+from lazysnap.keeper.wire import OtherVersion
 
 
 def identities(job: str) -> list[JobIdentity]:
@@ -60,17 +59,18 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None
 
     ``pid``: the process that is known to be it; 0, if none is.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + timeout_s
     try:
-        connection = try_connect(identity)
+        channel = try_connect(identity)
     except KeeperError as error:
         return FoundKeeper(identity, 0, problem=str(error))
-    if connection is None:  # many may have asked one that is stopped
-        return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s)) if _is_stopped(pid) else None
-    pid = connection.peer_pid
+    if channel is None and _is_stopped(pid):  # many may have asked it already
+        return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s))
+    if channel is None:
+        return None
+    pid = channel.peer_pid
     try:
-        question = AskInventory(local_rank=0, in_words=True)
-        reply, _ = next(answers(connection, question, deadline))
+        answer = asking.ask(channel, Question(about="status"), deadline_s - time.monotonic())
     except TimeoutError:
         return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s))
     except OtherVersion as error:
@@ -80,8 +80,8 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None
     except OSError:
         return None  # it ended
     finally:
-        connection.close()
-    return FoundKeeper(identity, pid, reply.state if isinstance(reply, Inventory) else None)
+        channel.close()
+    return FoundKeeper(identity, pid, answer.status)
 
 
 def _why_silent(pid: int, timeout_s: float) -> str:

@@ -10,8 +10,8 @@ from lazysnap.cli.output import OK, Output, fields_of, show_snapshots
 from lazysnap.cli.stores import open_existing
 from lazysnap.cli.verify import GONE, Verdict, check, check_frozen
 from lazysnap.config import PersistentLevel
+from lazysnap.core.retention import Retention
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.grants.retention import may_go
 from lazysnap.levels.leftovers import leftovers
 from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.resolver import FrozenEntry, SnapshotKey
@@ -69,7 +69,8 @@ class _Plan:
         self._name = args.name
         self._count = args.keep_last or 0
         """Snapshots of a run that must be sound before others may go; 0: none may go."""
-        self._level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
+        level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
+        self._retention = Retention(level.keep_last, level.keep_every_n_steps)
         self._verdicts: dict[str, Verdict] = {}
         """The verdict on frozen tensors that were read back, by digest."""
         self.leftovers = [one.path for one in leftovers(self._store.storage, None)]
@@ -120,10 +121,12 @@ class _Plan:
         if names:
             return "called " + ", ".join(names)
         newer = sum(key > found.key for key in sound)
-        is_over = may_go(self._level, found.step, newer, is_complete=found.is_complete)
         if found.is_complete:
-            return None if is_over else "newest complete" if is_newest else "to be kept"
-        if is_over and all(place.is_settled() for place in self._places(found)):
+            if self._retention.is_expired(found.step, newer):
+                return None
+            return "newest complete" if is_newest else "to be kept"
+        # Nobody needs an incomplete one once a newer one is complete.
+        if newer >= 1 and all(place.is_settled() for place in self._places(found)):
             return None  # no copy of it is in progress
         return "incomplete: changed within a day, or nothing newer is known to be sound"
 

@@ -181,6 +181,8 @@ _NOTES = (Alert, LevelFailed, Notice)
 def _note(event: Event) -> str:
     if isinstance(event, Alert):
         return event.text or f"over: {event.about}"
+    if isinstance(event, LevelFailed) and event.step < 0:
+        return f"{event.level} failed: {event.text}"
     if isinstance(event, LevelFailed):
         return f"step {event.step} was not stored at {event.level}: {event.text}"
     return "notice: the processes are about to be killed"

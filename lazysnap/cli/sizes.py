@@ -9,6 +9,7 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import count_of
 from lazysnap.config import PersistentLevel, SnapshotConfig, redundancy_for
+from lazysnap.memory.slot_choice import kept_whole, slots_needed
 from lazysnap.parity.groups import groups_of
 
 _MOST = 1e15
@@ -39,9 +40,6 @@ parse_time = quantity("a time such as 0.4s, 5min, 3h or 2d", {"s": 1.0, "min": 6
 
 def estimate(args: argparse.Namespace, nodes: int, ranks: int) -> dict[str, Any]:
     """Return the sizes. Bytes are those of all nodes together, if the name does not say otherwise."""
-    # Not at the top: it imports torch, which no other command needs.
-    from lazysnap.memory.slot_choice import kept_whole, slots_needed
-
     config = SnapshotConfig(levels=(PersistentLevel("plan"),), job_id="plan")
     redundancy = redundancy_for(config, nodes)
     weights = args.params * DTYPES[args.dtype]

@@ -21,7 +21,7 @@ from lazysnap.cli.keepers import FoundKeeper, ask, identities, of_this_node
 from lazysnap.cli.output import OK, Output, count_of
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
-from lazysnap.keeper.held import LevelState, NodeState, RankState
+from lazysnap.keeper.questions import LevelFacts, NodeState, RankState
 
 _ANSWER_S = 2.0
 _LONGEST_S = 86400.0
@@ -132,7 +132,7 @@ def _without_nodes(state: NodeState, stored: Outcome, lost: int) -> Survival:
     return Survival(safe, stored if _newest((safe, stored)) is stored else Outcome())
 
 
-def _stored_at(level: LevelState) -> Outcome:
+def _stored_at(level: LevelFacts) -> Outcome:
     return Outcome(level.newest, level.url)
 
 
@@ -141,7 +141,7 @@ def _newest(outcomes: Iterable[Outcome]) -> Outcome:
     return max((Outcome(), *outcomes), key=lambda one: -1 if one.step is None else one.step)
 
 
-def _is_elsewhere(level: LevelState, nodes: int) -> bool:
+def _is_elsewhere(level: LevelFacts, nodes: int) -> bool:
     """True if what is stored there survives this node. The place itself is not touched: it might not answer."""
     if urlsplit(level.url).scheme or (nodes > 1 and level.is_shared):
         return True
@@ -195,7 +195,7 @@ def _fields(found: FoundKeeper) -> dict[str, Any]:
     }
 
 
-def _level_fields(level: LevelState) -> dict[str, Any]:
+def _level_fields(level: LevelFacts) -> dict[str, Any]:
     return {
         "url": level.url,
         "newest_step": level.newest,
@@ -222,7 +222,7 @@ def _rank_fields(rank: RankState) -> dict[str, Any]:
         "captured_age_s": _age_s(newest.taken_ns) if newest else None,
         "steps_per_s": steps_per_s(rank),
         "copy_s": newest.copied_ns / 1e9 if newest and newest.copied_ns else None,
-        "waited_s": newest.waited_ns / 1e9 if newest and newest.waited_ns else None,
+        "waited_s": rank.waited_s or None,
         "slots": rank.slots,
         "memory_bytes": rank.memory_bytes,
         "file_bytes": rank.file_bytes,
@@ -348,7 +348,7 @@ def _tables(state: NodeState, output: Output) -> Iterator[Table]:
     yield output.table("", *columns, rows=map(_rank_row, state.ranks), is_plain=True)
 
 
-def _outcome(outcome: Survival, levels: list[LevelState]) -> str:
+def _outcome(outcome: Survival, levels: list[LevelFacts]) -> str:
     only_level = levels[0].url if len(levels) == 1 else None
 
     def text_of(snapshot: Outcome) -> str:
@@ -362,7 +362,7 @@ def _outcome(outcome: Survival, levels: list[LevelState]) -> str:
     return f"{f'{safe}; ' if outcome.is_safe else ''}{disks}, if its disk stays"
 
 
-def _level_row(level: LevelState) -> Iterator[str]:
+def _level_row(level: LevelFacts) -> Iterator[str]:
     yield level.url
     yield "none yet" if level.newest is None else f"step {level.newest}"
     age_s = _age_s(level.complete_ns)

@@ -1,7 +1,6 @@
 """``lazysnap stop``: end the keepers of a job that are still there after its training."""
 
 import argparse
-import contextlib
 import os
 import select
 import time
@@ -9,10 +8,10 @@ import time
 from lazysnap.cli.keepers import identities
 from lazysnap.cli.output import Output
 from lazysnap.errors import KeeperError
-from lazysnap.keeper.asking import answers
+from lazysnap.keeper import asking
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.protocol import Done, Message, Stop
+from lazysnap.keeper.questions import Question
 
 _ANSWER_S = 5.0
 
@@ -47,19 +46,21 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 def _ask_to_leave(identity: JobIdentity, deadline: float, *, is_forced: bool) -> tuple[int | None, str]:
     """Return the keeper's process, and why it stays; ``None`` if there is no keeper."""
-    connection = try_connect(identity)
-    if connection is None:
+    channel = try_connect(identity)
+    if channel is None:
         return None, ""
-    pid, deadline = connection.peer_pid, max(deadline, time.monotonic() + _ANSWER_S)
-    reply: Message | None = None
-    with contextlib.closing(connection), contextlib.suppress(OSError, KeeperError):
-        reply, _ = next(answers(connection, Stop(force=is_forced), deadline))
-    if reply is None:
+    pid = channel.peer_pid
+    question = Question(about="stop", is_forced=is_forced)
+    try:
+        answer = asking.ask(channel, question, max(deadline - time.monotonic(), _ANSWER_S))
+    except (OSError, KeeperError):
         return pid, (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "
             f"`kill -9 {pid}`, which loses what is only in memory"
         )
-    return pid, reply.text if isinstance(reply, Done) else ""
+    finally:
+        channel.close()
+    return pid, answer.text
 
 
 def _wait_for_end(pid: int, deadline: float) -> bool:

@@ -96,6 +96,8 @@ class Listed(JobEnded):
     """Snapshots of which this node has files, and no commit."""
     names: tuple[NamedStep, ...] = ()
     """Names that are given there."""
+    unusable: tuple[StepKey, ...] = ()
+    """Snapshots that do not count, though they were committed: of other nodes, or damaged. They go as old ones do."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,10 @@ class Core:
         self._live(wants)
         return self._actions
 
+    def state_of(self, rank: Rank) -> KeeperState:
+        """Return what the trainer of a rank is to know, also where there is none now."""
+        return self._keeper_state(rank, self._common_state(self.ranks.wants()))
+
     def wake_at(self) -> float | None:
         """Return the time at which ``TimePassed`` is wanted; None if only other events matter."""
         times = self.lifecycle.deadlines()

@@ -144,7 +144,7 @@ class LevelJobs:
         self.failure = ""
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
-            self.level.become_listed(event.stored, event.leftovers, event.names)
+            self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)
         elif isinstance(event, Stored) and isinstance(job, WriteLevel):
             self.level.become_stored(job.key)
             self.stored_bytes = event.size_bytes

@@ -116,6 +116,10 @@ class NodeLevel:
     leftovers: set[StepKey] = field(default_factory=set)
     """Snapshots of which a dead keeper, or a job that failed, may have left files. Invariant: disjoint from ``stored``.
     """
+    unusable: set[StepKey] = field(default_factory=set)
+    """Snapshots with committed files of this node that do not count. They go when as many newer ones are complete as
+    for any other. Invariant: disjoint from ``stored``.
+    """
     names: set[NamedStep] = field(default_factory=set)
     """Names that are given there. Node 0 alone gives them, so other nodes know none."""
     complete: tuple[StepKey, ...] = ()
@@ -186,18 +190,25 @@ class NodeLevel:
             self.progress = Progress.WAITING
 
     def become_listed(
-        self, stored: Sequence[StepKey], leftovers: Sequence[StepKey], names: Sequence[NamedStep]
+        self,
+        stored: Sequence[StepKey],
+        leftovers: Sequence[StepKey],
+        unusable: Sequence[StepKey],
+        names: Sequence[NamedStep],
     ) -> None:
         """The files of an earlier keeper are known: they count, and grants may begin.
 
         Args:
             stored: snapshots of which this node stored its part.
             leftovers: snapshots of which it has files, and no commit.
+            unusable: snapshots of which it has committed files that do not count.
             names: names that are given there.
         """
         self.stored.update(stored)
         self.leftovers.update(leftovers)
         self.leftovers -= self.stored
+        self.unusable.update(unusable)
+        self.unusable -= self.stored
         self.names.update(names)
         self.is_ready = True
         self._become_granted()
@@ -211,6 +222,7 @@ class NodeLevel:
         """A file was read back. It is there and counts, even if its grant is over."""
         self.stored.add(key)
         self.leftovers.discard(key)
+        self.unusable.discard(key)
         if key == self.grant and self.progress is not Progress.LISTING:
             self.progress = Progress.STORED
 
@@ -235,7 +247,7 @@ class NodeLevel:
             return []
         spared = self.named | {named.key for named in self.names} | {self.grant}
         keys = sorted(self.leftovers - {self.grant})
-        for key in sorted(self.stored - spared):
+        for key in sorted((self.stored | self.unusable) - spared):
             if self.retention.may_delete(key, self.complete, self.cancelled):
                 keys.append(key)
         return keys
@@ -244,6 +256,7 @@ class NodeLevel:
         """The deletion of these begins: they do not count any more."""
         self.stored.difference_update(keys)
         self.leftovers.difference_update(keys)
+        self.unusable.difference_update(keys)
 
     def report(self) -> LevelReport:
         """Return this state for the coordinator."""

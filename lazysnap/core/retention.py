@@ -21,9 +21,9 @@ class Retention:
         """Return the rule that a user configured."""
         return cls(settings.keep_last, settings.keep_every_n_steps)
 
-    def stays_for_ever(self, key: StepKey) -> bool:
+    def stays_for_ever(self, step: int) -> bool:
         """Return True if a complete snapshot of this step is never deleted."""
-        return self.keep_every_n_steps is not None and key.step % self.keep_every_n_steps == 0
+        return self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
 
     def may_delete(self, key: StepKey, complete: Collection[StepKey], cancelled: Collection[StepKey]) -> bool:
         """Return True if a snapshot need not stay.
@@ -37,8 +37,17 @@ class Retention:
             cancelled: grants that a node gave up.
         """
         num_newer = sum(1 for other in complete if other > key)
-        if key not in complete:
-            # An old complete one may be missing there. It is older than ``keep_last`` others, and is judged the same.
-            is_old = num_newer >= max(1, self.keep_last)
-            return key in cancelled or (is_old and not self.stays_for_ever(key))
-        return num_newer >= self.keep_last and not self.stays_for_ever(key)
+        is_expired = self.is_expired(key.step, num_newer)
+        if key in complete:
+            return is_expired
+        # An old complete one may be missing there. It is older than ``keep_last`` others, and is judged the same.
+        return key in cancelled or (num_newer >= 1 and is_expired)
+
+    def is_expired(self, step: int, num_newer: int) -> bool:
+        """Return True if a complete snapshot need not stay.
+
+        Args:
+            step: its step.
+            num_newer: newer snapshots of the run that are complete. Damaged ones are not.
+        """
+        return num_newer >= self.keep_last and not self.stays_for_ever(step)

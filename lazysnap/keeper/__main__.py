@@ -39,7 +39,7 @@ def main() -> None:
         listener = lock.bind()
     listener.listen(64)
     # Only now: a launcher that ends may kill all of its children's children, and importing takes a while.
-    from lazysnap.keeper.server import run_keeper
+    from lazysnap.keeper.loop import run_keeper
     from lazysnap.keeper.trouble import Trouble
 
     trouble = Trouble(files.log_path)
@@ -48,14 +48,15 @@ def main() -> None:
         _name_process()
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(ignored, signal.SIG_IGN)
-        run_keeper(listener, lock, trainer, trouble)
-        lock.remove()
+        status = run_keeper(listener, lock, trainer, trouble)
+        if status == 0:
+            lock.remove()
     except Exception:
         logging.getLogger("lazysnap.keeper").exception("the keeper ends")
         os._exit(1)
     logging.shutdown()
     # Not sys.exit(): it would wait for a thread that hangs in a dead file system.
-    os._exit(0)
+    os._exit(status)
 
 
 def _inherited(fd: int) -> socket.socket:

@@ -1,34 +1,103 @@
-"""Ask the keeper of a job one question, without becoming its trainer."""
+"""How does a process that is not the trainer ask a keeper? One question on a connection of its own."""
 
-import select
+import contextlib
+import os
 import time
-from collections.abc import Iterator
 
-from lazysnap.keeper.messages import Connection, Unclaimed
-from lazysnap.keeper.protocol import Message
+from lazysnap.errors import FormatError, KeeperError
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import try_connect
+from lazysnap.keeper.memory_inventory import MemoryInventory
+from lazysnap.keeper.questions import Answer, Question
+from lazysnap.keeper.wire import Channel
+from lazysnap.memory.slots import Slot
 
-_SEND_S = 0.05
-"""Least time that the keeper has to take the question."""
+
+def ask(channel: Channel, question: Question, timeout_s: float) -> Answer:
+    """Ask a keeper one question. See ``ask_for_slots``; descriptors that come along are closed."""
+    answer, descriptors = ask_for_slots(channel, question, timeout_s)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return answer
 
 
-def answers(connection: Connection, question: Message, deadline: float) -> Iterator[tuple[Message, tuple[int, ...]]]:
-    """Send the question, and yield each message that comes back, with its descriptors.
+def ask_for_slots(channel: Channel, question: Question, timeout_s: float) -> tuple[Answer, list[int]]:
+    """Ask a keeper one question.
 
-    Descriptors of messages that are not taken are closed. ``deadline``: by the monotonic clock. Blocks: until then.
-    Raises: TimeoutError, if nothing more comes in time; other OSErrors, if the keeper ends; KeeperError, if it
-    sends no messages of this protocol.
+    Blocks: at most ``timeout_s``.
+
+    Args:
+        channel: a connection to the keeper, which stays open.
+        question: the question.
+        timeout_s: seconds until the answer must be there.
+
+    Returns: the answer, and the descriptors that came along. The caller closes them.
+    Raises: TimeoutError, if there is no answer in time; other OSErrors, if the keeper ends; KeeperError, if the other
+        end sends no messages of this protocol.
     """
-    poll = select.poll()
-    poll.register(connection.sock, select.POLLIN)
-
-    def wait() -> bool:
-        return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
-
-    connection.send(question, timeout_s=max(_SEND_S, deadline - time.monotonic()))
-    while wait():
-        received = connection.receive(wait=False)
-        if received is None:
+    deadline_s = time.monotonic() + timeout_s
+    channel.send(question)
+    is_in_time = True
+    while is_in_time:
+        channel.wait(max(0.0, deadline_s - time.monotonic()))
+        # Before the last look at the clock: this process may have been stopped while the answer arrived.
+        is_in_time = time.monotonic() < deadline_s
+        channel.flush()
+        frames = channel.receive()
+        if frames is None:
             raise ConnectionResetError("the keeper ended")
-        with Unclaimed(received) as messages:
-            yield from messages
+        found: tuple[Answer, list[int]] | None = None
+        for frame in frames:
+            if isinstance(frame.message, Answer) and found is None:
+                found = (frame.message, frame.descriptors)
+            else:
+                frame.close()
+        if found is not None:
+            return found
     raise TimeoutError("no answer in time")
+
+
+class NeighbourMemory:
+    """The captures of one rank of this node, readable while this is open, even if the keeper ends.
+
+    Example::
+
+        memory = NeighbourMemory(identity, local_rank=1, timeout_s=10.0)
+        print([entry.step for entry in memory.inventory.entries])
+        memory.close()
+    """
+
+    def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
+        """Ask the keeper of the job, and map what it holds for that rank.
+
+        Blocks: at most ``timeout_s``. Raises: KeeperError, if there is no keeper, or it does not answer.
+        """
+        self._slots: dict[int, Slot] = {}
+        channel = try_connect(identity)
+        if channel is None:
+            raise KeeperError(f"no keeper of job {identity.job_id!r}")
+        question = Question(about="memory", local_rank=local_rank)
+        try:
+            answer, descriptors = ask_for_slots(channel, question, timeout_s)
+        except OSError as error:
+            raise KeeperError(f"the keeper of job {identity.job_id!r}: no answer: {error}") from error
+        finally:
+            channel.close()
+        for descriptor in descriptors:
+            self._map(descriptor)
+        if answer.memory is None:
+            self.close()
+            raise KeeperError(f"the keeper of job {identity.job_id!r} does not say what it holds: {answer.text}")
+        self.inventory = MemoryInventory.of(answer.memory, self._slots)
+
+    def _map(self, descriptor: int) -> None:
+        """Map a slot. One that cannot be mapped is of no use to this process, and of no harm."""
+        with contextlib.suppress(FormatError, OSError):
+            slot = Slot.attach(descriptor)
+            self._slots[slot.slot_id] = slot
+
+    def close(self) -> None:
+        """Unmap. Bytes that others still read stay mapped as long as they do."""
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()

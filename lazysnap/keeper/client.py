@@ -1,254 +1,287 @@
-"""The trainer's end: slots to write into, and news from the keeper. Nothing here blocks training.
+"""What does a trainer do with its keeper? It captures into slots, and never waits for the keeper.
 
-The training thread reads ``slots`` and ``poll_events`` and sends short notes; it waits only where it asks a question,
-with a deadline.
+The training thread writes words and bytes of slots, and replaces ``TrainerState``; it sends no message and takes no
+lock for longer than an assignment. The thread of ``TrainerLink`` has the connection.
 """
 
-import time
 from collections.abc import Callable
 
-from lazysnap.config import SnapshotConfig
-from lazysnap.errors import KeeperError
-from lazysnap.keeper import protocol
-from lazysnap.keeper.client_slots import CaptureState
-from lazysnap.keeper.events import KeeperEvent, MemoryInventory
+from msgspec import structs
+
+from lazysnap.core.messages import Farewell, JobSettings, KeeperState, MemoryWish, PeerSettings, TrainerState
+from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.link import KeeperLink
-from lazysnap.keeper.trainer_state import TrainerState
-from lazysnap.links.listener import ReservedPort
-from lazysnap.links.secret import Secret
-from lazysnap.memory.arena import Slot
-from lazysnap.memory.failures import MemoryBoundExceeded
-from lazysnap.topology import Team
+from lazysnap.keeper.memory_inventory import MemoryInventory
+from lazysnap.keeper.trainer_link import TrainerLink
+from lazysnap.keeper.trainer_requests import with_name, with_protected, with_required, with_returned, without_name
+from lazysnap.memory.slots import TrainerSlot
+from lazysnap.peers.listener import ReservedPort
 
-_FROZEN_S = 600.0
-"""The keeper has to find and populate memory for the frozen tensors: some seconds per 10 GB."""
-_MAX_RELEASED = 16
-"""Released names that the next keeper gets: each costs it a listing of every level."""
+_REASON_S = 1.0
+"""The search ends at its deadline, and says why: who waits for it waits a moment longer."""
+_LAST_WORD_S = 0.5
 
 
-class KeeperClient(KeeperLink):
-    """A trainer's connection to its keeper, with all that it asks of it. Thread-safe.
+class KeeperClient:
+    """All that a trainer asks of its keeper, which may die and be replaced at any moment. Thread-safe.
 
-    It has many small methods: one for each request.
+    Example::
+
+        client = KeeperClient(identity, local_rank=0, linger_s=1800.0, io_timeout_s=60.0)
+        client.connect(timeout_s=60.0)
+        client.ask_memory(MemoryWish(num_slots=3, meta_bytes=4096, image_bytes=1 << 30))
+        client.begin_start(job, start=time.time_ns(), step=-1)
+        client.leave(Farewell.OVER, timeout_s=30.0)
     """
 
-    def __init__(
-        self,
-        identity: JobIdentity,
-        config: SnapshotConfig,
-        team: Team | None = None,
-        on_notice: Callable[[], None] = lambda: None,
-    ) -> None:
-        """``on_notice``: called on the client's thread when the keeper says that this process is about to be killed."""
-        state = TrainerState(on_notice)
-        super().__init__(identity, config, team or Team(), state)
-        self._slots = state.slots
+    def __init__(self, identity: JobIdentity, local_rank: int, *, linger_s: float, io_timeout_s: float) -> None:
+        """Nothing happens before ``start``.
+
+        Args:
+            identity: identity of the job, by which its keeper is found.
+            local_rank: number of this rank on its node.
+            linger_s: seconds for which memory waits for a restart after this trainer died.
+            io_timeout_s: seconds after which a keeper that does not answer counts as silent.
+        """
+        self._identity = identity
+        self._link = TrainerLink(identity, TrainerState(local_rank, linger_s=linger_s), io_timeout_s)
+        self._newest_given = 0
+        """The greatest sequence number that ``next_sequence`` returned."""
+        self._port: ReservedPort | None = None
+
+    # The connection
 
     def start(self) -> None:
-        """Connect in the background, starting a keeper if there is none, for captures. Never raises; does not block."""
-        self._slots.want()
-        self._begin()
+        """Connect in the background, starting a keeper if there is none. Never raises; does not block.
 
-    def poll_events(self) -> list[KeeperEvent]:
-        """Return the events since the last call."""
-        self._send_waiting()
-        return self._state.poll_events()
-
-    # ---------------------------------------------------------------- the run
-
-    def adopt_run(self, run: protocol.Run) -> None:
-        """Say what is captured from now on; ``floor`` is set here. Does not block.
-
-        From now on ``is_durable`` counts only captures of that start: what an earlier attempt got to storage, even at
-        a greater step, does not make this one's steps safe.
+        After the client gave up, it tries again.
         """
-        with self._state.lock:
-            run, is_told = self._state.adopt_run(run), self._connection is not None
-        self.tell(run)
-        if is_told:
-            self._state.run_was_told()
+        self._link.start()
 
-    def name(self, said: protocol.Store | protocol.Release) -> None:
-        """Give a name to a step of this run, or take it away, at this keeper and each later one: a keeper may die
-        before it writes the name. Does not block.
+    def connect(self, timeout_s: float) -> None:
+        """Connect, starting a keeper if there is none. Blocks: at most ``timeout_s``, and a second.
+
+        Raises: JobBusy, if another trainer of this job is attached; KeeperError.
         """
-        with self._state.lock:  # the next keeper gets it either by the list, or by the message
-            names = self._state.names
-            if isinstance(said, protocol.Release):  # nothing that was said of this name before matters any more
-                names = [one for one in names if one.name != said.name]
-            self._state.names = _without_old_releases([*names, said])
-            self.tell(said)
+        self._link.start()
+        if self._link.wait(self._has_keeper, timeout_s + _REASON_S):
+            return
+        error = self._link.error
+        if error is not None:
+            raise error
+        if self._link.is_left:
+            raise KeeperError("this connection was closed: make another client")
+        raise KeeperError(f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s")
 
-    def give_notice(self, *, is_sealed: bool) -> None:
-        """Say that this process is about to be killed, to this keeper and the next. Does not block. See ``Leave``."""
-        ending = self._state.ending = protocol.Leave("sealed" if is_sealed else "soon")
-        self.tell(ending)
+    def _has_keeper(self, _: KeeperState) -> bool:
+        return self.is_connected
 
-    # ---------------------------------------------------------------- slots
+    @property
+    def is_connected(self) -> bool:
+        """True if a keeper is connected."""
+        return self._link.doorbell is not None
 
-    def make_ready(self, work: Callable[[Slot], None]) -> None:
-        """Have ``work`` done for every slot in the background, before ``slots`` shows it."""
-        self._slots.make_ready = work
+    @property
+    def was_connected(self) -> bool:
+        """True once a keeper served this trainer."""
+        return self._link.was_connected
 
-    def reserve(
-        self,
-        capacities: tuple[int, int],
-        count: int,
-        least: int | None = None,
-        growth_bytes: int = 0,
-        *,
-        spills: bool = True,
-    ) -> None:
-        """Ask for ``count`` slots. Does not block; they show up in ``slots``, or a ``MemoryRefused`` in the events.
+    @property
+    def keeper_pid(self) -> int | None:
+        """The process of the connected keeper."""
+        doorbell = self._link.doorbell
+        if doorbell is None:
+            return None
+        return doorbell.keeper_pid
 
-        ``capacities``: bytes of metadata and of the image. ``least``: the smallest count that this training may be
-        configured to; for the text of a refusal. ``growth_bytes``: what training itself is still going to take.
-        ``spills``: slots may be files where memory does not suffice.
+    @property
+    def is_silent(self) -> bool:
+        """True if the connected keeper answered nothing for ``io_timeout_s``: it is stopped, or its machine is busy."""
+        return self._link.is_silent
+
+    def refusal(self) -> JobBusy | None:
+        """Return why this process is not the job's trainer: another one is. None as long as nothing says so."""
+        error = self._link.error
+        if isinstance(error, JobBusy) and not self.was_connected:
+            return error
+        return None
+
+    def failure(self) -> str:
+        """Return why no keeper works for this trainer: none is sought any more, or it is silent; empty if one works."""
+        error = self._link.error
+        if error is not None:
+            return str(error)
+        pid = self.keeper_pid
+        if self.is_silent and pid is not None:
+            return (
+                f"the keeper of this node (process {pid} on {self._identity.node}) does not answer: training and "
+                f"captures into memory go on, but nothing of local rank {self._link.trainer.local_rank} is stored "
+                "until it answers. Look whether the process is stopped or its machine overloaded; if you kill it, "
+                "another one is started and takes over its memory"
+            )
+        return ""
+
+    # States
+
+    @property
+    def state(self) -> KeeperState:
+        """The last state of the keeper."""
+        return self._link.state
+
+    def wait(self, is_true: Callable[[KeeperState], bool], timeout_s: float) -> bool:
+        """Block until ``is_true`` of the keeper's state, at most ``timeout_s``.
+
+        It is called with each new state, and when a slot gets ready, or the keeper is found, lost or silent.
+        Returns: False if it was not true in time, or the client gave up.
         """
-        meta, image = capacities
-        wanted = self._state.wanted = protocol.Reserve(
-            meta=meta, image=image, count=count, least=least or count, growth=growth_bytes, spills=spills
-        )
-        self._slots.want()
-        self.tell(wanted)
+        return self._link.wait(is_true, timeout_s)
 
-    def slots(self) -> tuple[Slot, ...]:
-        """Slots that are populated on both sides and kept by a live keeper, in no order; empty before that."""
-        self._send_waiting()
-        with self._state.lock:
-            return self._slots.ready() if self._connection is not None else ()
+    # Memory
 
-    def mapped(self) -> tuple[Slot, ...]:
-        """Every slot of a live keeper, of any size, populated or not."""
-        with self._state.lock:
-            return self._slots.all()
+    def ask_memory(self, wish: MemoryWish | None) -> None:
+        """Ask for slots, or for none. Does not block: they show up in ``slots``, or in ``state`` why there are none."""
+        if wish is not None:
+            self._link.slots.want()
+        self._link.update(structs.replace, memory=wish)
 
-    def return_slot(self, slot: Slot) -> None:
+    def make_ready(self, work: Callable[[TrainerSlot], None]) -> None:
+        """Have ``work`` done for every slot in the background, behind ``populate``, before ``slots`` shows the slot."""
+        self._link.slots.make_ready = work
+
+    def slots(self) -> tuple[TrainerSlot, ...]:
+        """Return the slots that are populated, and that a live keeper has, in no order. Hot."""
+        if self._link.doorbell is None:
+            return ()
+        kept = self._link.state.slots
+        return tuple(slot for slot in self._link.slots.ready if slot.slot_id in kept)
+
+    def mapped(self) -> tuple[TrainerSlot, ...]:
+        """Return all slots, of any size, populated or not, with a live keeper or between two."""
+        return self._link.slots.all
+
+    def return_slot(self, slot: TrainerSlot) -> None:
         """Let the keeper free a slot: nothing in it is needed, and this process writes nothing into it from now on.
 
         Does not block.
         """
-        with self._state.lock:  # numbers are those of one connection: it must not end in between
-            number = self._slots.remove(slot)
-            if number is not None:
-                self.tell(protocol.Return(number))
+        if self._link.slots.remove(slot):
+            self._link.update(with_returned, slot.slot_id)
 
-    def newest_sequence(self) -> int:
-        """The greatest sequence number of any capture that the keeper holds, also in slots of another size."""
-        return self._state.newest_sequence()
+    def next_sequence(self) -> int:
+        """Return a number greater than that of every capture in memory, and than all it returned before. Hot.
 
-    def state_of(self, sequence: int) -> CaptureState:
-        """Return the state of the capture with that sequence number."""
-        with self._state.lock:
-            return self._slots.state_of(sequence)
-
-    def inventory(self, timeout_s: float) -> MemoryInventory:
-        """Whole captures that the keeper holds, of this or of a dead trainer, and what they refer to. Blocks.
-
-        Raises: KeeperError, if there is no answer in time.
+        Only the thread that begins captures may call it.
         """
-        reply = self._questions.ask(protocol.AskInventory(local_rank=self._team.local_rank), timeout_s)
-        if not isinstance(reply, protocol.Inventory):
-            raise KeeperError(f"the keeper did not tell what it holds within {timeout_s:g} s")
-        with self._state.lock:
-            return MemoryInventory.of(reply, self._slots.get)
+        newest = max(self._newest_given, self._link.slots.newest_sequence, self._link.state.newest_sequence)
+        self._newest_given = newest + 1
+        return self._newest_given
 
-    def frozen_slot(self, digest: str) -> Slot | None:
-        """Return the slot of frozen tensors of that digest, filled or to be filled; ``None`` if no live keeper holds
-        them."""
-        with self._state.lock:
-            return self._slots.get(digest)
+    def wake(self, step: int) -> None:
+        """Wake the keeper if it awaits the capture of ``step``, whose words were stored before this call. Hot."""
+        doorbell = self._link.doorbell
+        if doorbell is not None:
+            doorbell.ring(step)
 
-    def ask_frozen(self, digest: str, meta_bytes: int, image_bytes: int) -> tuple[Slot | None, bool]:
-        """Ask for a slot for frozen tensors, and whether to fill it; it may be whole, or another rank may fill it.
-        ``None``: no keeper answered.
+    # What the keeper is to know. Nothing here blocks.
 
-        Blocks: while the keeper finds memory. Raises: MemoryBoundExceeded, if there is none.
+    def begin_start(self, job: JobSettings, start: int, step: int, source: str = "") -> None:
+        """Begin a start: captures from now on are of it. What was required of the start before counts no more.
+
+        Args:
+            job: settings, the same on all ranks of the node.
+            start: id of the start.
+            step: step from which it goes on; -1 before the first.
+            source: the place from which that step was restored, for people.
         """
-        reply = self._questions.ask(protocol.Reserve(frozen=digest, meta=meta_bytes, image=image_bytes), _FROZEN_S)
-        if isinstance(reply, protocol.MemoryRefused):
-            raise MemoryBoundExceeded(reply.text)
-        return (self.frozen_slot(digest), reply.fills) if isinstance(reply, protocol.HandOver) else (None, False)
+        self._link.update(
+            structs.replace,
+            job=job,
+            start=start,
+            step=step,
+            source=source,
+            required=(),
+            protect=(),
+            names=(),
+            released=(),
+        )
 
-    # ---------------------------------------------------------------- other nodes
+    def set_peers(self, peers: PeerSettings) -> None:
+        """Have the keeper serve, and link to, the keepers of other nodes."""
+        self._link.update(structs.replace, peers=peers)
 
     def reserve_port(self, host: str) -> int:
-        """Reserve a port of this address for the keepers of this node, until this process ends or releases it.
+        """Reserve a port of this address for the keepers of this node, until this process ends or leaves.
 
         It is the same one for the next keeper, so other nodes learn it once. Raises: OSError, if there is none.
         """
-        self._state.release_port()
-        self._state.port = ReservedPort(host)
-        return self._state.port.number
+        self._release_port()
+        self._port = ReservedPort(host)
+        return self._port.number
 
-    def serve_peers(self, host: str, secret: Secret, timeout_s: float) -> bool:
-        """Have the keeper, and each later one, serve those with that secret at the reserved port.
+    def _release_port(self) -> None:
+        if self._port is not None:
+            self._port.release()
+            self._port = None
 
-        Blocks: at most ``timeout_s``. ``False`` if it does not answer in time: it serves as soon as it runs again.
+    def require(self, step: int) -> None:
+        """Have a step of this start stored at every level, whatever the interval."""
+        self._link.update(with_required, step)
+
+    def protect(self, step: int) -> None:
+        """Have a step of this start protected by other nodes, whatever the interval."""
+        self._link.update(with_protected, step)
+
+    def keep(self, name: str, step: int) -> None:
+        """Give a name to a step of this start, instead of the step that had it."""
+        self._link.update(with_name, name, step)
+
+    def release(self, name: str) -> None:
+        """Take a name away at every level."""
+        self._link.update(without_name, name)
+
+    def preempt(self) -> None:
+        """Say that this process is about to be killed: the newest capture is stored now."""
+        self._link.update(structs.replace, is_preempted=True)
+
+    def seal(self) -> None:
+        """Say that this process captures nothing more."""
+        self._link.update(structs.replace, is_sealed=True)
+
+    # Answers
+
+    def is_complete(self, step: int, level: int) -> bool:
+        """True if that step of this start, or a later one, is complete at a level."""
+        return self.newest_complete(level) >= step
+
+    def newest_complete(self, level: int) -> int:
+        """Return the newest step of this start that is complete at a level; -1 if there is none."""
+        levels = self._link.state.levels
+        if level >= len(levels):
+            return -1
+        start = self._link.trainer.start
+        steps = [key.step for key in levels[level].complete if key.start == start]
+        return max(steps, default=-1)
+
+    def memory(self, timeout_s: float) -> MemoryInventory:
+        """Return what the keeper holds for this rank, of this trainer or of a dead one. Blocks.
+
+        Raises: KeeperError, if there is no answer in time.
         """
-        assert self._state.port is not None
-        serving = self._state.serving = protocol.ServePeers(host=host, port=self._state.port.number, secret=secret)
-        return self._questions.ask(serving, timeout_s) is not None
+        answer = self._link.ask(timeout_s)
+        if answer is None or answer.memory is None:
+            raise KeeperError(self.failure() or f"the keeper did not tell what it holds within {timeout_s:g} s")
+        return MemoryInventory.of(answer.memory, {slot.slot_id: slot for slot in self.mapped()})
 
-    # ---------------------------------------------------------------- storage
+    # The end
 
-    def newest_durable(self, url: str | None = None) -> int:
-        """The newest step of this start that is known to be complete at a level, by default the first one; -1: none."""
-        with self._state.lock:
-            url = url or next((level.url for level in self._config.levels), "")
-            return self._state.durable.newest(url)
+    def leave(self, farewell: Farewell, timeout_s: float) -> None:
+        """Part from the keeper, and unmap all slots. Nothing can be done with this client afterwards.
 
-    def is_durable(self, step: int) -> bool:
-        """True if that step of this start, or a later one, is known to be complete at the first level."""
-        return self.newest_durable() >= step
-
-    def lacking(self, step: int) -> list[str]:
-        """URLs of the levels that are not known to have that step of this start, or a later one. Thread-safe."""
-        with self._state.lock:
-            return [level.url for level in self._config.levels if self._state.durable.newest(level.url) < step]
-
-    def drain(
-        self,
-        step: int | None,
-        timeout_s: float,
-        progress: Callable[[int, int], None] | None = None,
-        enough: Callable[[], bool] = lambda: False,
-    ) -> bool:
-        """Block until that step is complete at every level, and not found damaged; without levels until a keeper has
-        it. ``False`` if not. ``None``: there is nothing to wait for.
-
-        ``progress`` is called with bytes that levels have, and bytes that all of them together are to have. A keeper
-        that is lost meanwhile is replaced, and the next one is asked. ``enough``: once that is true, wait no longer.
+        Blocks: with ``OVER`` until the keeper is told, which is not until it ends, at most ``timeout_s``; else only
+        for the moment that the thread takes to end.
         """
-        if step is None:
-            return True
-        before = self._state.status
-
-        def show() -> bool:
-            status = self._state.status
-            if progress is not None and status is not before and status.drained[1]:
-                progress(*status.drained)
-            return enough()
-
-        reply = self._ask_any_keeper(protocol.Drain(step=step), time.monotonic() + timeout_s, show)
-        if not isinstance(reply, protocol.Done):
-            return False
-        show()
-        return reply.ok
-
-    # ---------------------------------------------------------------- ending
-
-    def goodbye(self, timeout_s: float) -> None:
-        """The job is over: the keeper makes durable what it holds and leaves. Blocks: until then, with a deadline."""
-        self._leave(protocol.Leave("over"), timeout_s)
-
-    def abandon(self) -> None:
-        """Leave as a crash would: the keeper persists the newest capture and waits for a restart."""
-        # A process that lives and only lost its connection would be expected back.
-        self._leave(protocol.Leave("left"))
-
-
-def _without_old_releases(names: list[protocol.Store | protocol.Release]) -> list[protocol.Store | protocol.Release]:
-    released = [one for one in names if isinstance(one, protocol.Release)]
-    return [one for one in names if one not in released[:-_MAX_RELEASED]]
+        patience_s = _LAST_WORD_S
+        if farewell is Farewell.OVER:
+            patience_s = timeout_s
+        self._link.leave(farewell, patience_s)
+        self._release_port()

@@ -1,7 +1,7 @@
-"""The notes of a keeper for the reports of its run (``lazysnap.events``). It decides nothing, and may fail.
+"""The notes of a keeper for the reports of its run (``lazysnap.events``), and for people who ask for its state.
 
-The main thread looks at the ranks from time to time, messages to trainers pass by on any thread. ``keeper.event_file``
-writes them down.
+The loop calls the methods when something happened; nothing is polled. It decides nothing, and may fail.
+``keeper.event_file`` writes the events down.
 """
 
 import contextlib
@@ -11,35 +11,42 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, ParamSpec
 
-from msgspec.structs import replace
-
 from lazysnap import events
-from lazysnap.config import is_path, resolve_url
-from lazysnap.keeper import protocol
+from lazysnap.config import PersistentLevel, is_path
+from lazysnap.core.actions import JobEnded, Stored
+from lazysnap.core.core import Core
+from lazysnap.core.messages import Alert, JobSettings, KeeperState, LevelState, StepKey
+from lazysnap.core.ranks import Rank
 from lazysnap.keeper.event_file import EventFileWriter
-from lazysnap.keeper.held import MAX_COMPLETE
-from lazysnap.keeper.local_rank import LocalRank
+from lazysnap.keeper.node_state import NodeHistory, captured_ns, reached_step
+from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.levels.redaction import Redaction
-from lazysnap.memory.arena import SlotPhase, Word
+from lazysnap.memory.slot_choice import SlotView, newest_whole
+from lazysnap.memory.slots import Slot
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
+HowEnded = Literal["goodbye", "left", "died"]
+
 _LEAST_S = 1.0
 _MOST_S = 30.0
 _SHARE = 1000
-"""Seconds between two looks at a trainer: the thousandth of those that it has trained, within these bounds."""
+"""Seconds between two notes about a trainer: the thousandth of those that it has trained, within these bounds."""
 _CLOSE_S = 5.0
+_REMEMBERED = 64
+"""Stored snapshots per level that are remembered until they are complete."""
 # Not by import: what imports the package itself may import torch.
 _VERSION: str = sys.modules["lazysnap"].__version__
 
 
 def _guarded(work: Callable[P, None]) -> Callable[P, None]:
-    """An error here must not reach what keeps snapshots safe."""
+    """Keep an error here from what keeps snapshots safe."""
 
     @functools.wraps(work)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -51,172 +58,363 @@ def _guarded(work: Callable[P, None]) -> Callable[P, None]:
     return guarded
 
 
-class EventLog:
-    """The events of one keeper."""
-
-    def __init__(self) -> None:
-        self._file: EventFileWriter | None = None
-        self._seen: dict[int, _Seen] = {}
-        """The trainer of each local rank."""
-        self._redaction = Redaction({})
-
-    @_guarded
-    def begin(self, rank: LocalRank, run: protocol.Run) -> None:
-        """A trainer reported its run. Does not block."""
-        if not rank.levels or (rank.team.node > 0 and not is_path(resolve_url(rank.levels[0].url))):
-            return  # of a first level at a URL, node 0 alone writes the file
-        if self._file is None or self._file.run_id != run.run_id:
-            self._begin_file(rank, run)
-        number = rank.team.local_rank
-        seen = self._seen.get(number)
-        if seen is not None and seen.start == run.start:
-            return
-        now = time.time()
-        pid = rank.trainer_pid
-        self._seen[number] = _Seen(run.start, run.floor, pid, run.step, run.every_n_steps, time.time_ns())
-        started = events.TrainerStarted(
-            t=now,
-            rank=rank.team.rank,
-            pid=pid,
-            start=run.start,
-            step=run.step,
-            world_size=rank.team.world_size,
-            every_n_steps=run.every_n_steps,
-            began=min(now, _process_began(pid) or now),
-            source=None if run.source is None else self._text(run.source),
-        )
-        self._add(started)
-
-    def _begin_file(self, rank: LocalRank, run: protocol.Run) -> None:
-        self.close(0.0)
-        level = rank.levels[0]
-        self._file = EventFileWriter(level, run.run_id, rank.team.node)
-        self._redaction = Redaction(level.storage_options or {})
-        started = events.KeeperStarted(
-            t=time.time(),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            node=rank.team.node,
-            nodes=rank.team.nodes,
-            version=_VERSION,
-        )
-        self._add(started)
-
-    @_guarded
-    def note(self, event: events.Event) -> None:
-        """Take an event of the storage or the protection. Thread-safe."""
-        changes: dict[str, object] = {}
-        if isinstance(event, (events.Stored, events.Complete, events.LevelFailed)):
-            changes["level"] = self._text(event.level)
-        if isinstance(event, (events.LevelFailed, events.Alert)):
-            changes["text"] = self._text(event.text)
-        if isinstance(event, events.Complete):
-            changes["steps"] = event.steps[-MAX_COMPLETE:]
-        if isinstance(event, events.FILED):
-            self._add(replace(event, **changes))
-
-    def _text(self, text: str) -> str:
-        return self._redaction.clean(text)[: events.MAX_TEXT]
-
-    @_guarded
-    def look(self, ranks: Mapping[int, LocalRank]) -> None:
-        """Note how far the first rank is, and which ranks ended. Does not block; called about ten times a second."""
-        if self._file is None:
-            return
-        now = time.time()
-        for number, seen in self._seen.items():
-            rank = ranks.get(number)
-            if rank is None or seen.has_ended:
-                continue
-            if number == min(self._seen) and seen.is_due(now):
-                self._note_progress(rank, seen, now)
-            if rank.ended is not None:
-                self._note_end(rank, seen, *rank.ended)
-
-    def _note_progress(self, rank: LocalRank, seen: "_Seen", now: float) -> None:
-        seen.looked_at = now
-        progress = self._progress(rank, seen, now)
-        if progress is not None and progress.step != seen.step:
-            seen.step = progress.step
-            seen.has_passed = True
-            self._add(progress)
-
-    def _note_end(self, rank: LocalRank, seen: "_Seen", how: Literal["goodbye", "left", "died"], t: float) -> None:
-        seen.has_ended = True
-        last = self._progress(rank, seen, t)
-        if last is not None and last.step != seen.step:
-            seen.step = last.step
-            if rank.team.local_rank == min(self._seen):
-                self._add(last)
-        known = rank.inventory.end  # of a trainer that died within a capture
-        if known is not None and known.ended_ns > seen.began_ns:
-            seen.step = max(seen.step, known.step)
-        ended = events.TrainerEnded(t=t, rank=rank.team.rank, pid=seen.pid, start=seen.start, step=seen.step, how=how)
-        self._add(ended)
-
-    def _progress(self, rank: LocalRank, seen: "_Seen", now: float) -> events.Progress | None:
-        slots = [slot for slot in rank.slots() if slot.word(Word.SEQUENCE) > seen.floor]
-        if not slots:
-            return None
-        newest = max(slots, key=lambda slot: slot.word(Word.SEQUENCE))
-        whole = [slot for slot in slots if slot.status().phase is SlotPhase.WHOLE]
-        captured = max(whole, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
-        taken = (-1, 0, 0)
-        if captured is not None:
-            taken = captured.word(Word.END) - 1, captured.word(Word.TAKEN), captured.word(Word.COPIED)
-        return events.Progress(
-            t=now,
-            rank=rank.team.rank,
-            start=seen.start,
-            step=max(newest.word(Word.REACHED), newest.word(Word.BEGIN)) - 1,
-            every=seen.every,
-            waited_s=newest.word(Word.WAITED) / 1e9,
-            captured=taken[0],
-            taken=taken[1] / 1e9,
-            copy_s=taken[2] / 1e9,
-        )
-
-    def _add(self, event: events.Event) -> None:
-        file = self._file
-        if file is not None:
-            file.add(event)
-
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Write what is left. Blocks: at most ``timeout_s``."""
-        file, self._file = self._file, None
-        self._seen.clear()
-        if file is not None:
-            file.close(timeout_s)
-
-
 @dataclass
-class _Seen:
-    """One trainer."""
+class _Trainer:
+    """One trainer in the present file."""
 
-    start: str
-    floor: int
+    start: int
+    rank: int
+    """Its number among all ranks."""
     pid: int
     step: int
-    """The newest one that is noted; at first the one that it went on from."""
-    every: int
-    began_ns: int
-    looked_at: float = 0.0
-    """Unix time."""
+    """The newest step that is noted; at first the one that it resumed."""
+    began_s: float
+    """Unix time when it reported its start."""
+    noted_s: float = 0.0
+    """Unix time of the last note."""
     has_passed: bool = False
     """True if a boundary of it is noted."""
     has_ended: bool = False
 
     def is_due(self, now: float) -> bool:
-        """True if it is time to look at it: until its first boundary always, so that its time is known."""
+        """True if it is time for a note: until its first boundary always, so that the time of that is known."""
         if not self.has_passed:
             return True
-        trained_s = now - self.began_ns / 1e9
+        trained_s = now - self.began_s
         pause_s = min(_MOST_S, max(_LEAST_S, trained_s / _SHARE))
-        return abs(now - self.looked_at) >= pause_s  # a clock that was set back holds up nothing
+        return abs(now - self.noted_s) >= pause_s  # a clock that was set back holds up nothing
+
+
+@dataclass
+class _LevelNotes:
+    """One level of the job, as far as events need to know it."""
+
+    stored: deque[StepKey] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """Snapshots of which this keeper stored the part of the node."""
+    complete: set[StepKey] = field(default_factory=set)
+    """Complete snapshots that are noted."""
+    state: LevelState = field(default_factory=LevelState)
+    """The state that was noted last."""
+
+
+class EventLog:
+    """The events of one keeper. Used on the thread of the loop; nothing but ``close`` blocks.
+
+    Example::
+
+        log = EventLog()
+        log.job_began(settings, core)
+        log.trainer_came(core.ranks.all[0])
+        log.job_ended("/scratch/run", Stored(level=0, job=1, size_bytes=1000), key)
+        log.close()
+    """
+
+    def __init__(self) -> None:
+        self.history = NodeHistory()
+        self._settings: JobSettings | None = None
+        self._levels: dict[str, _LevelNotes] = {}
+        """By URL."""
+        self._core: Core | None = None
+        self._protected: StepKey | None = None
+        self._alerts: tuple[Alert, ...] = ()
+        self._is_preempted = False
+        self._slots: Mapping[int, Mapping[int, Slot]] = {}
+        self._file: EventFileWriter | None = None
+        self._trainers: dict[int, _Trainer] = {}
+        """By local rank."""
+        self._redaction = Redaction({})
+
+    @_guarded
+    def job_began(self, settings: JobSettings, core: Core) -> None:
+        """Note that the keeper serves a job from now on, or the same one with other settings.
+
+        Args:
+            settings: those of the job.
+            core: the decisions of the keeper. They are read again when something happens.
+        """
+        before = self._settings
+        self._settings = settings
+        self._core = core
+        self._levels = {level.url: _LevelNotes() for level in settings.levels}
+        self._protected = None
+        options: dict[str, object] = {}
+        for level in settings.levels:
+            options[level.url] = level.storage_options or {}
+        self._redaction = Redaction(options)
+        if before is None or _file_key(before) != _file_key(settings):
+            self._end_file(0.0)
+            self._begin_file(settings)
+        for rank in core.ranks.all:
+            self._note_start(rank)
+
+    def _begin_file(self, settings: JobSettings) -> None:
+        if not settings.levels:
+            return
+        first = settings.levels[0]
+        if settings.node > 0 and not is_path(first.url):
+            return  # node 0 alone writes the file of a level at a URL
+        level = PersistentLevel(first.url, storage_options=first.storage_options)
+        self._file = EventFileWriter(level, settings.run, settings.node)
+        started = events.KeeperStarted(
+            t=time.time(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            node=settings.node,
+            nodes=settings.num_nodes,
+            version=_VERSION,
+        )
+        self._file.add(started)
+
+    # Trainers
+
+    @_guarded
+    def trainer_came(self, rank: Rank) -> None:
+        """Note a trainer, when it comes or when it reports its start. It may be reported more than once."""
+        self._note_start(rank)
+
+    @_guarded
+    def look(self, ranks: Sequence[Rank], slots: Mapping[int, Mapping[int, Slot]]) -> None:
+        """Note how far the first rank is. Called after the words of all slots were read.
+
+        Args:
+            ranks: all ranks of the node.
+            slots: their slots, by local rank and slot id. The mapping is used again at the end of a trainer.
+        """
+        self._slots = slots
+        now = time.time()
+        for rank in ranks:
+            self._note_start(rank)
+            trainer = self._trainers.get(rank.number)
+            if trainer is None or trainer.has_ended or rank.number != min(self._trainers):
+                continue
+            if trainer.is_due(now):
+                self._note_progress(rank, trainer, now)
+        self._note_job()
+
+    @_guarded
+    def trainer_ended(self, rank: Rank, how: HowEnded) -> None:
+        """Note the end of a trainer, once its process is dead or reported that it ends."""
+        now = time.time()
+        state = rank.state
+        reached = None
+        if state is not None and state.job is not None:
+            reached = reached_step(_views_of(rank, state.start))
+        if reached is not None and state is not None and state.job is not None:
+            self.history.ends[rank.number] = TrainerEnd(int(now * 1e9), state.job.run, reached)
+        trainer = self._trainers.get(rank.number)
+        if trainer is None or trainer.has_ended:
+            return
+        if rank.number == min(self._trainers):
+            self._note_progress(rank, trainer, now)
+        if reached is not None:
+            trainer.step = max(trainer.step, reached)
+        trainer.has_ended = True
+        ended = events.TrainerEnded(
+            t=now, rank=trainer.rank, pid=trainer.pid, start=_text_of(trainer.start), step=trainer.step, how=how
+        )
+        self._add(ended)
+
+    def _note_start(self, rank: Rank) -> None:
+        state = rank.state
+        if state is None:
+            return
+        now = time.time()
+        self.history.note_process(rank.number, rank.pid, now)
+        if self._file is None or self._settings is None or state.job is None or state.start == 0:
+            return
+        trainer = self._trainers.get(rank.number)
+        if state.job.run != self._settings.run or (trainer is not None and trainer.start == state.start):
+            return
+        number = state.job.ranks[rank.number]
+        self._trainers[rank.number] = _Trainer(state.start, number, rank.pid, state.step, now)
+        source = None
+        if state.source:
+            source = self._text(state.source)
+        started = events.TrainerStarted(
+            t=now,
+            rank=number,
+            pid=rank.pid,
+            start=_text_of(state.start),
+            step=max(0, state.step),
+            world_size=state.job.world_size,
+            every_n_steps=state.job.capture_every_n_steps,
+            began=min(now, _process_began(rank.pid) or now),
+            source=source,
+        )
+        self._add(started)
+
+    def _note_progress(self, rank: Rank, trainer: _Trainer, now: float) -> None:
+        trainer.noted_s = now
+        progress = self._progress(rank, trainer, now)
+        if progress is None or progress.step == trainer.step:
+            return
+        trainer.step = progress.step
+        trainer.has_passed = True
+        self._add(progress)
+
+    def _progress(self, rank: Rank, trainer: _Trainer, now: float) -> events.Progress | None:
+        views = _views_of(rank, trainer.start)
+        step = reached_step(views)
+        state = rank.state
+        if step is None or state is None or state.job is None:
+            return None
+        captured_step = -1
+        taken_ns = 0
+        copied_ns = 0
+        for view in newest_whole(views, 1):
+            slot = self._slots.get(rank.number, {}).get(view.slot_id)
+            began_ns = None if slot is None else captured_ns(slot, view.sequence)
+            if view.step is not None and began_ns is not None:
+                captured_step = view.step
+                taken_ns = began_ns
+                copied_ns = view.copied_ns
+        return events.Progress(
+            t=now,
+            rank=trainer.rank,
+            start=_text_of(trainer.start),
+            step=step,
+            every=state.job.capture_every_n_steps,
+            waited_s=state.waited_s,
+            captured=captured_step,
+            taken=taken_ns / 1e9,
+            copy_s=copied_ns / 1e9,
+        )
+
+    # Levels
+
+    @_guarded
+    def job_ended(self, level_url: str, event: JobEnded, key: StepKey | None) -> None:
+        """Note that the job of a level ended.
+
+        Args:
+            level_url: the level. What ends at another one, such as redundancy, is not noted.
+            event: how it ended. A failure is noted from the state of the level: a job may also hang.
+            key: the step that the job was to store; None if it was another job.
+        """
+        notes = self._levels.get(level_url)
+        if notes is None:
+            return
+        if isinstance(event, Stored) and key is not None:
+            notes.stored.append(key)
+            stored = events.Stored(
+                t=time.time(),
+                level=self._text(level_url),
+                step=key.step,
+                bytes=event.size_bytes,
+                seconds=event.seconds,
+                checksum_s=event.checksum_s,
+                read_back_s=event.read_back_s,
+            )
+            self._add(stored)
+        self._note_job()
+
+    @_guarded
+    def state_changed(self, state: KeeperState) -> None:
+        """Note what is new in the state that trainers get. Call it with the states of one rank, or of all."""
+        now = time.time()
+        for alert in state.alerts:
+            if alert not in self._alerts:
+                self._add(events.Alert(t=now, about=alert.about, text=self._text(alert.text)))
+        topics = {alert.about for alert in state.alerts}
+        for topic in sorted({alert.about for alert in self._alerts} - topics):
+            self._add(events.Alert(t=now, about=topic, text=""))
+        self._alerts = state.alerts
+        if state.is_preempted and not self._is_preempted:
+            self._add(events.Notice(t=now))
+        self._is_preempted = state.is_preempted
+        self._note_job()
+
+    def _note_job(self) -> None:
+        """Note what the core knows of levels and protection: also after the last trainer ended."""
+        job = None if self._core is None else self._core.job
+        if job is None or job.settings != self._settings:
+            return
+        now = time.time()
+        states = job.level_states(has_progress=False)
+        for (url, notes), state in zip(self._levels.items(), states, strict=True):
+            self._note_failure(url, notes, state, now)
+            self._note_complete(url, notes, state, now)
+            notes.state = state
+        self._note_protected(job.protected, now)
+
+    def _note_failure(self, url: str, notes: _LevelNotes, state: LevelState, now: float) -> None:
+        has_lost_step = state.num_failures > notes.state.num_failures
+        has_begun_to_fail = bool(state.failure) and not notes.state.failure
+        if not state.failure or not (has_lost_step or has_begun_to_fail):
+            return  # the same failure again, while nothing is stored
+        text = self._text(state.failure)
+        self.history.level(url).note_failure(text, now)
+        step = -1 if state.failed_step is None else state.failed_step
+        self._add(events.LevelFailed(t=now, level=self._text(url), step=step, text=text))
+
+    def _note_complete(self, url: str, notes: _LevelNotes, state: LevelState, now: float) -> None:
+        starts = {trainer.start for trainer in self._trainers.values()}
+        steps: dict[int, list[int]] = {}
+        for key in sorted(state.complete):
+            # A listing also shows what was complete before this keeper came, or before this start.
+            is_own = key in notes.stored
+            if is_own:
+                self.history.level(url).note_complete(key, now)
+            if key not in notes.complete and (is_own or key.start in starts):
+                notes.complete.add(key)
+                steps.setdefault(key.start, []).append(key.step)
+        notes.complete.intersection_update(state.complete)
+        for start, new_steps in steps.items():
+            self._add(events.Complete(t=now, level=self._text(url), steps=new_steps, start=_text_of(start)))
+
+    def _note_protected(self, protected: StepKey | None, now: float) -> None:
+        before = self._protected
+        self._protected = protected
+        if protected is not None and protected != before:
+            self._add(events.Protected(t=now, step=protected.step, start=_text_of(protected.start)))
+        elif protected is None and before is not None:
+            self._add(events.Protected(t=now, step=None, start=_text_of(before.start)))
+
+    # The file
+
+    def _text(self, text: str) -> str:
+        return self._redaction.clean(text)[: events.MAX_TEXT]
+
+    def _add(self, event: events.Event) -> None:
+        if self._file is not None:
+            self._file.add(event)
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Write what is left. Blocks: at most ``timeout_s``."""
+        self._note_last()
+        self._end_file(timeout_s)
+
+    @_guarded
+    def _note_last(self) -> None:
+        self._note_job()
+
+    @_guarded
+    def _end_file(self, timeout_s: float) -> None:
+        file = self._file
+        self._file = None
+        self._trainers.clear()
+        if file is not None:
+            file.close(timeout_s)
+
+
+def _file_key(settings: JobSettings) -> tuple[object, ...]:
+    """Return what has a file of its own."""
+    first_url = settings.levels[0].url if settings.levels else ""
+    return settings.run, settings.node, first_url
+
+
+def _views_of(rank: Rank, start: int) -> list[SlotView]:
+    """Return the slots that have a capture of a start, or had one."""
+    return [view for view in rank.slots if view.start == start]
+
+
+def _text_of(start: int) -> str:
+    """Return the id of a start as metadata and names of directories have it."""
+    return f"{start:016x}"
 
 
 def _process_began(pid: int) -> float | None:
-    """Return the Unix time at which a process was started; ``None``, if that is not known."""
+    """Return the Unix time at which a process was started; ``None`` if that is not known."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

@@ -1,4 +1,4 @@
-"""Starting a keeper process, and connecting to one."""
+"""Start of a keeper process, and connection to one that runs."""
 
 import contextlib
 import os
@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lazysnap import faults
+from lazysnap.core.messages import TrainerState
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.messages import Connection
 from lazysnap.keeper.runtime import KeeperLock
+from lazysnap.keeper.wire import Channel
 
 _CONNECT_S = 1.0
 _LAST_STANDARD_DESCRIPTOR = 2
@@ -26,10 +27,10 @@ class KeeperBusy(OSError):
     """Another process is the keeper, or starts it, and does not answer."""
 
 
-def try_connect(identity: JobIdentity) -> Connection | None:
-    """Return a connection to the keeper, ``None`` if there is none. Blocks: at most a second.
+def try_connect(identity: JobIdentity) -> Channel | None:
+    """Return a connection to the keeper; None if there is none. Blocks: at most a second.
 
-    Raises: KeeperError, if there is no runtime directory, or the keeper is not of this user.
+    Raises: KeeperError, if there is no runtime directory; WireError, if the keeper is not of this user.
     """
     path = str(identity.files.socket_path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -39,48 +40,63 @@ def try_connect(identity: JobIdentity) -> Connection | None:
     except OSError:
         sock.close()
         return None
-    sock.settimeout(None)
-    return Connection(sock)
+    return Channel(sock)
 
 
 @dataclass(frozen=True)
 class Starting:
     """A keeper that is being started."""
 
-    connection: Connection
+    channel: Channel
     process: "subprocess.Popen[bytes]"
     """Ends at once, when the keeper is detached from it."""
     reaper: threading.Thread
     """Ends with ``process``."""
 
     def failure(self) -> str:
-        """The error of the process that starts it; empty, if it did not, or has not ended yet."""
+        """Return the error of the process that starts the keeper; empty, if there was none, or it has not ended yet."""
         status = self.process.returncode
-        return f" ({sys.executable} ended with status {status})" if status else ""
+        if not status:
+            return ""
+        return f" ({sys.executable} ended with status {status})"
 
 
-def start_keeper(identity: JobIdentity) -> Starting:
+def start_keeper(identity: JobIdentity, state: TrainerState, descriptors: Sequence[int] = ()) -> Starting:
     """Start a keeper, detached from this process: other session, no parent, no other descriptors.
 
-    The new process holds the job's lock before it runs: no other keeper can come between. It also holds what is sent
-    to the connection, descriptors included. Whose process is at the other end is not known before it answers.
-    Raises: KeeperBusy, if another process has the lock; OSError, if no process can be started.
+    The new process holds the job's lock before it runs: no other keeper can come between. It also holds the state of
+    this trainer and its slots, so no memory is lost if this process dies now. ``peer_pid`` of the channel is 0: the
+    first ``KeeperState`` says which process the keeper is.
+
+    Args:
+        identity: identity of the job.
+        state: state of this trainer. If it is long, the rest is sent by ``Channel.flush``.
+        descriptors: those of the slots, in the order of ``state.slots``.
+
+    Raises: KeeperBusy, if another process has the lock; WireError, if the state is too large; OSError, if no process
+        can be started.
     """
     faults.point("client.start_keeper")
     with _starting, _standard_descriptors_taken():
         lock = identity.files.try_lock()
         if lock is None:
             raise KeeperBusy(f"another process has the lock {identity.files.lock_path}, and does not answer")
+        trainer_end, keeper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        channel = Channel(trainer_end)
+        channel.peer_pid = 0
         try:
+            channel.send(state, descriptors)
             with lock.bind() as listener:
-                ours, process = _spawn(identity, lock, listener)
+                process = _spawn(identity, lock, listener, keeper_end)
+        except BaseException:
+            channel.close()
+            raise
         finally:
+            keeper_end.close()
             lock.close()  # the new process has it; if none was started, it is free
     reaper = threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True)
     reaper.start()
-    connection = Connection(ours)
-    connection.peer_pid = 0
-    return Starting(connection, process, reaper)
+    return Starting(channel, process, reaper)
 
 
 @contextlib.contextmanager
@@ -100,29 +116,20 @@ def _standard_descriptors_taken() -> Iterator[None]:
 
 
 def _spawn(
-    identity: JobIdentity, lock: KeeperLock, listener: socket.socket
-) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
-    """Start the process. Returns: this end of a connection to it, and the process."""
+    identity: JobIdentity, lock: KeeperLock, listener: socket.socket, trainer: socket.socket
+) -> "subprocess.Popen[bytes]":
+    """Start the process with the keeper's end of a connection."""
     root = str(pathlib.Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH")
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    descriptors = (lock.descriptor, listener.fileno(), theirs.fileno())
-    names = ("--lock", "--listener", "--trainer")
-    inherited = [f"{name}={descriptor}" for name, descriptor in zip(names, descriptors, strict=True)]
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lazysnap.keeper", *identity.arguments, *inherited],
-            env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-            pass_fds=descriptors,
-        )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-    return ours, process
+    inherited = {"--lock": lock.descriptor, "--listener": listener.fileno(), "--trainer": trainer.fileno()}
+    arguments = [f"{name}={descriptor}" for name, descriptor in inherited.items()]
+    return subprocess.Popen(
+        [sys.executable, "-m", "lazysnap.keeper", *identity.arguments, *arguments],
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+        pass_fds=tuple(inherited.values()),
+    )

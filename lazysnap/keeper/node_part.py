@@ -1,132 +1,167 @@
 """A node's part of a snapshot: what it alone holds, and what parity on other nodes protects. One byte string.
 
 It begins with the length of an index (8 bytes, little-endian) and the index, JSON: of each rank ``[rank, bytes of its
-metadata, bytes of its shard, digest of the frozen tensors that it refers to, or null]``. Then follow, rank by rank, the
-metadata of the capture and the shard. Of a shard only the tensors are there that no more nodes hold than may be lost:
-of others there will be a copy.
+metadata, bytes of its shard]``. Then follow, rank by rank, the metadata of the capture and the shard. Of a shard only
+the tensors are there that no more nodes hold than may be lost: of others there will be a copy.
 """
 
 import json
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lazysnap.errors import FormatError
-from lazysnap.keeper.node_slots import NodeSlots
 from lazysnap.levels.shared_part import SharedPart, held_by_few, is_held_by_few
 from lazysnap.levels.source import BlockSource, MemorySource
-from lazysnap.memory.arena import Slot
+from lazysnap.memory.capture_reader import CaptureReader
 from lazysnap.memory.failures import CaptureAborted
-from lazysnap.memory.slot_source import SlotSource, open_slot
+from lazysnap.memory.slot_choice import SlotPhase, SlotView
+from lazysnap.memory.slots import Slot
 from lazysnap.shard.limits import MAX_RANKS
 
-AHEAD_S = 10.0
-"""A node that reads a part may be so far ahead of the ranks that capture it."""
-_POLL_S = 0.002
 _LENGTH_BYTES = 8
 _MAX_INDEX_BYTES = 8 << 20
+ReadBytes = Callable[[int, int], memoryview]
+"""Returns bytes: from an offset, so many."""
 
 
 class NodePart:
-    """See ``levels.source.BlockSource``."""
+    """The bytes of a part, readable while the captures fill. See ``levels.source.BlockSource``."""
 
-    def __init__(self, sources: Sequence[SlotSource], most_lost: int) -> None:
-        """``sources``: of all ranks of the node, in order. Blocks: until headers are there. Raises: CaptureAborted."""
-        self._whole = sources
-        shards = []
-        for source in sources:
-            shard: SharedPart | SlotSource = source
-            if not is_held_by_few(source.meta, most_lost):
-                shard = SharedPart(source.meta, source, cut=held_by_few(most_lost))
-            shards.append((shard.meta.to_bytes(), shard))
-        index = [
-            [shard.meta.rank, len(meta), shard.size_bytes, shard.meta.frozen and shard.meta.frozen.digest]
-            for meta, shard in shards
-        ]
-        text = json.dumps(index, separators=(",", ":")).encode()
-        self._parts: list[tuple[int, BlockSource]] = []
+    def __init__(self, captures: Sequence[CaptureReader], most_lost: int) -> None:
+        """Read the headers of the captures.
+
+        Args:
+            captures: those of all ranks of the node, in order.
+            most_lost: nodes that may be lost; what more of them hold is left out.
+
+        Blocks: until the headers are copied. Raises: CaptureAborted; what a capture raises where it would wait.
+        """
+        self._captures = captures
+        shards: list[CaptureReader | SharedPart] = []
+        for capture in captures:
+            if is_held_by_few(capture.meta, most_lost):
+                shards.append(capture)
+            else:
+                shards.append(SharedPart(capture.meta, capture, cut=held_by_few(most_lost)))
+        metas = [shard.meta.to_bytes() for shard in shards]
+        self.index: list[tuple[int, int, int]] = []
+        """Of each rank: its number, the bytes of its metadata, and those of its shard."""
+        for shard, meta in zip(shards, metas, strict=True):
+            self.index.append((shard.meta.rank, len(meta), shard.size_bytes))
+        text = json.dumps(self.index, separators=(",", ":")).encode()
         self.size_bytes = 0
-        self._add(_memory(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
-        for meta, shard in shards:
-            self._add(_memory(meta))
-            self._add(shard)
+        self._pieces: list[tuple[int, BlockSource]] = []
+        """Offset and source of each piece."""
+        self._append(_memory(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
+        for shard, meta in zip(shards, metas, strict=True):
+            self._append(_memory(meta))
+            self._append(shard)
 
-    def _add(self, source: BlockSource) -> None:
-        self._parts.append((self.size_bytes, source))
+    def _append(self, source: BlockSource) -> None:
+        self._pieces.append((self.size_bytes, source))
         self.size_bytes += source.size_bytes
 
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. What lies in several shards is put together."""
-        stop, found = min(offset + length, self.size_bytes), []
-        for start, source in self._parts:
-            first, last = max(offset, start), min(stop, start + source.size_bytes)
+        """See ``BlockSource.view``. What is in several pieces is put together."""
+        stop = min(offset + length, self.size_bytes)
+        views = []
+        for start, source in self._pieces:
+            first = max(offset, start)
+            last = min(stop, start + source.size_bytes)
             if first < last:
-                found.append(source.view(first - start, last - first)[: last - first])
-        return found[0] if len(found) == 1 else memoryview(b"".join(found))
+                views.append(source.view(first - start, last - first)[: last - first])
+        if len(views) == 1:
+            return views[0]
+        return memoryview(b"".join(views))
+
+    def check(self) -> None:
+        """Check that all that was viewed so far is of these captures. Raises: CaptureAborted."""
+        for capture in self._captures:
+            capture.check()
 
     def finish(self) -> None:
         """See ``BlockSource.finish``."""
-        for source in self._whole:
-            source.finish()
+        for capture in self._captures:
+            capture.finish()
 
 
 def _memory(data: bytes) -> MemorySource:
     return MemorySource(memoryview(data), len(data))
 
 
-def open_part(slots: NodeSlots, step: int, most_lost: int, while_waiting: Callable[[], None]) -> NodePart:
-    """Return the node's part of that step, which its ranks captured, or are about to.
+def find_capture(slots: Iterable[Slot], start: int, step: int) -> tuple[Slot, SlotView] | None:
+    """Return the slot of a rank that holds that step of that start, and its words. None: it is not captured yet.
 
-    Blocks: until they have begun, at most ``AHEAD_S``. Raises: CaptureAborted; FormatError; what ``while_waiting``
-    raises. The part calls that, too, while bytes are missing.
+    Of several captures of the step the newest is meant. Raises: CaptureAborted, if the rank captured a later step.
     """
-    deadline = time.monotonic() + AHEAD_S
-    while None in (found := slots.of_step(step)) or not found:
-        if any(view.begun > step and view.holding(step) is None for view in slots.views()):
-            raise CaptureAborted(f"step {step} is not in memory any more")
-        if time.monotonic() > deadline:
-            raise CaptureAborted(f"step {step} is not captured by all ranks of this node")
-        while_waiting()
-        time.sleep(_POLL_S)
-    opened = [open_slot(partial(_slot, slots, step, number), step, while_waiting) for number in range(len(found))]
-    return NodePart([source for _, source in opened], most_lost)
+    newest: tuple[Slot, SlotView] | None = None
+    is_passed = False
+    for slot in slots:
+        view = slot.view()
+        if view.step is None or view.phase is SlotPhase.VOID:
+            continue
+        if (view.start, view.step) > (start, step):
+            is_passed = True
+        is_same = (view.start, view.step) == (start, step)
+        if is_same and (newest is None or view.sequence > newest[1].sequence):
+            newest = (slot, view)
+    if newest is None and is_passed:
+        raise CaptureAborted(f"step {step} is not in memory any more")
+    return newest
 
 
-def _slot(slots: NodeSlots, step: int, number: int) -> Slot | None:
-    return slots.of_step(step)[number]
+def captures_of(
+    places: Iterable[tuple[int, int]], slots: Mapping[int, Mapping[int, Slot]], key: tuple[int, int]
+) -> list[tuple[Slot, int]]:
+    """Return slot and sequence number of the captures at these places.
+
+    Args:
+        places: local rank and slot id of each.
+        slots: by local rank and slot id.
+        key: start and step that they must be of.
+
+    Raises: CaptureAborted, if one is not there.
+    """
+    captures = []
+    for rank, slot_id in places:
+        slot = slots.get(rank, {}).get(slot_id)
+        view = None if slot is None else slot.view()
+        if slot is None or view is None or (view.start, view.step) != key:
+            raise CaptureAborted(f"step {key[1]} is not in memory any more")
+        captures.append((slot, view.sequence))
+    return captures
 
 
-def read_index(read: Callable[[int, int], memoryview], size_bytes: int) -> list[tuple[int, int, int, str | None]]:
-    """The index of a part; ``read`` gives bytes of it, from an offset. Blocks. Raises: FormatError."""
+def read_index(read: ReadBytes, size_bytes: int) -> list[tuple[int, int, int]]:
+    """Return the index of a part. Blocks. Raises: FormatError."""
     length = int.from_bytes(read(0, _LENGTH_BYTES), "little")
     if not 0 < length <= min(_MAX_INDEX_BYTES, size_bytes - _LENGTH_BYTES):
         raise FormatError(f"a node's part: an index of {length} bytes in {size_bytes}")
     try:
         index = json.loads(bytes(read(_LENGTH_BYTES, length)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"a node's part: its index is no JSON: {error}") from error
-    is_index = isinstance(index, list) and len(index) <= MAX_RANKS
-    if not is_index or not all(_is_entry(entry) for entry in index):
+    is_list = isinstance(index, list) and len(index) <= MAX_RANKS
+    if not is_list or not all(_is_entry(entry) for entry in index):
         raise FormatError("a node's part: its index is no list of ranks and sizes")
-    if sum(meta_bytes + shard_bytes for _, meta_bytes, shard_bytes, _ in index) + _LENGTH_BYTES + length != size_bytes:
+    shards_bytes = sum(meta_bytes + shard_bytes for _, meta_bytes, shard_bytes in index)
+    if _LENGTH_BYTES + length + shards_bytes != size_bytes:
         raise FormatError(f"a node's part: its shards do not end with it, at byte {size_bytes}")
-    return [(rank, meta_bytes, shard_bytes, frozen) for rank, meta_bytes, shard_bytes, frozen in index]
+    return [(rank, meta_bytes, shard_bytes) for rank, meta_bytes, shard_bytes in index]
 
 
-def find_shard(read: Callable[[int, int], memoryview], size_bytes: int, rank: int) -> tuple[bytes, int, int]:
-    """Metadata of a rank's shard, and offset and bytes of the shard itself. Blocks. Raises: FormatError."""
+def find_shard(read: ReadBytes, size_bytes: int, rank: int) -> tuple[bytes, int, int]:
+    """Return the metadata of a rank's shard, and offset and bytes of the shard itself. Blocks. Raises: FormatError."""
     index = read_index(read, size_bytes)
-    at = size_bytes - sum(meta_bytes + shard_bytes for _, meta_bytes, shard_bytes, _ in index)
-    for other, meta_bytes, shard_bytes, _ in index:
-        if other == rank:
-            return bytes(read(at, meta_bytes)), at + meta_bytes, shard_bytes
-        at += meta_bytes + shard_bytes
+    offset = size_bytes - sum(meta_bytes + shard_bytes for _, meta_bytes, shard_bytes in index)
+    for other_rank, meta_bytes, shard_bytes in index:
+        if other_rank == rank:
+            return bytes(read(offset, meta_bytes)), offset + meta_bytes, shard_bytes
+        offset += meta_bytes + shard_bytes
     raise FormatError(f"a node's part: nothing of rank {rank} is in it")
 
 
 def _is_entry(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 4:
+    if not isinstance(entry, list) or len(entry) != 3:
         return False
-    *numbers, frozen = entry
-    return all(type(number) is int and number >= 0 for number in numbers) and isinstance(frozen, (str, type(None)))
+    return all(type(number) is int and number >= 0 for number in entry)

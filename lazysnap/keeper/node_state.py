@@ -1,91 +1,290 @@
-"""The state of a job on one node, collected for people. Only control words and memory of the keeper are read."""
+"""The state of a job on one node, collected for people. Only the core, words and metadata of slots are read."""
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from lazysnap.config import PersistentLevel
-from lazysnap.grants.node import NodeLevel
-from lazysnap.keeper.held import CaptureTimes, LevelState, LevelStatus, NodeState, RankState
-from lazysnap.keeper.level_writer import LevelWriter
-from lazysnap.keeper.lifecycle import Phase
-from lazysnap.keeper.local_rank import LocalRank
-from lazysnap.keeper.node_storage import NodeStorage
-from lazysnap.keeper.parity import ParityStore
-from lazysnap.keeper.protocol import Status
+import msgspec
+from msgspec import structs
+
+from lazysnap.core.actions import WriteLevel
+from lazysnap.core.core import Core
+from lazysnap.core.job import JobCore
+from lazysnap.core.lifecycle import Phase
+from lazysnap.core.messages import StepKey
+from lazysnap.core.node import whole_on_all
+from lazysnap.core.ranks import Presence, Rank
+from lazysnap.errors import FormatError
+from lazysnap.keeper.questions import CaptureTimes, LevelFacts, NodeState, RankState, TrainerEnd
 from lazysnap.levels.redaction import Redaction
-from lazysnap.memory.arena import Slot, SlotPhase, Word
+from lazysnap.memory.slot_choice import SlotView, newest_whole
+from lazysnap.memory.slots import Slot
 
-_FIGURES = (Word.TAKEN, Word.COPIED, Word.WAITED)
+Slots = Mapping[int, Mapping[int, Slot]]
+"""All slots of a node, by local rank and slot id."""
 
 
-def node_state(ranks: Iterable[LocalRank], storage: NodeStorage, parity: ParityStore, status: Status) -> NodeState:
-    """Return the state of the node. Does not block."""
-    run, team = storage.run, storage.team
+@dataclass
+class LevelHistory:
+    """Times of one level by the wall clock, which the core does not know."""
+
+    completed: StepKey | None = None
+    """The newest snapshot that became complete while this keeper looked on."""
+    completed_ns: int | None = None
+    failure: str = ""
+    """The last failure, also if the level works again. It has no secrets."""
+    failed_ns: int | None = None
+
+    def note_complete(self, key: StepKey, now_s: float) -> None:
+        """Note that a snapshot is complete."""
+        if self.completed is None or key > self.completed:
+            self.completed = key
+            self.completed_ns = int(now_s * 1e9)
+
+    def note_failure(self, text: str, now_s: float) -> None:
+        """Note that the level failed."""
+        self.failure = text
+        self.failed_ns = int(now_s * 1e9)
+
+
+@dataclass
+class NodeHistory:
+    """Facts of a node that the core does not keep. ``EventLog`` fills it in."""
+
+    processes: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Last process of each local rank, and the Unix time in seconds when it came."""
+    ends: dict[int, TrainerEnd] = field(default_factory=dict)
+    """End of the last trainer of each local rank that captured anything."""
+    levels: dict[str, LevelHistory] = field(default_factory=dict)
+    """By URL."""
+
+    def note_process(self, local_rank: int, pid: int, now_s: float) -> None:
+        """Note which process is the trainer of a rank."""
+        known = self.processes.get(local_rank)
+        if known is None or known[0] != pid:
+            self.processes[local_rank] = (pid, now_s)
+
+    def level(self, url: str) -> LevelHistory:
+        """Return the history of a level, which may be new."""
+        return self.levels.setdefault(url, LevelHistory())
+
+
+def node_state(
+    core: Core,
+    slots: Slots,
+    parity_bytes: int,
+    history: NodeHistory | None = None,
+    moved_bytes: Mapping[int, int] | None = None,
+) -> NodeState | None:
+    """Return the state of the node; None before the first start. Does not block.
+
+    Args:
+        core: the decisions of the keeper.
+        slots: all slots of the node.
+        parity_bytes: memory that protects other nodes.
+        history: times by the wall clock; None: they are not known.
+        moved_bytes: by index of a level, the bytes that its present job moved.
+    """
+    job = core.job
+    if job is None:
+        return None
+    if history is None:
+        history = NodeHistory()
+    if moved_bytes is None:
+        moved_bytes = {}
+    settings = job.settings
+    common = None
+    ranks = []
+    if not (core.phase is Phase.DRAINING and job.node.is_drained):  # else nothing needs memory any more
+        common = max(whole_on_all(core.ranks.views(settings)), default=None)
+        for rank in core.ranks.all:
+            if rank.presence is not Presence.ABSENT or rank.slots:
+                ranks.append(_rank_state(core, job, rank, slots.get(rank.number, {}), history))
+    levels = []
+    for index, level in enumerate(settings.levels):
+        facts = _level_facts(job, index, history.level(level.url))
+        total_bytes = _total_bytes(job, index, slots)
+        stored_now = moved_bytes.get(index, 0)
+        if total_bytes:
+            stored_now = min(stored_now, total_bytes)  # a file has a header, too
+        waiting = _num_waiting(core, job, index)
+        levels.append(structs.replace(facts, moved_bytes=stored_now, total_bytes=total_bytes, waiting=waiting))
+    may_lose = 0
+    if settings.redundancy is not None:
+        may_lose = settings.redundancy.parity
     return NodeState(
-        run_id=run.run_id,
-        node=team.node,
-        nodes=team.nodes,
-        every_n_steps=run.every_n_steps,
-        common_step=storage.common_step(),
-        protected=status.protected,
-        may_lose=0 if run.parity is None else run.parity.parity,
-        parity_bytes=parity.size_bytes,
-        ranks=[_rank_state(rank) for rank in ranks],
-        levels=[_level_state(*facts, storage, status) for facts in storage.level_facts()],
-        problems=[alert.text for alert in status.alerts if alert.text],
+        run_id=settings.run,
+        node=settings.node,
+        nodes=settings.num_nodes,
+        every_n_steps=settings.capture_every_n_steps,
+        common_step=_step_of(common),
+        protected=_step_of(job.protected),
+        may_lose=may_lose,
+        parity_bytes=parity_bytes,
+        ranks=ranks,
+        levels=levels,
+        problems=_problems(core),
     )
 
 
-def _rank_state(rank: LocalRank) -> RankState:
-    slots = rank.slots()
-    newest = max(slots, key=lambda slot: slot.word(Word.SEQUENCE), default=None)
-    reached = 0 if newest is None else max(newest.word(Word.REACHED), newest.word(Word.BEGIN))
-    memory = sum(slot.memory_bytes for slot in slots)
+def captured_ns(slot: Slot, sequence: int) -> int | None:
+    """Return the Unix time in nanoseconds at which a capture began; None if it is not in the slot any more."""
+    try:
+        meta = msgspec.json.decode(slot.read_meta(), type=_Captured)
+    except (FormatError, msgspec.MsgspecError):
+        return None
+    if slot.view().sequence != sequence:
+        return None
+    return meta.captured_ns
+
+
+def reached_step(views: Sequence[SlotView]) -> int | None:
+    """Return the newest step that the trainer of these slots passed or captured; None if it is not known."""
+    for view in sorted(views, key=_sequence, reverse=True):
+        steps = [step for step in (view.step, view.reached_step) if step is not None]
+        if steps:
+            return max(steps)
+    return None
+
+
+class _Captured(msgspec.Struct):
+    """The one field of ``CaptureMeta`` that is needed here: to read all of them takes long for a large model."""
+
+    captured_ns: int
+
+
+def _sequence(view: SlotView) -> int:
+    return view.sequence
+
+
+def _step_of(key: StepKey | None) -> int | None:
+    return None if key is None else key.step
+
+
+def _problems(core: Core) -> list[str]:
+    """Return the alerts that trainers have; all of them have the same."""
+    for rank in core.ranks.all:
+        if rank.presence is Presence.ATTACHED and rank.last_sent is not None:
+            return [alert.text for alert in rank.last_sent.alerts]
+    return []
+
+
+# Ranks
+
+
+def _rank_state(core: Core, job: JobCore, rank: Rank, slots: Mapping[int, Slot], history: NodeHistory) -> RankState:
+    memory_bytes = sum(slot.memory_bytes for slot in slots.values())
+    all_bytes = sum(slot.size_bytes for slot in slots.values())
+    waited_s = 0.0
+    if rank.state is not None:
+        waited_s = rank.state.waited_s
+    _, since_s = history.processes.get(rank.number, (rank.pid, 0.0))
     return RankState(
-        rank=rank.team.rank,
-        phase=rank.phase.value,
-        pid=rank.trainer_pid,
-        since_s=rank.trainer_since,
-        lingers_s=rank.seconds_left if rank.phase is Phase.LINGERING else None,
-        end=rank.inventory.end,
-        reached=reached - 1 if reached else None,
-        captures=_captures(slots),
+        rank=_number_in_job(job, rank),
+        phase=rank.presence.value,
+        pid=rank.pid,
+        since_s=since_s,
+        lingers_s=_lingers_s(core, rank),
+        end=history.ends.get(rank.number),
+        reached=reached_step(rank.slots),
+        captures=_captures(rank, slots),
         slots=len(slots),
-        memory_bytes=memory,
-        file_bytes=sum(slot.size_bytes for slot in slots) - memory,
+        memory_bytes=memory_bytes,
+        file_bytes=all_bytes - memory_bytes,
+        waited_s=waited_s,
     )
 
 
-def _captures(slots: Sequence[Slot]) -> list[CaptureTimes]:
-    found = {}
-    for slot in slots:
-        status = slot.status()
-        capture = CaptureTimes(status.step or 0, *map(slot.word, _FIGURES))
-        # Its trainer may have begun another capture there meanwhile.
-        if status.phase is SlotPhase.WHOLE and slot.word(Word.END) and slot.word(Word.SEQUENCE) == status.sequence:
-            found[status.sequence] = capture
-    return [found[sequence] for sequence in sorted(found)]
+def _number_in_job(job: JobCore, rank: Rank) -> int:
+    """Return the number of a rank among all ranks of the last start that it took part in."""
+    settings = job.settings
+    if rank.state is not None and rank.state.job is not None:
+        settings = rank.state.job
+    if rank.number < len(settings.ranks):
+        return settings.ranks[rank.number]
+    return rank.number
 
 
-def _level_state(
-    level: PersistentLevel, known: NodeLevel, writer: LevelWriter, storage: NodeStorage, status: Status
-) -> LevelState:
-    told, newest, storing = status.levels.get(level.url, LevelStatus()), max(known.complete, default=None), writer.step
-    stored, failed = told.stored, told.failed
-    total = 0 if storing is None else storage.size_of(storing)
-    # A keeper that replaces another one finds old steps complete: their time is not known.
-    is_told = newest is not None and newest.step in told.complete
-    is_seen = is_told and stored is not None and stored.t <= told.complete_at
-    return LevelState(
-        url=level.url,
-        is_shared=bool(level.shared),
-        newest=None if newest is None else newest.step,
-        complete_ns=int(1e9 * told.complete_at) if is_seen else None,
-        bytes_per_s=stored.bytes / max(stored.seconds, 1e-9) if stored is not None else None,
-        storing=storing,
-        moved_bytes=min(writer.moved_bytes, total) if total else writer.moved_bytes,  # a file has a header, too
-        total_bytes=total,
-        waiting=len(known.required - {key.step for key in known.complete} - {storing}),
-        is_failing=writer.health.fails_since is not None or not known.works,
-        failure=Redaction(level.storage_options or {}).clean(failed.text) if failed is not None else "",
-        failed_ns=None if failed is None else int(1e9 * failed.t),
+def _lingers_s(core: Core, rank: Rank) -> float | None:
+    """Return the seconds for which the memory of a dead process stays."""
+    if rank.presence is not Presence.DEAD:
+        return None
+    if core.phase is Phase.SERVING:
+        return core.lifecycle.linger_s  # they begin when the last trainer of the node dies
+    if core.phase is Phase.LINGERING:
+        return max(0.0, min(core.lifecycle.deadlines()) - time.monotonic())
+    return None
+
+
+def _captures(rank: Rank, slots: Mapping[int, Slot]) -> list[CaptureTimes]:
+    captures = []
+    for view in newest_whole(rank.slots, len(rank.slots)):
+        if view.slot_id not in slots or view.step is None:
+            continue
+        taken_ns = captured_ns(slots[view.slot_id], view.sequence)
+        if taken_ns is not None:
+            captures.append(CaptureTimes(view.step, taken_ns, view.copied_ns))
+    return captures
+
+
+# Levels
+
+
+def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
+    settings = job.settings.levels[index]
+    level = job.node.levels[index]
+    jobs = job.levels[index]
+    newest = max(level.complete, default=None)
+    complete_ns = None
+    if newest is not None and newest == history.completed:
+        # A keeper that replaces another one finds old steps complete: their time is not known.
+        complete_ns = history.completed_ns
+    bytes_per_s = None
+    if jobs.stored_bytes:
+        bytes_per_s = jobs.stored_bytes / max(jobs.stored_s, 1e-9)
+    failure = history.failure
+    if jobs.failure:
+        failure = Redaction(settings.storage_options or {}).clean(jobs.failure)
+    return LevelFacts(
+        url=settings.url,
+        is_shared=settings.is_shared,
+        newest=_step_of(newest),
+        complete_ns=complete_ns,
+        bytes_per_s=bytes_per_s,
+        storing=_step_of(jobs.writing),
+        moved_bytes=0,
+        total_bytes=0,
+        waiting=0,
+        is_failing=bool(jobs.failure),
+        failure=failure,
+        failed_ns=history.failed_ns,
     )
+
+
+def _total_bytes(job: JobCore, index: int, slots: Slots) -> int:
+    """Return the bytes of the captures that are being stored; 0 if there are none, or it is not known."""
+    write = job.levels[index].job
+    if not isinstance(write, WriteLevel):
+        return 0
+    if write.source is not None:
+        return job.levels[write.source].stored_bytes
+    total_bytes = 0
+    for rank, slot_id in write.slots:
+        slot = slots.get(rank, {}).get(slot_id)
+        if slot is not None:
+            total_bytes += slot.view().image_bytes
+    return total_bytes
+
+
+def _num_waiting(core: Core, job: JobCore, index: int) -> int:
+    """Return the number of steps that somebody wants at a level, and that are neither there nor being stored."""
+    wants = core.ranks.wants()
+    keys = set(wants.required)
+    if index == 0:
+        keys.update(named.key for named in wants.names)
+    level = job.node.levels[index]
+    keys -= {*level.complete, *level.given_up, *job.node.lost}
+    writing = job.levels[index].writing
+    if writing is not None:
+        keys.discard(writing)
+    return len(keys)

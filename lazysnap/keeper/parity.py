@@ -1,36 +1,60 @@
-"""The parity that a keeper holds for the other nodes of its group, and how it is computed out of their memory.
+"""The parity that a keeper holds for the other nodes of its group, and the jobs that compute it out of their memory.
 
-One thread per node reads its pieces block by block, as its captures fill, and adds each block to the parity. So links
-and processor work at the same time. Reading takes one block of memory per node.
+Redundancy is one more level: the settings of the job say when a step is due, the core grants it, and ``run_parity_job``
+stores it. One thread per other node reads its pieces block by block, as its captures fill, and adds each block to the
+parity. So network and processor work at the same time. Reading takes one block of memory per node.
 """
 
 import ctypes
+import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import xxhash
 
-from lazysnap.errors import LazySnapError
-from lazysnap.keeper.held import HeldMember, HeldParity
-from lazysnap.keeper.node_part import open_part, read_index
-from lazysnap.keeper.node_slots import NodeSlots
-from lazysnap.keeper.protocol import Parity, Run
-from lazysnap.levels.source import MemorySource, map_anonymous
+from lazysnap import faults
+from lazysnap.core.actions import (
+    DeleteFiles,
+    Failed,
+    Job,
+    JobEnded,
+    Listed,
+    ListLevel,
+    Missed,
+    NamesSet,
+    SetNames,
+    Stored,
+    WriteLevel,
+)
+from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
+from lazysnap.errors import KeeperError, LazySnapError
+from lazysnap.keeper.node_part import NodePart, captures_of, read_index
+from lazysnap.keeper.questions import HeldMember, HeldParity
+from lazysnap.keeper.worker import JobControl
+from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watched import RateLimiter
-from lazysnap.links.client import PeerReader
-from lazysnap.links.messages import PartOf
-from lazysnap.links.secret import Secret
 from lazysnap.memory.budget import NODE
+from lazysnap.memory.capture_reader import CaptureReader
 from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.slots import Slot
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
-from lazysnap.topology import Team
+from lazysnap.peers.messages import PartOf, PeerRefused
+from lazysnap.peers.reader import PeerReader
+from lazysnap.peers.secret import Secret
+
+logger = logging.getLogger(__name__)
+
+AHEAD_S = 10.0
+"""A node may be so far ahead of the ranks of another node that capture the same step."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,215 +64,342 @@ class ParitySet:
     held: HeldParity
     files: dict[int, memoryview]
     """Stripes by number; see ``parity.pieces``."""
+    identity: int = field(default_factory=partial(secrets.randbits, 63))
+    """Random number: another one is of parity that was computed again."""
+
+    @property
+    def key(self) -> StepKey:
+        """The snapshot that it protects."""
+        return StepKey(int(self.held.start, 16), self.held.step)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return sum(len(file) for file in self.files.values())
 
 
 class ParityStore:
-    """Thread-safe. It outlasts starts: what an earlier one protected stays until this one has protected a step."""
+    """The parity that a keeper holds. Thread-safe. It outlasts starts: only ``delete`` and ``clear`` release any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sets: list[ParitySet] = []
         self._spare: list[memoryview] = []
+        """Memory of the parity that was released last, for the next one."""
 
     def buffers(self, count: int, size_bytes: int) -> list[memoryview]:
-        """Zeroed memory for the files of that many stripes. Blocks. Raises: MemoryBoundExceeded."""
+        """Return zeroed memory for the files of that many stripes. Blocks. Raises: MemoryBoundExceeded."""
         with self._lock:
-            spare, self._spare = self._spare, []
-        found = [buffer for buffer in spare if len(buffer) == size_bytes][:count]
-        for buffer in found:
+            spare = self._spare
+            self._spare = []
+        buffers = [buffer for buffer in spare if len(buffer) == size_bytes][:count]
+        del spare  # what has another size goes back to the machine before more is taken
+        for buffer in buffers:
             ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)
-        del spare
-        missing = count - len(found)
-        if missing:
-            NODE.check(missing * size_bytes, "parity for other nodes")
-        return found + [map_anonymous(size_bytes) for _ in range(missing)]
+        num_missing = count - len(buffers)
+        if num_missing:
+            NODE.check(num_missing * size_bytes, "parity for other nodes")
+        for _ in range(num_missing):
+            buffers.append(map_anonymous(size_bytes))
+        return buffers
 
-    def add(self, done: ParitySet) -> None:
-        """Parity of a step is whole."""
+    def add(self, parity: ParitySet) -> None:
+        """Hold the parity of a step, in place of an earlier one of the same step."""
         with self._lock:
-            self._sets.append(done)
+            others = [other for other in self._sets if other.key != parity.key]
+            self._sets = [*others, parity]
 
-    def keep(self, stays: Callable[[HeldParity], bool]) -> list[HeldParity]:
-        """Release all parity but that for which ``stays`` is true; the parity that is left."""
+    def delete(self, keys: Collection[StepKey]) -> None:
+        """Release the parity of these snapshots. Its memory is used again for the next parity."""
         with self._lock:
-            kept = [one for one in self._sets if stays(one.held)]
-            gone = [one for one in self._sets if one not in kept]
+            kept = []
+            for parity in self._sets:
+                if parity.key not in keys:
+                    kept.append(parity)
+                else:
+                    self._spare = list(parity.files.values())
             self._sets = kept
-            if gone:
-                self._spare = [buffer for one in gone for buffer in one.files.values()]
-            return [one.held for one in kept]
 
     def clear(self) -> None:
         """Release all parity: no restart needs it."""
         with self._lock:
-            self._sets, self._spare = [], []
+            self._sets = []
+            self._spare = []
 
     @property
     def size_bytes(self) -> int:
         """Bytes of memory that it takes."""
         with self._lock:
-            return sum(len(buffer) for one in self._sets for buffer in one.files.values()) + sum(map(len, self._spare))
+            return sum(parity.size_bytes for parity in self._sets) + sum(map(len, self._spare))
 
     def inventory(self) -> list[HeldParity]:
-        """The parity of each step that is held."""
+        """Return the parity of each step that is held."""
         with self._lock:
-            return [one.held for one in self._sets]
+            return [parity.held for parity in self._sets]
 
-    def source(self, start: str, step: int, stripe: int) -> MemorySource:
-        """The file of a stripe. Raises: CaptureAborted, if it is not there."""
+    def keys(self) -> tuple[StepKey, ...]:
+        """Return the snapshots whose parity is held, the newest first."""
         with self._lock:
-            found = next((one for one in self._sets if (one.held.start, one.held.step) == (start, step)), None)
-        if found is None or stripe not in found.files:
-            raise CaptureAborted(f"no parity of stripe {stripe} of step {step} of start {start} is held here")
-        return MemorySource(found.files[stripe], len(found.files[stripe]))
+            return tuple(sorted((parity.key for parity in self._sets), reverse=True))
+
+    def find(self, start: str, step: int) -> ParitySet | None:
+        """Return the parity of a step; None if it is not held."""
+        with self._lock:
+            for parity in self._sets:
+                if (parity.held.start, parity.held.step) == (start, step):
+                    return parity
+        return None
 
 
-Result = TypeVar("Result")
-_FRESH_S = 60.0
-"""Connections that were not used for longer are made anew: the other side closes what nobody uses."""
+@dataclass
+class ParityContext:
+    """All that the jobs of redundancy need of their start. ``settings.redundancy`` is given."""
 
-
-class Encoding:
-    """Computes the parity of one node. Not thread-safe."""
-
-    def __init__(self, parity: Parity, run: Run, team: Team, secret: Secret, pace: RateLimiter) -> None:
-        self._parity, self._run, self._secret, self._pace = parity, run, secret, pace
-        self._world_size = team.world_size
-        self._group = Group(tuple(number for number, _, _ in parity.members), parity.parity)
-        self._position = self._group.members.index(team.node)
-        self._readers: dict[int, PeerReader] = {}
-        """The peers by position."""
-        self._used_at = 0.0
+    settings: JobSettings
+    peers: PeerSettings
+    store: ParityStore
+    pace: RateLimiter
+    """Bound for the bytes that are read of other nodes. See ``RedundancySettings.max_bytes_per_s``."""
+    is_failing: bool = False
+    """True from a failed job until one works: only the first failure is a warning."""
 
     @property
-    def _others(self) -> list[int]:
-        return [position for position in range(len(self._group.members)) if position != self._position]
+    def redundancy(self) -> RedundancySettings:
+        """The settings of redundancy."""
+        assert self.settings.redundancy is not None
+        return self.settings.redundancy
+
+
+def run_parity_job(
+    job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
+) -> JobEnded:
+    """Do a job of redundancy and return how it ended. Blocks. Never raises.
+
+    Args:
+        job: what to do.
+        context: the start.
+        slots: the slots of this node, by local rank and slot id.
+        control: ends the job when it was cancelled.
+    """
+    try:
+        ended = _run(job, context, slots, control)
+        if isinstance(job, WriteLevel):
+            context.is_failing = False
+        return ended
+    except (CaptureAborted, PeerRefused) as error:
+        logger.info("%s: %s", _purpose(job), error)
+        return Missed(job.level, job.job, str(error))
+    except Exception as error:  # noqa: BLE001  the last handler of the thread
+        text = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
+        level = logging.INFO if context.is_failing else logging.WARNING
+        context.is_failing = True
+        logger.log(level, "%s, tried again: %s", _purpose(job), text)
+        return Failed(job.level, job.job, text)
+
+
+def _purpose(job: Job) -> str:
+    """Return what goes without, for a message about a job that did not end well."""
+    if isinstance(job, WriteLevel):
+        return f"step {job.key.step} is not protected by other nodes"
+    return "nothing is protected by other nodes"
+
+
+def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl) -> JobEnded:
+    if isinstance(job, ListLevel):
+        return Listed(job.level, job.job, context.store.keys())
+    if isinstance(job, DeleteFiles):
+        context.store.delete(job.keys)
+    elif isinstance(job, SetNames):
+        return NamesSet(job.level, job.job)  # names are of storage
+    elif isinstance(job, WriteLevel):
+        return _protect(job, context, slots, control)
+    else:
+        group = GroupReader(context, control)
+        try:
+            group.connect()
+        finally:
+            group.close()
+    return JobEnded(job.level, job.job)
+
+
+def _protect(
+    job: WriteLevel, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
+) -> Stored:
+    faults.point("keeper.parity.begin")
+    began = time.monotonic()
+    captures = captures_of(job.slots, slots, (job.key.start, job.key.step))
+    readers = [CaptureReader(slot, sequence, control.beat) for slot, sequence in captures]
+    own_part = NodePart(readers, context.redundancy.most_lost)
+    group = GroupReader(context, control)
+    try:
+        held = group.describe(readers, own_part)
+        parity = group.encode(held)
+    finally:
+        group.close()
+    # Nobody here reads the own part, and it may be the last one to be whole.
+    own_part.finish()
+    faults.point("keeper.parity.done")
+    control.beat()
+    context.store.add(parity)
+    return Stored(job.level, job.job, size_bytes=parity.size_bytes, seconds=time.monotonic() - began)
+
+
+class GroupReader:
+    """Reads the parts of the other nodes of a group, for one job."""
+
+    def __init__(self, context: ParityContext, control: JobControl) -> None:
+        redundancy = context.redundancy
+        self._context = context
+        self._redundancy = redundancy
+        self._control = control
+        self._group = Group(tuple(redundancy.members), redundancy.parity)
+        self._position = redundancy.members.index(context.settings.node)
+        self._others = [position for position in range(len(redundancy.members)) if position != self._position]
+        self._counting = threading.Lock()
+        self._readers: dict[int, PeerReader] = {}
+        """By position."""
+        for position in self._others:
+            self._readers[position] = self._reader(redundancy.members[position])
+
+    def _reader(self, node: int) -> PeerReader:
+        secret = Secret(self._context.peers.secret)
+        for address in self._context.peers.addresses:
+            if address.node == node and address.port:
+                return PeerReader(secret, (address.host, address.port), beat=self._control.beat)
+        raise KeeperError(f"node {node} has no address at which others reach its keeper")
 
     def connect(self) -> None:
         """Reach all of the group. Blocks. Raises: LazySnapError, naming a node that cannot be reached."""
-        if time.monotonic() - self._used_at > _FRESH_S:
-            self.close()
-        self._used_at = time.monotonic()
-        in_threads([partial(self._reach, at) for at in self._others], len(self._others), "lazysnap-parity")
-
-    def _reach(self, position: int) -> None:
-        if position in self._readers:
-            return
-        node, host, port = self._parity.members[position]
-        try:
-            self._readers[position] = PeerReader(self._secret, (host, port))
-        except LazySnapError as error:
-            raise type(error)(f"node {node}: {error}") from error
-
-    def interrupt(self) -> None:
-        """Reads that are in progress fail at once; ``close`` must follow. From any thread."""
-        for reader in list(self._readers.values()):
-            reader.interrupt()
+        self._of_all(lambda position: self._readers[position].connect())
 
     def close(self) -> None:
-        """End all connections; ``connect`` makes new ones."""
-        while self._readers:
-            self._readers.popitem()[1].close()
+        """End all connections."""
+        for reader in self._readers.values():
+            reader.close()
 
-    def encode(self, step: int, store: ParityStore, slots: NodeSlots, check: Callable[[], None]) -> ParitySet:
-        """Return the parity of that step. Blocks. Raises: LazySnapError; what ``check`` raises, which ends the work.
+    def describe(self, captures: Sequence[CaptureReader], own_part: NodePart) -> HeldParity:
+        """Return the facts about the parity of a step, once all nodes have begun to capture it.
 
-        ``check`` is called for each block, and while bytes are missing.
+        Args:
+            captures: those of this node.
+            own_part: what is made of them.
+
+        Blocks. Raises: LazySnapError.
         """
-        self.connect()
-        opened = self._of_all(lambda position: self._open(position, step))
-        own = open_part(slots, step, self._parity.most_lost, check)
-        members = dict(zip(self._others, opened, strict=True))
-        members[self._position] = _member(own.view, own.size_bytes)
-        held = HeldParity(
-            self._run.run_id,
-            self._run.start,
-            step,
-            self._world_size,
+        meta = captures[0].meta
+        subject = PartOf(meta.start, meta.step, self._redundancy.most_lost)
+        described = self._of_all(partial(self._describe, subject))
+        members = dict(zip(self._others, described, strict=True))
+        members[self._position] = HeldMember([rank for rank, *_ in own_part.index], own_part.size_bytes)
+        return HeldParity(
+            meta.run_id,
+            meta.start,
+            meta.step,
+            meta.world_size,
             members=[members[position] for position in sorted(members)],
-            parity=self._parity.parity,
-            most_lost=self._parity.most_lost,
-            block_bytes=self._parity.block_bytes,
+            parity=self._redundancy.parity,
+            most_lost=self._redundancy.most_lost,
+            block_bytes=self._redundancy.block_bytes,
             position=self._position,
         )
-        pieces = Pieces(self._group, tuple(member.size_bytes for member in held.members), held.block_bytes)
-        stripes = self._group.held(self._position)
-        files = store.buffers(len(stripes), pieces.stripe_bytes)
-        sums = [_Stripe(pieces, stripe, row, file) for (stripe, row), file in zip(stripes, files, strict=True)]
-        self._of_all(lambda position: self._read(position, sums, check))
-        own.finish()  # nobody here reads it, and it may be the last one to be whole
-        for one in sums:
-            one.finish()
-        return ParitySet(held, {one.stripe: one.file for one in sums})
 
-    def _of_all(self, ask: Callable[[int], Result]) -> list[Result]:
-        """Ask every other node, each on a thread. The first failure ends the others: nobody delays its report."""
-        tasks = [partial(ask, position) for position in self._others]
-        return in_threads(tasks, len(self._others), "lazysnap-parity", self.interrupt)
-
-    def _open(self, position: int, step: int) -> HeldMember:
+    def _describe(self, subject: PartOf, position: int) -> HeldMember:
         reader = self._readers[position]
-        size = reader.open(PartOf(self._run.start, step, self._parity.most_lost))
+        size_bytes = reader.size(subject, patience_s=AHEAD_S)
 
         def read(offset: int, length: int) -> memoryview:
             out = memoryview(bytearray(length))
-            reader.read_into(offset, out)
+            reader.read_into(subject, offset, out)
             return out
 
-        return _member(read, size)
+        return HeldMember([rank for rank, *_ in read_index(read, size_bytes)], size_bytes)
 
-    def _read(self, position: int, stripes: "Sequence[_Stripe]", check: Callable[[], None]) -> None:
-        """All that is wanted of one node."""
-        reader, buffer = self._readers[position], map_anonymous(self._parity.block_bytes)
+    def encode(self, held: HeldParity) -> ParitySet:
+        """Return the parity that this node is to hold. Blocks. Raises: LazySnapError."""
+        pieces = Pieces(self._group, tuple(member.size_bytes for member in held.members), held.block_bytes)
+        places = self._group.held(self._position)
+        files = self._context.store.buffers(len(places), pieces.stripe_bytes)
+        stripes = []
+        for (number, row), file in zip(places, files, strict=True):
+            stripes.append(_Stripe(pieces, number, row, file))
+        subject = PartOf(held.start, held.step, held.most_lost)
+        self._of_all(partial(self._add_pieces, subject, stripes))
+        for stripe in stripes:
+            stripe.finish()
+        return ParitySet(held, {stripe.number: stripe.file for stripe in stripes})
+
+    def _add_pieces(self, subject: PartOf, stripes: "Sequence[_Stripe]", position: int) -> None:
+        """Add all that is wanted of one node."""
+        reader = self._readers[position]
+        buffer = map_anonymous(self._redundancy.block_bytes)
         for stripe in stripes:
             for block in range(stripe.num_blocks(position)):
-                check()
+                self._control.beat()
                 offset, length = stripe.span(position, block)
-                self._pace.take(length, check)
-                checksum = reader.read_into(offset, buffer[:length])
+                self._context.pace.take(length, self._control.beat)
+                checksum = reader.read_into(subject, offset, buffer[:length])
                 stripe.add(position, block, buffer[:length], checksum)
-        reader.finish()
+                self._count(length)
+        reader.finish(subject)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self._control.moved_bytes += num_bytes
+
+    def _of_all(self, ask: Callable[[int], Result]) -> list[Result]:
+        """Ask every other node, each on a thread. The first failure ends the others: nobody delays its report."""
+        tasks = [partial(self._ask, ask, position) for position in self._others]
+        return in_threads(tasks, len(self._others), "lazysnap-parity", self._interrupt)
+
+    def _ask(self, ask: Callable[[int], Result], position: int) -> Result:
+        try:
+            return ask(position)
+        except (KeeperError, PeerRefused) as error:
+            raise type(error)(f"node {self._redundancy.members[position]}: {error}") from error
+
+    def _interrupt(self) -> None:
+        for reader in self._readers.values():
+            reader.interrupt()
 
 
 class _Stripe:
     """The file of a stripe that is being filled, by several threads."""
 
-    def __init__(self, pieces: Pieces, stripe: int, row: int, file: memoryview) -> None:
-        self.stripe, self.file = stripe, file
-        self._pieces, self._row = pieces, row
-        self._data = pieces.group.data(stripe)
+    def __init__(self, pieces: Pieces, number: int, row: int, file: memoryview) -> None:
+        """``row``: which of the parities of the stripe this is."""
+        self.number = number
+        self.file = file
+        self._pieces = pieces
+        self._row = row
+        self._data = pieces.group.data(number)
         self._code = Code(pieces.group.pieces, pieces.group.parity)
         self._lock = threading.Lock()
 
     def num_blocks(self, position: int) -> int:
-        """Return the bytes of that member's piece here, without zeros behind its end."""
+        """Return the number of blocks of that member's piece, without those behind the end of its part."""
         if position not in self._data:
             return 0
         return sum(self.span(position, block)[1] > 0 for block in range(self._pieces.num_blocks))
 
     def span(self, position: int, block: int) -> tuple[int, int]:
         """See ``Pieces.span``."""
-        return self._pieces.span(position, self.stripe, block)
+        return self._pieces.span(position, self.number, block)
 
     def add(self, position: int, block: int, data: memoryview, checksum: int) -> None:
-        """A block of that member's piece is here."""
-        column, start = self._data.index(position), block * self._pieces.block_bytes
+        """Add a block of that member's piece."""
+        column = self._data.index(position)
+        start = block * self._pieces.block_bytes
         with self._lock:
             multiply_add(self._code.weight(self._row, column), data, self.file[start : start + len(data)])
-        self._note(column, block, checksum)
+        self._set_checksum(column, block, checksum)
 
-    def _note(self, column: int, block: int, checksum: int) -> None:
-        at = self._pieces.checksum_at(column, block)
-        self.file[at : at + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
+    def _set_checksum(self, column: int, block: int, checksum: int) -> None:
+        offset = self._pieces.checksum_at(column, block)
+        self.file[offset : offset + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
 
     def finish(self) -> None:
-        """All blocks are in."""
-        size = self._pieces.block_bytes
+        """Note the checksums of the parity itself: all blocks are added."""
+        block_bytes = self._pieces.block_bytes
         for block in range(self._pieces.num_blocks):
-            parity = self.file[block * size : (block + 1) * size]
-            self._note(self._pieces.group.pieces, block, xxhash.xxh3_64_intdigest(parity))
-
-
-def _member(read: Callable[[int, int], memoryview], size_bytes: int) -> HeldMember:
-    entries = read_index(read, size_bytes)
-    return HeldMember([rank for rank, *_ in entries], size_bytes, [frozen for *_, frozen in entries])
+            parity = self.file[block * block_bytes : (block + 1) * block_bytes]
+            self._set_checksum(self._pieces.group.pieces, block, xxhash.xxh3_64_intdigest(parity))

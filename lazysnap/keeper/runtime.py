@@ -29,7 +29,7 @@ from lazysnap.shard.names import parse_events_file_name
 ENVIRONMENT = "LAZYSNAP_RUNTIME_DIR"
 _LONGEST_PATH = 107
 """Bytes that the kernel allows for the path of a socket."""
-_REFRESH_S = 3600.0
+REFRESH_S = 3600.0
 """Programs that clean up temporary files leave alone what was changed lately."""
 _KEPT_S = 7 * 86400.0
 """Files of jobs that ended are removed when nothing was written to them for so long."""
@@ -113,7 +113,6 @@ class KeeperLock:
     def __init__(self, files: KeeperFiles, descriptor: int) -> None:
         self._files = files
         self.descriptor = descriptor
-        self._refresh_at = time.monotonic() + _REFRESH_S
 
     def is_current(self) -> bool:
         """True if the file that is locked is still at its path."""
@@ -135,10 +134,7 @@ class KeeperLock:
         return listener
 
     def refresh(self) -> None:
-        """Show programs that clean up temporary files that these files are in use. Call this often."""
-        if time.monotonic() < self._refresh_at:
-            return
-        self._refresh_at = time.monotonic() + _REFRESH_S
+        """Show programs that clean up temporary files that these files are in use. Call this every ``REFRESH_S``."""
         os.utime(self.descriptor)
         with contextlib.suppress(OSError):
             os.utime(self._files.socket_path)

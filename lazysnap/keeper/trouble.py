@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.runtime import remove_old_files
@@ -28,6 +29,8 @@ class Trouble(logging.Handler):
         self._told: dict[str, float] = {}
         self.texts: queue.SimpleQueue[str] = queue.SimpleQueue()
         """One line for each error that trainers must see."""
+        self.notify: Callable[[], None] | None = None
+        """Called after each of them, on any thread."""
 
     def watch(self) -> None:
         """Take note of errors from now on, and remove files that nobody uses any more."""
@@ -55,6 +58,8 @@ class Trouble(logging.Handler):
                 f"an error in the keeper (process {os.getpid()} on {socket.gethostname()}, thread {record.threadName}, "
                 f"{where}): {what}; snapshots may not be stored or protected until it works again; {log}"
             )
+            if self.notify is not None:
+                self.notify()
 
     def _write(self, record: logging.LogRecord) -> str:
         """Return where the traceback is."""

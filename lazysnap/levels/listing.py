@@ -4,7 +4,7 @@ It is small enough to send to all ranks. They then read the manifests together, 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,11 @@ def list_directory(storage: Storage, name: str, problems: list[str], *, marked: 
     except LevelError as error:
         problems.append(str(error))
         return None
+    return parse_directory(name, files, mark)
+
+
+def parse_directory(name: str, files: Sequence[str], mark: Any = None) -> Directory:
+    """Return a directory from the names of its files."""
     names = tuple(given for given in map(parse_keep_file_name, files) if given is not None)
     parsed = [found for found in map(parse_file_name, files) if found is not None]
     committed = {stem for stem, suffix in parsed if suffix == "json"}

@@ -65,6 +65,10 @@ class CaptureReader:
         self._wait(lambda view: view.watermark_bytes >= needed_bytes)
         return self._slot.read(offset, length)
 
+    def check(self) -> None:
+        """Check that all that was viewed so far is of this capture. Raises: CaptureAborted."""
+        self._check()
+
     def finish(self) -> None:
         """Check the capture after its last byte was read: it is whole, and still the same.
 

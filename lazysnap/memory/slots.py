@@ -27,6 +27,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -42,6 +43,8 @@ _CHUNK_BYTES = 16 << 20
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.pwritev.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+_libc.pwritev.restype = ctypes.c_ssize_t
 
 AnySlot = TypeVar("AnySlot", bound="Slot")
 
@@ -211,6 +214,22 @@ class TrainerSlot(Slot):
         words.store(SlotWord.META_BYTES, len(meta))
         words.store(SlotWord.META_SUM, xxhash.xxh3_64_intdigest(meta))
         words.store(SlotWord.BEGIN, step + 1)
+
+    def gather(self, offset: int, length: int, pieces: "array[int]") -> None:
+        """Copy pieces of this process's memory into the image, one behind the other. Other threads run meanwhile.
+
+        Args:
+            offset: place of the first byte in the image.
+            length: bytes of all pieces together.
+            pieces: address and length of each, of at most 1,024.
+
+        Raises: OSError, also if an address is not mapped. Then any part of the bytes is copied.
+        """
+        address, num_words = pieces.buffer_info()
+        written = _libc.pwritev(self.descriptor, address, num_words // 2, self._image_offset + offset)
+        if written != length:
+            error_number = ctypes.get_errno() if written == -1 else errno.EFAULT
+            raise OSError(error_number, f"copied {written} of {length} bytes: {os.strerror(error_number)}")
 
     def advance(self, watermark_bytes: int) -> None:
         """Publish that the image is copied up to here. Call it after the bytes were written."""

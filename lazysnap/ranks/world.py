@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from lazysnap.capture.plan import Key
 from lazysnap.errors import WaitTimeout
@@ -96,22 +97,47 @@ class World:
         """
         if self._group is None:
             return [value]
-        text = json.dumps([what, value], separators=(",", ":")).encode()
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._all_gather(what, sizes, torch.tensor([len(text)]))
-        longest = max(int(size) for size in sizes)
-        # Each tensor is a view of its bytes: no numpy is needed to get at them.
-        texts = [bytearray(longest) for _ in sizes]
-        found = [torch.frombuffer(received, dtype=torch.uint8) for received in texts]
-        self._all_gather(what, found, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8))
-        told = [json.loads(received[: int(size)]) for received, size in zip(texts, sizes, strict=True)]
-        others = {rank: theirs for rank, (theirs, _) in enumerate(told) if theirs != what}
-        if others:
-            raise WaitTimeout(
-                f"rank {self.rank} of {self.size} is at {what!r}, but {others}: all ranks must make the engine, fetch "
-                "or restore, take snapshots and close in the same order. Snapshots are as they were"
-            )
-        return [item for _, item in told]
+        text = _encode(value)
+        return self._gather(what, text, self._gather_sizes(what, len(text)))
+
+    def _gather_sizes(self, what: str, size_bytes: int) -> list[int]:
+        """Return what every rank gave as ``size_bytes``. Raises: WaitTimeout, if a rank came to do something else."""
+        heads = [torch.zeros(2, dtype=torch.int32) for _ in range(self.size)]
+        topic = xxhash.xxh32_intdigest(what.encode()) >> 1
+        self._all_gather(what, heads, torch.tensor([size_bytes, topic], dtype=torch.int32))
+        if all(int(head[1]) == topic for head in heads):
+            return [int(head[0]) for head in heads]
+        # All ranks see that, and tell what they do.
+        own = _encode(what)
+        lengths = [torch.zeros(1, dtype=torch.int32) for _ in range(self.size)]
+        self._all_gather(what, lengths, torch.tensor([len(own)], dtype=torch.int32))
+        theirs = self._gather(what, own, [int(length) for length in lengths])
+        others = {rank: name for rank, name in enumerate(theirs) if name != what}
+        raise WaitTimeout(
+            f"rank {self.rank} of {self.size} is at {what!r}, but {others}: all ranks must make the engine, fetch "
+            "or restore, take snapshots and close in the same order. Snapshots are as they were"
+        )
+
+    def _gather(self, what: str, own: bytes, sizes: Sequence[int]) -> list[Any]:
+        """Return every rank's value, of which this one sends ``own``. Raises: WaitTimeout.
+
+        Each rank receives as many bytes as all texts have: ``all_gather`` would pad each to the longest.
+        """
+        received = bytearray(sum(sizes))
+        start = sum(sizes[: self.rank])
+        received[start : start + len(own)] = own
+        # The tensor is a view of these bytes: no numpy is needed to get at them. Other ranks have zeros in this place.
+        joined = torch.frombuffer(received, dtype=torch.uint8)
+        try:
+            dist.all_reduce(joined, group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise self._missing(what, error) from error
+        values = []
+        start = 0
+        for size in sizes:
+            values.append(json.loads(received[start : start + size]))
+            start += size
+        return values
 
     def _all_gather(self, what: str, found: list[torch.Tensor], own: torch.Tensor) -> None:
         """Fill ``found`` with every rank's tensor. Raises: WaitTimeout. An error of any other call is not caught."""
@@ -128,26 +154,26 @@ class World:
         """
         if self._group is None:
             return [work()]
-        results: list[Any] = []
+        results: list[bytes] = []
         over = threading.Event()
         outcome: list[Any] = []
 
         def exchange_heartbeats() -> None:
             try:
-                while not outcome:
+                sizes = [0]
+                while not all(sizes):  # 0: that rank still works
                     over.wait(min(_HEARTBEAT_S, self._timeout.total_seconds() / 4))
                     if over.is_set() and not results:
                         return  # interrupted: the others will miss this rank
-                    told = self.exchange(what, list(results))
-                    if all(told):
-                        outcome.append([answer for [answer] in told])
+                    sizes = self._gather_sizes(what, len(results[0]) if results else 0)
+                outcome.append(self._gather(what, results[0], sizes))
             except WaitTimeout as error:
                 outcome.append(error)
 
         heartbeats = threading.Thread(target=exchange_heartbeats, name="lazysnap-heartbeats", daemon=True)
         heartbeats.start()
         try:
-            results.append(work())
+            results.append(_encode(work()))
         finally:
             over.set()
             heartbeats.join()
@@ -196,6 +222,10 @@ class World:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def agree(commons: Sequence[Sequence[Sequence[Any]]], node_ranks: Collection[int]) -> tuple[bool, bool]:

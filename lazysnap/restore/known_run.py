@@ -5,8 +5,8 @@ import os
 
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.errors import LazySnapError
+from lazysnap.keeper.asking import NeighbourMemory
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.restore.level import Level
 from lazysnap.shard.names import SnapshotName
 

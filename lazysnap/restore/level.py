@@ -48,7 +48,7 @@ class Level:
     def __init__(self, level: PersistentLevel, speed: int) -> None:
         """``speed``: its rank among the sources, see ``Entry``."""
         self._level = level
-        self._speed = speed
+        self.speed = speed
         self._store: SnapshotStore | None = None
         self._opening = threading.Lock()
         self._manifests: dict[str, Manifest] = {}
@@ -61,7 +61,7 @@ class Level:
     def _open(self) -> SnapshotStore:
         with self._opening:
             if self._store is None:
-                self._store = open_store(self.url, speed=self._speed, options=self._level.storage_options)
+                self._store = open_store(self.url, speed=self.speed, options=self._level.storage_options)
             return self._store
 
     def forget(self) -> None:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lazysnap.keeper.held import HeldParity
+from lazysnap.keeper.questions import HeldParity
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces, can_rebuild
 from lazysnap.resolver import Entry, SnapshotKey
@@ -75,12 +75,9 @@ def lost_parts(
                 continue
             where = f"{len(parts)}/"
             parts.append(LostPart(first.start, first.step, first.most_lost, pieces, position, others, parities))
-            found += [
-                Entry(
-                    PARITY, 1, first.run_id, first.start, first.step, rank, first.world_size, f"{where}{rank}", frozen
-                )
-                for rank, frozen in zip(member.ranks, member.frozen, strict=True)
-            ]
+            for rank in member.ranks:
+                location = f"{where}{rank}"
+                found.append(Entry(PARITY, 1, first.run_id, first.start, first.step, rank, first.world_size, location))
     return parts, found, problems
 
 

@@ -3,15 +3,13 @@
 from collections.abc import Callable
 
 from lazysnap.errors import FormatError, JobBusy, LazySnapError
+from lazysnap.keeper.asking import NeighbourMemory
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.events import MemoryInventory
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.neighbour import NeighbourMemory
+from lazysnap.keeper.memory_inventory import MemoryEntry, MemoryInventory
 from lazysnap.levels.blocks import MemoryBlocks
-from lazysnap.memory.arena import Slot
-from lazysnap.resolver import Entry, FrozenEntry, Inventory, Item
+from lazysnap.resolver import Entry, Inventory, Item
 from lazysnap.restore.snapshot import MEMORY
-from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard
@@ -19,35 +17,36 @@ from lazysnap.topology import Place
 
 
 class RankMemory:
-    """The captures of one rank in the memory of this node, mapped. See ``restore.sources.Source``."""
+    """The captures of one rank in the memory of this node. See ``restore.sources.Source``."""
 
-    def __init__(self, held: MemoryInventory) -> None:
-        self._held = held
+    def __init__(self, inventory: MemoryInventory) -> None:
+        self._inventory = inventory
 
     def open(self, item: Item, where: str) -> OpenShard:
         """See ``Source``."""
-        of_item = item.location.split("/")[1]
-        if isinstance(item, FrozenEntry):
-            slot = self._held.frozen.get(of_item)
-            checksums = None if slot is None else Checksums.of(_image(slot))
-            if checksums is not None and checksums.whole != item.digest:
-                raise FormatError(f"{where}: their checksum is {checksums.whole}, expected {item.digest}")
-        else:
-            held = next((one for one in self._held.entries if one.sequence == int(of_item)), None)
-            slot, checksums = (None, None) if held is None else (held.slot, held.checksums)
-        if slot is None:
-            raise FormatError(f"{where}: it is not there any more")
-        image, meta = _image(slot), CaptureMeta.from_bytes(slot.read_meta(), where)
+        entry = self._entry(int(item.location.split("/")[1]), where)
+        view = entry.slot.view()
+        if view.sequence != entry.sequence or not view.is_whole:
+            raise _not_there(where)
+        image = entry.slot.read(0, view.image_bytes)
+        meta = CaptureMeta.from_bytes(entry.slot.read_meta(), where)
         # Without checksums nothing can be compared: the keeper has not computed them yet.
+        checksums = entry.checksums
         if checksums is not None and checksums.size_bytes != len(image):
             raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
-        blocks = MemoryBlocks(image, None if isinstance(item, FrozenEntry) else checksums, where)
+        blocks = MemoryBlocks(image, checksums, where)
         blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
         return OpenShard(meta.rank, meta, Layout.parse(image, len(image), where), blocks)
 
+    def _entry(self, sequence: int, where: str) -> MemoryEntry:
+        for entry in self._inventory.entries:
+            if entry.sequence == sequence:
+                return entry
+        raise _not_there(where)
 
-def _image(slot: Slot) -> memoryview:
-    return slot.image[: slot.status().image_bytes]
+
+def _not_there(where: str) -> FormatError:
+    return FormatError(f"{where}: it is not there any more")
 
 
 class NodeMemory:
@@ -61,7 +60,15 @@ class NodeMemory:
         timeout_s: float,
         note: Callable[[str], None],
     ) -> None:
-        """``client``: ``None``, if memory is not looked at; ``note`` receives what is passed over, in words."""
+        """Prepare to ask; nothing is asked yet.
+
+        Args:
+            client: the connection of this rank's trainer; ``None`` if memory is not searched.
+            identity: names the keeper.
+            place: the place of this rank.
+            timeout_s: deadline of each question.
+            note: receives what is skipped, in words.
+        """
         self.node = place.node
         self._client = client
         self._identity = identity
@@ -80,55 +87,54 @@ class NodeMemory:
 
     def inventories(self) -> list[Inventory]:
         """Return the keeper's captures of this rank; on the first rank of a node also for ranks that are no more.
-        Blocks.
 
-        Raises: JobBusy.
+        Blocks. Raises: JobBusy.
         """
-        client, place = self._client, self._place
+        client = self._client
         if client is None:
             return []
-        found = []
+        if not self._unreachable:  # asked once: it would be waited for at every listing
+            self._ask(client)
+        if self._unreachable:
+            self._note(self._unreachable)
+            return []
+        numbers = [self._place.local_rank]
+        if self._place.local_rank == 0:
+            known = self._inventories[0].local_ranks
+            numbers += [number for number in known if number >= self._place.local_world_size]
+        return [self._entries_of(number) for number in numbers]
+
+    def _ask(self, client: KeeperClient) -> None:
         try:
-            if not self._unreachable:  # asked once: it would be waited for at every listing
-                client.connect(self._timeout_s)
-                self._inventories[place.local_rank] = client.inventory(self._timeout_s)
-                found.append(place.local_rank)
+            client.connect(self._timeout_s)
+            self._inventories[self._place.local_rank] = client.memory(self._timeout_s)
         except JobBusy:
             raise
         except LazySnapError as error:
             self._unreachable = f"no snapshot in this rank's memory can be used: {error}"
-        if self._unreachable:
-            self._note(self._unreachable)
-        if place.local_rank == 0 and found:
-            known = self._inventories[0].local_ranks
-            found += [number for number in known if number >= place.local_world_size]
-        return [self._inventory(number) for number in found]
 
-    def _inventory(self, number: int) -> Inventory:
-        held = self._held(number)
-        entries = tuple(
-            Entry(
+    def _entries_of(self, number: int) -> Inventory:
+        entries = []
+        for capture in self._inventory(number).entries:
+            entry = Entry(
                 MEMORY,
                 0,
-                item.run_id,
-                item.start,
-                item.step,
-                item.rank,
-                item.world_size,
-                f"{number}/{item.sequence}",
-                item.frozen,
+                capture.run_id,
+                capture.start,
+                capture.step,
+                capture.rank,
+                capture.world_size,
+                f"{number}/{capture.sequence}",
                 node=self.node,
             )
-            for item in held.entries
-        )
-        images = tuple(FrozenEntry(MEMORY, 0, str(digest), f"{number}/{digest}", self.node) for digest in held.frozen)
-        return Inventory(f"{MEMORY} of local rank {number} of {self.node}", entries, images)
+            entries.append(entry)
+        return Inventory(f"{MEMORY} of local rank {number} of {self.node}", tuple(entries))
 
     def rank(self, number: int) -> RankMemory:
         """Return the memory of a local rank as a source. Blocks, the first time."""
-        return RankMemory(self._held(number))
+        return RankMemory(self._inventory(number))
 
-    def _held(self, number: int) -> MemoryInventory:
+    def _inventory(self, number: int) -> MemoryInventory:
         if number not in self._inventories:
             try:
                 neighbour = NeighbourMemory(self._identity, number, self._timeout_s)
@@ -141,7 +147,7 @@ class NodeMemory:
         return self._inventories[number]
 
     def close(self) -> None:
-        """Mapped memory goes now, and not when garbage is collected."""
+        """Unmap now, and not when garbage is collected."""
         self._inventories.clear()
         for neighbour in self._neighbours:
             neighbour.close()

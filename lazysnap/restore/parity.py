@@ -13,9 +13,9 @@ from lazysnap import faults
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.node_part import find_shard
 from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
-from lazysnap.links.messages import ParityOf, PartOf
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.pieces import CHECKSUM_BYTES
+from lazysnap.peers.messages import ParityOf, PartOf
 from lazysnap.resolver import Entry, Item
 from lazysnap.restore.lost_parts import LostPart
 from lazysnap.restore.peer_memory import Connections, PeerFile, open_at

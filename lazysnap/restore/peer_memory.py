@@ -2,67 +2,60 @@
 
 import contextlib
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from lazysnap.errors import KeeperError
 from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
 from lazysnap.levels.source import header_of
-from lazysnap.links.client import PeerReader
-from lazysnap.links.messages import FrozenOf, SlotOf, What
-from lazysnap.ranks.discovery import Discovery
-from lazysnap.resolver import FrozenEntry, Item
+from lazysnap.peers.messages import SlotOf, Subject
+from lazysnap.peers.reader import PeerReader
+from lazysnap.resolver import Entry, Item
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard
 
+if TYPE_CHECKING:
+    from lazysnap.ranks.discovery import Discovery
+
 _BLOCK_BYTES = 4 << 20
-_FRESH_S = 60.0
-"""A connection that was idle for longer is not used again: the other side closes it sooner or later."""
+_PATIENCE_S = 60.0
+"""What a restart reads is whole: a keeper that has it not yet is busy, and not for longer than this."""
 
 
 class Connections:
-    """Connections to the keepers of other nodes, for one restart. An idle one is used again, whatever is read there
-    next."""
+    """Readers of the keepers of other nodes, for one restart. An idle one is used again, whatever is read next."""
 
-    def __init__(self, discovery: Discovery) -> None:
+    def __init__(self, discovery: "Discovery") -> None:
         self.discovery = discovery
         """The addresses of the other nodes."""
         self._lock = threading.Lock()
-        self._idle: dict[str, list[tuple[float, PeerReader]]] = defaultdict(list)
-        """Idle connections by node, each with the time since when."""
+        self._idle: dict[str, list[PeerReader]] = defaultdict(list)
+        """Idle readers by node."""
 
     @contextlib.contextmanager
-    def reader(self, node: str, what: What) -> Iterator[PeerReader]:
-        """A connection by which this is read, for one thread. Blocks. Raises: KeeperError; PeerRefused."""
-        reader = self._taken(node, what) or PeerReader(self.discovery.secret, self.discovery.reads[node])
+    def reader(self, node: str) -> Iterator[PeerReader]:
+        """Yield a reader of that node, for one thread. One that failed is not used again."""
+        with self._lock:
+            idle = self._idle[node]
+            reader = idle.pop() if idle else None
+        if reader is None:
+            reader = PeerReader(self.discovery.secret, self.discovery.reads[node], patience_s=_PATIENCE_S)
         try:
-            reader.read_from(what)
             yield reader
         except BaseException:
             reader.close()
             raise
         with self._lock:
-            self._idle[node].append((time.monotonic(), reader))
-
-    def _taken(self, node: str, what: What) -> PeerReader | None:
-        """An idle connection; if there is one, that by which the same was read."""
-        with self._lock:
-            fresh = [one for one in self._idle[node] if time.monotonic() - one[0] < _FRESH_S]
-            stale = [one for one in self._idle[node] if one not in fresh]
-            taken = next((one for one in fresh if one[1].what == what), fresh[-1] if fresh else None)
-            self._idle[node] = [one for one in fresh if one is not taken]
-        for _, reader in stale:
-            reader.close()
-        return None if taken is None else taken[1]
+            self._idle[node].append(reader)
 
     def reaches(self, node: str | None) -> bool:
         """True if the keeper of that node lets this process read."""
         return node in self.discovery.reads
 
-    def file(self, node: str, what: What) -> "PeerFile":
+    def file(self, node: str, what: Subject) -> "PeerFile":
         """Return what that node has. Raises: KeeperError."""
         if not self.reaches(node):
             raise KeeperError(f"the keeper of {node.split('/')[0]} cannot be reached")
@@ -71,7 +64,7 @@ class Connections:
     def close(self) -> None:
         """End those that are idle; the next read makes others."""
         with self._lock:
-            idle = [reader for readers in self._idle.values() for _, reader in readers]
+            idle = [reader for readers in self._idle.values() for reader in readers]
             self._idle.clear()
         for reader in idle:
             reader.close()
@@ -80,19 +73,21 @@ class Connections:
 class PeerFile:
     """One thing that the keeper of another node lets others read. Thread-safe."""
 
-    def __init__(self, connections: Connections, node: str, what: What) -> None:
-        self._connections, self._node, self._what = connections, node, what
+    def __init__(self, connections: Connections, node: str, what: Subject) -> None:
+        self._connections = connections
+        self._node = node
+        self._what = what
 
     @cached_property
     def size_bytes(self) -> int:
-        """Blocks the first time. Raises: KeeperError; PeerRefused."""
-        with self._connections.reader(self._node, self._what) as reader:
-            return reader.size_bytes
+        """Size. Blocks the first time. Raises: KeeperError; PeerRefused."""
+        with self._connections.reader(self._node) as reader:
+            return reader.size(self._what)
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """See ``PeerReader.read_into``."""
-        with self._connections.reader(self._node, self._what) as reader:
-            return reader.read_into(offset, out)
+        with self._connections.reader(self._node) as reader:
+            return reader.read_into(self._what, offset, out)
 
     def read(self, offset: int, length: int) -> memoryview:
         """Some bytes. Blocks. Raises: as ``read_into``."""
@@ -130,14 +125,11 @@ class PeerMemory:
 
     def open(self, item: Item, where: str) -> OpenShard:
         """See ``Source``."""
+        assert isinstance(item, Entry)
         assert item.node is not None
-        number, of_item = item.location.split("/")
-        meta: What
-        image: What
-        if isinstance(item, FrozenEntry):
-            meta, image = FrozenOf(of_item, "meta"), FrozenOf(of_item, "image")
-        else:
-            meta, image = SlotOf(int(number), int(of_item), "meta"), SlotOf(int(number), int(of_item), "image")
+        local_rank, sequence = item.location.split("/")
+        meta = SlotOf(int(local_rank), int(sequence), "meta")
+        image = SlotOf(int(local_rank), int(sequence), "image")
         file = self._connections.file(item.node, meta)
         text = bytes(file.read(0, file.size_bytes))
         blocks = PeerBlocks(self._connections.file(item.node, image), where)

@@ -9,31 +9,31 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from lazysnap import faults
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import JobBusy, SnapshotNotFound, StateError
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.keeper.held import HeldParity, TrainerEnd
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, Wanted, candidates, newest_start
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
+from lazysnap.restore.offers import pack_memory, pack_parity, unpack_memory, unpack_parity
 from lazysnap.restore.parity import Parity
 from lazysnap.restore.part import PartReader
 from lazysnap.restore.peer_memory import Connections, PeerMemory
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.restore.sources import Failure, Places, Sources
-from lazysnap.restore.survey import Survey
+from lazysnap.restore.survey import IsWanted, Survey
 from lazysnap.runs import Choice, runs_in, short_ids
 from lazysnap.shard.names import SnapshotName, id_after, new_id
 from lazysnap.state.gc_pause import collector_paused
@@ -77,7 +77,7 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
     with contextlib.ExitStack() as stack:
         search = _Search(restart, stack)
         # Another choice than the newest may begin a new run, which has to be later than all others.
-        snapshot = search.first_whole(choice.plans, is_patient=not choice.is_latest)
+        snapshot = search.first_whole(choice.plans, _may_mean(choice), is_patient=not choice.is_latest)
         inventories = search.inventories
         if snapshot is not None:
             search.note_newer(snapshot)
@@ -93,8 +93,8 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
                     for level in restart.config.levels
                     if is_newest and any(inventory.level == level.url for inventory in inventories)
                 },
-                run=short_ids(runs_in(inventories))[snapshot.run_id],
-                new_run=None if is_newest else _new_run(restart.world, inventories, newest),
+                run=short_ids(search.runs())[snapshot.run_id],
+                new_run=None if is_newest else _new_run(restart.world, search.runs(), newest),
             )
         if not choice.is_latest:
             raise SnapshotNotFound(choice.missing(inventories))
@@ -106,7 +106,7 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             unreadable=tuple(sorted(held)),
             uncommitted=search.survey.uncommitted,
             is_partial=bool(search.problems),
-            newest_run=next(iter(runs_in(inventories)), None),
+            newest_run=next(iter(search.runs()), None),
         )
 
 
@@ -119,14 +119,33 @@ def fetch_back(
     """
     with contextlib.ExitStack() as stack:
         search = _Search(restart, stack)
-        order = lambda inventories: [plan for plan in candidates(inventories) if is_wanted(plan)]  # noqa: E731
-        snapshot = search.first_whole(order, is_patient=True, flaw=flaw)
+
+        def order(inventories: list[Inventory]) -> list[RestartPlan]:
+            return [plan for plan in candidates(inventories) if is_wanted(plan)]
+
+        def may_be_wanted(name: SnapshotName, names: Collection[str]) -> bool:
+            return is_wanted(RestartPlan(name.run_id, name.start, name.step, restart.world.size, ()))
+
+        snapshot = search.first_whole(order, may_be_wanted, is_patient=True, flaw=flaw)
         return None if snapshot is None else dataclasses.replace(snapshot, skipped=tuple(search.problems))
 
 
-def _new_run(world: World, inventories: list[Inventory], newest: RestartPlan) -> NewRun:
-    """A run for what is captured after an older snapshot was chosen. Collective: all ranks get that of rank 0."""
-    there = runs_in(inventories)
+def _may_mean(choice: Choice) -> IsWanted | None:
+    """Return which snapshots are meant, as far as names of directories tell; ``None``: the newest."""
+    if choice.is_latest:
+        return None
+
+    def may_mean(name: SnapshotName, names: Collection[str]) -> bool:
+        return choice.may_mean(name.run_id, name.step, names)
+
+    return may_mean
+
+
+def _new_run(world: World, there: Sequence[str], newest: RestartPlan) -> NewRun:
+    """Return a run for what is captured after an older snapshot was chosen.
+
+    Collective: all ranks get that of rank 0. ``there``: the runs so far, the newest first.
+    """
     # Later than every other run, whatever the clock says: "latest" is of the newest run.
     run_id = id_after(world.exchange("beginning a new run", new_id())[0], there[0])
     names = short_ids([run_id, *there])
@@ -188,30 +207,38 @@ class _Search:
     def first_whole(
         self,
         order: Callable[[list[Inventory]], list[RestartPlan]],
+        may_be_wanted: IsWanted | None,
         *,
         is_patient: bool,
         flaw: Callable[[Snapshot], str] = lambda snapshot: "",
     ) -> Snapshot | None:
-        """Return the first snapshot, in this order, that all ranks can read and in which none finds a ``flaw``.
+        """Return the first snapshot that all ranks can read and in which none finds a ``flaw``.
 
         What vanished between listing and reading is listed again; so are levels that were not waited for, if what
-        memory has cannot be read. ``is_patient``: see ``_list``.
-        Collective. Blocks. Raises: StateError; JobBusy; WaitTimeout.
+        memory has cannot be read.
+
+        Args:
+            order: returns the complete snapshots that are wanted, the best first.
+            may_be_wanted: true for the snapshots that may be among them; ``None``: the newest is wanted.
+            is_patient: see ``_list``.
+            flaw: says what is wrong with a snapshot that was read.
+
+        Collective. Blocks. Raises: StateError; JobBusy; WaitTimeout; SnapshotNotFound, as ``order``.
         """
         for tries_left in reversed(range(_LISTINGS)):
             self.problems.clear()
             self.unreadable.clear()
             self._sources.forget()
             self._connections.close()
-            self.inventories = self._list(is_patient=is_patient)
+            self.inventories = self._list(may_be_wanted, is_patient=is_patient)
             is_patient = True
-            for plan in order(self.inventories):
+            for plan in self._plans(order):
                 snapshot, has_vanished = self._attempt(plan, flaw)
                 if snapshot is not None:
                     return dataclasses.replace(
                         snapshot,
                         seconds=time.perf_counter() - self._started,
-                        newest_start=newest_start(self.inventories),
+                        newest_start=self._newest_start(),
                     )
                 self.unreadable.add(plan.key)
                 if self.survey.late or (has_vanished and tries_left):
@@ -220,6 +247,51 @@ class _Search:
                 if not self.survey.late:
                     return None
         return None
+
+    def _plans(self, order: Callable[[list[Inventory]], list[RestartPlan]]) -> Iterator[RestartPlan]:
+        """Yield the plans in their order; behind the last, those of snapshots whose manifests were not read at first.
+
+        The same on all ranks. Collective, if that is so.
+        """
+        if not self._has_newest():
+            self._look_at_rest()
+        try:
+            yield from order(self.inventories)
+        except SnapshotNotFound:
+            if not self.survey.is_partial:
+                raise
+        if not self.survey.is_partial:
+            return
+        self._look_at_rest()
+        for plan in order(self.inventories):
+            if plan.key not in self.unreadable:
+                yield plan
+
+    def _has_newest(self) -> bool:
+        """True if one of the newest snapshots, or a newer one in memory, is whole: what "latest" means is known."""
+        if not self.survey.is_partial:
+            return True
+        plans = candidates(self.inventories)
+        return bool(plans) and _name_of(plans[0]) >= min(self.survey.newest)
+
+    def _look_at_rest(self) -> None:
+        """Read the manifests that were not read at first. Collective."""
+        stored = self.survey.look_at_rest(self.problems)
+        for inventory in stored:
+            self.problems += inventory.problems
+        self.inventories = [*self.inventories, *stored]
+
+    def runs(self) -> list[str]:
+        """Return the ids of all runs of which there is anything, the newest first."""
+        ids = {*runs_in(self.inventories), *(name.run_id for name in self.survey.names)}
+        return sorted(ids, reverse=True)
+
+    def _newest_start(self) -> str | None:
+        starts = [name.start for name in self.survey.names]
+        in_memory = newest_start(self.inventories)
+        if in_memory is not None:
+            starts.append(in_memory)
+        return max(starts, default=None)
 
     def note_newer(self, snapshot: Snapshot) -> None:
         """Name newer snapshots that a listing shows, now and when a late level answers, and that were not read."""
@@ -234,8 +306,10 @@ class _Search:
 
     # ---------------------------------------------------------------- what there is
 
-    def _list(self, *, is_patient: bool) -> list[Inventory]:
+    def _list(self, may_be_wanted: IsWanted | None, *, is_patient: bool) -> list[Inventory]:
         """Return what all ranks found, the same list on every rank. Collective.
+
+        Of snapshots at levels, the newest of those that ``may_be_wanted``, and the newest of all.
 
         Levels are waited for as long as their settings say if ``is_patient``, or if memory has no whole snapshot; else
         for a few seconds in all.
@@ -243,23 +317,27 @@ class _Search:
         faults.point("restore.ask")
 
         def remember() -> list[Any]:
-            refusal, mine = "", []
+            refusal = ""
+            captures: list[Any] = []
             try:
-                mine = self._memory.inventories()
+                captures = pack_memory(self._memory.inventories())
             except JobBusy as error:
                 refusal = str(error)
             own = self._memory.own if self._world.place.local_rank == 0 else None
-            parity = [] if own is None else msgspec.to_builtins(own.parity)
-            return [refusal, msgspec.to_builtins(mine), parity]
+            parity = [] if own is None else pack_parity(own.parity)
+            return [refusal, captures, parity]
 
         told = self._world.exchange_after("what is in memory", remember)
         refusals = [text for text, *_ in told]
         if any(refusals):
             raise JobBusy(self._refusal(refusals))
         # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
-        memories = [one for _, listed, _ in told for one in msgspec.convert(listed, list[Inventory])]
+        memories = []
+        for place, (_, captures, _) in zip(self._world.places, told, strict=True):
+            memories.append(unpack_memory(captures, place.node))
         memories.append(self._computed(memories, [parity for *_, parity in told]))
-        stored = self.survey.look(self.problems, None if is_patient or not candidates(memories) else _PATIENCE_S)
+        patience_s = None if is_patient or not candidates(memories) else _PATIENCE_S
+        stored = self.survey.look(self.problems, patience_s, may_be_wanted)
         found = [*memories, *stored]
         self.problems += [problem for inventory in found for problem in inventory.problems]
         return found
@@ -284,9 +362,9 @@ class _Search:
             config, job_id = self._restart.config, self._restart.identity.job_id
             self._connections.discovery = discover_keepers(self._world, client, config, job_id, alone=True)
         held = [
-            (place.node, msgspec.convert(item, HeldParity))
-            for place, items in zip(self._world.places, reports, strict=True)
-            for item in items
+            (place.node, parity)
+            for place, packed in zip(self._world.places, reports, strict=True)
+            for parity in unpack_parity(packed)
             if self._connections.reaches(place.node)
         ]
         memory = (entry for inventory in memories for entry in inventory.entries)
@@ -361,6 +439,10 @@ class _Search:
         is_here = entry.node in (None, self._node) or entry.node in self.survey.reach
         is_near = is_here or (entry.level == MEMORY and self._connections.reaches(entry.node))
         return is_near and entry not in self._sources.failures
+
+
+def _name_of(plan: RestartPlan) -> SnapshotName:
+    return SnapshotName(plan.run_id, plan.step, plan.start)
 
 
 def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazysnap.keeper.held import TrainerEnd
+from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.resolver import SnapshotKey
 
 MEMORY = "memory"

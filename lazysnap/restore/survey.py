@@ -2,6 +2,9 @@
 
 Names come first. One rank lists a URL, and one rank of each node lists a path. Nodes that see the same directories,
 inode and times included, share one place and its work. The ranks of a node share a disk that only this node sees.
+
+What a rank found, all others receive. So of equal listings one is sent, and manifests are read of the newest snapshots
+first: a restart needs no others unless these are damaged. See ``restore.offers`` for the rest.
 """
 
 import dataclasses
@@ -10,11 +13,12 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+import xxhash
 
 from lazysnap import faults
 from lazysnap.config import is_path
@@ -22,12 +26,17 @@ from lazysnap.levels.listing import Directory, Listing, without_manifest
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Inventory, joined
 from lazysnap.restore.level import Answer, Level
+from lazysnap.restore.offers import pack_files, unpack_files
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
 
 logger = logging.getLogger("lazysnap.engine")
 
 _Result = TypeVar("_Result")
+IsWanted = Callable[[SnapshotName, Collection[str]], bool]
+"""True for a snapshot that may be restored, by the name of its directory and the names that users gave it."""
+NEWEST = 16
+"""Snapshots whose manifests are read first."""
 _SILENCE_S = 3.0
 """Seconds that a level may be silent before a warning says that the restart waits for it."""
 
@@ -41,6 +50,50 @@ class Site:
     """``None``: all do."""
     listing: Listing
     members: tuple[int, ...]
+
+    def only(self, names: Collection[str]) -> "Site":
+        """Return the same place with these directories alone."""
+        directories = [directory for directory in self.listing.directories if directory.name in names]
+        return dataclasses.replace(self, listing=Listing(tuple(directories), self.listing.problems))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Snapshots at all sites, and those whose manifests are read first."""
+
+    newest: frozenset[SnapshotName]
+    """The newest ones."""
+    first: frozenset[str]
+    """Directories that are read first, those of frozen tensors among them."""
+    rest: frozenset[str]
+    """All others."""
+
+    @classmethod
+    def of(cls, sites: Iterable[Site], is_wanted: IsWanted | None, most: int = NEWEST) -> "Selection":
+        """Select the newest snapshots, and the newest of those that are wanted, of each run one at least. Pure.
+
+        Args:
+            sites: all places.
+            is_wanted: true for the snapshots that may be restored; ``None``: the newest is wanted, whichever it is.
+            most: so many of the newest.
+        """
+        names: set[SnapshotName] = set()
+        wanted: set[SnapshotName] = set()
+        others: set[str] = set()
+        for site in sites:
+            for directory in site.listing.directories:
+                name = SnapshotName.parse(directory.name)
+                if name is None:
+                    others.add(directory.name)
+                elif directory.ranges:
+                    names.add(name)
+                    if is_wanted is not None and is_wanted(name, directory.names):
+                        wanted.add(name)
+        newest = sorted(names, reverse=True)[:most]
+        newest_of_run = {name.run_id: name for name in sorted(wanted)}
+        chosen = {*newest, *sorted(wanted, reverse=True)[:most], *newest_of_run.values()}
+        first = others | {name.directory for name in chosen}
+        return cls(frozenset(newest), frozenset(first), frozenset(name.directory for name in names - chosen))
 
 
 class Survey:
@@ -60,32 +113,56 @@ class Survey:
         """Levels that did not answer in time. The same on every rank."""
         self.unanswered: dict[str, Answer[Listing]] = {}
         """Listings of late levels that this rank began."""
+        self.names: list[SnapshotName] = []
+        """Every snapshot of which some part is committed, whether its manifests were read or not. The same on every
+        rank."""
+        self.newest: frozenset[SnapshotName] = frozenset()
+        """The newest of them: their manifests were read."""
+        self._unread_sites: list[Site] = []
+        """Places with the snapshots whose manifests were not read yet."""
+        self._listings: dict[str, str] = {}
+        """The listings of this rank as JSON, by URL."""
         self._named: set[str] = set()
         """Levels for which that warning was given."""
 
-    def look(self, problems: list[str], patience_s: float | None = None) -> list[Inventory]:
-        """Return what all ranks found, the same list on each. Adds what this one could not read to ``problems``.
-        Collective.
+    @property
+    def is_partial(self) -> bool:
+        """True if there are snapshots whose manifests were not read yet. The same on every rank."""
+        return len(self._unread_sites) > 0
 
-        ``patience_s``: how long levels are waited for in all; ``None``: as long as their settings say.
+    def look(
+        self, problems: list[str], patience_s: float | None = None, is_wanted: IsWanted | None = None
+    ) -> list[Inventory]:
+        """Return what all ranks found of the newest snapshots, the same list on each. Collective.
+
+        Args:
+            problems: receives what this rank could not read.
+            patience_s: how long levels are waited for in all; ``None``: as long as their settings say.
+            is_wanted: true for the snapshots that may be restored; ``None``: the newest is wanted.
         """
         until = None if patience_s is None else time.monotonic() + patience_s
         self.unanswered.clear()
-        names = self._world.exchange_after("what is on storage", lambda: self._names(problems, until))
-        sites = sites_of([mine for mine, _ in names], self._world.places)
-        listed = [
-            (site.url, directory, name)
-            for site in sites
-            for directory in site.listing.directories
-            if (name := SnapshotName.parse(directory.name)) is not None
-        ]
+        answers = self._world.exchange_after("what is on storage", lambda: self._list(problems, until))
+        sites = self._sites([digests for digests, _ in answers])
+        self.late = {url for _, urls in answers for url in urls}
+        listed = _snapshots_in(sites)
+        self.names = sorted({name for _, directory, name in listed if directory.ranges})
         self.uncommitted = Counter(url for url, directory, _ in listed if not directory.ranges)
-        looked = self._world.exchange_after("what of it is whole", lambda: self._mine(sites, problems, until))
-        late = {url for _, urls in looked for url in urls}
-        self.late = late | {url for _, urls in names for url in urls}
-        reasons = [(name, _why_unread(url, name, directory, is_late=url in late)) for url, directory, name in listed]
+        selection = Selection.of(sites, is_wanted)
+        self.newest = selection.newest
+        inventories = self._read([site.only(selection.first) for site in sites], problems, until)
+        self._unread_sites = []
+        if selection.rest:
+            self._unread_sites = [site.only(selection.rest) for site in sites]
+        reasons = [(name, _why_unread(url, name, one, is_late=url in self.late)) for url, one, name in listed]
         self.unread = [(name, text) for name, text in reasons if text]
-        return merged([msgspec.convert(item, Inventory) for mine, _ in looked for item in mine])
+        return inventories
+
+    def look_at_rest(self, problems: list[str]) -> list[Inventory]:
+        """Return what all ranks found of the snapshots that ``look`` left out. Collective. See there."""
+        sites = [dataclasses.replace(site, listing=Listing(site.listing.directories)) for site in self._unread_sites]
+        self._unread_sites = []
+        return self._read(sites, problems, None)
 
     def follow(self, restored: SnapshotName, *, before: str) -> None:
         """Log what late levels have that is newer than the snapshot that was ``restored``, when they answer.
@@ -98,32 +175,63 @@ class Survey:
                 target=_tell_newer, args=(url, listing, restored, before), name="lazysnap-late-level", daemon=True
             ).start()
 
-    def _names(self, problems: list[str], until: float | None) -> list[Any]:
-        """The listings of this rank, each with its URL, and the URLs of levels that did not answer in time."""
+    # Names
+
+    def _list(self, problems: list[str], until: float | None) -> list[Any]:
+        """Return the digests of the listings of this rank by URL, and the URLs of levels that did not answer in
+        time."""
         place = self._world.place
-        mine = []
+        self._listings = {}
         begun = [
             (url, level.begin_names(marked=is_path(url)))
             for url, level in self._levels.items()
             if place.rank == 0 or (place.local_rank == 0 and is_path(url))
         ]
-        for url, listing in begun:
-            if not listing.comes(until):
-                self.unanswered[url] = listing
+        for url, answer in begun:
+            if not answer.comes(until):
+                self.unanswered[url] = answer
                 problems.append(
                     f"{url} is not waited for: memory has a whole snapshot. What is newer there is logged when "
                     "it answers"
                 )
                 continue
-            if (found := self._result(url, listing, until, problems)) is not None:
-                mine.append([url, msgspec.to_builtins(found)])
-        return [mine, list(self.unanswered)]
+            listing = self._result(url, answer, until, problems)
+            if listing is not None:
+                self._listings[url] = json.dumps(msgspec.to_builtins(listing), separators=(",", ":"))
+        return [{url: digest_of(text) for url, text in self._listings.items()}, list(self.unanswered)]
 
-    def _mine(self, sites: list[Site], problems: list[str], until: float | None) -> list[Any]:
-        """The inventories of this rank's shares, and the URLs of levels that did not answer in time."""
+    def _sites(self, digests: list[dict[str, str]]) -> list[Site]:
+        """Return all places. ``digests``: of listings by URL, of each rank. Collective."""
+        own = {}
+        for url, text in self._listings.items():
+            if first_with(digests, url, digest_of(text)) == self._world.rank:
+                own[url] = text
+        told = self._world.exchange("names on storage", own)
+        listings = {}
+        for texts in told:
+            for url, text in texts.items():
+                listings[url, digest_of(text)] = msgspec.json.decode(text, type=Listing)
+        return sites_of(digests, listings, self._world.places)
+
+    # Manifests
+
+    def _read(self, sites: list[Site], problems: list[str], until: float | None) -> list[Inventory]:
+        """Return what all ranks found in these sites; adds to ``late``. Collective."""
+        answers = self._world.exchange_after("what of it is whole", lambda: self._read_share(sites, problems, until))
+        self.late |= {url for _, urls in answers for url in urls}
+        inventories = []
+        for packed_sites, _ in answers:
+            for number, packed in packed_sites:
+                site = sites[number]
+                speed = self._levels[site.url].speed
+                inventories.append(unpack_files(packed, site.listing.directories, site.url, speed, site.label))
+        return merged(inventories)
+
+    def _read_share(self, sites: list[Site], problems: list[str], until: float | None) -> list[Any]:
+        """Return what this rank found in its shares, by the number of the site, and the URLs of late levels."""
         rank = self._world.rank
-        begun, found, late = [], [], []
-        for site in sites:
+        begun = []
+        for number, site in enumerate(sites):
             if rank not in site.members:
                 continue
             if site.label is not None:
@@ -131,14 +239,20 @@ class Survey:
             share = (site.members.index(rank), len(site.members))
             # Problems of the listing are reported once.
             listing = site.listing if share[0] == 0 else dataclasses.replace(site.listing, problems=())
-            begun.append((site, self._levels[site.url].begin_look(listing, share)))
-        for site, looked in begun:
-            if not looked.comes(until):
-                late.append(site.url)
+            begun.append((number, self._levels[site.url].begin_look(listing, share)))
+        found = []
+        late = []
+        for number, answer in begun:
+            url = sites[number].url
+            if not answer.comes(until):
+                late.append(url)
                 continue
-            if (inventory := self._result(site.url, looked, until, problems)) is not None:
-                entries = tuple(dataclasses.replace(entry, node=site.label) for entry in inventory.entries)
-                found.append(msgspec.to_builtins(dataclasses.replace(inventory, entries=entries)))
+            inventory = self._result(url, answer, until, problems)
+            if inventory is None:
+                continue
+            packed = pack_files(inventory, sites[number].listing.directories)
+            if any(packed):
+                found.append([number, packed])
         faults.point("restore.surveyed")
         return [found, late]
 
@@ -196,25 +310,54 @@ def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: 
     return ""
 
 
-def sites_of(listed: list[Any], places: list[Place]) -> list[Site]:
-    """Return all places. ``listed``: by rank, ``[url, listing]``. Pure."""
+def _snapshots_in(sites: Iterable[Site]) -> list[tuple[str, Directory, SnapshotName]]:
+    """Return URL, directory and name of every snapshot of which there is anything."""
+    snapshots = []
+    for site in sites:
+        for directory in site.listing.directories:
+            name = SnapshotName.parse(directory.name)
+            if name is not None:
+                snapshots.append((site.url, directory, name))
+    return snapshots
+
+
+def digest_of(text: str) -> str:
+    """Return what stands for a listing that other ranks may have as well."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def first_with(digests: Sequence[Mapping[str, str]], url: str, digest: str) -> int:
+    """Return the first rank with that listing of a URL. Pure."""
+    return next(rank for rank, of_rank in enumerate(digests) if of_rank.get(url) == digest)
+
+
+def sites_of(
+    digests: Sequence[Mapping[str, str]], listings: Mapping[tuple[str, str], Listing], places: Sequence[Place]
+) -> list[Site]:
+    """Return all places. Pure.
+
+    Args:
+        digests: of the listings that each rank made, by URL.
+        listings: by URL and digest.
+        places: of all ranks.
+    """
     seen: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, found in enumerate(listed):
-        for url, fields in found:
-            seen[url, json.dumps(fields)].append(rank)
+    for rank, of_rank in enumerate(digests):
+        for url, digest in of_rank.items():
+            seen[url, digest].append(rank)
     of_node: dict[str, list[int]] = defaultdict(list)
     for place in places:
         of_node[place.node].append(place.rank)
     sites = []
-    for (url, fields), listers in seen.items():
+    for (url, digest), listers in seen.items():
         nodes = dict.fromkeys(places[rank].node for rank in listers) if is_path(url) else of_node
         label = None if len(nodes) == len(of_node) else f"{url} of rank {listers[0]}"
         members = tuple(sorted(rank for node in nodes for rank in of_node[node]))
-        sites.append(Site(url, label, msgspec.json.decode(fields, type=Listing), members))
+        sites.append(Site(url, label, listings[url, digest], members))
     return sites
 
 
-def merged(inventories: list[Inventory]) -> list[Inventory]:
+def merged(inventories: Iterable[Inventory]) -> list[Inventory]:
     """One of each level."""
     by_level: dict[str, list[Inventory]] = defaultdict(list)
     for inventory in inventories:

@@ -19,6 +19,7 @@ from lazysnap.state.plain_dicts import check_dict, restore_dict
 from lazysnap.state.pretrained import PRETRAINED, pretrained
 from lazysnap.state.scalars import load_scaler, state_of_scaler
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
+from lazysnap.state.stock_dicts import state_of_module, state_of_optimizer
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
 from lazysnap.state.wrappers import ddp_of, stepping, unwrapped
 
@@ -29,10 +30,13 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, torch.optim.Optimizer):
-        return stepping(value).state_dict()
+        return state_of_optimizer(stepping(value))
     if isinstance(value, torch.amp.GradScaler):
         return state_of_scaler(value)
-    return state_of_loader(value) if is_stateful_loader(value) else unwrapped(value).state_dict()
+    if is_stateful_loader(value):
+        return state_of_loader(value)
+    inner = unwrapped(value)
+    return state_of_module(inner) if isinstance(inner, torch.nn.Module) else inner.state_dict()
 
 
 def is_data_position(value: object) -> bool:

@@ -1,34 +1,37 @@
 """A capture is whole and true, or it is not whole: copies into real slots, and everything that may disturb them."""
 
+import resource
 import threading
 
 import pytest
 import torch
+from support.slots import trainer_slot
 
+from lazysnap.capture.batches import SMALL_BYTES
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.captures import Captures
 from lazysnap.capture.copier import SLICE_BYTES
 from lazysnap.capture.dtypes import logical_facts, logical_name
 from lazysnap.capture.plan import make_plan
-from lazysnap.memory.arena import Slot, SlotPhase
+from lazysnap.memory.slot_choice import SlotPhase
+from lazysnap.memory.slots import TrainerSlot
 from lazysnap.shard.layout import Layout
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
+START = 0xABCD
 TIMEOUT_S = 60
 
 
-class WatchedSlot(Slot):
+class WatchedSlot(TrainerSlot):
     """A slot that lets a test look, or hold the copy thread, each time bytes have landed."""
 
-    def __init__(self, fd, buffer):
-        super().__init__(fd, buffer)
-        self.landed = None
+    landed = None
 
-    def advance(self, watermark):
-        super().advance(watermark)
+    def advance(self, watermark_bytes):
+        super().advance(watermark_bytes)
         if self.landed is not None:
-            self.landed(watermark)
+            self.landed(watermark_bytes)
 
 
 class Hold:
@@ -74,9 +77,10 @@ class Bench:
         walked = walk(self.source.collect())
         plan = make_plan(walked, self.source)
         if self.slot is None:
-            self.slot = WatchedSlot.create(1 << 16, plan.layout.size_bytes)
-        self.slot.begin(step, sequence=step, image_bytes=plan.layout.size_bytes, meta=b"{}", pin=False)
-        return Capture(plan, self.slot, step, walked.tensors, sequence=step)
+            self.slot = trainer_slot(1 << 16, plan.layout.size_bytes, WatchedSlot)
+        capture = Capture(plan, self.slot, step, walked.tensors, sequence=step)
+        self.slot.begin(START, step, sequence=step, image_bytes=plan.layout.size_bytes, meta=b"{}")
+        return capture
 
     def held(self, job):
         return {name: job.plan.view(self.slot, index) for index, name in enumerate(job.plan.names)}
@@ -135,7 +139,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(bench, kind):
     it.captures.finish(TIMEOUT_S)
 
     assert job.phase is Phase.WHOLE
-    assert it.slot.status().phase is SlotPhase.WHOLE
+    assert it.slot.view().phase is SlotPhase.WHOLE
     held = it.held(job)
     for name, tensor in tensors.items():
         found = as_the_program_has_it(held[f"{kind}.{name}"], logical_name(tensor.dtype))
@@ -158,7 +162,7 @@ def test_eager_tensors_are_in_the_slot_when_begin_returns(bench):
     assert torch.equal(it.held(job)["eager.counter"], torch.zeros(1000))
 
 
-def test_a_tensor_that_changes_while_it_is_copied_makes_the_capture_void(bench):
+def test_a_tensor_that_changes_while_it_is_copied_discards_the_capture(bench):
     it = bench({"a": torch.zeros(10), "b": torch.zeros(10)})
     job = it.job()
     held = Hold(it.slot)
@@ -172,11 +176,11 @@ def test_a_tensor_that_changes_while_it_is_copied_makes_the_capture_void(bench):
     it.captures.finish(TIMEOUT_S)
 
     assert job.phase is Phase.TORN
-    assert it.slot.status().phase is SlotPhase.VOID
+    assert it.slot.view().phase is SlotPhase.EMPTY
     assert "lazy.b" in job.reason
 
 
-def test_a_tensor_whose_memory_is_replaced_while_it_is_copied_makes_the_capture_void(bench):
+def test_a_tensor_whose_memory_is_replaced_while_it_is_copied_discards_the_capture(bench):
     it = bench({"a": torch.zeros(10)})
     job = it.job()
     held = Hold(it.slot)
@@ -218,7 +222,7 @@ def test_a_copy_that_hangs_is_given_up_and_never_becomes_whole(bench):
     held.go_on.set()
     assert job.released.wait(TIMEOUT_S)
     assert it.captures.wait_released(0.0)
-    assert (job.phase, it.slot.status().phase) == (Phase.FAILED, SlotPhase.VOID)
+    assert (job.phase, it.slot.view().phase) == (Phase.FAILED, SlotPhase.EMPTY)
 
 
 def test_the_gate_returns_at_once_when_nothing_is_in_flight(bench):
@@ -235,7 +239,7 @@ def test_a_capture_whose_begin_fails_is_discarded_and_the_next_one_works(bench):
     with pytest.raises(RuntimeError):
         it.captures.begin(job)
 
-    assert it.slot.status().phase is SlotPhase.VOID
+    assert it.slot.view().phase is SlotPhase.EMPTY
     assert it.captures.finish(0.0) is None
     again = it.job(step=2)
     it.captures.begin(again)
@@ -252,7 +256,7 @@ def test_an_error_in_the_copy_thread_fails_that_capture_only(bench):
     it.captures.finish(TIMEOUT_S)
 
     assert job.phase is Phase.FAILED
-    assert it.slot.status().phase is SlotPhase.VOID
+    assert it.slot.view().phase is SlotPhase.EMPTY
     again = it.job(step=2)
     it.captures.begin(again)
     it.captures.finish(TIMEOUT_S)
@@ -260,7 +264,7 @@ def test_an_error_in_the_copy_thread_fails_that_capture_only(bench):
 
 
 def test_the_watermark_only_grows_and_ends_at_the_size(bench):
-    it = bench({str(i): torch.full((500 + i,), float(i)) for i in range(20)})
+    it = bench({str(i): torch.full((SMALL_BYTES // 4 + 1 + i,), float(i)) for i in range(20)})
     job = it.job()
     seen = []
 
@@ -279,4 +283,118 @@ def test_the_watermark_only_grows_and_ends_at_the_size(bench):
     assert job.phase is Phase.WHOLE, job.reason
     assert len(seen) == 20
     assert seen == sorted(seen)
-    assert it.slot.status().watermark == job.plan.layout.size_bytes
+    assert it.slot.view().watermark_bytes == job.plan.layout.size_bytes
+
+
+def test_the_header_is_written_once_while_only_this_process_captures_into_the_slot(bench):
+    it = bench({"a": torch.ones(10)})
+    for step in (1, 2, 3):
+        job = it.job(step)
+        header = job.plan.layout.header
+        if step == 2:
+            assert bytes(it.slot.image[: len(header)]) == header
+            it.slot.image[:4] = b"left"  # shows that it is not written again
+        if step == 3:
+            it.captures.history[-1].slot.image[: len(header)] = header
+        it.captures.begin(job)
+        it.captures.finish(TIMEOUT_S)
+        assert job.phase is Phase.WHOLE
+        assert (bytes(it.slot.image[: len(header)]) == header) is (step != 2)
+
+
+@pytest.mark.parametrize("writer", ["another", "aborted", "other plan", "returned"])
+def test_the_header_is_written_again_after_anything_else_was_in_the_slot(bench, writer):
+    it = bench({"a": torch.ones(10)}, {"b": torch.ones(3)})
+    it.captures.begin(it.job(1))
+    it.captures.finish(TIMEOUT_S)
+    size_bytes = len(it.slot.image)
+    if writer == "another":
+        it.slot.begin(START, 2, sequence=2, image_bytes=size_bytes, meta=b"{}")
+        it.slot.commit(copied_ns=0)
+    elif writer == "aborted":
+        job = it.job(2)
+        job.sources[job.plan.names.index("eager.b")] = torch.ones(4)
+        with pytest.raises(RuntimeError):
+            it.captures.begin(job)
+        assert it.captures.wait_released(TIMEOUT_S)
+        it.captures.forget(it.slot)
+    elif writer == "other plan":
+        other = bench({"x": torch.ones(10)}, {"y": torch.ones(3)})
+        other.slot = it.slot
+        other.captures.begin(other.job(2))
+        other.captures.finish(TIMEOUT_S)
+    else:
+        it.captures.forget(it.slot)
+    it.slot.image[:4] = b"left"
+
+    job = it.job(3)
+    it.captures.begin(job)
+    it.captures.finish(TIMEOUT_S)
+
+    assert job.phase is Phase.WHOLE
+    header = job.plan.layout.header
+    assert bytes(it.slot.image[: len(header)]) == header
+
+
+def test_a_slot_that_was_returned_and_unmapped_holds_no_capture(bench):
+    it = bench({"a": torch.ones(10)})
+    first = it.job(1)
+    it.captures.begin(first)
+    it.captures.finish(TIMEOUT_S)
+    slot = it.slot
+    it.captures.forget(slot)
+    slot.close()
+    it.slot = None
+
+    job = it.job(2)
+    it.captures.begin(job)
+    it.captures.finish(TIMEOUT_S)
+
+    assert not first.is_in_slot
+    assert (first.phase, job.phase) == (Phase.WHOLE, Phase.WHOLE)
+    assert it.captures.history == [job]
+
+
+def many_small(kind):
+    generator = torch.Generator().manual_seed(4)
+    tensors = {}
+    for number in range(1500):
+        values = torch.randn(1 + number % 7, generator=generator)
+        tensors[f"{kind} {number}"] = values.to([torch.float32, torch.bfloat16, torch.float64][number % 3])
+    tensors[f"{kind} turned"] = torch.randn(3, 4, generator=generator).t()
+    tensors[f"{kind} large"] = torch.randn(SMALL_BYTES, generator=generator)
+    tensors[f"{kind} negative"] = torch.complex(torch.ones(2), torch.arange(2.0)).conj().imag[1:]
+    return tensors
+
+
+def limited_file_size():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("is_limited", [False, True])
+def test_thousands_of_small_tensors_arrive_bit_for_bit(bench, is_limited):
+    """Also where the process may write no file as large as the slot, which is what one system call does."""
+    lazy = many_small("lazy")
+    eager = many_small("eager") | {"scalars": [torch.tensor(float(number)) for number in range(1300)]}
+    it = bench(lazy, eager)
+    job = it.job()
+    assert len(job.plan.lazy_batches) < 20
+    lift = limited_file_size() if is_limited else lambda: None
+    try:
+        it.captures.begin(job)
+        it.captures.finish(TIMEOUT_S)
+    finally:
+        lift()
+
+    assert job.phase is Phase.WHOLE, job.reason
+    held = it.held(job)
+    for name, source in zip(job.plan.names, job.plan.records, strict=True):
+        assert held[name].shape == source.stored_shape
+    for name, tensor in lazy.items():
+        assert torch.equal(held[f"lazy.{name}"], tensor), name
+    for name, tensor in eager.items():
+        if name != "scalars":
+            assert torch.equal(held[f"eager.{name}"], tensor), name
+    assert [held[f"eager.scalars.{number}"].item() for number in range(1300)] == list(range(1300))

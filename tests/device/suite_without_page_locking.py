@@ -24,7 +24,7 @@ from support import accelerator
 
 from lazysnap.capture import device, reader
 from lazysnap.capture.capture import Phase
-from lazysnap.memory.arena import SlotPhase
+from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.state.objects import ObjectState
 
 
@@ -88,17 +88,17 @@ def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench): 
         failed += 1
         accelerator.SOFTWARE.races()  # no gate waits for what a capture that failed had staged: nobody uses that
         assert job.is_dropped
-        assert it.slot.status().phase is SlotPhase.VOID
+        assert it.slot.view().phase is SlotPhase.EMPTY
     assert failed >= 2
 
 
-def test_a_tensor_that_changes_before_the_gate_makes_the_capture_void(bench):  # noqa: F811
+def test_a_tensor_that_changes_before_the_gate_discards_the_capture(bench):  # noqa: F811
     it = bench()
     job = it.begin()
     torch._C._autograd._unsafe_set_version_counter((it.parts[0][0].weight,), (99,))  # without a write that races
     it.captures.finish(TIMEOUT_S)
 
-    assert (job.phase, it.slot.status().phase) == (Phase.TORN, SlotPhase.VOID)
+    assert (job.phase, it.slot.view().phase) == (Phase.TORN, SlotPhase.EMPTY)
 
 
 def test_a_device_that_does_not_finish_costs_the_snapshot(bench):  # noqa: F811
@@ -107,7 +107,7 @@ def test_a_device_that_does_not_finish_costs_the_snapshot(bench):  # noqa: F811
     with accelerator.busy_stream():
         it.captures.begin(job)
         it.captures.finish(0.01)
-        assert (job.phase, it.slot.status().phase) == (Phase.FAILED, SlotPhase.VOID)
+        assert (job.phase, it.slot.view().phase) == (Phase.FAILED, SlotPhase.EMPTY)
         assert it.captures.is_writing(it.slot)
     assert job.released.wait(TIMEOUT_S)
-    assert it.slot.status().phase is SlotPhase.VOID
+    assert it.slot.view().phase is SlotPhase.EMPTY

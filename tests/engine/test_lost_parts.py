@@ -2,7 +2,7 @@
 
 import itertools
 
-from lazysnap.keeper.held import HeldMember, HeldParity
+from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.resolver import Entry, Inventory, candidates
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 
@@ -14,8 +14,8 @@ def entry(rank, node, step=7, start=START):
     return Entry("memory", 0, RUN, start, step, rank, 8, f"{rank % 2}/{step}", node=node)
 
 
-def parity(position, *, step=7, start=START, lost=2, frozen=None):
-    members = [HeldMember([2 * node, 2 * node + 1], size, [frozen, frozen]) for node, size in enumerate(SIZES)]
+def parity(position, *, step=7, start=START, lost=2):
+    members = [HeldMember([2 * node, 2 * node + 1], size) for node, size in enumerate(SIZES)]
     return HeldParity(RUN, start, step, 8, members, lost, lost, 1 << 16, position)
 
 
@@ -87,13 +87,6 @@ def test_each_step_is_looked_at_by_itself():
     parts, found, _ = lost_parts([*older[0], *newer[0]], [*older[1], *newer[1]])
     assert {part.step for part in parts} == {5}
     assert {one.step for one in found} == {5}
-
-
-def test_frozen_tensors_are_asked_for_with_the_shard():
-    entries, held = of_nodes([0, 2, 3], step=7)
-    held = [(node, parity(one.position, frozen="cd" * 16)) for node, one in held]
-    _, found, _ = lost_parts(entries, held)
-    assert {one.frozen for one in found} == {"cd" * 16}
 
 
 def test_of_what_memory_holds_the_step_with_the_most_parity_is_protected_best_then_the_newest():

@@ -102,7 +102,7 @@ def test_memory_of_what_was_left_behind_outlasts_the_way_back_but_not_the_branch
     training = job.start()
     training.run(1, 6)
     assert training.engine.wait(6, until="captured", timeout_s=TIMEOUT_S)
-    [back] = {entry.step for entry in training.engine._client.inventory(TIMEOUT_S).entries} - {6}
+    [back] = {entry.step for entry in training.engine._client.memory(TIMEOUT_S).entries} - {6}
 
     assert training.engine.restore(back).step == back
     job.crash(training)

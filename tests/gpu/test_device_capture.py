@@ -5,13 +5,15 @@ import uuid
 import pytest
 import torch
 from support import accelerator
+from support.slots import trainer_slot
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.capture import device
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.captures import Captures
 from lazysnap.capture.plan import make_plan
-from lazysnap.memory.arena import Slot, SlotPhase
+from lazysnap.memory.slot_choice import SlotPhase
+from lazysnap.memory.slots import TrainerSlot
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
 
@@ -36,25 +38,25 @@ def train(model, optimizer):
     optimizer.zero_grad()
 
 
-class ReadSlot(Slot):
+class ReadSlot(TrainerSlot):
     """A slot that is read as a keeper reads it: whatever the watermark covers, as soon as it does."""
 
     expected = None
-    read = 0
+    checked_bytes = 0
 
     def begin(self, *args, **options):
-        self.read = 0
+        self.checked_bytes = 0
         super().begin(*args, **options)
 
-    def advance(self, watermark):
-        super().advance(watermark)
+    def advance(self, watermark_bytes):
+        super().advance(watermark_bytes)
         if self.expected is not None:
-            self.expected.check(self.read, watermark)
-        self.read = watermark
+            self.expected.check(self.checked_bytes, watermark_bytes)
+        self.checked_bytes = watermark_bytes
 
-    def commit(self):
-        self.advance(self.word(8))  # the bytes of the image
-        super().commit()
+    def commit(self, *, copied_ns):
+        self.advance(self.view().image_bytes)
+        super().commit(copied_ns=copied_ns)
 
 
 class Expected:
@@ -89,11 +91,12 @@ class Bench:
         walked = walk(self.source.collect())
         plan = make_plan(walked, self.source)
         if self.slot is None:
-            self.slot = ReadSlot.create(1 << 16, plan.layout.size_bytes)
+            self.slot = trainer_slot(1 << 16, plan.layout.size_bytes, ReadSlot)
             self.slot.populate()
         self.slot.expected = Expected(walked, plan, self.slot)
-        self.slot.begin(step, sequence=step, image_bytes=plan.layout.size_bytes, meta=b"{}", pin=False)
-        return Capture(plan, self.slot, step, walked.tensors, sequence=step)
+        capture = Capture(plan, self.slot, step, walked.tensors, sequence=step)
+        self.slot.begin(1, step, sequence=step, image_bytes=plan.layout.size_bytes, meta=b"{}")
+        return capture
 
     def begin(self, step=1):
         job = self.prepared(step)
@@ -102,9 +105,9 @@ class Bench:
 
     def check(self, job):
         assert self.captures.wait_released(TIMEOUT_S)
-        status = self.slot.status()
-        assert status.phase is SlotPhase.WHOLE, job.reason
-        assert status.watermark == job.plan.layout.size_bytes
+        view = self.slot.view()
+        assert view.phase is SlotPhase.WHOLE, job.reason
+        assert view.watermark_bytes == job.plan.layout.size_bytes
         assert self.slot.expected.wrong == []
 
 
@@ -171,7 +174,7 @@ def test_the_watermark_covers_no_byte_of_a_device_that_has_not_landed(bench):
     with accelerator.busy_stream():
         it.captures.begin(job)
         assert job.cpu_sources_read.wait(TIMEOUT_S)
-        assert it.slot.status().watermark <= of_device
+        assert it.slot.view().watermark_bytes <= of_device
         it.captures.finish(TIMEOUT_S)
 
     it.check(job)
@@ -227,7 +230,7 @@ def test_two_devices_in_one_state(bench):
         it.check(job)
 
 
-def test_a_tensor_that_changes_before_the_gate_makes_the_capture_void(bench):
+def test_a_tensor_that_changes_before_the_gate_discards_the_capture(bench):
     it = bench()
     job = it.prepared()
     with accelerator.busy_stream():
@@ -237,7 +240,7 @@ def test_a_tensor_that_changes_before_the_gate_makes_the_capture_void(bench):
 
     assert job.phase is Phase.TORN
     assert it.captures.wait_released(TIMEOUT_S)
-    assert it.slot.status().phase is SlotPhase.VOID
+    assert it.slot.view().phase is SlotPhase.EMPTY
 
 
 def test_a_change_behind_the_gate_does_not_matter_though_the_device_still_copies(bench):
@@ -288,7 +291,7 @@ def test_neither_boundary_nor_gate_waits_for_the_device(bench):
         it.captures.finish(TIMEOUT_S)
 
         assert not stream.query(), "the host waited until the device was done"
-        assert it.slot.status().phase is SlotPhase.CAPTURING
+        assert it.slot.view().phase is SlotPhase.CAPTURING
         assert it.captures.is_writing(it.slot)
 
     it.check(job)
@@ -319,11 +322,11 @@ def test_a_device_that_does_not_finish_costs_the_snapshot_and_no_more_than_one_w
         assert not it.captures.wait_released(0.01)
 
         assert job.phase is Phase.FAILED
-        assert it.slot.status().phase is SlotPhase.VOID
+        assert it.slot.view().phase is SlotPhase.EMPTY
         assert it.captures.is_writing(it.slot)
     assert job.released.wait(TIMEOUT_S)
     assert it.captures.wait_released(0.0)
-    assert it.slot.status().phase is SlotPhase.VOID
+    assert it.slot.view().phase is SlotPhase.EMPTY
 
 
 def test_giving_up_a_capture_that_is_whole_changes_nothing(bench):
@@ -390,7 +393,7 @@ def test_slots_are_registered_before_they_are_ready_and_not_after_the_end():
     model, optimizer = make()
     engine = engine_of(model, optimizer)
     assert engine._wait_ready(TIMEOUT_S)
-    views = [torch.frombuffer(slot.buffer, dtype=torch.uint8) for slot in engine._client.slots()]
+    views = [torch.frombuffer(slot.image, dtype=torch.uint8) for slot in engine._client.slots()]
     assert views
     assert all(view.is_pinned() for view in views)
     train(model, optimizer)

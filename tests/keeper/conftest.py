@@ -1,12 +1,12 @@
 import tempfile
 
 import pytest
-from keeper_jobs import Job
-from support.node_rig import RUN, STARTS, Rig
 
 
 @pytest.fixture
 def make_job(tmp_path):
+    from keeper_jobs import Job
+
     jobs = []
 
     def make(name="a"):
@@ -28,17 +28,3 @@ def runtime_directory():
 @pytest.fixture
 def job(make_job):
     return make_job()
-
-
-@pytest.fixture
-def rig():
-    """Makes trainings, which have begun unless ``start`` is ``None``, and end with the test."""
-    rigs = []
-
-    def make(*levels, start=STARTS[0], run_id=RUN, **settings):
-        rigs.append(Rig(*levels, **settings))
-        return rigs[-1] if start is None else rigs[-1].begin(start, run_id=run_id)
-
-    yield make
-    for made in rigs:
-        made.close()

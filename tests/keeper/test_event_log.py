@@ -2,18 +2,24 @@
 
 import os
 import pathlib
-import signal
 
 import pytest
+from msgspec.structs import replace
+from support.fed_keeper import IMAGE_BYTES, FedKeeper, trainer_state
 from support.names import START
 from support.waiting import until
 
 from lazysnap import events
 from lazysnap.config import PersistentLevel
+from lazysnap.core.messages import Alert, JobSettings, KeeperState, LevelSettings
 from lazysnap.keeper.event_file import EventFileWriter
-from lazysnap.shard.names import events_file_name, new_id, parse_events_file_name
+from lazysnap.shard.names import events_file_name, parse_events_file_name
 
 RUN = "ab" * 8
+FIRST = 0x5000
+SECOND = 0x6000
+OTHER_PID = 1
+"""A process that is another trainer than this one."""
 
 
 def found(level):
@@ -21,87 +27,162 @@ def found(level):
     return [event for file in events.read(level["url"]) for event in file.events]
 
 
-def kinds(level):
-    return [type(event) for event in found(level)]
+def of_kind(noted, kind):
+    return [event for event in noted if isinstance(event, kind)]
 
 
-def ends(level):
-    return [event for event in found(level) if isinstance(event, events.TrainerEnded)]
+@pytest.fixture
+def keeper():
+    fed = FedKeeper()
+    yield fed
+    fed.close()
 
 
-@pytest.mark.slow
-def test_starts_steps_and_ends_of_a_run_are_in_one_file(job):
-    level, starts = job.level(), [new_id(), new_id()]
-    first = job.trainer(levels=[level], start=starts[0])
+@pytest.fixture
+def job(tmp_path):
+    return JobSettings(RUN, (LevelSettings(str(tmp_path / "level"), every_n_steps=1),), ranks=(4,), world_size=8)
+
+
+@pytest.fixture
+def noted(keeper, tmp_path):
+    """Returns what the keeper noted, which ends then."""
+    (tmp_path / "level").mkdir()
+
+    def events_at_end():
+        keeper.log.close()
+        return found({"url": str(tmp_path / "level")})
+
+    return events_at_end
+
+
+def test_starts_steps_and_ends_of_a_run_are_in_one_file(keeper, job, noted):
+    first = trainer_state(job, FIRST)
+    keeper.report(replace(first, start=0, job=None))  # it restores
+    keeper.report(first)
     for step in (1, 2, 3):
-        first.capture(step=step, must=step == 3)
-    until(lambda: events.Stored in kinds(level))
-    first.kill()
-    until(lambda: len(ends(level)) == 1)
-    second = job.trainer(levels=[level], start=starts[1])
-    second.capture(step=4, must=True)
-    until(lambda: [event.step for event in found(level) if isinstance(event, events.Stored)][-1:] == [4])
-    second.goodbye()
-    until(lambda: len(ends(level)) == 2)
+        keeper.capture(first, step)
+    keeper.die(first)
+    second = replace(trainer_state(job, SECOND, step=3), source="memory")
+    keeper.report(second, OTHER_PID)
+    for step in (4, 5):  # a grant lies two steps ahead
+        keeper.capture(second, step)
+    keeper.log.trainer_ended(keeper.core.ranks.all[0], "goodbye")
 
-    [file] = events.read(level["url"])
-    assert (file.run_id, file.node) == (RUN, 0)
-    assert [event.t for event in file.events] == sorted(event.t for event in file.events)
-    begun = [event for event in file.events if isinstance(event, events.TrainerStarted)]
-    assert [(event.start, event.pid) for event in begun] == [
-        (start, trainer.process.pid) for start, trainer in zip(starts, (first, second), strict=True)
+    lines = noted()
+
+    assert [event.t for event in lines] == sorted(event.t for event in lines)
+    assert len(of_kind(lines, events.KeeperStarted)) == 1
+    begun = of_kind(lines, events.TrainerStarted)
+    assert [(one.start, one.pid, one.step, one.source) for one in begun] == [
+        (f"{FIRST:016x}", os.getpid(), 0, None),
+        (f"{SECOND:016x}", OTHER_PID, 3, "memory"),
     ]
-    assert all(0 < event.t - event.began < 60 for event in begun)
-    died, over = ends(level)
-    assert (died.how, died.step, died.start, died.pid) == ("died", 3, starts[0], first.process.pid)
-    assert (over.how, over.step, over.start) == ("goodbye", 4, starts[1])
-    passed = [event for event in file.events if isinstance(event, events.Progress)]
-    assert passed[-1].step == passed[-1].captured == 4
-    assert all(0 < event.taken <= event.t for event in passed if event.captured > 0)
-    assert {event.level for event in file.events if isinstance(event, events.Stored)} == {level["url"]}
-    assert [step for event in file.events if isinstance(event, events.Complete) for step in event.steps][-1] == 4
+    assert {(one.rank, one.world_size, one.every_n_steps) for one in begun} == {(4, 8, 1)}
+    assert all(0 < one.began <= one.t for one in begun)
+    died, over = of_kind(lines, events.TrainerEnded)
+    assert (died.how, died.step, died.start, died.pid) == ("died", 3, f"{FIRST:016x}", os.getpid())
+    assert (over.how, over.step, over.start) == ("goodbye", 5, f"{SECOND:016x}")
+    passed = of_kind(lines, events.Progress)
+    assert passed[0].step == passed[0].captured == 1
+    assert passed[-1].step == passed[-1].captured == 5
+    assert all(0 < one.taken <= one.t and one.copy_s == 0.001 and one.waited_s == 0.25 for one in passed)
+    stored = of_kind(lines, events.Stored)
+    assert [one.step for one in stored] == [1, 2, 3, 5]
+    assert {(one.bytes, one.seconds, one.read_back_s) for one in stored} == {(IMAGE_BYTES, 0.5, 0.2)}
+    complete = of_kind(lines, events.Complete)
+    assert [(one.start, one.steps) for one in complete] == [
+        *((f"{FIRST:016x}", [step]) for step in (1, 2, 3)),
+        (f"{SECOND:016x}", [5]),
+    ]
 
 
-@pytest.mark.slow
-def test_the_next_keeper_goes_on_with_the_file(job):
-    level = job.level()
-    trainer = job.trainer(levels=[level])
-    trainer.capture(step=1, must=True)
-    until(lambda: events.Stored in kinds(level))
+def test_the_step_that_a_trainer_died_in_is_its_last(keeper, job, noted):
+    state = trainer_state(job, FIRST)
+    keeper.report(state)
+    keeper.capture(state, 1)
+    keeper.capture(state, 2, is_whole=False)
+    keeper.die(state)
 
-    first = job.keeper_pid()
-    os.kill(first, signal.SIGKILL)
-    until(lambda: job.keeper_pid() not in (None, first))
-    until(lambda: trainer.reserve(count=3) == 3)
-    assert trainer.capture(step=2, must=True) is True
-    until(lambda: max((event.step for event in found(level) if isinstance(event, events.Stored)), default=0) == 2)
+    [ended] = of_kind(noted(), events.TrainerEnded)
 
-    assert kinds(level).count(events.KeeperStarted) == 2
-    assert len({event.start for event in found(level) if isinstance(event, events.TrainerStarted)}) == 1
-    assert not ends(level)
+    assert ended.step == 2
 
 
-@pytest.mark.slow
-def test_a_run_that_stores_nothing_leaves_no_file(job):
-    level = job.level(every_n_steps=1000)
-    trainer = job.trainer(levels=[level])
-    trainer.goodbye()
-    until(job.is_gone)
+def test_what_becomes_complete_after_the_last_trainer_is_noted(keeper, job, noted):
+    state = trainer_state(job, FIRST)
+    keeper.report(state)
+    keeper.is_writing_held = True
+    keeper.capture(state, 1)
+    keeper.die(state)
+    keeper.is_writing_held = False
+    keeper.finish(keeper.held_writes[0])
 
-    assert not pathlib.Path(level["url"]).exists()
+    assert [one.steps for one in of_kind(noted(), events.Complete)] == [[1]]
 
 
-@pytest.mark.slow
-def test_a_failing_level_is_named_with_the_reason(job):
-    first, second = job.level("first"), job.level("second")
-    pathlib.Path(second["url"]).write_text("in the way")
-    trainer = job.trainer(levels=[first, second])
-    trainer.capture(step=1, must=True)
+def test_a_run_that_stores_nothing_leaves_no_file(keeper, tmp_path):
+    level = LevelSettings(str(tmp_path / "level"), every_n_steps=1000)
+    state = trainer_state(JobSettings(RUN, (level,)), FIRST)
+    keeper.report(state)
+    keeper.capture(state, 1)
+    keeper.log.trainer_ended(keeper.core.ranks.all[0], "goodbye")
+    keeper.log.close()
 
-    until(lambda: events.LevelFailed in kinds(first))
-    [failed, *_] = [event for event in found(first) if isinstance(event, events.LevelFailed)]
-    assert (failed.level, failed.step) == (second["url"], 1)
-    assert second["url"] in failed.text
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_a_failing_level_is_named_once_with_the_reason(keeper, job, noted):
+    second = LevelSettings("/second", every_n_steps=1, storage_options={"secret": "hunter2hunter2"})
+    state = trainer_state(replace(job, levels=(*job.levels, second)), FIRST)
+    keeper.failing[1] = "no access to /second with hunter2hunter2"
+    keeper.report(state)
+    for step in (1, 2):
+        keeper.capture(state, step)
+
+    [failed] = of_kind(noted(), events.LevelFailed)
+
+    assert (failed.level, failed.step, failed.text) == ("/second", -1, "no access to /second with ***")
+
+
+def test_a_step_that_a_level_did_not_take_is_named(keeper, job, noted):
+    second = LevelSettings("/second", every_n_steps=1)
+    state = trainer_state(replace(job, levels=(*job.levels, second)), FIRST)
+    keeper.report(state)
+    keeper.failing[1] = "disk full"
+    keeper.capture(state, 1)
+
+    [failed, *_] = of_kind(noted(), events.LevelFailed)
+
+    assert (failed.step, failed.text) == (1, "disk full")
+
+
+def test_trouble_is_noted_when_it_begins_and_when_it_is_over(keeper, job, noted):
+    state = trainer_state(job, FIRST)
+    keeper.report(state)
+    keeper.capture(state, 1)
+    trouble = Alert("links", "no link to the keeper of node 1")
+    for alerts, is_preempted in (((trouble,), False), ((trouble,), True), ((), True)):
+        keeper.log.state_changed(KeeperState(alerts=alerts, is_preempted=is_preempted))
+
+    lines = noted()
+
+    assert [(one.about, one.text) for one in of_kind(lines, events.Alert)] == [("links", trouble.text), ("links", "")]
+    assert len(of_kind(lines, events.Notice)) == 1
+
+
+def test_a_keeper_that_takes_over_does_not_note_what_earlier_starts_stored(keeper, job, noted):
+    state = trainer_state(job, FIRST)
+    keeper.listed = ((FIRST - 1, 7), (FIRST, 8))
+    keeper.report(replace(state, step=8))
+    keeper.capture(state, 9)
+
+    complete = of_kind(noted(), events.Complete)
+
+    assert [one.steps for one in complete] == [[8], [9]]
+
+
+def test_an_error_in_the_notes_reaches_nobody(keeper):
+    keeper.log.look(None, None)
 
 
 def test_what_is_no_event_is_left_out(tmp_path):

@@ -3,30 +3,30 @@
 import threading
 
 import pytest
-from support.node_rig import RUN, STARTS, Rank, image_of
-from support.waiting import until
+from support.parity_group import LAYOUT, START, Captures, image_of
 
 from lazysnap.errors import FormatError
-from lazysnap.keeper.node_part import find_shard, open_part, read_index
-from lazysnap.keeper.node_slots import NodeSlots
-from lazysnap.memory.arena import Slot
+from lazysnap.keeper.node_part import NodePart, captures_of, find_capture, find_shard, read_index
+from lazysnap.memory.capture_reader import CaptureReader
 from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
-START = STARTS[0]
-
 
 @pytest.fixture
 def ranks():
-    found = [Rank(number, 2) for number in range(2)]
-    for rank in found:
-        rank.begin_run(START)
-    return found
+    made = [Captures(number, 2) for number in range(2)]
+    yield made
+    for captures in made:
+        captures.close()
 
 
-def opened(ranks, step, most_lost=1):
-    return open_part(NodeSlots(lambda: ranks, START), step, most_lost, lambda: None)
+def part_of(ranks, step, most_lost=1):
+    readers = []
+    for captures in ranks:
+        slot, view = find_capture(captures.keeper.values(), START, step)
+        readers.append(CaptureReader(slot, view.sequence, lambda: None))
+    return NodePart(readers, most_lost)
 
 
 def content(part):
@@ -34,98 +34,95 @@ def content(part):
 
 
 def test_it_holds_metadata_and_shard_of_every_rank(ranks):
-    for rank in ranks:
-        rank.finish(rank.begin(4, RUN))
-    part = opened(ranks, 4)
+    for captures in ranks:
+        captures.capture(4)
+    part = part_of(ranks, 4)
 
-    assert [(rank, frozen) for rank, _, _, frozen in read_index(part.view, part.size_bytes)] == [(0, None), (1, None)]
+    index = read_index(part.view, part.size_bytes)
+    assert index == part.index
+    assert [rank for rank, *_ in index] == [0, 1]
     whole = content(part)
-    for rank in ranks:
-        meta, offset, size = find_shard(part.view, part.size_bytes, rank.rank)
-        assert CaptureMeta.from_bytes(meta).rank == rank.rank
-        assert whole[offset : offset + size] == image_of(4, rank.rank)
+    for captures in ranks:
+        meta, offset, size = find_shard(part.view, part.size_bytes, captures.rank)
+        assert CaptureMeta.from_bytes(meta).rank == captures.rank
+        assert whole[offset : offset + size] == image_of(4, captures.rank)
+    part.check()
     part.finish()
 
 
 def test_any_range_of_it_is_the_same_bytes(ranks):
-    for rank in ranks:
-        rank.finish(rank.begin(4, RUN))
-    part = opened(ranks, 4)
+    for captures in ranks:
+        captures.capture(4)
+    part = part_of(ranks, 4)
     whole = content(part)
     for start in range(0, part.size_bytes, 37_111):
         assert bytes(part.view(start, 50_000)) == whole[start : start + 50_000]
 
 
 def test_it_is_read_while_the_captures_fill_and_is_void_if_one_is_torn(ranks):
-    slots = [rank.begin(4, RUN) for rank in ranks]
-    ranks[0].finish(slots[0])
-    part = opened(ranks, 4)
+    ranks[0].capture(4)
+    slot = ranks[1].fill(ranks[1].begin(4), 0.5)
+    part = part_of(ranks, 4)
     came = threading.Event()
     waiting = threading.Thread(target=lambda: (part.view(0, part.size_bytes), came.set()), daemon=True)
     first = find_shard(part.view, part.size_bytes, 0)[1]
-    part.view(0, first + len(image_of(4)))  # the first rank's is there
+    part.view(0, first + LAYOUT.size_bytes)  # the first rank's is there
     waiting.start()
     assert not came.is_set()
-    ranks[1].finish(slots[1])
+    ranks[1].fill(slot).commit(copied_ns=1)
     assert came.wait(60)
     part.finish()
 
-    slots[1].discard()
-    with pytest.raises(CaptureAborted):
-        part.finish()
+    slot.discard(slot.view().sequence)
+    for check in (part.check, part.finish):
+        with pytest.raises(CaptureAborted):
+            check()
 
 
-def test_a_node_that_reads_may_be_a_little_ahead_of_the_ranks(ranks):
-    ranks[0].finish(ranks[0].begin(4, RUN))
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(opened(ranks, 4)), daemon=True)
-    waiting.start()
-    assert not found
-    ranks[1].finish(ranks[1].begin(4, RUN))
-    until(lambda: found)
-
-
-def test_a_step_that_a_rank_passed_is_refused_at_once(ranks):
-    for step in (4, 5, 6, 7):
-        for rank in ranks:
-            rank.finish(rank.begin(step, RUN))
+def test_the_newest_capture_of_a_step_is_meant_and_a_later_start_does_not_count(ranks):
+    captures = ranks[0]
+    captures.capture(4)
+    assert find_capture(captures.keeper.values(), START, 5) is None, "it may come"
+    again = captures.capture(4)
+    captures.capture(4, START + 1)
+    slot, view = find_capture(captures.keeper.values(), START, 4)
+    assert slot.slot_id == again.slot_id
+    assert view.sequence == 2
     with pytest.raises(CaptureAborted, match="not in memory any more"):
-        opened(ranks, 4)
+        find_capture(captures.keeper.values(), START, 5)
 
 
-class Replicated(Rank):
-    """A rank with a tensor that three nodes hold, and one of its own."""
-
-    LAYOUT = Layout.plan([TensorSpec("many", "U8", (9_000,)), TensorSpec("own", "U8", (100,))])
-
-    def capture(self, step):
-        slot = self._slots[0]
-        facts = {"many": {"scope": "full", "global_shape": [9_000], "offsets": [0], "nodes": 3}}
-        meta = CaptureMeta(RUN, START, step, self.rank, self.world_size, 0, tensors=facts)
-        self.sequence += 1
-        size = self.LAYOUT.size_bytes
-        slot.begin(step, sequence=self.sequence, image_bytes=size, meta=meta.to_bytes(), pin=False)
-        header = self.LAYOUT.header
-        slot.image[: len(header)] = header
-        slot.image[len(header) : size] = bytes([7]) * (size - len(header))
-        slot.commit()
-        return slot
+def test_a_place_must_hold_what_it_is_said_to_hold(ranks):
+    captures = ranks[0]
+    captures.capture(4)
+    slot_id, sequence = captures.place(4)
+    slots = {0: captures.keeper}
+    assert captures_of([(0, slot_id)], slots, (START, 4)) == [(captures.keeper[slot_id], sequence)]
+    for places, key in [
+        ([(0, slot_id)], (START, 5)),
+        ([(0, slot_id)], (START + 1, 4)),
+        ([(0, 1)], (START, 4)),
+        ([(1, slot_id)], (START, 4)),
+    ]:
+        with pytest.raises(CaptureAborted):
+            captures_of(places, slots, key)
 
 
 @pytest.mark.parametrize(("most_lost", "names"), [(1, ["own"]), (2, ["own"]), (3, ["many", "own"])])
 def test_what_more_nodes_hold_than_may_be_lost_is_left_out(most_lost, names):
-    rank = Replicated(0, 1)
-    rank.begin_run(START)
-    slot: Slot = rank.capture(4)
-    part = opened([rank], 4, most_lost)
+    facts = {"many": {"scope": "full", "global_shape": [9_000], "offsets": [0], "nodes": 3}}
+    layout = Layout.plan([TensorSpec("many", "U8", (9_000,)), TensorSpec("own", "U8", (100,))])
+    captures = Captures(0, 1, layout, facts)
+    captures.capture(4)
+    part = part_of([captures], 4, most_lost)
     meta, offset, size = find_shard(part.view, part.size_bytes, 0)
-    layout = Layout.parse(part.view(offset, size), size, "part")
-    assert sorted(spec.name for spec in layout.specs) == names
+    stored = Layout.parse(part.view(offset, size), size, "part")
+    assert sorted(spec.name for spec in stored.specs) == names
     assert sorted(CaptureMeta.from_bytes(meta).tensors) == ["many"] * ("many" in names)
-    at = offset + layout.find("own")[1]
-    assert bytes(part.view(at, 100)) == bytes([7]) * 100
+    at = offset + stored.find("own")[1]
+    assert bytes(part.view(at, 100)) == bytes([4]) * 100
     part.finish()
-    assert slot.status().step == 4
+    captures.close()
 
 
 @pytest.mark.parametrize(
@@ -136,10 +133,12 @@ def test_what_more_nodes_hold_than_may_be_lost_is_left_out(most_lost, names):
         (1 << 40).to_bytes(8, "little") + b"[]",
         (2).to_bytes(8, "little") + b"{}",
         (3).to_bytes(8, "little") + b"[1]",
-        (13).to_bytes(8, "little") + b"[[0,-1,5,null]",
-        (12).to_bytes(8, "little") + b"[[0,1,5,{}]]",
-        (14).to_bytes(8, "little") + b"[[0,9,90,null]]",
+        (10).to_bytes(8, "little") + b"[[0,-1,5]]",
+        (10).to_bytes(8, "little") + b"[[0,1,{}]]",
+        (10).to_bytes(8, "little") + b"[[0,9,90]]",
+        (90_000).to_bytes(8, "little") + b"[" * 90_000,
     ],
+    ids=lambda data: repr(data[:20]),
 )
 def test_an_index_that_is_none_is_refused(data):
     with pytest.raises(FormatError, match="a node's part"):

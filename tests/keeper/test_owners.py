@@ -13,12 +13,11 @@ from support.waiting import stop, until
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import FormatError, KeeperError
-from lazysnap.keeper.attach import attach
+from lazysnap.keeper.asking import NeighbourMemory
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.neighbour import NeighbourMemory
 from lazysnap.keeper.runtime import ENVIRONMENT
-from lazysnap.memory.arena import Slot
-from lazysnap.topology import Team
+from lazysnap.memory.slots import Slot, make_slot
 
 WAIT_S = 60.0
 
@@ -39,23 +38,22 @@ def test_who_reads_memory_can_neither_write_it_nor_change_its_size(job):
 
     with contextlib.closing(NeighbourMemory(job.identity, 0, WAIT_S)) as memory:
         [entry] = memory.inventory.entries
-        entry.slot.image[0] ^= 1
-        entry.slot.discard()
+        entry.slot.read(0, 10)[0] ^= 1
         with pytest.raises(OSError, match="Bad file descriptor"):
-            os.pwrite(entry.slot.fd, b"x", 0)
+            os.pwrite(entry.slot.descriptor, b"x", 0)
         with pytest.raises(OSError, match="Invalid argument"):
-            os.ftruncate(entry.slot.fd, 0)
+            os.ftruncate(entry.slot.descriptor, 0)
         del entry
     assert [found[2] for found in trainer.inventory()] == [True]
 
 
 def test_memory_whose_size_its_sender_could_change_is_not_mapped():
     """Else whoever reads it could be killed by who makes it smaller."""
-    with contextlib.closing(Slot.create(4096, 4096)) as slot:
+    with contextlib.closing(make_slot(4096, 4096)) as slot:
         with pytest.raises(PermissionError):
-            os.ftruncate(slot.fd, 0)
+            os.ftruncate(slot.descriptor, 0)
         copy = os.memfd_create("copy")
-        os.pwrite(copy, os.pread(slot.fd, slot.size_bytes, 0), 0)
+        os.pwrite(copy, os.pread(slot.descriptor, slot.size_bytes, 0), 0)
         with pytest.raises(FormatError, match="size"):
             Slot.attach(copy)
 
@@ -77,10 +75,10 @@ def test_a_runtime_directory_that_others_could_change_is_refused_and_the_way_out
         os.chown(runtime, 65534, -1)
     else:
         monkeypatch.setenv(ENVIRONMENT, f"{runtime}/{'x' * 90}")
-    config = SnapshotConfig(job_id="a")
+    client = KeeperClient(JobIdentity.from_config(SnapshotConfig(job_id="a")), 0, linger_s=1.0, io_timeout_s=20.0)
 
     with pytest.raises(KeeperError, match=f"set {ENVIRONMENT} to a directory"):
-        attach(JobIdentity.from_config(config), config, Team())
+        client.connect(20.0)
 
 
 @pytest.mark.slow
@@ -150,15 +148,3 @@ def test_a_keeper_whose_files_were_deleted_leaves_those_of_the_next_keeper_alone
         assert job.keeper_pid() == successor != keeper
     finally:
         job.close()
-
-
-@pytest.mark.slow
-def test_a_keeper_that_is_stopped_is_named_with_the_way_to_continue_it(job):
-    trainer = job.trainer()
-    trainer.capture(step=1)  # without any it would end with its trainer
-    keeper = job.keeper_pid()
-    os.kill(keeper, signal.SIGSTOP)
-    config = SnapshotConfig(job_id=job.job_id, io_timeout_s=0.5)
-
-    with pytest.raises(KeeperError, match=f"did not answer .* `kill -CONT {keeper}`"):
-        attach(job.identity, config, Team())

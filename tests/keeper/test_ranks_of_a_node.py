@@ -13,9 +13,9 @@ from support.waiting import until
 
 from lazysnap.keeper.node_part import read_index
 from lazysnap.levels import open_store
-from lazysnap.links.client import PeerReader
-from lazysnap.links.messages import PartOf, SlotOf
-from lazysnap.links.secret import draw_secret
+from lazysnap.peers.messages import PartOf, SlotOf
+from lazysnap.peers.reader import PeerReader
+from lazysnap.peers.secret import draw_secret
 from lazysnap.shard.names import new_id
 
 RANKS, START = 3, new_id()
@@ -177,11 +177,11 @@ def test_what_an_earlier_start_left_is_stored_as_of_the_ranks_and_nodes_that_it_
         trainer.capture(step=3)
         assert steps(trainer) == [3]  # its keeper heard of the start by now
         trainer.kill()
-    later = [job.start(rank=(rank, 2), levels=[level], floor=1, elsewhere=True) for rank in range(2)]
+    later = [job.start(rank=(rank, 2), levels=[level], elsewhere=True) for rank in range(2)]
     for trainer in later:
         assert isinstance(trainer.connect(), float)
     for trainer in later:
-        trainer.adopt_run(run_id="ab" * 8)
+        trainer.begin_start()
         assert steps(trainer) == [3]  # its keeper heard of the later start by now
     for trainer in later:
         trainer.kill()
@@ -200,22 +200,23 @@ def test_other_nodes_read_what_an_earlier_start_left_as_of_the_ranks_that_it_had
         trainer.capture(step=3)
         assert steps(trainer) == [3]  # its keeper heard of the start by now
         trainer.kill()
-    later = [job.start(rank=(rank, now), floor=1) for rank in range(now)]
+    later = [job.start(rank=(rank, now)) for rank in range(now)]
     for trainer in later:
         assert isinstance(trainer.connect(), float)
     for trainer in later:
-        trainer.adopt_run(run_id="ab" * 8)
+        trainer.begin_start()
         assert 3 in steps(trainer) or before == 1  # its keeper heard of the later start by now
     secret = draw_secret()
-    port = later[0].serve_peers(secret=vars(secret))
+    port = later[0].serve_peers(secret=secret.hex)
 
     with contextlib.closing(PeerReader(secret, ("127.0.0.1", port))) as reader:
-        part = memoryview(bytearray(reader.open(PartOf(START, 3, 1))))
-        reader.read_into(0, part)
+        what = PartOf(START, 3, 1)
+        part = memoryview(bytearray(reader.size(what)))
+        reader.read_into(what, 0, part)
         found = [rank for rank, *_ in read_index(lambda at, length: part[at : at + length], len(part))]
         assert found == [*range(before)]
         for number in range(before):
-            assert reader.open(SlotOf(number, 1, "image")) > 0
+            assert reader.size(SlotOf(number, 1, "image")) > 0
 
 
 @pytest.mark.slow
@@ -232,7 +233,7 @@ def test_what_ranks_left_that_the_next_start_does_not_have_stays_until_a_snapsho
     alone.connect()
     assert alone.reserve(count=3) == 3
     alone.capture(step=2, must=True)
-    until(lambda: any(name == "LevelFailed" and told["step"] == 2 for name, told in alone.take_events()))
+    until(lambda: any(text for _, text in alone.failures()))
     assert len(slots_of(keeper)) == 6
     pathlib.Path(level["url"]).unlink()
 

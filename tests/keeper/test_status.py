@@ -18,7 +18,7 @@ from support.waiting import until
 from lazysnap.cli import main
 from lazysnap.cli.keepers import of_this_node
 from lazysnap.cli.status import file_system_of, survival
-from lazysnap.keeper.held import LevelState, NodeState
+from lazysnap.keeper.questions import LevelFacts, NodeState
 from lazysnap.keeper.runtime import ENVIRONMENT
 
 SHELL = ["/bin/sh", "-c", "read line", "-m", "lazysnap.keeper", "--job=a", "--node=b", "--socket=00"]
@@ -298,7 +298,7 @@ def test_of_several_ranks_memory_holds_what_all_of_them_hold(job, of_job):
     assert found["survives"]["process"]["safe"] == {"step": 1, "source": "memory"}
 
 
-LEVEL = LevelState("/own", False, 30, None, None, None, 0, 0, 0, False, "", None)
+LEVEL = LevelFacts("/own", False, 30, None, None, None, 0, 0, 0, False, "", None)
 NODES = NodeState("ab" * 8, 0, 4, 1, 40, 35, 1, 0, [], [LEVEL], [])
 """Node 0 of four. Each stores at its own disk; memory of one node may be lost."""
 

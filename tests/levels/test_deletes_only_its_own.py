@@ -1,7 +1,5 @@
 """Nothing that lazysnap did not write is deleted, and nothing that somebody is just bringing."""
 
-import contextlib
-import dataclasses
 import os
 import shutil
 import signal
@@ -13,12 +11,9 @@ import pytest
 from snapshots import OTHER, RUN, Image, files, meta, whole
 from support.catalogue import inventory_of
 from support.image import write_shard
-from support.names import START, directory_of
-from support.node_rig import Rig
-from support.waiting import until
+from support.names import directory_of
 
 from lazysnap.cli import main
-from lazysnap.config import PersistentLevel
 from lazysnap.errors import ConfigError, LevelError
 from lazysnap.levels import open_store
 from lazysnap.levels.fsspec_storage import FsspecStorage
@@ -27,8 +22,6 @@ from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 
 SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
-LATER = "2" * 16
-LAST = PersistentLevel("/any", keep_last=1)
 
 
 def content(root: Path) -> dict[str, bytes]:
@@ -70,20 +63,6 @@ def test_a_deletion_does_not_go_through_a_link(level, linked):
     assert content(linked) == before
     assert (level / directory_of(1)).is_symlink()
     assert whole(store) == [1]
-
-
-def test_a_job_that_goes_on_does_not_delete_through_a_link(level, linked):
-    before = content(linked)
-    place = dataclasses.replace(LAST, url=str(level), every_n_steps=1)
-    rig = Rig(place)
-    with contextlib.closing(rig.begin(LATER, run_id=RUN, stored={place.url: [(START, step) for step in (1, 2, 3)]})):
-        newest = [rig.store() for _ in range(2)][-1]
-        gone = {level / directory_of(step) for step in (2, 3)}
-        assert until(lambda: not any(path.exists() for path in gone))
-
-    assert content(linked) == before
-    assert (level / directory_of(1)).is_symlink()
-    assert newest in {entry.step for entry in inventory_of(open_store(str(level))).entries}
 
 
 @pytest.mark.usefixtures("a_day_later")
@@ -163,22 +142,6 @@ def test_a_file_of_another_name_or_content_stays(level, path):
     assert store.sweep() == []
     store.release(None, "notes")
     assert file.read_text() == "years of work"
-
-
-@pytest.mark.usefixtures("a_day_later")
-@pytest.mark.parametrize("name", ["keep-notes", "notes.txt", f"{SHARD}.txt", "node-00003-of-00002.safetensors"])
-def test_a_job_that_goes_on_leaves_files_of_others_beside_the_snapshots_that_it_deletes(level, name):
-    file = level / directory_of(2) / name
-    file.write_text("years of work")
-    place = dataclasses.replace(LAST, url=str(level), every_n_steps=1)
-    rig = Rig(place)
-    with contextlib.closing(rig.begin(LATER, run_id=RUN, stored={place.url: [(START, step) for step in (1, 2, 3)]})):
-        for _ in range(2):
-            rig.store()
-        assert until(lambda: not (level / directory_of(3)).exists())
-
-    assert file.read_text() == "years of work"
-    assert (level / directory_of(2) / MANIFEST).exists() == name.startswith("keep-"), "in doubt a name protects"
 
 
 def test_a_name_that_no_run_gave_is_neither_taken_away_nor_written_over(level):

@@ -8,9 +8,8 @@ import pytest
 from snapshots import Image, meta
 from support.catalogue import inventory_of
 from support.image import write_shard
-from support.names import RUN, START, directory_of
+from support.names import START, directory_of
 
-from lazysnap.keeper.node_files import NodeFiles
 from lazysnap.levels import open_store
 from lazysnap.levels.listing import Directory, Listing, list_names
 from lazysnap.shard.names import NodeName
@@ -85,8 +84,8 @@ def test_nodes_with_different_numbers_of_ranks_make_one_whole_directory(tmp_path
     all_places = places(["first", "second", "second"])
     (tmp_path / directory_of(1)).mkdir()
     for rank in (0, 1):
-        files = NodeFiles(Team.of(all_places, rank), RUN, START, is_shared=True)
-        (tmp_path / directory_of(1) / files.name.manifest).write_text("{}")
+        team = Team.of(all_places, rank)
+        (tmp_path / directory_of(1) / NodeName(team.node, team.nodes).manifest).write_text("{}")
 
     [directory] = list_names(open_store(str(tmp_path)).storage).directories
 

@@ -1,28 +1,31 @@
-"""Eight ranks of one keeper that ask for a slot at the same time: ``asking.py BYTES``. Prints how many got one."""
+"""Eight threads that make a slot at the same time: ``asking.py BYTES``. Prints how many got one."""
 
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from lazysnap.memory.budget import NODE
 from lazysnap.memory.failures import MemoryBoundExceeded
-from lazysnap.memory.slot_pool import SlotPool
+from lazysnap.memory.slots import make_slot
 
 RANKS = 8
 
 
 def main(size_bytes):
     together = threading.Barrier(RANKS)
+    slots = []
 
-    def ask(pool):
+    def ask(_):
         together.wait()
         try:
-            return pool.provide((4096, size_bytes, 1), None, lambda slot: False)
+            with NODE.reserved(size_bytes, "a slot") as populated:
+                slots.append(make_slot(4096, size_bytes, progress=populated))
         except MemoryBoundExceeded:
             return False
+        return True
 
-    pools = [SlotPool(lambda number, slot: None) for _ in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as threads:
-        print(sum(threads.map(ask, pools)))
+        print(sum(threads.map(ask, range(RANKS))))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """A slot: what any reader sees of it wherever its trainer dies, who writes what, and what memory it takes."""
 
 import contextlib
+import ctypes
 import fcntl
+import mmap
 import os
 import signal
 import stat
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -359,3 +362,30 @@ def test_a_trainer_wakes_the_keeper_from_the_granted_step_on():
     assert awaited() == [0, 6, 7, 8]
     page.close()
     keeper_page.close()
+
+
+def test_pieces_of_memory_are_gathered_behind_one_another(trainer_slot, keeper_slot):
+    rooms = [ctypes.create_string_buffer(bytes([number]) * number, number) for number in range(1, 100)]
+    pieces = array("Q")
+    for room in rooms:
+        pieces.extend((ctypes.addressof(room), len(room)))
+    expected = b"".join(room.raw for room in rooms)
+
+    trainer_slot.gather(17, len(expected), pieces)
+
+    assert bytes(trainer_slot.image[17 : 17 + len(expected)]) == expected
+    assert bytes(keeper_slot.read(0, 18)) == b"\0" * 17 + b"\1"
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_piece_that_is_not_mapped_is_an_error(trainer_slot, position):
+    room = ctypes.create_string_buffer(16)
+    pieces = array("Q", [ctypes.addressof(room), 16, ctypes.addressof(room), 16])
+    mapping = mmap.mmap(-1, PAGE_BYTES)
+    first = ctypes.c_char.from_buffer(mapping)
+    pieces[2 * position] = ctypes.addressof(first)
+    del first
+    mapping.close()
+
+    with pytest.raises(OSError, match="of 32 bytes"):
+        trainer_slot.gather(0, 32, pieces)

@@ -10,6 +10,7 @@ import torch
 from support.catalogue import inventory_of
 from support.names import RUN, START, directory_of
 from support.place import read_range
+from support.slots import sparse_slot
 from support.snapshots import lone_manifest
 
 from lazysnap.capture.capture import Capture
@@ -21,7 +22,6 @@ from lazysnap.levels.blocks import FileBlocks, MemoryBlocks, VerifiedSource
 from lazysnap.levels.files import open_direct, pwrite_all
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
-from lazysnap.memory.arena import Slot
 from lazysnap.restore.targets import check_fits
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import Layout
@@ -73,9 +73,9 @@ def large():
 @pytest.fixture(scope="module")
 def slot(large):
     """All but the 4 GiB of zeros captured; what nobody writes to takes no memory."""
-    slot = Slot.create(1 << 20, large.plan.layout.size_bytes)
-    slot.begin(1, sequence=1, image_bytes=large.plan.layout.size_bytes, meta=b"{}", pin=False)
+    slot = sparse_slot(1 << 20, large.plan.layout.size_bytes)
     job = Capture(large.plan, slot, 1, large.walked.tensors, sequence=1)
+    slot.begin(int(START, 16), 1, sequence=1, image_bytes=large.plan.layout.size_bytes, meta=b"{}")
     slot.image[: len(large.plan.layout.header)] = large.plan.layout.header
     copy_eager(job)
     return slot

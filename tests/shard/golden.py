@@ -3,24 +3,24 @@
 import contextlib
 import pathlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from support.snapshots import lone_manifest
 
-from lazysnap.capture.dtypes import stored_form
-from lazysnap.capture.frozen import FrozenSet, digest_of, frozen_parameters
-from lazysnap.capture.plan import make_plan, view_of
+from lazysnap.capture.dtypes import DTYPE_NAMES, stored_form
+from lazysnap.capture.plan import CapturePlan, make_plan, view_of
 from lazysnap.exports.states import read_state
 from lazysnap.levels import open_store
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.layout import PAGE
+from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, FrozenReference
 from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot
 from lazysnap.state.objects import ObjectState
-from lazysnap.state.walk import walk
+from lazysnap.state.walk import Walk, walk
 
 FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "v1"
 BLOCK_BYTES = 4096
@@ -28,6 +28,11 @@ RUN, START, STEP = "0123456789abcdef", "00000000deadbeef", 1000
 DIRECTORY = SnapshotName(RUN, STEP, START).directory
 SHARD_PATH = FOLDER / DIRECTORY / NodeName(0, 1).file
 MANIFEST_PATH = FOLDER / DIRECTORY / NodeName(0, 1).manifest
+
+
+BASE = ("model.tied", "model.wide")
+"""Names of the frozen tensors."""
+BASE_ALIASES = {"model.weight": "model.tied"}
 
 
 class Base(torch.nn.Module):
@@ -77,24 +82,18 @@ class GoldenState(ObjectState):
 def make() -> dict[str, bytes]:
     """The four files as this version writes them, by path."""
     source = GoldenState({"model": Base()})
-    walked = walk(source.collect())
-    named = list(zip(walked.names, walked.tensors, strict=True))
-    frozen = FrozenSet.of(frozen_parameters(named, source, least_bytes=1), named)
-    assert frozen is not None
-    base = bytearray(frozen.size_bytes)
-    digest_of(frozen.copied_into(memoryview(base)))
-    plan = make_plan(walked, source, frozen)
-    image = bytearray(-(-plan.layout.size_bytes // PAGE) * PAGE)
-    image[: len(plan.layout.header)] = plan.layout.header
-    for index in plan.order:
-        record = plan.records[index]
-        if record.nbytes:
-            place = (record.offset, record.stored_dtype, record.stored_shape)
-            view_of(memoryview(image), *place).copy_(stored_form(walked.tensors[index]))
-    del image[plan.layout.size_bytes :]
+    everything = walk(source.collect())
+    base = _base_image(everything)
+    walked = _without_base(everything)
+    plan = make_plan(walked, source)
+    image = _image_of(plan, walked)
     run = {"run_id": RUN, "start": START, "rank": 0, "world_size": 1}
     base_meta = CaptureMeta(
-        **run, step=0, captured_ns=1_700_000_000_500_000_000, tensors=frozen.logical, aliases=frozen.aliases
+        **run,
+        step=0,
+        captured_ns=1_700_000_000_500_000_000,
+        tensors={"model.wide": {"dtype": "complex128"}},
+        aliases=BASE_ALIASES,
     )
     meta = CaptureMeta(
         **run,
@@ -112,6 +111,43 @@ def make() -> dict[str, bytes]:
         **_files(base_directory, base, base_meta, Checksums.of(memoryview(base))),
         **_files(DIRECTORY, image, meta, Checksums.of(memoryview(image), BLOCK_BYTES)),
     }
+
+
+def _base_image(everything: Walk) -> bytearray:
+    """The file of the frozen tensors, which stand there in the order of their names."""
+    tensors = dict(zip(everything.names, everything.tensors, strict=True))
+    stored = {name: stored_form(tensors[name].detach()) for name in BASE}
+    specs = [TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in stored.items()]
+    layout = Layout.plan(specs, BASE_ALIASES)
+    image = bytearray(layout.header)
+    for spec in layout.specs:
+        image += stored[spec.name].numpy().tobytes()
+    return image
+
+
+def _without_base(everything: Walk) -> Walk:
+    """The tensors that are not frozen."""
+    frozen = (*BASE, *BASE_ALIASES)
+    chosen = [index for index, name in enumerate(everything.names) if name not in frozen]
+    return replace(
+        everything,
+        tensors=[everything.tensors[index] for index in chosen],
+        names=[everything.names[index] for index in chosen],
+        paths=[everything.paths[index] for index in chosen],
+    )
+
+
+def _image_of(plan: CapturePlan, walked: Walk) -> bytearray:
+    """The bytes of a file of tensors."""
+    image = bytearray(-(-plan.layout.size_bytes // PAGE) * PAGE)
+    image[: len(plan.layout.header)] = plan.layout.header
+    for index in plan.order:
+        record = plan.records[index]
+        if record.nbytes:
+            place = (record.offset, record.stored_dtype, record.stored_shape)
+            view_of(memoryview(image), *place).copy_(stored_form(walked.tensors[index]))
+    del image[plan.layout.size_bytes :]
+    return image
 
 
 def _files(directory: str, data: bytearray, meta: CaptureMeta, checksums: Checksums) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-from lazysnap.memory.arena import Slot
+from lazysnap.memory.slots import Slot
 
 
 def flip(path: pathlib.Path, offset: int = -1) -> None:
@@ -15,9 +15,9 @@ def flip(path: pathlib.Path, offset: int = -1) -> None:
 
 def flip_memory(slot: Slot, offset: int) -> None:
     """Change a bit of one byte of the image in a keeper's slot that this process was given for reading."""
-    at = slot.image_offset + offset
+    at = slot.size_bytes - slot.image_capacity_bytes + offset
     # A descriptor of its own: to whoever has the secret, reading alone is a matter of care.
-    fd = os.open(f"/proc/self/fd/{slot.fd}", os.O_RDWR)
+    fd = os.open(f"/proc/self/fd/{slot.descriptor}", os.O_RDWR)
     try:
         os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 1]), at)
     finally:

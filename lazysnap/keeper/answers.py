@@ -1,0 +1,139 @@
+"""Answers of a keeper to questions: what memory it has, how the job is, and whether it can end."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from lazysnap.core.core import Core
+from lazysnap.core.node import whole_on_all
+from lazysnap.keeper.connections import Connection, Connections
+from lazysnap.keeper.node_state import NodeHistory, node_state
+from lazysnap.keeper.questions import Answer, HeldParity, Question, RankMemory
+from lazysnap.keeper.slot_table import SlotTable
+
+logger = logging.getLogger(__name__)
+
+
+class Answers:
+    """Answers questions, at once or when the answer is known. Used on the loop's thread."""
+
+    def __init__(self, core: Core, slots: SlotTable, connections: Connections) -> None:
+        self._core = core
+        self._slots = slots
+        self._connections = connections
+        self._stop: tuple[Connection, Question] | None = None
+        """The question whether the keeper can end, until it is answered."""
+        self._must_end = False
+        """True once the keeper was told to end because of that question."""
+
+    def forget(self, connection: Connection) -> None:
+        """Note that nobody waits at a connection any more. The keeper then ends, or stays, as it is."""
+        if self._stop is not None and self._stop[0] is connection:
+            self._stop = None
+
+    # Memory and state
+
+    def answer_memory(
+        self, connection: Connection, question: Question, history: NodeHistory, parity: Sequence[HeldParity]
+    ) -> None:
+        """Send what memory a rank has; to anybody but its trainer with descriptors that can only be read."""
+        rank = question.local_rank
+        memory = RankMemory(
+            slots=self._slots.facts(rank),
+            end=history.ends.get(rank),
+            local_ranks=self._slots.ranks,
+            parity=tuple(parity) if rank == 0 else (),
+        )
+        descriptors: list[int] = []
+        if not self._is_trainer(connection, rank):
+            descriptors = self._slots.reading_descriptors(rank, memory.slots)
+        self._connections.answer(connection, Answer(number=question.number, memory=memory), descriptors)
+
+    def _is_trainer(self, connection: Connection, rank: int) -> bool:
+        ranks = self._core.ranks.all
+        return rank < len(ranks) and ranks[rank].connection == connection.number
+
+    def answer_status(
+        self,
+        connection: Connection,
+        question: Question,
+        parity_bytes: int,
+        history: NodeHistory,
+        moved_bytes: Mapping[int, int],
+    ) -> None:
+        """Send the state of the node."""
+        state = node_state(self._core, self._slots.by_rank, parity_bytes, history, moved_bytes)
+        self._connections.answer(connection, Answer(number=question.number, status=state))
+
+    # The end
+
+    def stop_asked(self, connection: Connection, question: Question) -> None:
+        """Take the question whether the keeper can end. It is answered when that is known."""
+        self._stop = (connection, question)
+
+    def must_terminate(self) -> bool:
+        """Answer the question whether the keeper can end, if that is known.
+
+        Returns: True if the core is to be told, once, that the keeper ends.
+        """
+        if self._stop is None or self._must_end:
+            self._answer_arrival()
+            return False
+        text = self._reason_to_stay()
+        if text:
+            self._answer_stop(Answer(is_done=False, text=text))
+            return False
+        self._must_end = self._is_all_stored()
+        return self._must_end
+
+    def _answer_arrival(self) -> None:
+        """A trainer came while the keeper was about to end: it stays."""
+        if self._must_end and self._core.is_served:
+            self._must_end = False
+            if self._stop is not None:
+                self._answer_stop(Answer(is_done=False, text=self._text_of_training()))
+
+    def finish(self) -> None:
+        """Answer that the keeper ends."""
+        if self._stop is not None:
+            self._answer_stop(Answer())
+
+    def _answer_stop(self, answer: Answer) -> None:
+        assert self._stop is not None
+        connection, question = self._stop
+        self._stop = None
+        answered = Answer(number=question.number, is_done=answer.is_done, text=answer.text)
+        self._connections.answer(connection, answered)
+
+    def _reason_to_stay(self) -> str:
+        """Return why the keeper does not end; empty if it does, or that is not known yet."""
+        if self._core.is_served:
+            return self._text_of_training()
+        job = self._core.job
+        if job is None or self._is_all_stored():
+            return ""
+        newest = max(whole_on_all(self._core.ranks.views(job.settings)), default=None)
+        is_any_failing = False
+        for level, jobs in zip(job.node.storage, job.levels, strict=False):
+            if newest is None or newest in level.complete:
+                continue
+            if not jobs.failure:
+                return ""  # it is being stored
+            is_any_failing = True
+        if newest is None or not is_any_failing:
+            return ""
+        return (
+            f"its newest capture, step {newest.step}, could not be stored at every level; mend the level and try "
+            "again (--force ends it all the same and loses that capture)"
+        )
+
+    def _text_of_training(self) -> str:
+        pid = next(rank.pid for rank in self._core.ranks.all if rank.is_served)
+        return f"its training runs, process {pid}; end that first"
+
+    def _is_all_stored(self) -> bool:
+        """Return True if nothing is lost when the keeper is told to end now.
+
+        With several nodes the keeper is told at once: while memory waits for a restart it would wait for the others.
+        """
+        job = self._core.job
+        return job is None or job.settings.num_nodes > 1 or job.node.is_drained

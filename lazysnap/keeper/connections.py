@@ -1,0 +1,299 @@
+"""Connections of a keeper: to its trainers, and to other processes of the user that ask a question.
+
+Nothing here blocks. A process that does not read holds up nobody: of the states that it does not take only the newest
+one waits.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from msgspec import structs
+
+from lazysnap.core.messages import KeeperState
+from lazysnap.keeper.questions import Answer
+from lazysnap.keeper.wire import Channel, Frame, OtherVersion, WireError
+
+logger = logging.getLogger(__name__)
+
+_ACCEPT_AGAIN_S = 1.0
+"""Pause after no connection could be accepted, for want of descriptors."""
+_MAX_ANSWERS = 16
+"""Answers that wait for a process. One that asks more, and reads none, is disconnected."""
+
+
+class Owner(Protocol):
+    """Takes what happens at the connections."""
+
+    def received(self, connection: "Connection", frame: Frame) -> None:
+        """A message came. Its descriptors belong to the frame."""
+
+    def connection_lost(self, connection: "Connection") -> None:
+        """The other end is gone."""
+
+    def process_died(self, pid: int) -> None:
+        """A process that was connected ended, or its last connection did and it cannot be watched."""
+
+
+class Connection:
+    """The keeper's end of one connection."""
+
+    def __init__(self, number: int, channel: Channel) -> None:
+        self.number = number
+        self.channel = channel
+        # A process of another container has no number here.
+        self.pid = channel.peer_pid or -number
+        self.unsent_state: tuple[int, KeeperState] | None = None
+        """Rank and newest state, if the socket did not take it yet."""
+        self.unsent_answers: deque[tuple[Answer, list[int]]] = deque()
+        """Answers with their descriptors, which are closed once they are sent."""
+        self.has_node_page = False
+        self.sent_slots: set[int] = set()
+        """Ids of the slots whose descriptors were sent."""
+        self.is_closing = False
+        """True if it is closed once all is sent."""
+
+    @property
+    def has_unsent(self) -> bool:
+        """True if something waits for the socket."""
+        return self.channel.is_sending or self.unsent_state is not None or bool(self.unsent_answers)
+
+
+class Connections:
+    """All connections of a keeper. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        owner: Owner,
+        first_descriptors: tuple[int, int],
+        slot_descriptor: Callable[[int, int], int | None],
+    ) -> None:
+        """Begin without connections.
+
+        Args:
+            loop: the loop of the keeper.
+            owner: takes what happens.
+            first_descriptors: node page and eventfd, which each trainer gets.
+            slot_descriptor: returns the descriptor of a slot by rank and id; None if it was freed.
+        """
+        self._loop = loop
+        self._owner = owner
+        self._first_descriptors = first_descriptors
+        self._slot_descriptor = slot_descriptor
+        self._listener: socket.socket | None = None
+        self._connections: dict[int, Connection] = {}
+        self._last_number = 0
+        self._pidfds: dict[int, int] = {}
+        """By process, of all processes that connected and are alive."""
+
+    def get(self, number: int) -> Connection | None:
+        """Return a connection; None if it was closed."""
+        return self._connections.get(number)
+
+    # New ones
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections from now on."""
+        self._listener = listener
+        listener.setblocking(False)
+        self._loop.add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # out of descriptors: never the end of the keeper
+            logger.warning("accept: %s", error)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(_ACCEPT_AGAIN_S, self.listen, listener)
+            return
+        self.add(sock)
+
+    def add(self, sock: socket.socket) -> None:
+        """Serve a connected socket, if the process there is of the same user."""
+        try:
+            channel = Channel(sock)
+        except WireError as error:
+            logger.warning("refused a connection: %s", error)
+            return
+        self._last_number += 1
+        connection = Connection(self._last_number, channel)
+        self._connections[connection.number] = connection
+        self._loop.add_reader(channel, self._read, connection)
+        self._watch_process(connection.pid)
+
+    def _watch_process(self, pid: int) -> None:
+        """Notice the death of a process, also if a forked child of it still holds its connection."""
+        if pid in self._pidfds:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return  # it is dead already, or of another container: the end of its connection counts
+        self._pidfds[pid] = pidfd
+        self._loop.add_reader(pidfd, self._process_exited, pid)
+
+    # Reading
+
+    def _read(self, connection: Connection) -> None:
+        if connection.number not in self._connections or connection.is_closing:
+            return
+        frames = self._receive(connection)
+        if frames is None:
+            self._lose(connection)
+            return
+        for frame in frames:
+            try:
+                if connection.number in self._connections:
+                    self._owner.received(connection, frame)
+            finally:
+                frame.close()
+
+    def _receive(self, connection: Connection) -> list[Frame] | None:
+        """Return the messages that came; None if the connection is of no use any more."""
+        try:
+            return connection.channel.receive()
+        except OtherVersion as error:
+            logger.warning("process %d: %s", connection.pid, error)
+            # What the message says does not matter: its header has our version.
+            self.send_state(connection.number, 0, KeeperState(refusal=str(error)))
+        except (WireError, OSError) as error:
+            logger.warning("closing the connection to process %d: %s", connection.pid, error)
+        return None
+
+    def _lose(self, connection: Connection) -> None:
+        self._owner.connection_lost(connection)
+        self._close_now(connection)
+        if connection.pid not in self._pidfds:
+            self._owner.process_died(connection.pid)
+
+    def _process_exited(self, pid: int) -> None:
+        """Take the last words of a process that ended: it may have reported that it ends."""
+        pidfd = self._pidfds.pop(pid)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        own = [connection for connection in self._connections.values() if connection.pid == pid]
+        for connection in own:
+            self._read(connection)
+        self._owner.process_died(pid)
+        for connection in own:
+            self._close_now(connection)
+
+    # Sending
+
+    def send_state(self, number: int, rank: int, state: KeeperState) -> None:
+        """Send a state of the keeper, now or when the socket takes it. It replaces one that was not sent yet."""
+        connection = self._connections.get(number)
+        if connection is None:
+            return
+        connection.unsent_state = (rank, state)
+        self._send(connection)
+
+    def answer(self, connection: Connection, answer: Answer, descriptors: Sequence[int] = ()) -> None:
+        """Send an answer. The descriptors belong to the connection from now on."""
+        if connection.number not in self._connections:
+            _close_all(descriptors)
+            return
+        connection.unsent_answers.append((answer, list(descriptors)))
+        if len(connection.unsent_answers) > _MAX_ANSWERS:
+            logger.warning("process %d asks, and reads no answers: it is disconnected", connection.pid)
+            self._lose(connection)
+            return
+        self._send(connection)
+
+    def _send(self, connection: Connection) -> None:
+        """Send all that waits, as far as the socket takes it."""
+        try:
+            connection.channel.flush()
+            while connection.has_unsent and not connection.channel.is_sending:
+                self._send_next(connection)
+        except WireError:
+            logger.exception("a message to process %d", connection.pid)
+            self._drop_unsent(connection)
+        except OSError as error:  # that its process is gone is noticed by reading
+            logger.info("process %d is gone: %s", connection.pid, error)
+            self._drop_unsent(connection)
+        if connection.has_unsent:
+            self._loop.add_writer(connection.channel, self._send, connection)
+            return
+        self._loop.remove_writer(connection.channel)
+        if connection.is_closing:
+            self._close_now(connection)
+
+    def _send_next(self, connection: Connection) -> None:
+        if connection.unsent_answers:
+            answer, descriptors = connection.unsent_answers.popleft()
+            try:
+                connection.channel.send(answer, descriptors)
+            finally:
+                _close_all(descriptors)
+            return
+        assert connection.unsent_state is not None
+        rank, state = connection.unsent_state
+        connection.unsent_state = None
+        self._send_state_now(connection, rank, state)
+
+    def _send_state_now(self, connection: Connection, rank: int, state: KeeperState) -> None:
+        """Send a state with the descriptors that this trainer does not have: at first node page and eventfd."""
+        descriptors: list[int] = []
+        slots: list[int] = []
+        if not state.refusal and not connection.has_node_page:
+            connection.has_node_page = True
+            descriptors += self._first_descriptors
+        for slot_id in state.slots:
+            descriptor = self._slot_descriptor(rank, slot_id)
+            if descriptor is None:
+                continue  # freed since the core saw it
+            slots.append(slot_id)
+            if slot_id not in connection.sent_slots:
+                connection.sent_slots.add(slot_id)
+                descriptors.append(descriptor)
+        connection.channel.send(structs.replace(state, slots=tuple(slots)), descriptors)
+
+    def _drop_unsent(self, connection: Connection) -> None:
+        """Give up what cannot be sent, and all that comes later: half a message is in its way."""
+        connection.unsent_state = None
+        for _, descriptors in connection.unsent_answers:
+            _close_all(descriptors)
+        connection.unsent_answers.clear()
+        connection.channel.shut_down()
+
+    # The end
+
+    def close(self, number: int) -> None:
+        """Close a connection behind what was sent there."""
+        connection = self._connections.get(number)
+        if connection is None:
+            return
+        connection.is_closing = True
+        self._loop.remove_reader(connection.channel)
+        if not connection.has_unsent:
+            self._close_now(connection)
+
+    def close_all(self) -> None:
+        """Close all connections and the listener, without waiting for anybody."""
+        for connection in list(self._connections.values()):
+            self._close_now(connection)
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+
+    def _close_now(self, connection: Connection) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return
+        self._loop.remove_reader(connection.channel)
+        self._loop.remove_writer(connection.channel)
+        for _, descriptors in connection.unsent_answers:
+            _close_all(descriptors)
+        connection.channel.close()
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

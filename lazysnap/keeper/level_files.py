@@ -1,0 +1,329 @@
+"""Which files of a level are those of this node? They are named, listed and deleted here.
+
+A level may hold snapshots of earlier starts of the run, whose team (number of nodes, ranks of a node) was another one.
+Where all nodes see the same place, the files of such a snapshot are shared out among the nodes by their numbers, so
+that each is read and deleted once.
+"""
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lazysnap.core.messages import JobSettings, NamedStep, NameRefusal, StepKey
+from lazysnap.errors import ConfigError, FormatError
+from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.leftovers import is_given_by_a_run, is_settled
+from lazysnap.levels.listing import parse_directory
+from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
+from lazysnap.levels.storage import Storage, probe
+from lazysnap.levels.watchdog import Beat
+from lazysnap.levels.watched import RateLimiter
+from lazysnap.resolver import Entry
+from lazysnap.shard.manifest import Manifest
+from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name, parse_keep_file_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LevelContents:
+    """The snapshots of a run that a node found at a level."""
+
+    stored: tuple[StepKey, ...]
+    """Snapshots of which this node's part is committed, and has its size."""
+    leftovers: tuple[StepKey, ...]
+    """Snapshots of which this node has a file, and no manifest."""
+    names: tuple[NamedStep, ...]
+    """Names that a run gave. Node 0 alone gives names, so on other nodes this is empty."""
+
+
+class LevelFiles:
+    """The files of one node at one level, for one job. All methods but the constructor block, on the level's thread.
+
+    A thread that hangs is left behind, and another one uses the same object. The one that was left behind changes
+    nothing here: each operation of a store first calls the ``beat`` of its job, which raises by then.
+
+    Example::
+
+        files = LevelFiles(settings, index=0, faster=())
+        store = files.open(control.beat)
+        contents = files.find(store)
+    """
+
+    def __init__(self, settings: JobSettings, index: int, faster: Sequence["LevelFiles"]) -> None:
+        """Remember the settings. Does no I/O.
+
+        Args:
+            settings: those of the job.
+            index: number of the level, 0 the fastest.
+            faster: the files of the levels before it, in order.
+        """
+        level = settings.levels[index]
+        self.settings = settings
+        self.level = level
+        self.url = level.url
+        self.faster = tuple(faster)
+        self.is_shared = level.is_shared or settings.num_nodes == 1
+        """True if all nodes see the same place there."""
+        self.name = NodeName(settings.node, settings.num_nodes)
+        """Name of the file that this node writes."""
+        self._speed = index + 1
+        self._pace = RateLimiter(level.max_bytes_per_s)
+        self._store: SnapshotStore | None = None
+        """The store, not watched: it outlives a job."""
+        self._is_swept = False
+        self._uncommitted: set[StepKey] = set()
+        """Steps that this keeper began to write, and that were not read back since."""
+        self._other_runs: dict[StepKey, str] = {}
+        """The run of captures that were made before this job, in another run, and are stored all the same."""
+
+    # The store
+
+    def open(self, beat: Beat) -> SnapshotStore:
+        """Return the store as one job uses it. The first call removes what dead writers left.
+
+        Args:
+            beat: called before each operation. What it raises ends the job.
+
+        Raises: LevelError; ConfigError; what ``beat`` raises.
+        """
+        opened = self._store
+        if opened is None:
+            opened = self._open_new()
+            beat()  # a thread that was left behind does not replace the store of later jobs
+            self._store = opened
+        store = opened.watched(beat, self._pace)
+        if not self._is_swept:
+            removed = store.sweep(self._sweeps)
+            self._is_swept = True
+            if removed:
+                logger.info("%s: removed what dead runs left: %s", self.url, ", ".join(removed))
+        return store
+
+    def open_for_copy(self, beat: Beat) -> SnapshotStore:
+        """Return another store, for the thread of a slower level. Raises: as ``open``."""
+        return self._open_new().watched(beat)
+
+    def reopen(self) -> None:
+        """Open the store anew at the next job: credentials may have expired, a mount may be stale."""
+        self._store = None
+
+    def probe(self, beat: Beat) -> None:
+        """Try a small write, with a new store. Raises: LevelError; what the storage raises."""
+        self.reopen()
+        probe(self.open(beat).storage)
+
+    def _open_new(self) -> SnapshotStore:
+        return open_store(self.url, speed=self._speed, options=self.level.storage_options)
+
+    # Names of files
+
+    def directory(self, key: StepKey) -> str:
+        """Return the directory of a snapshot."""
+        run_id = self._other_runs.get(key, self.settings.run)
+        return SnapshotName(run_id, key.step, f"{key.start:016x}").directory
+
+    def place(self, storage: Storage, key: StepKey) -> FilePlace:
+        """Return the place of this node's file, written or not."""
+        return FilePlace(storage, self.directory(key), self.name)
+
+    def _is_deleted_here(self, name: NodeName) -> bool:
+        """True if this node deletes a committed file of that name, once its snapshot is not needed any more."""
+        if name.nodes == self.name.nodes:
+            return name == self.name
+        return self._falls_to_this_node(name)
+
+    def _sweeps(self, name: NodeName) -> bool:
+        """True if this node removes what dead writers left of files of that name."""
+        return name == self.name or self._falls_to_this_node(name)
+
+    def _falls_to_this_node(self, name: NodeName) -> bool:
+        """Share out the files of an earlier team by number.
+
+        On a disk of its own a node finds files of whatever number it had when it wrote them.
+        """
+        return not self.is_shared or name.node % self.settings.num_nodes == self.settings.node
+
+    # Listing
+
+    def find(self, store: SnapshotStore) -> LevelContents:
+        """Return the snapshots of the run, by their manifests and the sizes of their files. Raises: LevelError."""
+        stored: list[StepKey] = []
+        leftovers: list[StepKey] = []
+        names: list[NamedStep] = []
+        for directory in store.storage.list():
+            key = self._parse_directory_name(directory)
+            if key is None:
+                continue
+            file_names = store.storage.list(directory)
+            if self._is_stored(store, directory, file_names):
+                stored.append(key)
+            elif self.name.file in file_names and self.name.manifest not in file_names:
+                leftovers.append(key)
+            if self.settings.node == 0:
+                names += self._names_given(store.storage, directory, key, file_names)
+        return LevelContents(tuple(sorted(stored)), tuple(sorted(leftovers)), tuple(sorted(names)))
+
+    def _parse_directory_name(self, directory: str) -> StepKey | None:
+        """Return the snapshot of this run in a directory; None for any other directory."""
+        name = SnapshotName.parse(directory)
+        if name is None or name.run_id != self.settings.run:
+            return None
+        return StepKey(int(name.start, 16), name.step)
+
+    def _is_stored(self, store: SnapshotStore, directory: str, file_names: Sequence[str]) -> bool:
+        """True if this node's part of a snapshot is there. What is damaged does not count, and stays."""
+        try:
+            if self.name.manifest in file_names:
+                manifest = read_committed(FilePlace(store.storage, directory, self.name))
+                if self._is_of_this_team(manifest):
+                    return True
+            return self._is_stored_by_another_team(store, directory, file_names)
+        except FileNotFoundError:
+            return False  # it was just deleted
+        except FormatError as error:
+            logger.warning("%s: %s does not count: %s", store.url, directory, error)
+            return False
+
+    def _is_of_this_team(self, manifest: Manifest) -> bool:
+        ranks = {shard.meta.rank for shard in manifest.shards}
+        return manifest.meta.world_size == self.settings.world_size and ranks == set(self.settings.ranks)
+
+    def _is_stored_by_another_team(self, store: SnapshotStore, directory: str, file_names: Sequence[str]) -> bool:
+        """True if all manifests of a snapshot are there, and the files that fall to this node are whole.
+
+        On disks of their own no node sees that all manifests are there. Raises: FormatError; FileNotFoundError.
+        """
+        listed = parse_directory(directory, file_names)
+        if not self.is_shared or not listed.is_whole:
+            return False
+        for name in listed.nodes((self.settings.node, self.settings.num_nodes)):
+            read_committed(FilePlace(store.storage, directory, name))
+        return True
+
+    def _names_given(
+        self, storage: Storage, directory: str, key: StepKey, file_names: Sequence[str]
+    ) -> list[NamedStep]:
+        named = []
+        for file_name in file_names:
+            name = parse_keep_file_name(file_name)
+            if name is not None and is_given_by_a_run(storage, f"{directory}/{file_name}"):
+                named.append(NamedStep(name, key))
+        return named
+
+    # Writing
+
+    def begin_write(self, key: StepKey) -> None:
+        """Remember that files of this step, if they have no manifest, are of this keeper."""
+        self._uncommitted.add(key)
+
+    def use_run(self, key: StepKey, run_id: str) -> None:
+        """Store a capture under the run in which it was made."""
+        if run_id != self.settings.run:
+            self._other_runs[key] = run_id
+
+    def read_own_manifest(self, store: SnapshotStore, key: StepKey) -> Manifest:
+        """Return the manifest of this node's committed file.
+
+        Raises: FileNotFoundError, if it or a shard of a rank of this node is missing; FormatError; LevelError.
+        """
+        place = self.place(store.storage, key)
+        manifest = place.read_manifest()
+        missing = set(self.settings.ranks) - {shard.meta.rank for shard in manifest.shards}
+        if missing:
+            raise FileNotFoundError(f"{place.where}: nothing of rank {min(missing)}")
+        return manifest
+
+    def read_back(self, store: SnapshotStore, key: StepKey) -> None:
+        """Compare every byte of the file of this node with its checksums.
+
+        Raises: FormatError, and it is no snapshot any more; LevelError.
+        """
+        place = self.place(store.storage, key)
+        try:
+            store.verify(place)
+        except (FormatError, FileNotFoundError) as error:
+            with contextlib.suppress(FileNotFoundError):
+                place.withdraw()
+            if not place.is_link():
+                place.delete_or_leave()  # a place where all is read back damaged would fill up
+            raise FormatError(f"{store.url}: step {key.step}: it was read back damaged: {error}") from error
+
+    def end_write(self, key: StepKey) -> None:
+        """The file of this step counts from now on."""
+        self._uncommitted.discard(key)
+
+    # Deleting
+
+    def delete(self, store: SnapshotStore, keys: Sequence[StepKey]) -> None:
+        """Delete the files of snapshots that are this node's to delete, manifests first. Raises: LevelError.
+
+        Of a snapshot that has a name nothing is deleted, nor if a file is a symbolic link or is behind one.
+        """
+        # A level that is not there fails here. A directory that is not there would look as if it was deleted.
+        directories = set(store.storage.list())
+        for key in keys:
+            if self.directory(key) in directories:
+                self._delete_snapshot(store.storage, key)
+            self._uncommitted.discard(key)
+            self._other_runs.pop(key, None)
+
+    def _delete_snapshot(self, storage: Storage, key: StepKey) -> None:
+        directory = self.directory(key)
+        file_names = storage.list(directory)
+        if any(parse_keep_file_name(file_name) is not None for file_name in file_names):
+            return
+        if self.name.file in file_names and self.name.manifest not in file_names:
+            self._delete_uncommitted(storage, key)
+        places = []
+        for file_name in file_names:
+            parsed = parse_file_name(file_name)
+            if parsed is not None and parsed[1] == "json" and self._is_deleted_here(parsed[0]):
+                places.append(FilePlace(storage, directory, parsed[0]))
+        if delete_files(places):
+            storage.delete_directory(directory)
+
+    def _delete_uncommitted(self, storage: Storage, key: StepKey) -> None:
+        """Delete a file without manifest.
+
+        If another process wrote it, it may be a copy in progress (``cp``, ``rsync``): then it stays for a day.
+        """
+        place = self.place(storage, key)
+        if place.is_link():
+            return
+        if key in self._uncommitted or is_settled(storage, place.file_path):
+            storage.delete(place.file_path)
+
+    # Names that users give
+
+    def set_names(
+        self, store: SnapshotStore, given: Sequence[NamedStep], released: Sequence[NamedStep]
+    ) -> tuple[NameRefusal, ...]:
+        """Take names away from all snapshots of the run, then give names.
+
+        Returns: the names that can never be given.
+        Raises: LevelError.
+        """
+        for name in sorted({named.name for named in released}):
+            store.release(self.settings.run, name)
+        refused = []
+        for named in given:
+            try:
+                store.keep(self._entry(named.key), named.name)
+            except ConfigError as error:
+                refused.append(NameRefusal(self.url, named.name, str(error)))
+        return tuple(refused)
+
+    def _entry(self, key: StepKey) -> Entry:
+        """Return the facts of the first shard of this node."""
+        return Entry(
+            level=self.url,
+            speed=self._speed,
+            run_id=self.settings.run,
+            start=f"{key.start:016x}",
+            step=key.step,
+            rank=self.settings.ranks[0],
+            world_size=self.settings.world_size,
+            location=self.directory(key),
+        )

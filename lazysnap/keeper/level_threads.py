@@ -1,0 +1,138 @@
+"""One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level behind the last."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lazysnap import faults
+from lazysnap.core.actions import Event, Job, JobEnded, WriteLevel
+from lazysnap.core.messages import JobSettings
+from lazysnap.keeper.jobs import run_level_job
+from lazysnap.keeper.level_files import LevelFiles
+from lazysnap.keeper.worker import JobControl, Worker
+from lazysnap.memory.slots import Slot
+
+SlotsByRank = Mapping[int, Mapping[int, Slot]]
+ParityJob = Callable[[Job, SlotsByRank, JobControl], Callable[[], JobEnded]]
+
+
+@dataclass(frozen=True)
+class EndedJob:
+    """A job whose thread returned, also one that was abandoned."""
+
+    job: Job
+    level_url: str
+    """The level; empty for redundancy."""
+    event: JobEnded
+    control: JobControl
+
+
+class LevelThreads:
+    """The threads of all levels, and the job that runs on each. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        post: Callable[[Event], None],
+        ended: Callable[[EndedJob], None],
+        parity_job: ParityJob,
+    ) -> None:
+        """Begin without levels.
+
+        Args:
+            post: hands an event to the loop, from any thread.
+            ended: takes each job that ended, on the thread of its level.
+            parity_job: returns the work of a job of the redundancy level.
+        """
+        self._post = post
+        self._ended = ended
+        self._parity_job = parity_job
+        self._files: list[LevelFiles] = []
+        self._urls: list[str] = []
+        self._workers: dict[int, Worker] = {}
+        self._controls: dict[int, JobControl] = {}
+        """Of the job that was begun last at each level."""
+        self._running: dict[int, Job] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a job runs that was not abandoned."""
+        return bool(self._running)
+
+    def moved_bytes(self, level: int) -> int:
+        """Return the bytes that the job of a level moved so far."""
+        if level not in self._running:
+            return 0
+        return self._controls[level].moved_bytes
+
+    def running_job(self, level: int) -> Job | None:
+        """Return the job of a level."""
+        return self._running.get(level)
+
+    def begin(self, settings: JobSettings) -> None:
+        """Work for these settings from now on. Jobs of earlier ones are abandoned."""
+        for level in list(self._workers):
+            self._abandon(level)
+        self._files = []
+        self._urls = [level.url for level in settings.levels]
+        for index in range(len(settings.levels)):
+            self._files.append(LevelFiles(settings, index, tuple(self._files)))
+
+    def start(self, job: Job, slots: SlotsByRank) -> None:
+        """Begin a job on the thread of its level."""
+        if job.level not in self._workers:
+            self._workers[job.level] = Worker(f"level-{job.level}")
+        control = JobControl(job, self._post)
+        self._controls[job.level] = control
+        self._running[job.level] = job
+        work = self._work_of(job, _read_slots(job, slots), control)
+        self._workers[job.level].submit(functools.partial(self._run, job, self._url(job.level), work, control))
+
+    def forget(self, job: Job) -> None:
+        """Note that a job ended."""
+        if self._running.get(job.level) is job:
+            del self._running[job.level]
+
+    def cancel(self, level: int, number: int) -> None:
+        """Have a job end soon, without a commit."""
+        job = self._running.get(level)
+        if job is not None and job.job == number:
+            self._controls[level].is_cancelled = True
+
+    def abandon(self, level: int, number: int) -> None:
+        """Leave the thread of a level alone; the next job gets another one."""
+        job = self._running.get(level)
+        if job is not None and job.job == number:
+            self._abandon(level)
+
+    def _abandon(self, level: int) -> None:
+        control = self._controls.pop(level, None)
+        if control is not None:
+            control.is_cancelled = True
+        self._running.pop(level, None)
+        self._workers.pop(level).leave()
+
+    def _work_of(self, job: Job, slots: SlotsByRank, control: JobControl) -> Callable[[], JobEnded]:
+        if job.level < len(self._files):
+            return functools.partial(run_level_job, job, self._files[job.level], slots, control)
+        return self._parity_job(job, slots, control)
+
+    def _url(self, level: int) -> str:
+        return self._urls[level] if level < len(self._urls) else ""
+
+    def _run(self, job: Job, level_url: str, work: Callable[[], JobEnded], control: JobControl) -> None:
+        """Do a job. On the thread of its level."""
+        event = work()
+        faults.point("keeper.job_ended")
+        self._ended(EndedJob(job, level_url, event, control))
+
+
+def _read_slots(job: Job, slots: SlotsByRank) -> SlotsByRank:
+    """Return the slots that a job reads: a thread that hangs must not keep the memory of others."""
+    if not isinstance(job, WriteLevel):
+        return {}
+    read: dict[int, dict[int, Slot]] = {}
+    for rank, slot_id in job.slots:
+        slot = slots.get(rank, {}).get(slot_id)
+        if slot is not None:
+            read.setdefault(rank, {})[slot_id] = slot
+    return read

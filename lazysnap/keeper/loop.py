@@ -1,0 +1,448 @@
+"""The keeper: one asyncio loop around the core. Nothing on it blocks, and nothing polls.
+
+::
+
+    sockets, pidfds, eventfd, timer ──> _handle(event) ──> core.step ──> actions ──> words, messages, jobs
+                                            ▲                                            │
+                                            └───────── call_soon_threadsafe ─────────────┘ threads of levels, of memory
+
+An error that nobody expected ends the process: its trainers start another keeper, and hand their memory over. That path
+is tested more often than any repair here could be.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import structs
+
+from lazysnap import faults
+from lazysnap.core.actions import (
+    AbandonJob,
+    Action,
+    AdoptSlots,
+    BeginJob,
+    CancelJob,
+    CloseConnection,
+    ConnectionLost,
+    Event,
+    Finish,
+    FreeSlot,
+    Hold,
+    Job,
+    JobMoved,
+    KeeperTrouble,
+    MakeSlot,
+    ProcessDied,
+    Release,
+    Send,
+    SendToTrainer,
+    SetGrant,
+    SetPeers,
+    SlotMade,
+    SlotsSeen,
+    Terminated,
+    TimePassed,
+    TrainerReported,
+    VoidSlot,
+    WriteLevel,
+)
+from lazysnap.core.core import Core
+from lazysnap.core.lifecycle import Phase
+from lazysnap.core.messages import Alert, KeeperState, TrainerState
+from lazysnap.keeper.answers import Answers
+from lazysnap.keeper.connections import Connection, Connections
+from lazysnap.keeper.event_log import EventLog
+from lazysnap.keeper.level_threads import EndedJob, LevelThreads
+from lazysnap.keeper.memory_work import MemoryWork
+from lazysnap.keeper.other_nodes import OtherNodes
+from lazysnap.keeper.questions import Answer, Question
+from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
+from lazysnap.keeper.slot_table import SlotTable
+from lazysnap.keeper.trainer_watch import TrainerWatch
+from lazysnap.keeper.trouble import Trouble
+from lazysnap.keeper.wire import Frame
+from lazysnap.memory.slots import KeeperSlot
+from lazysnap.memory.words import NodePage
+
+logger = logging.getLogger(__name__)
+
+_MAX_ROUNDS = 16
+"""Times that the words are read again for one event. What is still to be seen then is seen with the next one."""
+_NOTED_RANK = 0
+"""The rank whose state is noted in the events of the run."""
+
+
+def run_keeper(
+    listener: socket.socket, lock: KeeperLock, trainer: socket.socket | None = None, trouble: Trouble | None = None
+) -> int:
+    """Serve one job on this node until it is over.
+
+    Args:
+        listener: a socket that listens at the job's path.
+        lock: the lock of the job, which this process holds.
+        trainer: connection to the trainer that started this process.
+        trouble: the errors that are reported to trainers.
+
+    Returns: the exit status: 0 once the job is over, 1 after an error. Then memory is handed over by the trainers.
+    """
+    keeper = Keeper(lock, trouble)
+    keeper.listen(listener)
+    if trainer is not None:
+        keeper.connect(trainer)
+    return keeper.run()
+
+
+class Keeper:
+    """Carries out what the core decides. Everything runs on the loop's thread, unless it says something else.
+
+    It is large because each action of the core leads to another part of the keeper. What a part does stands there.
+    """
+
+    def __init__(self, lock: KeeperLock, trouble: Trouble | None) -> None:
+        self._lock = lock
+        self._trouble = trouble
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._on_loop_error)
+        self._core = Core(secrets.randbits(62), self._loop.time(), os.getpid())
+        self._timer: asyncio.TimerHandle | None = None
+        self._must_observe = False
+        """True if words were changed, or slots came or went, since the core saw them."""
+        self._exit_status = 0
+        self._is_ending = False
+        self._node_page = NodePage.create()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._slots = SlotTable()
+        self._connections = Connections(
+            self._loop, self, (self._node_page.descriptor, self._wake), self._slot_descriptor
+        )
+        self._handed_over: list[int] = []
+        """Descriptors of the message that is handled, until ``AdoptSlots`` takes them."""
+        self._others = OtherNodes(self._loop, self._handle, self._slots, self._num_ranks)
+        self._levels = LevelThreads(self._post, self._job_returned, self._others.parity_job)
+        self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
+        self._events = EventLog()
+        self._trainers = TrainerWatch(self._events)
+        self._answers = Answers(self._core, self._slots, self._connections)
+        self._sent: dict[int, SendToTrainer] = {}
+        """The last state that was sent, by rank."""
+
+    def listen(self, listener: socket.socket) -> None:
+        """Accept connections there."""
+        self._connections.listen(listener)
+
+    def connect(self, trainer: socket.socket) -> None:
+        """Serve the trainer at the other end."""
+        self._connections.add(trainer)
+
+    def run(self) -> int:
+        """Serve the job until it is over. Returns: the exit status."""
+        self._loop.add_reader(self._wake, self._woken)
+        self._loop.add_signal_handler(signal.SIGTERM, self._handle, Terminated())
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
+        self._loop.call_later(REFRESH_S, self._refresh_lock)
+        if self._trouble is not None:
+            self._trouble.notify = self._trouble_came
+            self._loop.call_soon(self._report_trouble)
+        self._loop.call_soon(self._set_timer)
+        faults.point("keeper.started")
+        self._loop.run_forever()
+        if self._exit_status == 0:
+            # Before the trainers see the end: a launcher may then kill what is left of the job.
+            self._events.close()
+        self._connections.close_all()
+        self._others.close()
+        return self._exit_status
+
+    def _refresh_lock(self) -> None:
+        self._lock.refresh()
+        self._loop.call_later(REFRESH_S, self._refresh_lock)
+
+    # Events
+
+    def _handle(self, event: Event) -> None:
+        """Take an event, and carry out what follows."""
+        if self._is_ending:
+            return
+        self._observe()
+        self._step(event)
+        if self._must_observe:
+            self._observe()
+        self._follow_up()
+
+    def _observe(self) -> None:
+        """Show the core the words of all slots; again whenever it changed some, until nothing follows any more."""
+        for _ in range(_MAX_ROUNDS):
+            self._must_observe = False
+            self._step(SlotsSeen(self._slots.views()))
+            if not self._must_observe:
+                return
+
+    def _step(self, event: Event) -> None:
+        phase = self._core.phase
+        actions = self._core.step(event, self._loop.time())
+        if self._core.phase is not phase:
+            logger.info("%s -> %s", phase.value, self._core.phase.value)
+            faults.point(f"keeper.{self._core.phase.value}")
+        for action in actions:
+            self._perform(action)
+
+    def _follow_up(self) -> None:
+        """Do what has to follow any event."""
+        self._trainers.look(self._core.ranks.all)
+        self._events.look(self._core.ranks.all, self._slots.by_rank)
+        self._note_state()
+        self._answer_stop()
+        self._rest()
+        self._set_timer()
+
+    def _woken(self) -> None:
+        """A capture began that the core wants to see."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        if not self._is_ending:
+            self._observe()
+            self._follow_up()
+
+    def _post(self, event: Event) -> None:
+        """Take an event from any thread."""
+        self._loop.call_soon_threadsafe(self._handle_posted, event)
+
+    def _handle_posted(self, event: Event) -> None:
+        self._handle(event)
+        if isinstance(event, JobMoved):
+            self._send_progress(event.level)
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake_at = self._core.wake_at()
+        if wake_at is not None and not self._is_ending:
+            self._timer = self._loop.call_at(wake_at, self._handle, TimePassed())
+
+    def _trouble_came(self) -> None:
+        """An error was logged. Called on any thread."""
+        self._loop.call_soon_threadsafe(self._report_trouble)
+
+    def _report_trouble(self) -> None:
+        assert self._trouble is not None, "it was reported by it"
+        while not self._trouble.texts.empty():
+            self._handle(KeeperTrouble(self._trouble.texts.get()))
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """End the process: nobody knows what is left undone."""
+        self._exit_status = 1
+        self._is_ending = True
+        loop.stop()
+        logger.error("the keeper ends: %s", context.get("message"), exc_info=context.get("exception"))
+        if self._trouble is None:
+            return
+        alerts = []
+        while not self._trouble.texts.empty():
+            alerts.append(Alert("keeper", self._trouble.texts.get()))
+        for action in self._sent.values():
+            state = structs.replace(action.state, alerts=(*action.state.alerts, *alerts))
+            self._connections.send_state(action.connection, action.rank, state)
+
+    # Actions
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case SendToTrainer():
+                self._send_state(action)
+            case CloseConnection():
+                self._connections.close(action.connection)
+            case AdoptSlots():
+                self._slots.adopt(action.rank, self._handed_over)
+                self._handed_over = []
+                self._must_observe = True
+            case MakeSlot():
+                self._memory.make_slot(action)
+            case FreeSlot():
+                self._slots.free(action.rank, action.slot_id)
+                self._others.slot_freed()
+                self._must_observe = True
+            case VoidSlot() | Hold() | Release():
+                self._set_word(action)
+            case SetGrant():
+                self._set_grant(action.step)
+            case BeginJob():
+                self._levels.begin(action.settings)
+                self._others.begin_job(action.settings)
+                self._events.job_began(action.settings, self._core)
+            case SetPeers():
+                self._others.set_peers(action.peers)
+            case Job():
+                self._levels.start(action, self._slots.by_rank)
+            case CancelJob():
+                self._levels.cancel(action.level, action.job)
+            case AbandonJob():
+                self._levels.abandon(action.level, action.job)
+            case Send():
+                self._others.send(action.node, action.message)
+            case Finish():
+                self._finish()
+
+    def _finish(self) -> None:
+        self._answers.finish()
+        self._is_ending = True
+        self._loop.stop()
+
+    def _set_grant(self, step: int | None) -> None:
+        if step is None:
+            self._node_page.grant_none()
+        else:
+            self._node_page.grant(step)
+        self._must_observe = True  # the step may have begun a moment ago
+
+    def _set_word(self, action: VoidSlot | Hold | Release) -> None:
+        slot = self._slots.find(action.rank, action.slot_id)
+        if slot is None:
+            return  # freed since the core saw it
+        match action:
+            case VoidSlot():
+                slot.void(action.sequence)
+                self._must_observe = True
+            case Hold():
+                assert self._core.job is not None, "slots are held for a job"
+                slot.hold(action.sequence, self._slots.of_rank(action.rank), self._core.job.settings.num_kept)
+                self._must_observe = True
+                faults.point("keeper.slot_held")
+            case Release():
+                slot.release()
+
+    # Levels
+
+    def _num_ranks(self) -> int:
+        """Return the number of ranks of the node; 0 while that is not known."""
+        return 0 if self._core.job is None else self._core.job.settings.num_ranks
+
+    def _job_returned(self, ended: EndedJob) -> None:
+        """Take the end of a job. Called on the thread of its level."""
+        self._loop.call_soon_threadsafe(self._job_ended, ended)
+
+    def _job_ended(self, ended: EndedJob) -> None:
+        self._levels.forget(ended.job)
+        self._slots.note_checksums(ended.control.checksums)
+        key = ended.job.key if isinstance(ended.job, WriteLevel) else None
+        self._events.job_ended(ended.level_url, ended.event, key)
+        self._handle(ended.event)
+
+    # Memory
+
+    def _slot_descriptor(self, rank: int, slot_id: int) -> int | None:
+        slot = self._slots.find(rank, slot_id)
+        return None if slot is None else slot.descriptor
+
+    def _add_slot(self, rank: int, slot: KeeperSlot) -> None:
+        self._slots.add(rank, slot)
+        self._handle(SlotMade(rank))
+
+    def _rest(self) -> None:
+        """Use the time in which memory waits for a restart, and no level works."""
+        is_waiting = self._core.phase is Phase.LINGERING and not self._core.is_served
+        self._memory.rest(is_resting=is_waiting and not self._levels.is_busy)
+
+    # Connections
+
+    def received(self, connection: Connection, frame: Frame) -> None:
+        """Take a message."""
+        message = frame.message
+        if isinstance(message, TrainerState):
+            self._trainer_reported(connection, message, frame)
+        elif isinstance(message, Question):
+            self._answer(connection, message)
+        else:
+            logger.warning("process %d sent a %s", connection.pid, type(message).__name__)
+
+    def _trainer_reported(self, connection: Connection, state: TrainerState, frame: Frame) -> None:
+        faults.set_peer(connection.pid)
+        self._handed_over = frame.descriptors
+        frame.descriptors = []
+        try:
+            self._handle(TrainerReported(connection.number, connection.pid, state))
+        finally:
+            # Of a trainer that is refused, or that handed over nothing of use.
+            frame.descriptors = self._handed_over
+            self._handed_over = []
+
+    def connection_lost(self, connection: Connection) -> None:
+        """Take the end of a connection."""
+        self._answers.forget(connection)
+        self._handle(ConnectionLost(connection.number))
+
+    def process_died(self, pid: int) -> None:
+        """Take the death of a process."""
+        self._handle(ProcessDied(pid))
+
+    def _send_state(self, action: SendToTrainer) -> None:
+        if not action.state.refusal:
+            self._sent[action.rank] = action
+        state = self._with_progress(action.state)
+        self._connections.send_state(action.connection, action.rank, state)
+
+    def _with_progress(self, state: KeeperState) -> KeeperState:
+        """Add the bytes that jobs moved, where somebody waits for them: the core does not know them."""
+        levels = []
+        for index, level in enumerate(state.levels):
+            moved_bytes = self._levels.moved_bytes(index)
+            if level.writing is not None and moved_bytes:
+                levels.append(structs.replace(level, moved_bytes=moved_bytes))
+            else:
+                levels.append(level)
+        return structs.replace(state, levels=tuple(levels))
+
+    def _send_progress(self, level: int) -> None:
+        """Send the last states again, with the bytes that a job moved since."""
+        for action in list(self._sent.values()):
+            levels = action.state.levels
+            if level < len(levels) and levels[level].writing is not None:
+                self._send_state(action)
+
+    def _note_state(self) -> None:
+        """Note the state of the first rank for the events of the run, also while it has no trainer."""
+        if self._core.ranks.all:
+            self._events.state_changed(self._core.state_of(self._core.ranks.all[_NOTED_RANK]))
+
+    # Questions
+
+    def _answer(self, connection: Connection, question: Question) -> None:
+        try:
+            self._answer_question(connection, question)
+        except Exception as error:  # a question must not end the keeper
+            logger.exception("a question about %s", question.about)
+            text = f"{type(error).__name__}: {error}"
+            self._connections.answer(connection, Answer(number=question.number, is_done=False, text=text))
+
+    def _answer_question(self, connection: Connection, question: Question) -> None:
+        history = self._events.history
+        match question.about:
+            case "memory":
+                self._answers.answer_memory(connection, question, history, self._others.held_parity())
+            case "status":
+                moved_bytes = self._moved_bytes()
+                self._answers.answer_status(connection, question, self._others.parity_bytes, history, moved_bytes)
+            case "stop":
+                self._answers.stop_asked(connection, question)
+                if question.is_forced and not self._core.is_served:
+                    self._finish()
+                else:
+                    self._answer_stop()
+
+    def _moved_bytes(self) -> Mapping[int, int]:
+        if self._core.job is None:
+            return {}
+        return {index: self._levels.moved_bytes(index) for index in range(len(self._core.job.settings.levels))}
+
+    def _answer_stop(self) -> None:
+        """Answer whoever wants this keeper to end, once it is known whether it does."""
+        if self._answers.must_terminate():
+            self._loop.call_soon(self._handle, Terminated())

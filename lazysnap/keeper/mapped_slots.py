@@ -1,0 +1,192 @@
+"""Which memory of its keeper has a trainer mapped, and which slots can it write at full speed?
+
+::
+
+    keeper ──descriptor──> mapped ──populate, make_ready, in the background──> ready ──remove──> unmapped
+
+Slots stay mapped when their keeper dies: the next one gets them.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection
+
+from lazysnap.errors import FormatError, KeeperError
+from lazysnap.memory.slots import TrainerSlot
+from lazysnap.memory.words import NodePage, SlotWord
+
+logger = logging.getLogger(__name__)
+
+_JOIN_S = 5.0
+_NUM_DOORBELL_DESCRIPTORS = 2
+
+
+class MappedSlots:
+    """The slots of one trainer. Thread-safe.
+
+    Example::
+
+        slots = MappedSlots(on_ready=client.wake_waiting)
+        slots.map(descriptor)
+        slots.want()
+    """
+
+    def __init__(self, on_ready: Callable[[], None]) -> None:
+        """``on_ready`` is called in the background, without a lock, whenever a slot became ready."""
+        self._on_ready = on_ready
+        self._lock = threading.Lock()
+        self.all: tuple[TrainerSlot, ...] = ()
+        """Every slot, in no order. It is replaced as a whole, so any thread may read it without a lock."""
+        self.ready: tuple[TrainerSlot, ...] = ()
+        """The slots whose pages are in the tables of this process. It is replaced as a whole, too."""
+        self.newest_sequence = 0
+        """The greatest sequence number of any capture that was in a slot when it was mapped."""
+        self.make_ready: Callable[[TrainerSlot], None] = _do_nothing
+        """Called in the background for a slot with its pages in place, before it counts as ready."""
+        self._waiting: list[TrainerSlot] = []
+        """Slots that are not populated yet."""
+        self._is_wanted = False
+        self._populating: threading.Thread | None = None
+
+    def map(self, descriptor: int, returned: Collection[int] = ()) -> None:
+        """Map a slot, unless it is mapped already. Takes ``descriptor``, which is closed if it is not needed.
+
+        Args:
+            descriptor: descriptor of the slot.
+            returned: ids of slots that are not wanted any more.
+
+        Raises: FormatError or OSError, if it cannot be mapped.
+        """
+        slot = TrainerSlot.attach(descriptor)
+        with self._lock:
+            known = {known.slot_id for known in self.all}
+            is_new = slot.slot_id not in known and slot.slot_id not in returned
+            if is_new:
+                self.newest_sequence = max(self.newest_sequence, slot.words.load(SlotWord.SEQUENCE))
+                self.all = (*self.all, slot)
+                self._waiting.append(slot)
+                self._begin_populating()
+        if not is_new:
+            slot.close()
+
+    def want(self) -> None:
+        """Captures will come: from now on pages are put in place for them, in the background.
+
+        Not before: beside a restart, which only reads, that takes a processor and the lock of the address space; a
+        restore of 1.2 GB took twice as long.
+        """
+        with self._lock:
+            self._is_wanted = True
+            self._begin_populating()
+
+    def remove(self, slot: TrainerSlot) -> bool:
+        """Forget a slot. It is unmapped when nobody uses it any more. Returns: False if it is not mapped."""
+        with self._lock:
+            if slot not in self.all:
+                return False
+            self.all = _without(self.all, slot)
+            self.ready = _without(self.ready, slot)
+            self._waiting = [waiting for waiting in self._waiting if waiting is not slot]
+        # Not ``close``: another thread may still read its words.
+        weakref.finalize(slot, os.close, slot.descriptor).atexit = False
+        return True
+
+    def close(self) -> None:
+        """Unmap all slots: nobody uses them any more. Blocks: seconds at most, while one is being populated."""
+        with self._lock:
+            slots = self.all
+            self.all = ()
+            self.ready = ()
+            self._waiting = []
+            populating = self._populating
+        if populating is not None:
+            populating.join(_JOIN_S)
+        for slot in slots:
+            slot.close()
+
+    def _begin_populating(self) -> None:
+        """Begin the background work, if there is any. The caller has the lock."""
+        if self._is_wanted and self._waiting and self._populating is None:
+            self._populating = threading.Thread(target=self._populate_all, name="lazysnap-populate", daemon=True)
+            self._populating.start()
+
+    def _populate_all(self) -> None:
+        """Make slots ready, one after the other, until none is waiting."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._populating = None
+                    return
+                slot = self._waiting.pop(0)
+            if self._populate(slot):
+                with self._lock:
+                    if slot in self.all:
+                        self.ready = (*self.ready, slot)
+                self._on_ready()
+            del slot  # it may have been removed meanwhile, and nothing may keep it mapped
+
+    def _populate(self, slot: TrainerSlot) -> bool:
+        """Put the pages of a slot in place. Returns: False if that is impossible."""
+        try:
+            slot.populate()
+            if not slot.is_file:  # a device must not pin pages of files, which the kernel writes to the disk
+                self.make_ready(slot)
+        except (OSError, ValueError) as error:  # no memory for page tables, or closed meanwhile
+            logger.debug("a slot cannot be populated: %s", error)
+            return False
+        except Exception as error:  # noqa: BLE001  the last handler of the thread: a capture tries once more
+            logger.warning("a slot could not be made ready: %s: %s", type(error).__name__, error)
+        return True
+
+
+class Doorbell:
+    """Page and eventfd of a keeper: one load of a word, and a system call where the keeper waits.
+
+    They are closed when no thread uses them any more.
+
+    Example::
+
+        doorbell = Doorbell.take(keeper_pid, descriptors)
+        doorbell.ring(step=7)
+    """
+
+    def __init__(self, keeper_pid: int, page: NodePage, event: int) -> None:
+        self.keeper_pid = keeper_pid
+        self._page = page
+        self._event = event
+        weakref.finalize(self, _close_doorbell, page, event).atexit = False
+
+    @classmethod
+    def take(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
+        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are not there."""
+        if len(descriptors) < _NUM_DOORBELL_DESCRIPTORS:
+            raise KeeperError(f"keeper {keeper_pid} sent no page of its words; end it with `kill {keeper_pid}`")
+        try:
+            page = NodePage.attach(descriptors.pop(0))
+        except (FormatError, OSError) as error:
+            raise KeeperError(
+                f"the page of keeper {keeper_pid} cannot be mapped: {error}; end it with `kill {keeper_pid}`"
+            ) from error
+        return cls(keeper_pid, page, descriptors.pop(0))
+
+    def ring(self, step: int) -> None:
+        """Wake the keeper if it awaits the capture of ``step``. Hot."""
+        if self._page.is_awaited(step):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._event, 1)
+
+
+def _close_doorbell(page: NodePage, event: int) -> None:
+    page.close()
+    os.close(event)
+
+
+def _without(slots: tuple[TrainerSlot, ...], removed: TrainerSlot) -> tuple[TrainerSlot, ...]:
+    return tuple(slot for slot in slots if slot is not removed)
+
+
+def _do_nothing(slot: TrainerSlot) -> None:
+    """The default of ``make_ready``."""

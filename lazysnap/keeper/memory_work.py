@@ -1,0 +1,105 @@
+"""Slow work with the memory of slots, on one thread beside the loop: slots are made, captures get checksums."""
+
+import functools
+import logging
+from collections.abc import Callable
+
+from lazysnap.core.actions import Event, MakeSlot, MemoryRefused
+from lazysnap.errors import LazySnapError
+from lazysnap.keeper import slot_maker
+from lazysnap.keeper.slot_table import SlotTable, compute_checksums
+from lazysnap.keeper.worker import Worker
+from lazysnap.memory.slot_choice import SlotView
+from lazysnap.memory.slots import KeeperSlot, Slot
+from lazysnap.shard.checksum import Checksums
+
+logger = logging.getLogger(__name__)
+
+CallSoon = Callable[[Callable[[], None]], object]
+
+
+class MemoryWork:
+    """Begins the work, and hands over what comes of it. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        slots: SlotTable,
+        call_soon: CallSoon,
+        post: Callable[[Event], None],
+        slot_made: Callable[[int, KeeperSlot], None],
+    ) -> None:
+        """Begin without a thread.
+
+        Args:
+            slots: all slots of the node.
+            call_soon: runs something on the loop; may be called on any thread.
+            post: hands an event to the loop; may be called on any thread.
+            slot_made: takes a new slot of a rank. Called on the loop.
+        """
+        self._slots = slots
+        self._call_soon = call_soon
+        self._post = post
+        self._slot_made = slot_made
+        self._worker: Worker | None = None
+        self._is_resting = False
+        """True while nobody trains: then nothing is written into the slots."""
+        self._is_computing = False
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        if self._worker is None:
+            self._worker = Worker("memory")
+        self._worker.submit(work)
+
+    # Slots
+
+    def make_slot(self, action: MakeSlot) -> None:
+        """Make a slot. ``slot_made`` is called, or ``MemoryRefused`` is posted."""
+        slots = self._slots.of_rank(action.rank)
+        self._submit(functools.partial(self._allocate, action, slots))
+
+    def _allocate(self, action: MakeSlot, slots: list[KeeperSlot]) -> None:
+        """Make a slot. On the thread of memory."""
+        refusal = ""
+        slot = None
+        try:
+            slot = slot_maker.make(action.wish, slots)
+        except LazySnapError as error:
+            refusal = str(error)
+        except Exception as error:  # the last handler of this work; the core tries again
+            logger.exception("memory")
+            refusal = f"the keeper failed to make memory: {type(error).__name__}: {error}"
+        if slot is None:
+            self._post(MemoryRefused(action.rank, refusal))
+        else:
+            self._call_soon(functools.partial(self._slot_made, action.rank, slot))
+
+    # Checksums
+
+    def rest(self, *, is_resting: bool) -> None:
+        """Compute checksums of captures while nobody trains, the newest first. A restart compares them."""
+        self._is_resting = is_resting
+        if not is_resting or self._is_computing:
+            return
+        found = self._slots.next_without_checksums()
+        if found is not None:
+            self._is_computing = True
+            slot, view = found
+            self._submit(functools.partial(self._compute, slot, view))
+
+    def _compute(self, slot: Slot, view: SlotView) -> None:
+        """Compute the checksums of a capture. On the thread of memory."""
+        checksums = None
+        try:
+            checksums = compute_checksums(slot, view, self._is_over)
+        except Exception:  # the last handler of this work; without checksums a restart compares less
+            logger.exception("checksums of captures")
+        self._call_soon(functools.partial(self._computed, slot, view, checksums))
+
+    def _is_over(self) -> bool:
+        return not self._is_resting
+
+    def _computed(self, slot: Slot, view: SlotView, checksums: Checksums | None) -> None:
+        self._is_computing = False
+        if checksums is not None:
+            self._slots.note_checksums({(slot.slot_id, view.sequence): checksums})
+            self.rest(is_resting=self._is_resting)

@@ -1,0 +1,145 @@
+"""The part of a keeper that has to do with other nodes: links, reads of this node's memory, and parity.
+
+What it needs is imported with the first start that has several nodes: a keeper of one node starts without it.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from lazysnap.core.actions import Event, Failed, Job, JobEnded, PeersListening, PeerUp, Received
+from lazysnap.core.messages import JobSettings, Order, PeerSettings, Report
+from lazysnap.keeper.questions import HeldParity
+from lazysnap.keeper.slot_table import SlotTable
+from lazysnap.keeper.worker import JobControl
+from lazysnap.levels.watched import RateLimiter
+from lazysnap.memory.slots import Slot
+
+if TYPE_CHECKING:
+    from lazysnap.keeper.parity import ParityContext, ParityStore
+    from lazysnap.keeper.peer_sources import KeeperSources
+    from lazysnap.peers.server import Peers
+
+
+class OtherNodes:
+    """Connections to the keepers of other nodes, and the parity held for them. Used on the loop's thread."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handle: Callable[[Event], None],
+        slots: SlotTable,
+        num_ranks: Callable[[], int],
+    ) -> None:
+        """Begin without connections.
+
+        Args:
+            loop: the loop of the keeper.
+            handle: takes an event, on the loop.
+            slots: all slots of the node.
+            num_ranks: returns the number of ranks of the node; 0 while that is not known.
+        """
+        self._loop = loop
+        self._events = PeerEvents(handle)
+        self._slots = slots
+        self._num_ranks = num_ranks
+        self._peers: Peers | None = None
+        self._sources: KeeperSources | None = None
+        self._parity: ParityStore | None = None
+        self._job: JobSettings | None = None
+        self._settings: PeerSettings | None = None
+        self._context: ParityContext | None = None
+        """Context of the parity jobs of the present start; None: it is made with the next job."""
+
+    def begin_job(self, settings: JobSettings) -> None:
+        """Protect as these settings say from now on."""
+        self._job = settings
+        self._context = None
+
+    def set_peers(self, settings: PeerSettings) -> None:
+        """Serve, and link to, the keepers of this start."""
+        self._settings = settings
+        self._context = None
+        if self._peers is None:
+            self._peers = self._make_peers()
+        self._peers.begin(settings, settings.node)
+
+    def _make_peers(self) -> "Peers":
+        from lazysnap.keeper.parity import ParityStore
+        from lazysnap.keeper.peer_sources import KeeperSources
+        from lazysnap.peers.server import Peers
+
+        self._parity = ParityStore()
+        self._sources = KeeperSources(self._slots.snapshot, self._num_ranks, self._parity)
+        return Peers(self._loop, self._events, self._sources)
+
+    def send(self, node: int, message: Report | Order) -> None:
+        """Send a message to another node, if there is a link."""
+        if self._peers is not None:
+            self._peers.send(node, message)
+
+    def slot_freed(self) -> None:
+        """Let go of slots that other nodes read, so that the memory of one that was freed goes back."""
+        if self._sources is not None:
+            self._sources.clear()
+
+    # Parity
+
+    @property
+    def parity_bytes(self) -> int:
+        """Bytes of memory of this node that protect other nodes."""
+        return 0 if self._parity is None else self._parity.size_bytes
+
+    def held_parity(self) -> list[HeldParity]:
+        """Return the parity that the node holds."""
+        return [] if self._parity is None else self._parity.inventory()
+
+    def parity_job(
+        self, job: Job, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
+    ) -> Callable[[], JobEnded]:
+        """Return the work of a job of redundancy, for a thread of its own."""
+        from lazysnap.keeper.parity import run_parity_job
+
+        context = self._parity_context()
+
+        def work() -> JobEnded:
+            if context is None:
+                return Failed(job.level, job.job, "the other nodes of this start are not known yet")
+            return run_parity_job(job, context, slots, control)
+
+        return work
+
+    def _parity_context(self) -> "ParityContext | None":
+        from lazysnap.keeper.parity import ParityContext
+
+        is_known = self._job is not None and self._job.redundancy is not None
+        if self._context is None and is_known and self._settings is not None and self._parity is not None:
+            assert self._job is not None
+            assert self._job.redundancy is not None
+            pace = RateLimiter(self._job.redundancy.max_bytes_per_s)
+            self._context = ParityContext(self._job, self._settings, self._parity, pace)
+        return self._context
+
+    def close(self) -> None:
+        """End all connections."""
+        if self._peers is not None:
+            self._peers.close()
+
+
+class PeerEvents:
+    """Turns what other nodes do into events. See ``peers.links``."""
+
+    def __init__(self, handle: Callable[[Event], None]) -> None:
+        self._handle = handle
+
+    def serving(self) -> None:
+        """Take that other nodes can be served."""
+        self._handle(PeersListening())
+
+    def peer_up(self, node: int) -> None:
+        """Take a new link."""
+        self._handle(PeerUp(node))
+
+    def received(self, node: int, message: Report | Order) -> None:
+        """Take the state of another node."""
+        self._handle(Received(node, message))

@@ -1,0 +1,195 @@
+"""What a keeper lets others read: slots, its node's part of a snapshot, and parity that it holds for other nodes."""
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+import xxhash
+
+from lazysnap.errors import LazySnapError
+from lazysnap.keeper.node_part import NodePart, find_capture
+from lazysnap.keeper.parity import ParityStore
+from lazysnap.levels.source import BlockSource, MemorySource
+from lazysnap.memory.capture_reader import CaptureReader
+from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.slot_choice import SlotPhase
+from lazysnap.memory.slots import Slot
+from lazysnap.peers.messages import NotYet, ParityOf, PartOf, SlotOf, Subject
+from lazysnap.peers.reads import PeerSource
+
+MAX_OPENED = 16
+"""Sources that stay open between two reads."""
+
+PresentSlots = Callable[[], Mapping[int, Mapping[int, Slot]]]
+"""Returns the slots that the keeper has now, by local rank and slot id. Called on any thread."""
+
+
+class OpenedSource:
+    """A source that was opened. See ``peers.reads.PeerSource``."""
+
+    def __init__(self, source: BlockSource, identity: int, check: Callable[[], None]) -> None:
+        """``check``: see ``PeerSource.check``."""
+        self.size_bytes = source.size_bytes
+        self.identity = identity
+        self._source = source
+        self._check = check
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``."""
+        return self._source.view(offset, length)
+
+    def check(self) -> None:
+        """See ``PeerSource.check``."""
+        self._check()
+
+    def finish(self) -> None:
+        """See ``BlockSource.finish``."""
+        self._source.finish()
+
+
+class KeeperSources:
+    """See ``peers.reads.Sources``. Opening a source parses metadata, so a few stay open."""
+
+    def __init__(self, slots: PresentSlots, num_ranks: Callable[[], int], store: ParityStore) -> None:
+        """Open nothing yet.
+
+        Args:
+            slots: the present slots; a slot that is closed meanwhile is noticed.
+            num_ranks: ranks of the node in the present job; 0 before that is known: then ranks that have slots count.
+            store: the parity that the keeper holds.
+        """
+        self._slots = slots
+        self._num_ranks = num_ranks
+        self._store = store
+        self._opened: OrderedDict[Subject, PeerSource] = OrderedDict()
+        """The one that was read last is last."""
+        self._lock = threading.Lock()
+
+    def open(self, what: Subject) -> PeerSource:
+        """See ``Sources.open``."""
+        if isinstance(what, ParityOf):
+            return self._parity(what)
+        with self._lock:
+            source = self._opened.get(what)
+            if source is not None:
+                self._opened.move_to_end(what)
+                return source
+        source = self._open(what)
+        with self._lock:
+            self._opened[what] = source
+            if len(self._opened) > MAX_OPENED:
+                self._opened.popitem(last=False)
+        return source
+
+    def forget(self, what: Subject) -> None:
+        """See ``Sources.forget``."""
+        with self._lock:
+            self._opened.pop(what, None)
+
+    def clear(self) -> None:
+        """Let go of all slots: one of them was freed, and its memory is to go back to the machine."""
+        with self._lock:
+            self._opened.clear()
+
+    def _open(self, what: PartOf | SlotOf) -> PeerSource:
+        try:
+            if isinstance(what, PartOf):
+                return self._part(what)
+            return self._slot(what)
+        except LazySnapError:
+            raise
+        except ValueError as error:  # the loop closed a slot, or the start is no number
+            raise CaptureAborted(f"{what} is not in memory any more: {error}") from error
+
+    def _parity(self, what: ParityOf) -> PeerSource:
+        parity = self._store.find(what.start, what.step)
+        file = None if parity is None else parity.files.get(what.stripe)
+        if parity is None or file is None:
+            raise CaptureAborted(f"no parity of stripe {what.stripe} of step {what.step} of start {what.start} is held")
+
+        def check() -> None:
+            if self._store.find(what.start, what.step) is not parity:
+                raise CaptureAborted(f"parity of step {what.step} was released")
+
+        return OpenedSource(MemorySource(file, len(file)), parity.identity, check)
+
+    def _part(self, what: PartOf) -> PeerSource:
+        captures = self._captures(int(what.start, 16), what.step)
+        owned: list[Slot] = []
+        try:
+            readers = []
+            for slot, sequence in captures:
+                owned.append(_own(slot))
+                readers.append(CaptureReader(owned[-1], sequence, _raise_not_yet))
+            part = NodePart(readers, what.most_lost)
+        except BaseException:
+            _close_all(owned)
+            raise
+        sequences = [(reader.meta.rank, reader.sequence) for reader in readers]
+        source = OpenedSource(part, xxhash.xxh3_64_intdigest(repr(sequences).encode()), part.check)
+        _close_with(source, owned)
+        return source
+
+    def _captures(self, start: int, step: int) -> list[tuple[Slot, int]]:
+        """Return slot and sequence number of that step, of all ranks. Raises: NotYet; CaptureAborted."""
+        slots = self._slots()
+        ranks: Sequence[int] = range(self._num_ranks()) or sorted(slots)
+        captures = []
+        for rank in ranks:
+            capture = find_capture(slots.get(rank, {}).values(), start, step)
+            if capture is None:
+                raise NotYet(f"step {step} is not captured by all ranks of this node")
+            slot, view = capture
+            captures.append((slot, view.sequence))
+        if not captures:
+            raise CaptureAborted(f"step {step} is not in memory: this keeper has no slots")
+        return captures
+
+    def _slot(self, what: SlotOf) -> PeerSource:
+        for slot in self._slots().get(what.local_rank, {}).values():
+            view = slot.view()
+            if view.sequence == what.sequence and view.phase is SlotPhase.WHOLE:
+                return _open_slot(_own(slot), what)
+        raise CaptureAborted(f"capture {what.sequence} of local rank {what.local_rank} is not in memory any more")
+
+
+def _open_slot(slot: Slot, what: SlotOf) -> PeerSource:
+    """Return the source of a whole capture in this slot, which it owns from then on."""
+    try:
+        reader = CaptureReader(slot, what.sequence, _raise_not_yet)
+        source: BlockSource = reader
+        if what.part == "meta":
+            meta = slot.read_meta()
+            source = MemorySource(memoryview(meta), len(meta))
+            reader.check()
+    except BaseException:
+        slot.close()
+        raise
+    opened = OpenedSource(source, slot.slot_id, reader.check)
+    _close_with(opened, [slot])
+    return opened
+
+
+def _own(slot: Slot) -> Slot:
+    """Return another mapping of a slot, which stays when the loop closes its own. Raises: CaptureAborted; OSError."""
+    own = Slot.attach(os.dup(slot.descriptor))
+    if own.slot_id != slot.slot_id:  # it was closed, and its descriptor is another slot's now
+        own.close()
+        raise CaptureAborted("the slot was freed")
+    return own
+
+
+def _close_with(source: OpenedSource, slots: Sequence[Slot]) -> None:
+    """Close these slots when nobody has the source any more: a thread may still read from it when it is forgotten."""
+    weakref.finalize(source, _close_all, slots).atexit = False
+
+
+def _close_all(slots: Sequence[Slot]) -> None:
+    for slot in slots:
+        slot.close()
+
+
+def _raise_not_yet() -> None:
+    raise NotYet("it is not copied yet")

@@ -1,0 +1,274 @@
+"""How does a trainer come to a keeper that serves it?
+
+::
+
+    nobody listens ──> start one, with the trainer's slots ──┐
+    one listens ─────> connect, and send the same ───────────┴──> its first state: served, or refused
+
+Memory is handed over with the first message, not after the answer: until then it is lost if this process dies.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lazysnap import faults
+from lazysnap.console import say
+from lazysnap.core.messages import KeeperState, TrainerState
+from lazysnap.errors import JobBusy, KeeperError
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.launch import KeeperBusy, Starting, start_keeper, try_connect
+from lazysnap.keeper.wire import Channel, Frame, OtherVersion, WireError
+from lazysnap.memory.slots import TrainerSlot
+
+_BUSY_GRACE_S = 3.0
+"""A trainer that was just killed may take a moment to be gone."""
+_BUSY_SAID_S = 0.5
+"""By then one that was just killed is gone, mostly, and nobody needs to know of it."""
+_BUSY_START_S = 1.0
+"""Who was refused starts no keeper sooner: where that one dies, the trainer that it served replaces it."""
+_RETRY_S = 0.02
+_RETRY_UNANSWERED_S = 0.002
+"""A keeper that was just killed may still accept connections for a moment. Memory waits for the next one."""
+_START_AGAIN_S = 0.2
+"""A keeper that was started and ended at once is followed by the next; each time after twice as long."""
+_START_AGAIN_AT_MOST_S = 2.0
+_REAP_S = 1.0
+
+
+@dataclass(frozen=True)
+class Seeker:
+    """The trainer that a search is for."""
+
+    identity: JobIdentity
+    local_rank: int
+    io_timeout_s: float
+    hand_over: Callable[[], tuple[TrainerState, tuple[TrainerSlot, ...]]]
+    """Returns the trainer's state, and its slots in the order of ``state.slots``."""
+    is_leaving: Callable[[], bool]
+    """True once no keeper is wanted any more."""
+    wake_descriptor: int
+    """An eventfd that is written when that may have changed."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A connection to a keeper that serves this trainer."""
+
+    channel: Channel
+    sent: TrainerState
+    """The state that it was sent."""
+    state: KeeperState
+    """Its first state. Its descriptors are in ``frames``."""
+    frames: list[Frame]
+    """All that it sent until now."""
+
+
+class KeeperSearch:
+    """One search for the keeper of a job; each search is used once.
+
+    Example::
+
+        served = KeeperSearch(seeker).run()
+    """
+
+    def __init__(self, seeker: Seeker) -> None:
+        now = time.monotonic()
+        self._seeker = seeker
+        self._identity = seeker.identity
+        self._deadline_s = now + seeker.io_timeout_s
+        self._busy_until_s = now + _BUSY_GRACE_S
+        self._busy_said_at_s = now + _BUSY_SAID_S
+        self._start_at_s = now
+        self._start_pause_s = _START_AGAIN_S
+        self._starting: Starting | None = None
+        """The last keeper that was started here."""
+        self._outcome = ""
+        """Why that one did not serve, in brackets."""
+        self._sent = TrainerState(seeker.local_rank)
+        """The last state that was sent."""
+        self._silent_pid: int | None = None
+        """The process that listens, and does not answer."""
+        self._retry_s = _RETRY_S
+
+    def run(self) -> Served | None:
+        """Search until a keeper serves this trainer.
+
+        Blocks: at most ``io_timeout_s``, and a second.
+        Returns: the connection; None if the trainer leaves first.
+        Raises: JobBusy, if another trainer is attached; KeeperError.
+        """
+        while not self._seeker.is_leaving():
+            self._silent_pid = None
+            self._retry_s = _RETRY_S
+            channel = self._connect()
+            if channel is not None:
+                served = self._await_state(channel)
+                if served is not None:
+                    return served
+            if time.monotonic() > self._deadline_s and not self._seeker.is_leaving():
+                raise KeeperError(self._why_none())
+            time.sleep(self._retry_s)
+        return None
+
+    def _connect(self) -> Channel | None:
+        """Return a connection on which the state was sent; None if that has to be tried again."""
+        channel = try_connect(self._identity)
+        if channel is None:
+            return self._start()
+        self._silent_pid = channel.peer_pid
+        state, slots = self._seeker.hand_over()
+        try:
+            channel.send(state, _descriptors(slots))
+        except OSError:  # the other end is gone again
+            channel.close()
+            self._retry_s = _RETRY_UNANSWERED_S
+            return None
+        except WireError:
+            channel.close()
+            raise
+        self._sent = state
+        return channel
+
+    def _start(self) -> Channel | None:
+        """Start a keeper, unless the last start was just now."""
+        if time.monotonic() < self._start_at_s:
+            return None
+        if self._starting is not None:
+            self._outcome = self._starting.failure()
+        state, slots = self._seeker.hand_over()
+        try:
+            self._starting = start_keeper(self._identity, state, _descriptors(slots))
+        except KeeperBusy as error:  # the process that has the lock dies, or listens, in a moment
+            self._outcome = f" ({error})"
+            self._start_pause_s = _START_AGAIN_S
+            self._retry_s = _RETRY_UNANSWERED_S
+            return None
+        except OSError as error:
+            self._outcome = f" ({error})"
+            self._pause_starts()
+            return None
+        self._pause_starts()
+        self._sent = state
+        faults.point("client.handed_over")
+        return self._starting.channel
+
+    def _pause_starts(self) -> None:
+        self._start_at_s = time.monotonic() + self._start_pause_s
+        self._start_pause_s = min(2 * self._start_pause_s, _START_AGAIN_AT_MOST_S)
+
+    def _await_state(self, channel: Channel) -> Served | None:
+        """Wait for the first state of the keeper; None if there is none, or it serves somebody else."""
+        frames: list[Frame] = []
+        state = None
+        is_done = False
+        try:
+            while state is None and not is_done:
+                is_done = time.monotonic() > self._deadline_s or self._seeker.is_leaving()
+                if not is_done:
+                    channel.wait(self._deadline_s - time.monotonic(), self._seeker.wake_descriptor)
+                    drain(self._seeker.wake_descriptor)
+                arrived = self._exchange(channel)
+                if arrived is None:  # the keeper died, or another one is just taking over
+                    self._silent_pid = None
+                    self._retry_s = _RETRY_UNANSWERED_S
+                    break
+                frames += arrived
+                state = _state_in(frames)
+            if state is not None and not state.refusal:
+                self._become_served(channel, state)
+                return Served(channel, self._sent, state, frames)
+        except BaseException:
+            _close(channel, frames)
+            raise
+        _close(channel, frames)
+        if state is not None:
+            self._become_refused(state.refusal)
+        return None
+
+    def _exchange(self, channel: Channel) -> list[Frame] | None:
+        """Send the rest, and return what arrived; None at the end. Raises: KeeperError, if that is no keeper."""
+        try:
+            channel.flush()
+            return channel.receive()
+        except OSError:
+            return None
+        except OtherVersion as error:
+            raise KeeperError(
+                f"process {channel.peer_pid}, at the socket of this job's keeper, is of another version of lazysnap "
+                f"({error}); end it with `kill {channel.peer_pid}`: it stores what it holds, then leaves"
+            ) from error
+        except WireError as error:
+            raise KeeperError(
+                f"process {channel.peer_pid}, at the socket of this job's keeper, is no keeper: {error}; end it, or "
+                "give the job another name with SnapshotConfig(job_id=...)"
+            ) from error
+
+    def _become_served(self, channel: Channel, state: KeeperState) -> None:
+        channel.peer_pid = state.pid
+        if self._starting is not None:
+            self._starting.reaper.join(_REAP_S)  # what answers is detached already
+        faults.set_peer(state.pid)
+
+    def _become_refused(self, refusal: str) -> None:
+        """Another trainer is attached. Raises: JobBusy, if that has lasted too long."""
+        faults.point("client.refused")
+        now = time.monotonic()
+        self._silent_pid = None
+        if now > self._busy_until_s:
+            raise JobBusy(
+                f"job {self._identity.job_id!r} runs already on {self._identity.node}: {refusal}; or give this one a "
+                "directory of its own (without levels: SnapshotConfig(job_id=...))"
+            )
+        if now > self._busy_said_at_s:
+            self._busy_said_at_s = float("inf")
+            if self._seeker.local_rank == 0:
+                say(
+                    f"waiting {_BUSY_GRACE_S:g} s for another training of job {self._identity.job_id!r} on "
+                    f"{self._identity.node} to end: {refusal}, also where they are left over from a launcher that "
+                    "was killed"
+                )
+        self._start_at_s = max(self._start_at_s, now + _BUSY_START_S)
+
+    def _why_none(self) -> str:
+        """Return why no keeper serves this trainer, for people."""
+        job_id = self._identity.job_id
+        if self._silent_pid:
+            pid = self._silent_pid
+            return (
+                f"the keeper of job {job_id!r} (process {pid}) did not answer within {self._seeker.io_timeout_s:g} s "
+                f"(io_timeout_s): it is stopped, or the machine is overloaded; `kill -CONT {pid}` lets a stopped one "
+                "go on"
+            )
+        files = self._identity.files
+        text = f"no keeper of job {job_id!r} could be started{self._outcome}"
+        if files.log_path.exists():
+            return f"{text}; its log {files.log_path} shows why"
+        return f"{text}; `{sys.executable} -m lazysnap.keeper --foreground --socket {files.socket_path}` shows why"
+
+
+def drain(descriptor: int) -> None:
+    """Take what was written to an eventfd that does not block."""
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(descriptor)
+
+
+def _descriptors(slots: tuple[TrainerSlot, ...]) -> list[int]:
+    return [slot.descriptor for slot in slots]
+
+
+def _state_in(frames: list[Frame]) -> KeeperState | None:
+    """Return the first state of the keeper among what it sent."""
+    for frame in frames:
+        if isinstance(frame.message, KeeperState):
+            return frame.message
+    return None
+
+
+def _close(channel: Channel, frames: list[Frame]) -> None:
+    for frame in frames:
+        frame.close()
+    channel.close()

@@ -1,0 +1,162 @@
+"""Memory for slots: made within the bounds of trainer and machine, or as a file where memory does not suffice.
+
+Making a slot blocks until the kernel found its pages, a third of a second per GB. So it runs on a thread of its own.
+"""
+
+import errno
+import logging
+import os
+from collections.abc import Iterable, Sequence
+
+from rich.filesize import decimal
+
+from lazysnap import faults
+from lazysnap.core.messages import MemoryWish
+from lazysnap.memory.budget import NODE
+from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.slot_choice import is_fitting
+from lazysnap.memory.slot_files import check_room
+from lazysnap.memory.slots import KeeperSlot, Slot, make_slot, slot_bytes
+
+logger = logging.getLogger(__name__)
+
+_PURPOSE = "more slots"
+_ADVICE = {
+    errno.EFBIG: "the keeper has the limit of its training for the size of a file: raise it (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files of the training (ulimit -n), which its keeper has, too",
+    errno.ENFILE: "the whole machine has too many open files: raise fs.file-max",
+}
+"""Advice against errors that are not a want of memory."""
+
+
+def make(wish: MemoryWish, slots: Sequence[Slot]) -> KeeperSlot | None:
+    """Make one of the slots that a trainer wishes for.
+
+    Blocks: until the memory is allocated.
+
+    Args:
+        wish: the wish of the trainer.
+        slots: all slots that the rank has now, also those of another size.
+
+    Returns: the slot; None if slots of another size are in the way, which the trainer is about to return.
+    Raises: MemoryBoundExceeded, with the bytes needed and the bytes allowed.
+    """
+    fitting: list[Slot] = []
+    others: list[Slot] = []
+    for slot in slots:
+        if is_fitting(slot.view(), wish.meta_bytes, wish.image_bytes):
+            fitting.append(slot)
+        else:
+            others.append(slot)
+    refusal = _refusal(wish, fitting, others)
+    if refusal:
+        missing = max(1, wish.num_slots - len(fitting))
+        _check_files(wish.spill_directory, missing * _size_of_one(wish), refusal)
+    elif _must_wait(wish, fitting, others):
+        return None
+    faults.point("keeper.memory.make")
+    return _make_slot_or_file(wish, refusal)
+
+
+def refusal_text(count: int, each_bytes: int, available_bytes: int, *, least: int, is_bound: bool) -> str:
+    """Return why slots do not fit, and what would.
+
+    Args:
+        count: number of slots that are wanted.
+        each_bytes: bytes of one slot.
+        available_bytes: bytes that are left for them.
+        least: the smallest number of slots that this training may be given.
+        is_bound: True if ``available_bytes`` is what ``MemoryLevel.max_bytes`` leaves; else the machine has them.
+    """
+    limit = "MemoryLevel.max_bytes leaves" if is_bound else "this machine (or its container) has"
+    needed_bytes = count * each_bytes
+    needed = f"{count} slots of {each_bytes} bytes need {needed_bytes} bytes ({decimal(needed_bytes)})"
+    available = f"{limit} {available_bytes} ({decimal(available_bytes)})"
+    more = f"raise max_bytes to {needed_bytes}" if is_bound else "free memory, or use a larger machine"
+    num_fitting = available_bytes // each_bytes
+    if least < count and num_fitting >= least:
+        advice = f"set MemoryLevel(slots={num_fitting}), which fits, or {more}"
+    elif num_fitting == 0:
+        advice = f"not even one fits: {more}, or capture a smaller state"
+    elif least < count:
+        advice = f"{least} slots, the least that protect a run, do not fit either: {more}, or capture a smaller state"
+    else:
+        advice = f"fewer would not protect this run: {more}, or capture a smaller state"
+    return f"{needed}, {available}; {advice}"
+
+
+def _refusal(wish: MemoryWish, fitting: Sequence[Slot], others: Sequence[Slot]) -> str:
+    """Return why there is no memory for all slots of a wish; empty if there may be."""
+    each_bytes = _size_of_one(wish)
+    missing_bytes = max(1, wish.num_slots - len(fitting)) * each_bytes
+    held_bytes = _memory_of(fitting)
+    free_bytes = NODE.free_bytes()
+    if wish.max_bytes is not None and held_bytes + missing_bytes > wish.max_bytes:
+        return refusal_text(wish.num_slots, each_bytes, wish.max_bytes, least=wish.least, is_bound=True)
+    if not _memory_of(others) and missing_bytes > free_bytes:
+        return refusal_text(wish.num_slots, each_bytes, free_bytes + held_bytes, least=wish.least, is_bound=False)
+    return ""
+
+
+def _must_wait(wish: MemoryWish, fitting: Sequence[Slot], others: Sequence[Slot]) -> bool:
+    """Return True if there is memory for the slot once slots of another size are returned.
+
+    A first slot of the new size is made beside them where the machine has the memory: the first capture into it
+    makes an old slot needless.
+    """
+    each_bytes = _size_of_one(wish)
+    taken_bytes = _memory_of(others)
+    if taken_bytes and fitting and each_bytes > NODE.free_bytes():
+        return True
+    used_bytes = _memory_of(fitting) + taken_bytes
+    return wish.max_bytes is not None and used_bytes + each_bytes > wish.max_bytes
+
+
+def _make_slot_or_file(wish: MemoryWish, refusal: str) -> KeeperSlot:
+    """Make the slot in memory unless that is refused, else as a file. Raises: MemoryBoundExceeded."""
+    if not refusal:
+        try:
+            return _make_in_memory(wish)
+        except MemoryBoundExceeded as error:  # other processes may have taken the memory meanwhile
+            refusal = str(error)
+    _check_files(wish.spill_directory, _size_of_one(wish), refusal)
+    try:
+        slot = make_slot(wish.meta_bytes, wish.image_bytes, wish.spill_directory)
+    except (MemoryBoundExceeded, OSError) as error:
+        raise MemoryBoundExceeded(f"{refusal}; {error}") from error
+    logger.info("a slot of %d bytes is a file in %s: %s", slot.size_bytes, wish.spill_directory, refusal)
+    return slot
+
+
+def _make_in_memory(wish: MemoryWish) -> KeeperSlot:
+    size_bytes = _size_of_one(wish)
+    with NODE.reserved(size_bytes, _PURPOSE) as allocated:
+        try:
+            return make_slot(wish.meta_bytes, wish.image_bytes, progress=allocated)
+        except OSError as error:
+            raise MemoryBoundExceeded(_refusal_of_machine(size_bytes, error)) from error
+
+
+def _refusal_of_machine(size_bytes: int, error: OSError) -> str:
+    """Return why the machine does not give that memory, and what would help."""
+    advice = _ADVICE.get(error.errno or 0, "free memory, use a larger machine, or capture a smaller state")
+    reason = os.strerror(error.errno or 0)
+    return f"the machine refused {size_bytes} bytes ({decimal(size_bytes)}) for {_PURPOSE}: {reason}; {advice}"
+
+
+def _check_files(directory: str | None, size_bytes: int, refusal: str) -> None:
+    """Raise MemoryBoundExceeded if there are to be no files, or no room for them."""
+    if directory is None:
+        raise MemoryBoundExceeded(refusal)
+    try:
+        check_room(directory, size_bytes)
+    except MemoryBoundExceeded as error:
+        raise MemoryBoundExceeded(f"{refusal}; {error}") from error
+
+
+def _size_of_one(wish: MemoryWish) -> int:
+    return slot_bytes(wish.meta_bytes, wish.image_bytes)
+
+
+def _memory_of(slots: Iterable[Slot]) -> int:
+    return sum(slot.memory_bytes for slot in slots)

@@ -1,0 +1,154 @@
+"""All slots of a node, by rank, as its keeper holds them.
+
+A slot that is freed here lives as long as a thread reads it: nothing closes it but the end of the last reference.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+
+from lazysnap import faults
+from lazysnap.errors import FormatError
+from lazysnap.keeper.questions import SlotFacts
+from lazysnap.memory.slot_choice import SlotView
+from lazysnap.memory.slots import KeeperSlot, Slot
+from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
+
+logger = logging.getLogger(__name__)
+
+CaptureKey = tuple[int, int]
+"""Id of a slot, and the sequence number of the capture in it."""
+
+
+class SlotTable:
+    """Slots of all ranks. Used on the loop's thread."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, dict[int, KeeperSlot]] = {}
+        """By rank and slot id."""
+        self._checksums: dict[CaptureKey, Checksums] = {}
+        """Checksums of captures that are in the slots."""
+
+    @property
+    def by_rank(self) -> Mapping[int, Mapping[int, Slot]]:
+        """Slots by rank and slot id."""
+        return self._slots
+
+    def snapshot(self) -> dict[int, dict[int, Slot]]:
+        """Return the slots that are here now, by rank and slot id. May be called on any thread."""
+        copies: dict[int, dict[int, Slot]] = {}
+        for rank, slots in list(self._slots.items()):
+            copies[rank] = dict(slots)
+        return copies
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have slots."""
+        return tuple(sorted(rank for rank, slots in self._slots.items() if slots))
+
+    def of_rank(self, rank: int) -> list[KeeperSlot]:
+        """Return all slots of a rank."""
+        return list(self._slots.get(rank, {}).values())
+
+    def find(self, rank: int, slot_id: int) -> KeeperSlot | None:
+        """Return a slot; None if it was freed."""
+        return self._slots.get(rank, {}).get(slot_id)
+
+    def views(self) -> dict[int, tuple[SlotView, ...]]:
+        """Return the words of all slots, by rank; nothing for a rank that had slots, and has none any more."""
+        views = {}
+        for rank, slots in self._slots.items():
+            views[rank] = tuple(slot.view() for slot in slots.values())
+        return views
+
+    # Changes
+
+    def add(self, rank: int, slot: KeeperSlot) -> None:
+        """Take a slot."""
+        self._slots.setdefault(rank, {})[slot.slot_id] = slot
+
+    def adopt(self, rank: int, descriptors: list[int]) -> None:
+        """Take slots that a trainer kept while another keeper died. The descriptors belong to the table from now on."""
+        for descriptor in descriptors:
+            try:
+                slot = KeeperSlot.attach(descriptor)
+            except (FormatError, OSError) as error:
+                logger.warning("local rank %d handed over something that is no slot: %s", rank, error)
+                continue
+            if self.find(rank, slot.slot_id) is not None:
+                slot.close()  # the connection broke, not the keeper
+                continue
+            # What the keeper before held stays held until the core looked: it may belong to parity.
+            self.add(rank, slot)
+        faults.point("keeper.slots_adopted")
+
+    def free(self, rank: int, slot_id: int) -> None:
+        """Give up a slot."""
+        slot = self._slots.get(rank, {}).pop(slot_id, None)
+        if slot is None:
+            return
+        faults.point("keeper.memory.drop")
+        # A thread may still read it: closing it now could make that thread read another file.
+        weakref.finalize(slot, os.close, slot.descriptor)
+
+    # Checksums
+
+    def note_checksums(self, checksums: Mapping[CaptureKey, Checksums]) -> None:
+        """Remember the checksums of captures, and forget those of captures that were written over."""
+        if not checksums:
+            return
+        current: dict[CaptureKey, Checksums] = {}
+        for slots in self._slots.values():
+            for slot in slots.values():
+                key = (slot.slot_id, slot.view().sequence)
+                known = checksums.get(key) or self._checksums.get(key)
+                if known is not None:
+                    current[key] = known
+        self._checksums = current
+
+    def facts(self, rank: int) -> tuple[SlotFacts, ...]:
+        """Return what a restart must know of the slots of a rank."""
+        facts = []
+        for slot in self.of_rank(rank):
+            sequence = slot.view().sequence
+            checksums = self._checksums.get((slot.slot_id, sequence))
+            facts.append(SlotFacts(slot.slot_id, sequence, checksums))
+        return tuple(facts)
+
+    def reading_descriptors(self, rank: int, facts: Sequence[SlotFacts]) -> list[int]:
+        """Return new descriptors of these slots, through which nothing can be written. Raises: OSError."""
+        descriptors: list[int] = []
+        try:
+            for slot_facts in facts:
+                descriptors.append(self._slots[rank][slot_facts.slot_id].reading_descriptor())
+        except OSError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return descriptors
+
+    def next_without_checksums(self) -> tuple[Slot, SlotView] | None:
+        """Return the newest whole capture without checksums; None if all have some."""
+        newest: tuple[Slot, SlotView] | None = None
+        for slots in self._slots.values():
+            for slot in slots.values():
+                view = slot.view()
+                is_known = (slot.slot_id, view.sequence) in self._checksums
+                if view.is_whole and not is_known and (newest is None or view.sequence > newest[1].sequence):
+                    newest = (slot, view)
+        return newest
+
+
+def compute_checksums(slot: Slot, view: SlotView, is_stopped: Callable[[], bool]) -> Checksums | None:
+    """Return the checksums of a whole capture; None if it was stopped, or the slot was written over. Blocks."""
+    faults.point("keeper.persist.checksum")
+    blocks = []
+    for offset, length in block_ranges(view.image_bytes):
+        if is_stopped():
+            return None
+        # One block at a time: what is mapped counts as memory of this process.
+        blocks.append(digest(slot.read(offset, length)))
+    if slot.view() != view:
+        return None
+    return Checksums(view.image_bytes, BLOCK_BYTES, tuple(blocks))

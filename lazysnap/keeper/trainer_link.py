@@ -1,0 +1,387 @@
+"""How does a trainer exchange states with its keeper, which may die and be replaced at any moment?
+
+One daemon thread has the connection::
+
+    no keeper ──search: one that listens, else start one; slots along──> connected
+        ^                                                                    │
+        └───────────────────────end of the connection───────────────────────┘
+
+All that both sides know of each other is one ``TrainerState`` and one ``KeeperState``. Other threads replace the first,
+and read the second.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec
+
+from msgspec import structs
+
+from lazysnap.core.messages import Farewell, KeeperState, TrainerState
+from lazysnap.errors import FormatError, JobBusy, KeeperError
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.keeper.mapped_slots import Doorbell, MappedSlots
+from lazysnap.keeper.questions import Answer, Question
+from lazysnap.keeper.search import KeeperSearch, Seeker, Served, drain
+from lazysnap.keeper.silence import Silence
+from lazysnap.keeper.trainer_requests import without_answered
+from lazysnap.keeper.wire import MAX_DESCRIPTORS, Channel, Frame, WireError
+from lazysnap.memory.slots import TrainerSlot
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+
+_EARLY_S = 5.0
+"""Keepers that die sooner than this after they began are replaced more and more slowly."""
+_REPLACE_S = 0.1
+_REPLACE_AT_MOST_S = 1.0
+_MOST_DOUBLINGS = 10
+_JOIN_S = 5.0
+_live_links: "weakref.WeakSet[TrainerLink]" = weakref.WeakSet()
+
+
+class TrainerLink:
+    """The connection of one trainer to its keeper, whichever process that is. Thread-safe.
+
+    Example::
+
+        link = TrainerLink(identity, TrainerState(local_rank=0), io_timeout_s=60.0)
+        link.start()
+        link.update(with_required, step=7)
+        link.wait(has_step_7, timeout_s=10.0)
+        link.leave(Farewell.LEFT, patience_s=0.5)
+    """
+
+    def __init__(self, identity: JobIdentity, trainer: TrainerState, io_timeout_s: float) -> None:
+        """Nothing happens before ``start``."""
+        self.identity = identity
+        self.trainer = trainer
+        """The state that the keeper is to know. It is replaced as a whole, by ``update``."""
+        self.state = KeeperState()
+        """The last state of the keeper. It is replaced as a whole."""
+        self.slots = MappedSlots(self._notify)
+        self.doorbell: Doorbell | None = None
+        """None while no keeper is connected."""
+        self.error: KeeperError | JobBusy | None = None
+        """Why the thread gave up."""
+        self.was_connected = False
+        self.is_silent = False
+        self._io_timeout_s = io_timeout_s
+        self._changed = threading.Condition()
+        """Held by whoever replaces anything above."""
+        self._num_changes = 0
+        self._leave_by_s: float | None = None
+        """Time at which the thread ends, whatever the keeper knows; None while this trainer stays."""
+        self._last_number = 0
+        self._answers: dict[int, Answer | None] = {}
+        """The questions that somebody waits for, by number; None: not answered yet."""
+        self._thread: threading.Thread | None = None
+        self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake_descriptor).atexit = False
+        # The thread alone uses what follows. It is of one connection.
+        self._channel: Channel | None = None
+        self._sent = trainer
+        """The state that was sent last."""
+        self._asked: set[int] = set()
+        """Numbers of the questions that were sent."""
+        self._mapping_problem = ""
+        _live_links.add(self)
+
+    # Any thread
+
+    @property
+    def is_left(self) -> bool:
+        """True once this trainer leaves, or left."""
+        return self._leave_by_s is not None
+
+    def start(self) -> None:
+        """Connect in the background; again after the thread gave up. Never raises; does not block."""
+        with self._changed:
+            is_running = self._thread is not None and self._thread.is_alive()
+            is_trying = is_running and self.error is None
+            if is_trying or self.is_left:
+                return
+            self.error = None
+            self._thread = threading.Thread(target=self._run, name="lazysnap-keeper", daemon=True)
+            self._thread.start()
+
+    def update(
+        self, change: Callable[Concatenate[TrainerState, P], TrainerState], *arguments: P.args, **fields: P.kwargs
+    ) -> None:
+        """Replace the trainer's state by ``change(state, ...)``, and have it sent. Does not block."""
+        with self._changed:
+            self.trainer = change(self.trainer, *arguments, **fields)
+        self._wake()
+
+    def wait(self, is_true: Callable[[KeeperState], bool], timeout_s: float) -> bool:
+        """Block until ``is_true`` of the keeper's state, at most ``timeout_s``.
+
+        It is called with each new state, and when a slot gets ready, or the keeper is found, lost or silent.
+        Returns: False if it was not true in time, or the thread gave up.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                num_seen = self._num_changes
+                is_hopeless = self.error is not None or self.is_left
+            if is_true(self.state):
+                return True
+            with self._changed:
+                remaining_s = deadline_s - time.monotonic()
+                if is_hopeless or remaining_s <= 0:
+                    return False
+                if self._num_changes == num_seen:
+                    self._changed.wait(remaining_s)
+
+    def ask(self, timeout_s: float) -> Answer | None:
+        """Ask what the keeper holds for this rank. A keeper that comes later is asked again.
+
+        Blocks: at most ``timeout_s``. Returns: None if there is no answer in time.
+        """
+        with self._changed:
+            self._last_number += 1
+            number = self._last_number
+            self._answers[number] = None
+        self._wake()
+
+        def is_answered(_: KeeperState) -> bool:
+            return self._answers[number] is not None
+
+        self.wait(is_answered, timeout_s)
+        with self._changed:
+            return self._answers.pop(number)
+
+    def leave(self, farewell: Farewell, patience_s: float) -> None:
+        """Part from the keeper, and unmap all slots.
+
+        Blocks: until the keeper is told, at most ``patience_s``, and for the moment that the thread takes to end.
+        """
+        with self._changed:
+            self.trainer = structs.replace(self.trainer, farewell=farewell)
+            self._leave_by_s = time.monotonic() + patience_s
+            thread = self._thread
+        self._notify()
+        self._wake()
+        if thread is not None:
+            thread.join(patience_s + _JOIN_S)
+        self.slots.close()
+
+    def forget_in_child(self) -> None:
+        """Forget all in a forked child: connection and slots are the parent's."""
+        self._changed = threading.Condition()  # another thread of the parent may have it
+        self._thread = None
+        self._leave_by_s = 0.0
+        self.doorbell = None
+        self._slots_of_parent = self.slots  # a device must not be told by the child that they are unmapped
+        self.slots = MappedSlots(self._notify)
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _wake(self) -> None:
+        """Wake the thread."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(self._wake_descriptor, 1)
+
+    def _notify(self) -> None:
+        """Wake everybody who waits for a change."""
+        with self._changed:
+            self._num_changes += 1
+            self._changed.notify_all()
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            self._keep_connected()
+        except (KeeperError, JobBusy) as error:
+            self._give_up(error)
+        except Exception as error:  # noqa: BLE001  the last handler of the thread: training goes on without memory
+            self._give_up(KeeperError(f"the keeper's client failed: {type(error).__name__}: {error}"))
+
+    def _give_up(self, error: KeeperError | JobBusy) -> None:
+        with self._changed:
+            self.error = error
+        self._notify()
+
+    def _keep_connected(self) -> None:
+        """Search a keeper, exchange states until it is lost, search the next one; until this trainer leaves."""
+        seeker = Seeker(
+            identity=self.identity,
+            local_rank=self.trainer.local_rank,
+            io_timeout_s=self._io_timeout_s,
+            hand_over=self._hand_over,
+            is_leaving=self._must_end,
+            wake_descriptor=self._wake_descriptor,
+        )
+        num_early = 0
+        while not self._must_end():
+            if num_early > 1:  # the first successor comes at once, for memory's sake
+                pause_s = min(_REPLACE_S * 2 ** min(num_early, _MOST_DOUBLINGS), _REPLACE_AT_MOST_S)
+                with self._changed:
+                    self._changed.wait_for(self._must_end, pause_s)
+            served = KeeperSearch(seeker).run()
+            if served is None:
+                return
+            began_at_s = time.monotonic()
+            is_over = self._serve(served)
+            if is_over:
+                return
+            if time.monotonic() - began_at_s < _EARLY_S:
+                num_early += 1
+            else:
+                num_early = 0
+
+    def _must_end(self) -> bool:
+        """True if no keeper is to be sought any more. A training that is over still seeks one that it can tell."""
+        leave_by_s = self._leave_by_s
+        if leave_by_s is None:
+            return False
+        return self.trainer.farewell is not Farewell.OVER or time.monotonic() > leave_by_s
+
+    def _hand_over(self) -> tuple[TrainerState, tuple[TrainerSlot, ...]]:
+        """Return the state and its slots: all that a keeper needs that knows nothing."""
+        slots = self.slots.all[:MAX_DESCRIPTORS]
+        slot_ids = tuple(slot.slot_id for slot in slots)
+        with self._changed:
+            return structs.replace(self.trainer, slots=slot_ids), slots
+
+    def _serve(self, served: Served) -> bool:
+        """Exchange states until the connection ends. Returns: True if this trainer left."""
+        try:
+            self._become_connected(served)
+            return self._exchange(served.channel)
+        except (OSError, WireError) as error:
+            logger.info("the connection to the keeper failed: %s", error)
+            return False
+        finally:
+            self._become_disconnected()
+
+    def _become_connected(self, served: Served) -> None:
+        """Take the first messages of a keeper. Raises: KeeperError, if they are not of this version."""
+        self._channel = served.channel
+        self._sent = served.sent
+        self._asked = set()
+        self._mapping_problem = ""
+        frames = list(served.frames)
+        try:
+            first = next(frame for frame in frames if frame.message is served.state)
+            doorbell = Doorbell.take(served.state.pid, first.descriptors)
+            while frames:
+                self._take(frames.pop(0))
+        finally:
+            for frame in frames:
+                frame.close()
+        with self._changed:
+            self.doorbell = doorbell
+            self.was_connected = True
+        self._notify()
+
+    def _become_disconnected(self) -> None:
+        """The keeper is lost. Its memory is not: the next one gets the slots."""
+        with self._changed:
+            self.doorbell = None
+            self.is_silent = False
+        channel = self._channel
+        self._channel = None
+        if channel is not None:
+            channel.close()
+        self._notify()
+
+    def _exchange(self, channel: Channel) -> bool:
+        """Send what changed, and take what comes. Returns: see ``_serve``. Raises: OSError; WireError."""
+        silence = Silence(self._io_timeout_s)
+        while True:
+            self._send_changes(channel, silence)
+            wait_s = silence.wait_s()
+            leave_by_s = self._leave_by_s
+            if leave_by_s is not None:
+                is_told = self._sent.farewell is not Farewell.NONE and not channel.is_sending
+                remaining_s = leave_by_s - time.monotonic()
+                if is_told or remaining_s <= 0:
+                    return True
+                wait_s = min(wait_s, remaining_s)
+            began_at_s = time.monotonic()
+            channel.wait(wait_s, self._wake_descriptor)
+            drain(self._wake_descriptor)
+            channel.flush()
+            frames = channel.receive()
+            if frames is None:
+                return False
+            silence.waited(time.monotonic() - began_at_s, is_answered=bool(frames))
+            if silence.is_silent != self.is_silent:
+                self.is_silent = silence.is_silent
+                self._notify()
+            while frames:
+                self._take(frames.pop(0))
+
+    def _send_changes(self, channel: Channel, silence: Silence) -> None:
+        """Send what the keeper does not know yet, as far as it takes it now."""
+        while not channel.is_sending:
+            trainer = self.trainer
+            if trainer != self._sent:
+                self._sent = trainer
+                channel.send(trainer)
+                continue
+            question = self._next_question(silence)
+            if question is None:
+                return
+            channel.send(question)
+        silence.expect_answer()  # the keeper must take what was sent before
+
+    def _next_question(self, silence: Silence) -> Question | None:
+        """Return a question that was not sent on this connection."""
+        local_rank = self.trainer.local_rank
+        with self._changed:
+            unasked = sorted(self._answers.keys() - self._asked)
+        if unasked:
+            self._asked.add(unasked[0])
+            return Question(number=unasked[0], about="memory", local_rank=local_rank)
+        if silence.is_question_due:
+            silence.expect_answer()
+            return Question(about="memory", local_rank=local_rank)
+        return None
+
+    def _take(self, frame: Frame) -> None:
+        """Take a message of the keeper. A refusal is followed by the end of the connection, and needs no care here."""
+        message = frame.message
+        if isinstance(message, KeeperState) and not message.refusal:
+            self._map_all(frame.descriptors)
+            self._take_state(message)
+        elif isinstance(message, Answer):
+            with self._changed:
+                if message.number in self._answers:
+                    self._answers[message.number] = message
+        frame.close()
+        self._notify()
+
+    def _map_all(self, descriptors: list[int]) -> None:
+        """Map slots. One that cannot be mapped is memory that was refused: nothing else would say why none comes."""
+        while descriptors:
+            try:
+                self.slots.map(descriptors.pop(0), self.trainer.returned)
+            except (FormatError, OSError) as error:
+                self._mapping_problem = f"a slot of the keeper cannot be mapped: {error}"
+
+    def _take_state(self, state: KeeperState) -> None:
+        """Replace the keeper's state, and drop what it answers from the trainer's."""
+        if self._mapping_problem and not state.memory_refusal:
+            state = structs.replace(state, memory_refusal=self._mapping_problem)
+        slot_ids = tuple(slot.slot_id for slot in self.slots.all)
+        with self._changed:
+            trainer = structs.replace(self.trainer, slots=slot_ids)
+            self.trainer = without_answered(trainer, self._sent, state)
+            self.state = state
+
+
+def _after_fork_in_child() -> None:
+    for link in list(_live_links):
+        link.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

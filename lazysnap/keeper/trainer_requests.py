@@ -1,0 +1,143 @@
+"""What is a trainer still waiting for, once its keeper answered? Pure.
+
+A trainer asks by its state, and a keeper answers by its own. What is answered leaves the trainer's state, so that the
+state stays small however long the training runs.
+"""
+
+from msgspec import structs
+
+from lazysnap.core.messages import KeeperState, NamedStep, StepKey, TrainerState
+
+MAX_RELEASED = 16
+"""Names that were taken away, and are still sent. ``KeeperState`` shows the names of the first level alone, and each
+later keeper looks at all levels."""
+
+
+def without_answered(state: TrainerState, sent: TrainerState, answer: KeeperState) -> TrainerState:
+    """Return the state of a trainer without what its keeper answered.
+
+    Args:
+        state: the state of the trainer.
+        sent: what the keeper was sent last, on the same connection. Nothing else can have been answered.
+        answer: the newest state of the keeper.
+    """
+    return structs.replace(
+        state,
+        returned=_open_returns(state, sent, answer),
+        required=_open_steps(state, sent, answer),
+        protect=_open_protections(state, sent, answer),
+        names=_open_names(state, sent, answer),
+        released=_open_releases(state, sent, answer),
+    )
+
+
+def with_returned(state: TrainerState, slot_id: int) -> TrainerState:
+    """Return the state with one slot less, which the keeper may free."""
+    slots = tuple(other for other in state.slots if other != slot_id)
+    return structs.replace(state, slots=slots, returned=(*state.returned, slot_id))
+
+
+def with_required(state: TrainerState, step: int) -> TrainerState:
+    """Return the state with one more step that every level must store."""
+    if step in state.required:
+        return state
+    return structs.replace(state, required=(*state.required, step))
+
+
+def with_protected(state: TrainerState, step: int) -> TrainerState:
+    """Return the state with one more step that other nodes must protect."""
+    if step in state.protect:
+        return state
+    return structs.replace(state, protect=(*state.protect, step))
+
+
+def with_name(state: TrainerState, name: str, step: int) -> TrainerState:
+    """Return the state with a name for a step of this start, instead of an earlier step."""
+    others = _other_names(state, name)
+    named = NamedStep(name, StepKey(state.start, step))
+    released = _without_text(state.released, name)
+    return structs.replace(state, names=(*others, named), released=released)
+
+
+def without_name(state: TrainerState, name: str) -> TrainerState:
+    """Return the state in which a name is to be taken away."""
+    released = (*_without_text(state.released, name), name)
+    return structs.replace(state, names=_other_names(state, name), released=released)
+
+
+def _other_names(state: TrainerState, name: str) -> tuple[NamedStep, ...]:
+    return tuple(named for named in state.names if named.name != name)
+
+
+def _without_text(texts: tuple[str, ...], text: str) -> tuple[str, ...]:
+    return tuple(other for other in texts if other != text)
+
+
+def _is_same_start(state: TrainerState, sent: TrainerState) -> bool:
+    """Return True if the steps in both states are of one start."""
+    return state.start == sent.start
+
+
+def _open_returns(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[int, ...]:
+    open_returns = []
+    for slot_id in state.returned:
+        is_freed = slot_id in sent.returned and slot_id not in answer.slots
+        if not is_freed:
+            open_returns.append(slot_id)
+    return tuple(open_returns)
+
+
+def _open_steps(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[int, ...]:
+    """Return the required steps that some level may still store."""
+    if state.job is None or not _is_same_start(state, sent):
+        return state.required
+    num_levels = len(state.job.levels)
+    if len(answer.levels) < num_levels:
+        return state.required
+    levels = answer.levels[:num_levels]
+    open_steps = []
+    for step in state.required:
+        key = StepKey(state.start, step)
+        is_done = all(key in level.complete or key in level.given_up for level in levels)
+        is_answered = is_done or key in answer.lost
+        if step not in sent.required or not is_answered:
+            open_steps.append(step)
+    return tuple(open_steps)
+
+
+def _open_protections(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[int, ...]:
+    if not _is_same_start(state, sent):
+        return state.protect
+    open_steps = []
+    for step in state.protect:
+        key = StepKey(state.start, step)
+        is_protected = answer.protected is not None and answer.protected >= key
+        is_answered = is_protected or key in answer.lost
+        if step not in sent.protect or not is_answered:
+            open_steps.append(step)
+    return tuple(open_steps)
+
+
+def _open_names(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
+    """Return the names that the first level may still get."""
+    first_url = ""
+    if state.job is not None and state.job.levels:
+        first_url = state.job.levels[0].url
+    refused = {refusal.name for refusal in answer.name_refusals if refusal.url == first_url}
+    open_names = []
+    for named in state.names:
+        is_answered = named in answer.names or named.name in refused or named.key in answer.lost
+        if named not in sent.names or not is_answered:
+            open_names.append(named)
+    return tuple(open_names)
+
+
+def _open_releases(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[str, ...]:
+    given = {named.name for named in answer.names}
+    kept_from = len(state.released) - MAX_RELEASED
+    open_releases = []
+    for index, name in enumerate(state.released):
+        is_answered = name in sent.released and name not in given
+        if index >= kept_from or not is_answered:
+            open_releases.append(name)
+    return tuple(open_releases)

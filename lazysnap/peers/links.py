@@ -1,0 +1,213 @@
+"""Links between the keepers of a start: the newest state of each sender.
+
+Node 0 accepts links at the port where others read its memory; every other node connects to it. Each message is the
+whole state of its sender (``core.messages``), so only the newest one of each kind waits to be sent: a peer that reads
+slowly costs no memory. Every wait has a deadline.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Collection
+from typing import Protocol
+
+from msgspec import msgpack
+
+from lazysnap.core.messages import Report
+from lazysnap.peers.listener import Deadlines
+from lazysnap.peers.messages import Alive, Hello, LinkMessage, StateMessage
+from lazysnap.peers.secret import Secret
+from lazysnap.peers.streams import Stream
+from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
+
+logger = logging.getLogger(__name__)
+
+_draws = random.SystemRandom()
+"""The global generators are the training's."""
+_SHORTEST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+"""Seconds between two tries to connect: the pause doubles from the first to the second."""
+_decoder: "msgpack.Decoder[LinkMessage]" = msgpack.Decoder(LinkMessage)
+
+
+class Handler(Protocol):
+    """Called on the loop; it must return at once."""
+
+    def serving(self) -> None:
+        """This keeper listens for other nodes now."""
+
+    def peer_up(self, node: int) -> None:
+        """A link to that node began; send the whole state, for earlier messages may be lost."""
+
+    def received(self, node: int, message: StateMessage) -> None:
+        """A message of that node arrived. Nothing of an earlier connection comes behind a later one."""
+
+
+class _Link:
+    """One connection to another node, and what waits to be sent there."""
+
+    def __init__(self, stream: Stream, address: str) -> None:
+        self.stream = stream
+        self.address = address
+        self.failure: BaseException | None = None
+        """The error by which sending ended."""
+        self._waiting: dict[type, StateMessage] = {}
+        """The newest message of each kind that is not sent yet."""
+        self._changed = asyncio.Event()
+
+    def put(self, message: StateMessage) -> None:
+        """Send it soon; it replaces one of the same kind that was not sent yet."""
+        self._waiting[type(message)] = message
+        self._changed.set()
+
+    async def send_all(self, alive_s: float) -> None:
+        """Send what is put, until the connection ends, which this ends if it cannot send."""
+        try:
+            while True:
+                await self._wait_for_message(alive_s)
+                messages: list[LinkMessage] = list(self._waiting.values())
+                self._waiting.clear()
+                if not messages:
+                    messages.append(Alive())
+                for message in messages:
+                    await self.stream.send(message)
+        except FAILURES as error:
+            self.failure = error
+            self.stream.close()
+
+    async def _wait_for_message(self, alive_s: float) -> None:
+        with contextlib.suppress(*TIMEOUTS):
+            await asyncio.wait_for(self._changed.wait(), alive_s)
+        self._changed.clear()
+
+
+class Links:
+    """The links of one node, for one start. On the loop's thread.
+
+    Of two connections of one node the later one stays: after a restart of the node the earlier one may look alive for a
+    while.
+    """
+
+    def __init__(
+        self, secret: Secret, me: Hello, nodes: Collection[int], handler: Handler, deadlines: Deadlines
+    ) -> None:
+        """Begin without any link. ``nodes``: the numbers of all nodes of the start."""
+        self._secret = secret
+        self._me = me
+        self._nodes = frozenset(nodes)
+        self._handler = handler
+        self._deadlines = deadlines
+        self._links: dict[int, _Link] = {}
+        self._down: set[int] = set()
+        """Nodes of which it was logged that they are not reached."""
+        self._is_closed = False
+
+    @property
+    def linked_nodes(self) -> frozenset[int]:
+        """Nodes to which there is a link."""
+        return frozenset(self._links)
+
+    def send(self, node: int, message: StateMessage) -> None:
+        """Send soon, if there is a link; else it is dropped: ``peer_up`` asks for the state. Never blocks."""
+        link = self._links.get(node)
+        if link is not None:
+            link.put(message)
+
+    def close(self) -> None:
+        """End all links. Their tasks end by themselves."""
+        self._is_closed = True
+        for link in self._links.values():
+            link.stream.close()
+
+    async def serve(self, stream: Stream, hello: Hello, address: str) -> None:
+        """Use the connection of a node that has proven itself and sent ``hello``, until it fails.
+
+        Raises: Violation, if it belongs to another job, or connects to the wrong node; OSError; EOFError.
+        """
+        self._check(hello)
+        if self._me.node != 0 or hello.node not in self._nodes or hello.node == 0:
+            raise Violation(f"node {hello.node} wants a link to node {self._me.node}; all nodes connect to node 0")
+        await stream.send(self._me)
+        await self._use(hello.node, stream, address)
+
+    async def keep_up(self, node: int, host: str, port: int) -> None:
+        """Keep a link to that node, until cancelled."""
+        address = f"{host}:{port}"
+        pause_s = 0.0
+        while not self._is_closed:
+            await asyncio.sleep(pause_s * _draws.uniform(0.5, 1.0))
+            pause_s = min(max(2 * pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+            try:
+                stream = await self._connect(node, host, port)
+            except FAILURES as error:
+                self._become_down(node, address, error)
+                continue
+            linked_at = time.monotonic()
+            await self._use(node, stream, address)
+            # The other end may drop each link at once, because of what is sent there.
+            if time.monotonic() - linked_at > _LONGEST_PAUSE_S:
+                pause_s = 0.0
+
+    async def _connect(self, node: int, host: str, port: int) -> Stream:
+        stream = await Stream.connect((host, port), self._secret, self._deadlines)
+        try:
+            await stream.send(self._me)
+            hello = await stream.receive(_decoder, self._deadlines.connect_s)
+            if not isinstance(hello, Hello):
+                raise Violation("a message before the hello")
+            self._check(hello)
+            if hello.node != node:
+                raise Violation(f"node {hello.node}, expected node {node}")
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def _check(self, hello: Hello) -> None:
+        if hello.job != self._me.job:
+            raise Violation(f"job {hello.job!r}, expected job {self._me.job!r}")
+
+    async def _use(self, node: int, stream: Stream, address: str) -> None:
+        """Exchange messages with a node until the link fails."""
+        link = _Link(stream, address)
+        earlier = self._links.get(node)
+        if earlier is not None:
+            earlier.stream.close()
+        self._links[node] = link
+        self._become_up(node, address)
+        sender = asyncio.get_running_loop().create_task(link.send_all(self._deadlines.alive_s))
+        try:
+            self._handler.peer_up(node)
+            await self._receive_all(node, link)
+        except FAILURES as error:
+            if self._links.get(node) is link:
+                self._become_down(node, address, link.failure or error)
+        finally:
+            stream.close()
+            sender.cancel()
+            if self._links.get(node) is link:
+                del self._links[node]
+
+    async def _receive_all(self, node: int, link: _Link) -> None:
+        while True:
+            message = await link.stream.receive(_decoder, self._deadlines.silence_s)
+            if isinstance(message, Hello):
+                raise Violation("a second hello")
+            if isinstance(message, Report) and message.node != node:
+                raise Violation(f"a report of node {message.node}, expected node {node}")
+            is_newest = self._links.get(node) is link and not self._is_closed
+            if is_newest and not isinstance(message, Alive):
+                self._handler.received(node, message)
+
+    def _become_up(self, node: int, address: str) -> None:
+        if node in self._down:
+            self._down.discard(node)
+            logger.info("links: node %d (%s) is back", node, address)
+
+    def _become_down(self, node: int, address: str, error: BaseException) -> None:
+        """Log it once until it is up again."""
+        if node not in self._down and not self._is_closed:
+            self._down.add(node)
+            logger.warning("links: node %d (%s) is not reached: %s; trying again", node, address, reason(error))

@@ -1,0 +1,123 @@
+"""Ports of keepers, and limits for connections that have not proven the secret: one interface, few at once, one log
+line per host.
+"""
+
+import ipaddress
+import logging
+import socket
+from dataclasses import dataclass
+
+from lazysnap.errors import ConfigError
+from lazysnap.peers.wire import reason
+
+logger = logging.getLogger(__name__)
+
+MAX_UNKNOWN = 64
+"""Connections that have not shown who they are yet; more are closed at once."""
+MAX_CONNECTIONS = 1024
+"""More are closed at once."""
+_MAX_NAMED = 256
+"""Hosts whose refusal is logged as a warning; a scanner must not fill the log."""
+_BACKLOG = 128
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """Seconds."""
+
+    connect_s: float = 10.0
+    """Seconds for connecting, for the handshake and for the first message of a link, each."""
+    send_s: float = 10.0
+    """A peer that takes nothing for so long is dropped."""
+    alive_s: float = 5.0
+    """After so long without a message on a link a sign of life is sent."""
+    silence_s: float = 20.0
+    """A link on which nothing is received for so long is dropped."""
+    idle_s: float = 300.0
+    """A reader that asks nothing for so long is dropped."""
+    answer_s: float = 3.0
+    """A read that takes longer is answered with "not yet", so that no reader takes a busy keeper for a dead one."""
+    port_warning_s: float = 30.0
+    """For so long a new keeper waits silently for the port of the dead one."""
+
+
+class Gate:
+    """Counts the connections of one port. On the loop's thread.
+
+    Invariant: at most ``MAX_UNKNOWN`` connections are open that have not proven the secret, and at most
+    ``MAX_CONNECTIONS`` in all.
+    """
+
+    def __init__(self) -> None:
+        self._num_unknown = 0
+        self._num_known = 0
+        self._named_hosts: set[str] = set()
+
+    def enter(self) -> bool:
+        """Count a new connection as unknown. Returns: False, if it must be closed because there are too many."""
+        if self._num_unknown >= MAX_UNKNOWN or self._num_unknown + self._num_known >= MAX_CONNECTIONS:
+            return False
+        self._num_unknown += 1
+        return True
+
+    def become_known(self) -> None:
+        """Count a connection as one that has proven the secret."""
+        self._num_unknown -= 1
+        self._num_known += 1
+
+    def leave(self, *, is_known: bool) -> None:
+        """Do not count a connection any more."""
+        if is_known:
+            self._num_known -= 1
+        else:
+            self._num_unknown -= 1
+
+    def refuse(self, address: str, host: str, error: BaseException) -> None:
+        """Log that a connection was refused: once per host as a warning."""
+        level = logging.DEBUG
+        if host not in self._named_hosts and len(self._named_hosts) < _MAX_NAMED:
+            self._named_hosts.add(host)
+            level = logging.WARNING
+        logger.log(level, "peers: refused %s: %s", address, reason(error))
+
+
+def listener_at(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on one address of this machine and does not block.
+
+    Raises: ConfigError, if ``host`` means every interface, or is no address; OSError, if the address is taken.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError as error:
+        raise ConfigError(f"keepers listen on one interface, got {host}: give its address") from error
+    if address.is_unspecified:
+        raise ConfigError(f"keepers listen on one interface, got {host}: name the address of one")
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+class ReservedPort:
+    """A port of one address of this machine, bound and not listened at: one keeper after the other may listen there."""
+
+    def __init__(self, host: str) -> None:
+        """Raises: OSError, if there is none."""
+        if host in ("0.0.0.0", "::"):
+            raise OSError("it means every interface, name the address of one")
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind((host, 0))
+        except OSError:
+            self._socket.close()
+            raise
+
+    @property
+    def number(self) -> int:
+        """The port."""
+        return int(self._socket.getsockname()[1])
+
+    def release(self) -> None:
+        """Let go of it. May be called again."""
+        self._socket.close()

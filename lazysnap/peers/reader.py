@@ -1,0 +1,263 @@
+"""Reads the memory of another node from its keeper, by blocking calls: for restores, and for jobs on threads."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import xxhash
+from msgspec import msgpack
+
+from lazysnap.errors import ConfigError, FormatError, KeeperError
+from lazysnap.peers.messages import MAX_READ_BYTES, Answer, Block, PeerRefused, Read, Subject
+from lazysnap.peers.secret import Secret, handshake
+from lazysnap.peers.wire import (
+    FAILURES,
+    HEAD_BYTES,
+    TIMEOUTS,
+    Violation,
+    frame,
+    keep_alive,
+    parse_frame,
+    parse_head,
+    reason,
+)
+
+PATIENCE_S = 300.0
+"""Seconds for which a reader asks again for bytes that are not there yet. A capture may stand still for so long."""
+_SHORTEST_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = 0.2
+"""Seconds until bytes that were not there yet are asked for again: the pause doubles from the first to the second."""
+_decoder: "msgpack.Decoder[Answer]" = msgpack.Decoder(Answer)
+
+
+class Facts(NamedTuple):
+    """What all answers about one thing must agree on."""
+
+    size_bytes: int
+    identity: int
+
+
+def do_nothing() -> None:
+    """Do nothing, while bytes are waited for."""
+
+
+class PeerReader:
+    """Reads of one keeper, over one connection, which is made when it is needed. Not thread-safe.
+
+    Every call may raise PeerRefused (the keeper answered that it cannot give this) or KeeperError (it is not reached).
+    The next call tries again. What is read must stay the same captures for as long as the reader lives.
+
+    Example::
+
+        reader = PeerReader(secret, ("10.0.0.2", 4711))
+        out = memoryview(bytearray(reader.size(what)))
+        reader.read_into(what, 0, out)
+        reader.close()
+    """
+
+    def __init__(
+        self,
+        secret: Secret,
+        address: tuple[str, int],
+        *,
+        beat: Callable[[], None] = do_nothing,
+        timeout_s: float = 10.0,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """Remember whom to ask. Does not block.
+
+        Args:
+            secret: that of the start.
+            address: where the keeper listens.
+            beat: called again and again while bytes are not there yet. What it raises ends the call.
+            timeout_s: a keeper that is silent for so long counts as gone, at any time.
+            patience_s: bytes that are not there for so long are not waited for any more.
+        """
+        self._secret = secret
+        self._address = address
+        self._beat = beat
+        self._timeout_s = timeout_s
+        self._patience_s = patience_s
+        self._peer = f"{address[0]}:{address[1]}"
+        self._connection: socket.socket | None = None
+        self._facts: dict[Subject, Facts] = {}
+        self._lock = threading.Lock()
+        """Held while the connection is replaced: ``interrupt`` comes from any thread."""
+        self._is_interrupted = False
+
+    def connect(self) -> None:
+        """Connect, if there is no connection. Blocks: at most ``timeout_s`` for each of connection and handshake."""
+        try:
+            self._connected()
+        except FAILURES as error:
+            raise self._unreachable(error) from error
+
+    def size(self, what: Subject, patience_s: float | None = None) -> int:
+        """Return the bytes of all that can be read of this. Blocks: until the keeper has it, at most ``patience_s``."""
+        return self._read(Read(what, 0, 0), memoryview(b""), patience_s).size_bytes
+
+    def read_into(self, what: Subject, offset: int, out: memoryview) -> int:
+        """Fill ``out`` with the bytes at ``offset``.
+
+        Blocks: until the bytes are there. With the last byte: until all captures are whole.
+        Returns: xxh3_64 of the bytes, computed by the keeper and compared here.
+        Raises: FormatError, if other bytes arrived than the keeper has; ConfigError.
+        """
+        out = out.cast("B")
+        if not 1 <= len(out) <= MAX_READ_BYTES:
+            raise ConfigError(f"a read has 1 to {MAX_READ_BYTES} bytes, got {len(out)}")
+        block = self._read(Read(what, offset, len(out)), out)
+        checksum = xxhash.xxh3_64_intdigest(out)
+        if checksum != block.checksum:
+            raise FormatError(
+                f"{self._peer}: bytes [{offset}, {offset + len(out)}) of {what}: xxh3_64 is {checksum:016x}, "
+                f"the peer says {block.checksum:016x}: they changed while they were read, or on their way"
+            )
+        return checksum
+
+    def finish(self, what: Subject) -> None:
+        """Check that all that was read of this is of captures that are whole now: only then it counts.
+
+        Blocks: until they are whole, which may take a training step or an evaluation.
+        """
+        size_bytes = self.size(what)
+        if size_bytes:
+            self.read_into(what, size_bytes - 1, memoryview(bytearray(1)))
+
+    def interrupt(self) -> None:
+        """Let a call in progress fail at once, and every later one. From any thread."""
+        with self._lock:
+            self._is_interrupted = True
+            if self._connection is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection. A later call makes another one."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    # One read
+
+    def _read(self, read: Read, out: memoryview, patience_s: float | None = None) -> Block:
+        """Return the answer to a read, and ask again while the keeper says that it is not there yet."""
+        give_up_at = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            answer = self._exchange(read, out)
+            if isinstance(answer, Block):
+                self._check_facts(read.what, Facts(answer.size_bytes, answer.identity))
+                return answer
+            if not answer.is_not_yet or time.monotonic() >= give_up_at:
+                raise PeerRefused(f"{self._peer}: {answer.text}")
+            self._beat()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _check_facts(self, what: Subject, facts: Facts) -> None:
+        known = self._facts.setdefault(what, facts)
+        if known != facts:
+            raise PeerRefused(f"{self._peer}: {what} was captured again while it was read")
+
+    def _exchange(self, read: Read, out: memoryview) -> Answer:
+        """Send a read and receive its answer."""
+        # The other side closes a connection on which nothing was asked for long, or that an earlier keeper had.
+        may_be_stale = self._connection is not None
+        try:
+            try:
+                return self._exchange_once(read, out)
+            except (OSError, EOFError) as error:
+                if not may_be_stale or self._is_interrupted or isinstance(error, TIMEOUTS):
+                    raise
+                return self._exchange_once(read, out)
+        except FAILURES as error:
+            raise self._unreachable(error) from error
+
+    def _exchange_once(self, read: Read, out: memoryview) -> Answer:
+        connection = self._connected()
+        try:
+            connection.settimeout(self._timeout_s)
+            connection.sendall(frame(read))
+            answer = self._receive(connection)
+            if isinstance(answer, Block):
+                if answer.length != len(out):
+                    raise Violation(f"the answer to a read of {len(out)} bytes is {answer}")
+                self._receive_into(connection, out)
+            return answer
+        except BaseException:  # nobody knows which bytes would come next
+            self.close()
+            raise
+
+    def _receive(self, connection: socket.socket) -> Answer:
+        deadline = time.monotonic() + self._timeout_s
+        head = parse_head(_receive_exactly(connection, HEAD_BYTES, deadline))
+        return parse_frame(head, _receive_exactly(connection, head.length, deadline), _decoder)
+
+    def _receive_into(self, connection: socket.socket, out: memoryview) -> None:
+        """Fill ``out``. Blocks: while bytes arrive, at most ``timeout_s`` without any."""
+        connection.settimeout(self._timeout_s)
+        num_received = 0
+        while num_received < len(out):
+            count = connection.recv_into(out[num_received:])
+            if not count:
+                raise EOFError
+            num_received += count
+
+    # The connection
+
+    def _connected(self) -> socket.socket:
+        """Return the connection; make one if there is none."""
+        if self._connection is not None:
+            return self._connection
+        if self._is_interrupted:
+            raise ConnectionAbortedError("it was interrupted")
+        connection = socket.create_connection(self._address, self._timeout_s)
+        try:
+            keep_alive(connection)
+            self._authenticate(connection)
+            with self._lock:
+                if self._is_interrupted:
+                    raise ConnectionAbortedError("it was interrupted")
+                self._connection = connection
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _authenticate(self, connection: socket.socket) -> None:
+        """Prove both ends to each other. Raises: Violation, if the other end cannot prove itself."""
+        deadline = time.monotonic() + self._timeout_s
+        steps = handshake(self._secret, is_server=False)
+        outgoing, expected_bytes = next(steps)
+        while True:
+            connection.settimeout(_left_s(deadline))
+            connection.sendall(outgoing)
+            received = bytes(_receive_exactly(connection, expected_bytes, deadline))
+            try:
+                outgoing, expected_bytes = steps.send(received)
+            except StopIteration:
+                return
+
+    def _unreachable(self, error: BaseException) -> KeeperError:
+        return KeeperError(f"{self._peer} cannot be read from: {reason(error)}")
+
+
+def _receive_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytearray:
+    data = bytearray(size_bytes)
+    num_received = 0
+    while num_received < size_bytes:
+        connection.settimeout(_left_s(deadline))
+        count = connection.recv_into(memoryview(data)[num_received:])
+        if not count:
+            raise EOFError
+        num_received += count
+    return data
+
+
+def _left_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)

@@ -1,0 +1,265 @@
+"""A keeper's connections to the other nodes of its start: links between keepers, and reads of this node's memory.
+
+Both come to one port. The first message of a connection says what it is for: a ``Hello`` begins a link
+(``peers.links``), a ``Read`` begins reads. All runs on the keeper's asyncio loop; the bytes of reads are made on two
+threads (``peers.reads``).
+"""
+
+import asyncio
+import functools
+import logging
+import socket
+from collections.abc import Coroutine
+from typing import Any
+
+from msgspec import msgpack
+
+from lazysnap.core.messages import PeerAddress, PeerSettings
+from lazysnap.errors import ConfigError
+from lazysnap.peers.links import Handler, Links
+from lazysnap.peers.listener import Deadlines, Gate, listener_at
+from lazysnap.peers.messages import Hello, Read, Refusal, Request, StateMessage
+from lazysnap.peers.reads import ReadThreads, Sources, answer_read
+from lazysnap.peers.secret import Secret
+from lazysnap.peers.streams import Stream
+from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
+
+logger = logging.getLogger(__name__)
+
+COORDINATOR_NODE = 0
+_PORT_AGAIN_S = 0.1
+"""Seconds between two tries to have a port that is taken."""
+_ACCEPT_AGAIN_S = 1.0
+"""Seconds until connections are accepted again where that failed: no descriptors are left, for example."""
+_BUSY = Refusal("this keeper is busy", is_not_yet=True)
+_decoder: "msgpack.Decoder[Request]" = msgpack.Decoder(Request)
+
+
+class Peers:
+    """All connections of a keeper to other processes of the present start. All calls are made on the loop.
+
+    Example::
+
+        peers = Peers(loop, handler, sources)
+        peers.begin(settings, node=1)  # ``handler.peer_up(0)`` follows
+        peers.send(0, report)
+        peers.close()
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handler: Handler,
+        sources: Sources,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self._loop = loop
+        self._handler = handler
+        self._sources = sources
+        self._deadlines = deadlines or Deadlines()
+        self._threads = ReadThreads(loop)
+        self._settings: PeerSettings | None = None
+        self._node = COORDINATOR_NODE
+        self._links: Links | None = None
+        self._gate = Gate()
+        self._listener: socket.socket | None = None
+        self._streams: set[Stream] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those that are cancelled when the start ends."""
+        self._conversations: set[asyncio.Task[None]] = set()
+        """Those that end with their streams."""
+
+    @property
+    def is_serving(self) -> bool:
+        """True while it listens for other nodes."""
+        return self._listener is not None
+
+    @property
+    def linked_nodes(self) -> frozenset[int]:
+        """Nodes to which there is a link."""
+        return frozenset() if self._links is None else self._links.linked_nodes
+
+    def begin(self, settings: PeerSettings, node: int) -> None:
+        """Serve, and link to, the nodes of a start from now on. Connections of an earlier start end.
+
+        Does nothing if these are the settings already. Never raises: what cannot be had is tried again, and logged.
+
+        Args:
+            settings: the start.
+            node: number of this node.
+        """
+        if settings == self._settings and node == self._node:
+            return
+        self._end_start()
+        self._settings = settings
+        self._node = node
+        nodes = [address.node for address in settings.addresses]
+        me = Hello(settings.job, node)
+        self._links = Links(Secret(settings.secret), me, nodes, self._handler, self._deadlines)
+        own = _address_of(settings, node)
+        if own is not None:
+            self._spawn(self._serve(own), self._tasks)
+        first = _address_of(settings, COORDINATOR_NODE)
+        if node != COORDINATOR_NODE and first is not None:
+            self._spawn(self._links.keep_up(COORDINATOR_NODE, first.host, first.port), self._tasks)
+
+    def send(self, node: int, message: StateMessage) -> None:
+        """Send soon, if there is a link; else it is dropped. A newer message replaces one that was not sent yet."""
+        if self._links is not None:
+            self._links.send(node, message)
+
+    def close(self) -> None:
+        """End all connections, and accept nothing more. Sockets are closed in the next turn of the loop."""
+        self._end_start()
+        self._threads.close()
+
+    # The start
+
+    def _end_start(self) -> None:
+        self._settings = None
+        if self._links is not None:
+            self._links.close()
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = set()
+        for stream in self._streams:
+            stream.close()
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+        self._listener = None
+        self._streams = set()
+        self._gate = Gate()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]") -> None:
+        task = self._loop.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: "asyncio.Task[None]") -> None:
+        """An error that nobody expected ends the keeper: the handler of the loop's errors sees to that."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self._loop.call_exception_handler({"message": "peers failed", "exception": error, "task": task})
+
+    # Listening
+
+    async def _serve(self, address: PeerAddress) -> None:
+        """Accept connections from now on, or as soon as the port is free."""
+        listener = await self._listen(address)
+        if listener is None:
+            return
+        self._listener = listener
+        self._loop.add_reader(listener, self._accept)
+        self._handler.serving()
+
+    async def _listen(self, address: PeerAddress) -> socket.socket | None:
+        """Return the listener once the port is free; None, if there can be none.
+
+        The keeper before this one may just be leaving the port. A failure that lasts is logged once.
+        """
+        warn_at = self._loop.time() + self._deadlines.port_warning_s
+        is_logged = False
+        while True:
+            try:
+                return listener_at(address.host, address.port)
+            except ConfigError as error:
+                logger.warning("other nodes cannot reach this keeper: %s", error)
+                return None
+            except OSError as error:
+                if self._loop.time() >= warn_at and not is_logged:
+                    is_logged = True
+                    text = "other nodes cannot reach this keeper: %s:%d: %s; trying again"
+                    logger.warning(text, address.host, address.port, error)
+            await asyncio.sleep(_PORT_AGAIN_S)
+
+    def _accept(self) -> None:
+        """Accept the connection that waits. A callback: a task that is cancelled could lose a connection."""
+        if self._listener is None or self._settings is None:
+            return
+        try:
+            connection, (host, port, *_) = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            logger.warning("peers: a connection cannot be accepted: %s", error)
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_again, self._listener)
+            return
+        connection.setblocking(False)
+        if self._gate.enter():
+            welcome = self._welcome(connection, (host, port), self._gate, self._settings)
+            self._spawn(welcome, self._conversations)
+        else:
+            self._gate.refuse(f"{host}:{port}", host, Violation("there are too many connections"))
+            connection.close()
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if self._listener is listener:
+            self._loop.add_reader(listener, self._accept)
+
+    async def _welcome(
+        self, connection: socket.socket, remote: tuple[str, int], gate: Gate, start: PeerSettings
+    ) -> None:
+        """Serve a connection of a start until it ends. It is not cancelled: it ends when its stream is closed."""
+        host = remote[0]
+        address = f"{host}:{remote[1]}"
+        is_known = False
+        stream: Stream | None = None
+        try:
+            stream = await Stream.adopt(connection, self._deadlines)
+            self._streams.add(stream)
+            if start is not self._settings:
+                return  # it ended meanwhile
+            await stream.authenticate(Secret(start.secret), is_server=True)
+            is_known = True
+            gate.become_known()
+            await self._converse(stream, address)
+        except Violation as error:
+            gate.refuse(address, host, error)
+        except FAILURES as error:
+            if is_known or start is not self._settings:  # readers come and go
+                logger.debug("peers: %s is gone: %s", address, reason(error))
+            else:
+                gate.refuse(address, host, error)
+        finally:
+            gate.leave(is_known=is_known)
+            if stream is not None:
+                stream.close()
+                self._streams.discard(stream)
+
+    # Conversations
+
+    async def _converse(self, stream: Stream, address: str) -> None:
+        message = await stream.receive(_decoder, self._deadlines.idle_s)
+        if isinstance(message, Hello):
+            assert self._links is not None
+            await self._links.serve(stream, message, address)
+            return
+        while isinstance(message, Read):
+            await self._answer(stream, message, address)
+            message = await stream.receive(_decoder, self._deadlines.idle_s)
+        raise Violation(f"{type(message).__name__} instead of a read")
+
+    async def _answer(self, stream: Stream, read: Read, address: str) -> None:
+        made = self._threads.run(functools.partial(answer_read, self._sources, read))
+        try:
+            answer, payload = await asyncio.wait_for(made, self._deadlines.answer_s)
+        except TIMEOUTS:
+            answer = _BUSY
+            payload = None
+        del made  # a view that is kept would keep memory mapped
+        if isinstance(answer, Refusal) and not answer.is_not_yet:
+            logger.debug("peers: a read of %s failed: %s", address, answer.text)
+        await stream.send(answer, payload)
+
+
+def _address_of(settings: PeerSettings, node: int) -> PeerAddress | None:
+    """Return where the keeper of a node serves others; None if it does not."""
+    for address in settings.addresses:
+        if address.node == node and address.port:
+            return address
+    return None

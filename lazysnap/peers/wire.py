@@ -1,0 +1,88 @@
+"""The codec of connections between keepers, without input or output: the asyncio side and the blocking one share it.
+
+On the wire: the handshake of ``peers.secret``, then messages as frames. A frame is a length (4 bytes, big-endian,
+bounded), a checksum (8 bytes, xxh3_64) and that many bytes of MessagePack, of which the checksum is. Nothing is
+allocated for a frame that is too long. The raw bytes of a block follow behind its frame.
+"""
+
+import asyncio
+import socket
+import struct
+from typing import NamedTuple, TypeVar
+
+import xxhash
+from msgspec import DecodeError, Struct, msgpack
+
+_HEAD = struct.Struct("!IQ")
+HEAD_BYTES = _HEAD.size
+PROTOCOL = b"lazysnap", 8
+"""Letters, and the version of all messages between keepers: raised with every change that the other end sees."""
+MAX_FRAME_BYTES = 4 << 20
+"""As between a trainer and its keeper: both are the whole state of their sender."""
+TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
+"""Python 3.10 has two of them."""
+M = TypeVar("M")
+
+
+class Violation(Exception):
+    """The other end is no process of the job, or does not keep to the protocol."""
+
+
+FAILURES = (OSError, EOFError, Violation, asyncio.TimeoutError)
+"""What ends a connection."""
+
+
+class Head(NamedTuple):
+    """The beginning of a frame."""
+
+    length: int
+    checksum: int
+
+
+def frame(message: Struct) -> bytes:
+    """Return the bytes of a message. Raises: Violation, if it is too long for the other end."""
+    data = msgpack.encode(message)
+    if len(data) > MAX_FRAME_BYTES:
+        raise Violation(f"a message of {len(data)} bytes, at most {MAX_FRAME_BYTES} can be sent")
+    return _HEAD.pack(len(data), xxhash.xxh3_64_intdigest(data)) + data
+
+
+def parse_head(data: bytes | bytearray) -> Head:
+    """Return length and checksum of the frame that begins here. Raises: Violation, if it is too long."""
+    head = Head(*_HEAD.unpack(data))
+    if head.length > MAX_FRAME_BYTES:
+        raise Violation(f"a frame of {head.length} bytes, expected at most {MAX_FRAME_BYTES}")
+    return head
+
+
+def parse_frame(head: Head, data: bytes | bytearray, decoder: "msgpack.Decoder[M]") -> M:
+    """Return the message of a frame. Raises: Violation, if it is damaged or no message."""
+    checksum = xxhash.xxh3_64_intdigest(data)
+    if checksum != head.checksum:
+        raise Violation(
+            f"a damaged message: xxh3_64 of {head.length} bytes is {checksum:016x}, expected {head.checksum:016x}"
+        )
+    try:
+        return decoder.decode(data)
+    except (DecodeError, RecursionError) as error:
+        raise Violation(f"a malformed message: {error}") from error
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have small messages sent at once, and a node that is gone without a word noticed within a minute."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def reason(error: BaseException) -> str:
+    """Return why a connection failed, for a message."""
+    if isinstance(error, TIMEOUTS):
+        return "it does not answer in time"
+    if isinstance(error, EOFError):
+        return "it closed the connection"
+    if isinstance(error, Violation):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,141 @@
+"""What ranks tell each other at a restart: which shards each of them has, in few bytes. Pure.
+
+Every rank receives what all ranks send. With thousands of ranks, a hundred bytes of each are a megabyte at each of
+them. So keys of snapshots and ranges of ranks are sent, and nothing that the receiver knows already: the node of the
+sender, names of directories, URLs.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lazysnap.keeper.questions import HeldMember, HeldParity
+from lazysnap.levels.listing import Directory
+from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.restore.snapshot import MEMORY
+from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
+
+_MEMORY_SPEED = 0
+
+
+def ranges_of(numbers: Iterable[int]) -> list[int]:
+    """Return first and last number of each range of consecutive ones, in one list."""
+    ranges: list[int] = []
+    for number in sorted(set(numbers)):
+        if ranges and number == ranges[-1] + 1:
+            ranges[-1] = number
+        else:
+            ranges += [number, number]
+    return ranges
+
+
+def numbers_in(ranges: Sequence[int]) -> Iterator[int]:
+    """Yield the numbers of ``ranges_of``."""
+    for index, (first, last) in enumerate(pairwise(ranges)):
+        if index % 2 == 0:
+            yield from range(first, last + 1)
+
+
+# Memory
+
+
+def pack_memory(inventories: Iterable[Inventory]) -> list[Any]:
+    """Return the captures in the memory that one rank asked for."""
+    captures: dict[tuple[str, str, int, int, int], list[int]] = defaultdict(list)
+    for inventory in inventories:
+        for entry in inventory.entries:
+            local_rank, sequence = entry.location.split("/")
+            key = (entry.run_id, entry.start, entry.world_size, entry.rank, int(local_rank))
+            captures[key] += [entry.step, int(sequence)]
+    return [[*key, steps] for key, steps in captures.items()]
+
+
+def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
+    """Return what ``pack_memory`` packed on a rank of a node."""
+    entries = []
+    for run_id, start, world_size, rank, local_rank, steps in packed:
+        for step, sequence in zip(steps[::2], steps[1::2], strict=True):
+            location = f"{local_rank}/{sequence}"
+            entry = Entry(MEMORY, _MEMORY_SPEED, run_id, start, step, rank, world_size, location, node=node)
+            entries.append(entry)
+    return Inventory(f"{MEMORY} of {node}", tuple(entries))
+
+
+# Parity
+
+
+def pack_parity(parities: Iterable[HeldParity]) -> list[Any]:
+    """Return the parity that one node holds: of several steps of one group the group once."""
+    groups: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
+    for parity in parities:
+        ranks = tuple(tuple(ranges_of(member.ranks)) for member in parity.members)
+        facts = (parity.parity, parity.most_lost, parity.block_bytes, parity.position)
+        sizes = [member.size_bytes for member in parity.members]
+        groups[parity.run_id, parity.start, parity.world_size, ranks, facts].append([parity.step, sizes])
+    return [[*key, steps] for key, steps in groups.items()]
+
+
+def unpack_parity(packed: Iterable[list[Any]]) -> list[HeldParity]:
+    """Return what ``pack_parity`` packed."""
+    parities = []
+    for run_id, start, world_size, ranges_of_members, facts, steps in packed:
+        for step, sizes in steps:
+            members = []
+            for ranges, size_bytes in zip(ranges_of_members, sizes, strict=True):
+                members.append(HeldMember(list(numbers_in(ranges)), size_bytes))
+            parities.append(HeldParity(run_id, start, step, world_size, members, *facts))
+    return parities
+
+
+# Levels
+
+
+def pack_files(inventory: Inventory, directories: Sequence[Directory]) -> list[Any]:
+    """Return the shards that one rank found when it read its share of the manifests at a level.
+
+    Args:
+        inventory: what it found.
+        directories: those that all ranks together read.
+    """
+    numbers = {directory.name: number for number, directory in enumerate(directories)}
+    ranks: dict[tuple[int, str, int, str | None], list[int]] = defaultdict(list)
+    for entry in inventory.entries:
+        ranks[numbers[entry.location], entry.file, entry.world_size, entry.frozen].append(entry.rank)
+    # Mostly, the file of a node holds the same ranks in all directories.
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for (number, file, world_size, frozen), of_file in ranks.items():
+        name = NodeName.parse(file)
+        assert name is not None, "the manifest was read at that name"
+        alike[name.node, name.nodes, world_size, frozen, tuple(ranges_of(of_file))].append(number)
+    files = [[*key, ranges_of(of_key)] for key, of_key in alike.items()]
+    digests = [image.digest for image in inventory.frozen]
+    return [files, digests, list(inventory.problems)]
+
+
+def unpack_files(
+    packed: list[Any], directories: Sequence[Directory], url: str, speed: int, label: str | None
+) -> Inventory:
+    """Return what ``pack_files`` packed.
+
+    Args:
+        packed: what one rank found.
+        directories: as for ``pack_files``.
+        url: the level.
+        speed: its rank among the sources, see ``Entry``.
+        label: the place that only some ranks see; ``None``: all do.
+    """
+    files, digests, problems = packed
+    entries = []
+    for node, nodes, world_size, frozen, ranges, of_directories in files:
+        file = NodeName(node, nodes).text
+        for number in numbers_in(of_directories):
+            directory = directories[number]
+            name = SnapshotName.parse(directory.name)
+            assert name is not None
+            for rank in numbers_in(ranges):
+                shard = (name.run_id, name.start, name.step, rank, world_size)
+                location = directory.name
+                entries.append(Entry(url, speed, *shard, location, frozen, label, directory.names, file))
+    images = [FrozenEntry(url, speed, digest, frozen_directory_name(digest)) for digest in digests]
+    return Inventory(url, tuple(entries), tuple(images), tuple(problems))

@@ -1,0 +1,93 @@
+"""The ``state_dict()`` of modules and optimizers, in half the time where torch's own implementation makes it.
+
+A boundary asks for both. With thousands of small tensors that is most of what it costs. Whatever has a method of its
+own, or hooks, is asked itself.
+"""
+
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+import torch
+
+_MODULE_METHODS = {
+    name: getattr(torch.nn.Module, name) for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+}
+_OPTIMIZER_STATE_DICT = torch.optim.Optimizer.state_dict
+_FIELDS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class _HasOwnWay(Exception):
+    """Torch's implementation is not what makes this state."""
+
+
+def state_of_module(module: torch.nn.Module) -> Mapping[str, Any]:
+    """Return what ``module.state_dict()`` returns, but for the versions of modules. Hot: once per boundary."""
+    state: dict[str, Any] = {}
+    try:
+        _add_module(module, "", state, set())
+    except (_HasOwnWay, KeyError):
+        return module.state_dict()
+    return state
+
+
+def _add_module(module: torch.nn.Module, prefix: str, state: dict[str, Any], stock: set[type]) -> None:
+    """Add the tensors of a module, then those of its children.
+
+    ``stock``: classes that are known to have no methods of their own. Raises: _HasOwnWay, KeyError.
+    """
+    kind = type(module)
+    if kind not in stock:
+        _check_class(kind)
+        stock.add(kind)
+    fields = vars(module)
+    if fields["_state_dict_hooks"] or fields["_state_dict_pre_hooks"]:
+        raise _HasOwnWay
+    if "state_dict" in fields or "_save_to_state_dict" in fields:
+        raise _HasOwnWay
+    for name, parameter in fields["_parameters"].items():
+        if parameter is not None:
+            state[prefix + name] = parameter.detach()
+    for name, buffer in fields["_buffers"].items():
+        if buffer is not None and name not in fields["_non_persistent_buffers_set"]:
+            state[prefix + name] = buffer.detach()
+    for name, child in fields["_modules"].items():
+        if child is not None:
+            _add_module(child, f"{prefix}{name}.", state, stock)
+
+
+def _check_class(kind: type) -> None:
+    """Raise _HasOwnWay for a class with other methods, or with other places for its tensors (TorchScript)."""
+    for name, method in _MODULE_METHODS.items():
+        if getattr(kind, name, None) is not method:
+            raise _HasOwnWay
+    for name in _FIELDS:
+        if hasattr(kind, name):
+            raise _HasOwnWay
+
+
+def state_of_optimizer(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    """Return what ``optimizer.state_dict()`` returns. Hot: once per boundary."""
+    hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
+    has_own_way = "state_dict" in vars(optimizer) or type(optimizer).state_dict is not _OPTIMIZER_STATE_DICT
+    if has_own_way or any(hooks):
+        return optimizer.state_dict()
+    numbers: dict[int, int] = {}
+    groups = []
+    start = 0
+    for group in optimizer.param_groups:
+        ids = list(map(id, group["params"]))
+        # As torch does it: of the numbers of one parameter the last in its first group.
+        numbers = {**dict(zip(ids, count(start), strict=False)), **numbers}
+        packed = {key: value for key, value in group.items() if key != "params"}
+        packed["params"] = [numbers[number] for number in ids]
+        groups.append(packed)
+        start += len(ids)
+    state: dict[Any, Any] = {}
+    held: Mapping[Any, Any] = optimizer.state  # some optimizers keep more than tensors as keys
+    for key, value in held.items():
+        if isinstance(key, torch.Tensor):
+            state[numbers[id(key)]] = value
+        else:
+            state[key] = value
+    return {"state": state, "param_groups": groups}

@@ -1,0 +1,77 @@
+"""Two keeper processes of one job, each for a node with one rank; the trainers of both are this process."""
+
+import contextlib
+import os
+import signal
+import tempfile
+
+import pytest
+from msgspec import structs
+from support.hand_trainer import JOB, WISH, HandTrainer
+from support.ports import free_port
+
+from lazysnap.core.messages import LevelSettings, PeerAddress, PeerSettings, RedundancySettings, StepKey
+from lazysnap.peers.secret import draw_secret
+
+START = 9
+
+
+@pytest.fixture(autouse=True)
+def runtime_directory(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="lazysnap-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        monkeypatch.setenv("LAZYSNAP_RUNTIME_DIR", directory)
+        yield directory
+
+
+@pytest.fixture
+def nodes():
+    """The trainers of two nodes, with slots."""
+    trainers = [HandTrainer("nodes", node=node, memory=structs.replace(WISH, num_slots=4)) for node in range(2)]
+    yield trainers
+    for trainer in trainers:
+        trainer.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(trainer.keeper.pid, signal.SIGKILL)
+
+
+def begin(trainers, **settings):
+    """Begin one start on all nodes."""
+    addresses = tuple(PeerAddress(node, "127.0.0.1", free_port()) for node in range(2))
+    secret = draw_secret().hex
+    for node, trainer in enumerate(trainers):
+        trainer.until_state(lambda state: len(state.slots) == 4)
+        job = structs.replace(JOB, ranks=(node,), world_size=2, node=node, num_nodes=2, **settings)
+        trainer.change(start=START, step=0, job=job, peers=PeerSettings("nodes", node, secret, addresses))
+
+
+def test_a_step_is_complete_once_all_nodes_stored_it(nodes, tmp_path):
+    begin(nodes, levels=(LevelSettings(str(tmp_path), every_n_steps=1),))
+    nodes[0].until_state(lambda state: state.is_serving_peers)
+    for trainer in nodes:
+        trainer.change(required=(1,))
+
+    nodes[1].capture(1)
+    nodes[1].read(timeout_s=0.5)
+    assert nodes[1].keeper.levels[0].complete == ()
+    nodes[0].capture(1)
+
+    for trainer in nodes:
+        state = trainer.until_state(lambda state: state.levels[0].complete)
+        assert state.levels[0].complete == (StepKey(START, 1),)
+
+
+def test_captures_are_protected_by_the_other_node(nodes):
+    begin(nodes, redundancy=RedundancySettings(every_n_steps=1, members=(0, 1)))
+
+    step = 0
+    while any(trainer.keeper.protected is None for trainer in nodes):
+        step += 1
+        assert step < 300, nodes[0].keeper
+        for trainer in nodes:
+            trainer.capture_free(step)
+            trainer.read(timeout_s=0.05)
+
+    for trainer in nodes:
+        answer, _ = trainer.ask(about="memory")
+        steps = {parity.step for parity in answer.memory.parity}
+        assert trainer.keeper.protected.step in steps

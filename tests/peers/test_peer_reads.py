@@ -1,0 +1,655 @@
+"""Reads between processes of a job, over real sockets: what arrives, who is let in, what ends in time."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import socket
+import threading
+import time
+
+import pytest
+import xxhash
+from raw_peer import WAIT_S, announced, authenticated, exactly, frame, is_closed, peak_kib, prove, raw_frame, refusals
+from support.peer_ends import QUICK, Table
+from support.waiting import TIMEOUT_S, until
+
+from lazysnap.errors import ConfigError, FormatError, KeeperError
+from lazysnap.memory.failures import CaptureAborted
+from lazysnap.peers.messages import (
+    MAX_READ_BYTES,
+    Block,
+    Hello,
+    NotYet,
+    ParityOf,
+    PartOf,
+    PeerRefused,
+    Read,
+    Refusal,
+    SlotOf,
+)
+from lazysnap.peers.reader import PeerReader
+from lazysnap.peers.secret import draw_secret
+from lazysnap.peers.wire import MAX_FRAME_BYTES
+
+pytestmark = pytest.mark.slow
+
+SLOT = SlotOf(0, 7, "image")
+PART = PartOf("s1", 7, 1)
+DATA = os.urandom(5 << 20)
+
+
+class Filling:
+    """A source whose bytes are there as far as a test lets them be."""
+
+    def __init__(self, data, identity=1):
+        self.memory, self.size_bytes, self.identity = bytearray(data) + bytes(4096), len(data), identity
+        self.upto, self.error, self.is_whole, self.num_asked = 0, None, True, 0
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def _raise(self):
+        self.num_asked += 1
+        self.goes_on.wait(TIMEOUT_S)
+        if self.error:
+            raise self.error
+
+    def view(self, offset, length):
+        self._raise()
+        if self.upto < offset + length:
+            raise NotYet("it is not copied yet")
+        # As slots do: up to a page more than there is.
+        return memoryview(self.memory)[offset : offset + length + 4096]
+
+    def check(self):
+        self._raise()
+
+    def finish(self):
+        self._raise()
+        if not self.is_whole:
+            raise NotYet("it is not whole yet")
+
+
+def whole(data=DATA):
+    source = Filling(data)
+    source.upto = len(data)
+    return source
+
+
+@pytest.fixture
+def serve(make_end):
+    """Makes a keeper of some sources; it is closed after the test."""
+
+    def make(sources, deadlines=QUICK):
+        return make_end(0, sources=Table(sources), deadlines=deadlines)
+
+    return make
+
+
+@pytest.fixture
+def connect(secret, address):
+    """Makes readers; they are closed after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(to=address, *, secret=secret, **settings):
+            settings.setdefault("timeout_s", 60.0)
+            reader = PeerReader(secret, to, **settings)
+            stack.callback(reader.close)
+            return reader
+
+        yield make
+
+
+@pytest.fixture
+def served(serve, address):
+    """The address of a keeper that has ``DATA`` in ``SLOT``."""
+    serve({SLOT: whole()})
+    return address
+
+
+def assert_still_serves(connect):
+    reader = connect()
+    out = bytearray(1000)
+    assert reader.size(SLOT) == len(DATA)
+    assert reader.read_into(SLOT, 10, memoryview(out)) == xxhash.xxh3_64_intdigest(out)
+    assert out == DATA[10:1010]
+    reader.close()
+
+
+# --- what arrives ---
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(0, 1), (0, len(DATA)), (4097, 1 << 20), (len(DATA) - 3, 3)], ids=lambda n: str(n)
+)
+def test_bytes_and_checksum_arrive_as_they_are(connect, served, offset, length):
+    reader = connect()
+    out = bytearray(length)
+    assert reader.size(SLOT) == len(DATA)
+
+    checksum = reader.read_into(SLOT, offset, memoryview(out))
+
+    assert out == DATA[offset : offset + length]
+    assert checksum == xxhash.xxh3_64_intdigest(out)
+    reader.finish(SLOT)
+
+
+def test_a_read_of_the_greatest_length_arrives(serve, connect):
+    data = os.urandom(1 << 20) * (MAX_READ_BYTES >> 20)
+    serve({SLOT: whole(data)})
+    out = bytearray(MAX_READ_BYTES)
+
+    connect().read_into(SLOT, 0, memoryview(out))
+
+    assert out == data
+
+
+def test_a_source_is_read_while_it_fills(serve, connect):
+    source = Filling(DATA)
+    source.is_whole = False
+    serve({SLOT: source})
+    block = 1 << 20
+    out = bytearray(len(DATA))
+
+    def fill():
+        for upto in range(block, len(DATA) + 1, block):
+            time.sleep(0.03)
+            source.upto = upto
+        time.sleep(0.1)
+        source.is_whole = True
+
+    filler = threading.Thread(target=fill)
+    filler.start()
+    reader = connect()
+    for offset in range(0, len(DATA), block):
+        reader.read_into(SLOT, offset, memoryview(out)[offset : offset + block])
+    assert source.is_whole, "the block that reaches the end"
+    filler.join()
+
+    assert out == DATA
+
+
+def test_a_reader_that_does_not_read_the_end_can_ask_if_all_is_whole(serve, connect):
+    source = whole()
+    source.is_whole = False
+    serve({SLOT: source})
+    reader = connect(patience_s=0.1)
+    reader.read_into(SLOT, 0, memoryview(bytearray(100)))
+    with pytest.raises(PeerRefused, match="not whole yet"):
+        reader.finish(SLOT)
+    source.is_whole = True
+    reader.finish(SLOT)
+    source.error = CaptureAborted("it was torn")
+    with pytest.raises(PeerRefused, match="it was torn"):
+        reader.finish(SLOT)
+
+
+def test_a_server_that_waits_for_bytes_says_so_at_once(serve, address, secret):
+    source = Filling(DATA)
+    serve({SLOT: source})
+    with authenticated(address, secret) as peer:
+        peer.sendall(2 * frame(Read(SLOT, 0, 100)))
+        expected = 2 * frame(Refusal("it is not copied yet", is_not_yet=True))
+        assert exactly(peer, len(expected)) == expected
+        source.upto = 100
+        peer.sendall(frame(Read(SLOT, 0, 100)))
+        expected = frame(Block(100, xxhash.xxh3_64_intdigest(DATA[:100]), len(DATA), 1)) + DATA[:100]
+        assert exactly(peer, len(expected)) == expected
+
+
+def test_a_reader_waits_while_its_caller_wants_it(serve, connect):
+    serve({SLOT: Filling(DATA)})
+    beats = iter(range(5))
+
+    def beat():
+        if next(beats) == 4:
+            raise CaptureAborted("the job was cancelled")
+
+    with pytest.raises(CaptureAborted, match="the job was cancelled"):
+        connect(beat=beat).read_into(SLOT, 0, memoryview(bytearray(1)))
+
+
+def test_a_reader_does_not_wait_for_ever(serve, connect):
+    serve({SLOT: Filling(DATA)})
+    with pytest.raises(PeerRefused, match="not copied yet"):
+        connect(patience_s=0.3).read_into(SLOT, 0, memoryview(bytearray(1)))
+
+
+def test_a_server_whose_threads_are_busy_says_so_in_time(serve, connect, address, secret):
+    slow = whole()
+    slow.goes_on.clear()
+    other = PartOf("s1", 8, 1)
+    serve({SLOT: whole(), PART: slow, other: slow}, dataclasses.replace(QUICK, answer_s=0.2))
+    with authenticated(address, secret) as first, authenticated(address, secret) as second:
+        first.sendall(frame(Read(PART, 0, 1)))
+        second.sendall(frame(Read(other, 0, 1)))
+        until(lambda: slow.num_asked >= 2)
+        with pytest.raises(PeerRefused, match="busy"):
+            connect(patience_s=0.3).size(SLOT)
+        slow.goes_on.set()
+        assert_still_serves(connect)
+
+
+def test_each_thing_is_its_own(serve, connect):
+    things = [SLOT, SlotOf(0, 7, "meta"), PART, ParityOf("s1", 7, 0), ParityOf("s1", 7, 1)]
+    sources = {thing: whole(os.urandom(100 + number)) for number, thing in enumerate(things)}
+    serve(sources)
+    reader = connect()
+    for thing, source in sources.items():
+        out = bytearray(reader.size(thing))
+        reader.read_into(thing, 0, memoryview(out))
+        assert out == source.memory[: len(out)]
+
+
+def test_a_read_goes_on_at_the_next_keeper_of_the_node(serve, connect):
+    """It has no session: only what is asked for counts, and that the captures are the same."""
+    first = serve({SLOT: whole(), PART: whole()})
+    reader = connect()
+    out = bytearray(len(DATA))
+    half = len(DATA) // 2
+    reader.read_into(SLOT, 0, memoryview(out)[:half])
+    reader.size(PART)
+    first.close()
+
+    with pytest.raises(KeeperError, match="refused"):
+        reader.read_into(SLOT, half, memoryview(out)[half:])
+    serve({SLOT: whole(), PART: Filling(DATA, identity=2)})
+    reader.read_into(SLOT, half, memoryview(out)[half:])
+
+    assert out == DATA
+    with pytest.raises(PeerRefused, match="captured again"):
+        reader.size(PART)
+
+
+def test_a_connection_that_the_keeper_closed_meanwhile_is_made_again(serve, connect):
+    serve({SLOT: whole()}, dataclasses.replace(QUICK, idle_s=0.3))
+    reader = connect()
+    assert reader.size(SLOT) == len(DATA)
+    time.sleep(1.0)
+    assert reader.size(SLOT) == len(DATA)
+
+
+def test_many_readers_are_served_at_once(serve, connect, address, secret):
+    """One does not take what it asked for; the others do not wait for it."""
+    serve({SLOT: whole()})
+    with authenticated(address, secret) as slow:
+        slow.sendall(frame(Read(SLOT, 0, len(DATA))) * 20)
+        for _ in range(8):
+            assert_still_serves(connect)
+
+
+# --- what fails at the source ---
+
+
+def test_what_a_source_raises_is_told_and_the_connection_lives_on(serve, connect):
+    source = whole()
+    source.error = CaptureAborted("the slot was reused")
+    end = serve({SLOT: whole(), PART: source})
+    reader = connect()
+
+    with pytest.raises(PeerRefused, match=r"there is no ParityOf.*stripe=3"):
+        reader.size(ParityOf("s1", 7, 3))
+    with pytest.raises(PeerRefused, match="the slot was reused"):
+        reader.read_into(PART, 0, memoryview(bytearray(10)))
+    assert PART in end.peers._sources.forgotten, "a source that failed is opened anew"
+    source.error = OSError("no memory for a map")
+    with pytest.raises(PeerRefused, match="no memory for a map"):
+        reader.size(PART)
+    source.error = ZeroDivisionError("a defect")
+    with pytest.raises(PeerRefused, match="ZeroDivisionError: a defect"):
+        reader.size(PART)
+    out = bytearray(10)
+    reader.read_into(SLOT, 0, memoryview(out))
+    assert out == DATA[:10]
+
+
+def test_an_endless_text_is_cut(serve, connect):
+    source = whole()
+    source.error = CaptureAborted("x" * (2 * MAX_FRAME_BYTES))
+    serve({SLOT: source})
+    with pytest.raises(PeerRefused, match="xxxx"):
+        connect().size(SLOT)
+
+
+def test_what_is_beyond_the_end_is_refused(connect, served):
+    reader = connect()
+    out = memoryview(bytearray(10))
+    for offset in (len(DATA) - 9, len(DATA), 1 << 61):
+        with pytest.raises(PeerRefused, match=f"which has {len(DATA)}"):
+            reader.read_into(SLOT, offset, out)
+    reader.read_into(SLOT, len(DATA) - 10, out)
+    assert out == DATA[-10:]
+    for length in (0, MAX_READ_BYTES + 1):
+        with pytest.raises(ConfigError):
+            reader.read_into(SLOT, 0, memoryview(bytearray(length)))
+
+
+# --- who is let in ---
+
+
+def test_another_starts_secret_is_refused_by_both_sides(connect, served, impostor, caplog):
+    """The reader asks nothing of a server that it does not know, and the server lets no such reader in."""
+    stranger = draw_secret()
+    with pytest.raises(KeeperError, match=rf"127.0.0.1:{served[1]}"):
+        connect(secret=stranger).size(SLOT)
+    until(lambda: refusals(caplog))
+    assert "it does not have the secret of this start" in refusals(caplog)[0]
+    assert_still_serves(connect)
+
+    asked = []
+    with pytest.raises(KeeperError, match="it does not have the secret of this start"):
+        connect(impostor(lambda peer, stop: asked.append(peer.recv(1)), secret=stranger)).connect()
+    until(lambda: asked == [b""])
+
+
+def test_replayed_bytes_of_an_earlier_session_open_nothing(serve, connect, address, caplog):
+    end = serve({SLOT: whole()})
+    opened = end.peers._sources.opened
+    with socket.create_server(("127.0.0.1", 0)) as middle:
+        recorded = []
+        forwarding = threading.Thread(target=lambda: forward(middle, address, recorded))
+        forwarding.start()
+        reader = connect(middle.getsockname())
+        assert reader.size(SLOT) == len(DATA)
+        reader.close()
+        forwarding.join()
+    assert len(opened) == 1
+    with socket.create_connection(address, timeout=WAIT_S) as again:
+        with contextlib.suppress(OSError):
+            again.sendall(b"".join(recorded))
+        assert is_closed(again)
+
+    until(lambda: refusals(caplog))
+    assert len(opened) == 1
+    assert_still_serves(connect)
+
+
+def forward(listener, address, recorded):
+    """Hand one connection on, and record what its client sent."""
+    client, _ = listener.accept()
+    with client, socket.create_connection(address) as server:
+
+        def back():
+            with contextlib.suppress(OSError):
+                while data := server.recv(1 << 16):
+                    client.sendall(data)
+
+        backwards = threading.Thread(target=back)
+        backwards.start()
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 16):
+                recorded.append(data)
+                server.sendall(data)
+        server.shutdown(socket.SHUT_RDWR)
+        backwards.join()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        announced(MAX_FRAME_BYTES + 1),
+        announced(0xFFFFFFFF),
+        raw_frame(bytes(range(200, 220))),
+        raw_frame(b"\x91" * 1000),
+        raw_frame(b""),
+        frame(Read(SLOT, 0, 1))[:-1] + b"?",
+        frame(Block(1, 1, 1, 1)),
+        frame({"type": "erase"}),
+        frame({"type": "alive"}),
+        frame({"type": "read", "what": {"type": "file", "path": "/etc/passwd"}, "offset": 0, "length": 1}),
+        frame(Read(SlotOf(-1, 1, "image"), 0, 1)),
+        frame(Read(SlotOf(1, 1, "words"), 0, 1)),
+        frame(Read(PartOf("s" * 65, 1, 1), 0, 1)),
+        frame(Read(SLOT, 0, MAX_READ_BYTES + 1)),
+        frame(Read(SLOT, 0, -1)),
+        frame(Read(SLOT, -1, 10)),
+        frame(Read(SLOT, (1 << 62) + 1, 10)),
+        frame(Read(SLOT, 0, 0)) + frame(Hello("job", 1)),
+    ],
+    ids=lambda sent: repr(sent[:60]),
+)
+def test_what_is_no_request_is_refused_with_the_address(connect, served, secret, caplog, sent):
+    with authenticated(served, secret) as peer:
+        peer.sendall(sent)
+        assert is_closed(peer)
+
+    until(lambda: refusals(caplog))
+    assert "127.0.0.1" in refusals(caplog)[0]
+    assert_still_serves(connect)
+
+
+def test_a_client_that_asks_nothing_is_dropped_in_time(serve, address, secret):
+    serve({}, dataclasses.replace(QUICK, idle_s=1.0))
+    with authenticated(address, secret) as idle:
+        assert is_closed(idle)
+
+
+def test_a_client_that_takes_nothing_is_dropped(serve, connect, address, secret, caplog):
+    caplog.set_level(logging.DEBUG)
+    serve({SLOT: whole()}, dataclasses.replace(QUICK, send_s=1.0))
+    with authenticated(address, secret) as peer:
+        peer.sendall(frame(Read(SLOT, 0, len(DATA))) * 20)
+        until(lambda: "is gone: it does not answer in time" in caplog.text)
+        assert is_closed(peer)
+    assert_still_serves(connect)
+
+
+def test_the_secret_is_in_no_log(connect, served, secret, caplog):
+    caplog.set_level(logging.DEBUG)
+    assert_still_serves(connect)
+    with authenticated(served, secret) as peer:
+        peer.sendall(b"x" * 100)
+        assert is_closed(peer)
+    until(lambda: refusals(caplog))
+
+    assert secret.hex not in caplog.text
+    assert secret.hex not in repr(secret)
+
+
+# --- servers that fail ---
+
+
+@pytest.fixture
+def impostor(secret):
+    """Makes servers of one connection that have the secret, and answer as a test says."""
+    with contextlib.ExitStack() as stack:
+
+        def make(answer, *, secret=secret):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            stop = threading.Event()
+
+            def run():
+                connection, _ = listener.accept()
+                connection.settimeout(TIMEOUT_S)
+                with connection, contextlib.suppress(OSError):
+                    prove(connection, secret, is_server=True)
+                    answer(connection, stop)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(stop.set)
+            return listener.getsockname()
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("sent", "hangs"),
+    [
+        (b"", True),
+        (bytes(2), False),
+        (frame(Block(1 << 20, 0, 1 << 20, 1)), False),
+        (frame(Block(1 << 20, 0, 1 << 20, 1)) + bytes(9999), True),
+    ],
+    ids=["no answer", "half a length", "no payload", "half a payload"],
+)
+def test_a_server_that_fails_in_the_middle_is_given_up_in_time(impostor, connect, sent, hangs):
+    def answer(peer, stop):
+        peer.recv(1 << 16)
+        peer.sendall(sent)
+        if hangs:
+            stop.wait(TIMEOUT_S)
+
+    to = impostor(answer)
+    reader = connect(to, timeout_s=2.0 if hangs else 60.0)
+    begin = time.monotonic()
+    with pytest.raises(KeeperError, match=rf"127.0.0.1:{to[1]}.*{'in time' if hangs else 'closed|refused|reset'}"):
+        reader.read_into(SLOT, 0, memoryview(bytearray(1 << 20)))
+    assert time.monotonic() - begin < 30.0
+
+
+def test_a_server_that_never_answers_is_given_up_in_time(connect):
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(KeeperError, match="in time"):
+        connect(silent.getsockname(), timeout_s=1.0).connect()
+
+
+def test_a_read_that_is_interrupted_fails_at_once(impostor, connect):
+    asked = threading.Event()
+
+    def answer(peer, stop):
+        peer.recv(1 << 16)
+        asked.set()
+        stop.wait(TIMEOUT_S)
+
+    reader = connect(impostor(answer))
+
+    def interrupt():
+        assert asked.wait(TIMEOUT_S)
+        reader.interrupt()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeeperError):
+        reader.read_into(SLOT, 0, memoryview(bytearray(1)))
+    thread.join()
+    with pytest.raises(KeeperError):
+        reader.size(SLOT)
+
+
+def test_nobody_there_is_unreachable(connect):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        to = gone.getsockname()
+    with pytest.raises(KeeperError, match=rf"127.0.0.1:{to[1]}.*refused"):
+        connect(to).size(SLOT)
+
+
+def test_other_bytes_than_the_source_has_are_corrupt(impostor, connect):
+    """The peer and the range are named, and the connection lives on."""
+    data = os.urandom(1000)
+
+    def answer(peer, stop):
+        for payload in (bytes(1000), data):
+            peer.recv(1 << 16)
+            peer.sendall(frame(Block(1000, xxhash.xxh3_64_intdigest(data), 5000, 1)) + payload)
+        stop.wait(TIMEOUT_S)
+
+    to = impostor(answer)
+    out = bytearray(1000)
+    reader = connect(to)
+    with pytest.raises(FormatError, match=rf"127.0.0.1:{to[1]}: bytes \[500, 1500\) of SlotOf"):
+        reader.read_into(SLOT, 500, memoryview(out))
+    reader.read_into(SLOT, 500, memoryview(out))
+    assert out == data
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        announced(0xFFFFFFF0),
+        raw_frame(b"\x91" * 1000),
+        frame(Block(MAX_READ_BYTES, 0, MAX_READ_BYTES, 1)),
+        frame(Block(999, 0, 1000, 1)),
+        frame(Block(1000, 0, -1, 1)),
+        frame(Read(SLOT, 0, 1000)),
+        frame({"type": "finished"}),
+    ],
+    ids=lambda sent: repr(sent[:40]),
+)
+def test_a_server_that_answers_what_is_no_answer_is_left(impostor, connect, sent):
+    def answer(peer, stop):
+        peer.recv(1 << 16)
+        peer.sendall(sent)
+        stop.wait(TIMEOUT_S)
+
+    reader = connect(impostor(answer))
+    before_kib = peak_kib(since_now=True)
+    with pytest.raises(KeeperError):
+        reader.read_into(SLOT, 0, memoryview(bytearray(1000)))
+    assert peak_kib() - before_kib < 64 << 10
+
+
+# --- the end ---
+
+
+def of_this_process():
+    """Threads of reads, and sockets."""
+    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("lazysnap-peer"))
+    sockets = set()
+    for descriptor in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(descriptor)
+            if target.startswith("socket:"):
+                sockets.add(target)
+    return threads, sockets
+
+
+def test_close_leaves_no_thread_and_no_socket(loop_thread, serve, connect, address):
+    until(lambda: not of_this_process()[0])  # those of the test before
+    _, sockets_before = of_this_process()
+    end = serve({SLOT: whole()})
+    readers = [connect() for _ in range(5)]
+    for reader in readers:
+        reader.size(SLOT)
+    plain = socket.create_connection(address)
+    until(lambda: len(of_this_process()[0]) == 2)
+
+    end.close()
+
+    for reader in readers:
+        with pytest.raises(KeeperError):
+            reader.size(SLOT)
+    plain.close()
+    until(lambda: not of_this_process()[0])
+    until(lambda: of_this_process()[1] <= sockets_before)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+
+
+def is_viewed(memory):
+    try:
+        memory.append(0)
+    except BufferError:
+        return True
+    return False
+
+
+def test_a_reader_that_asks_nothing_holds_no_view(serve, connect):
+    """Memory that is viewed cannot be unmapped."""
+    source = whole()
+    serve({SLOT: source})
+    reader = connect()
+    reader.read_into(SLOT, 0, memoryview(bytearray(100)))
+    until(lambda: not is_viewed(source.memory), timeout_s=WAIT_S)
+
+
+def test_close_does_not_wait_for_a_source_that_hangs(serve, connect):
+    source = whole()
+    source.goes_on.clear()
+    end = serve({SLOT: source}, dataclasses.replace(QUICK, answer_s=1.0))
+    errors = []
+
+    def read():
+        try:
+            connect().size(SLOT)
+        except KeeperError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    until(lambda: source.num_asked)
+    end.close()
+    thread.join(TIMEOUT_S)
+    assert errors
+    source.goes_on.set()

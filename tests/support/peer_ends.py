@@ -1,0 +1,140 @@
+"""Keepers' ends of connections between nodes, in this process: ``Peers`` on a loop that runs in a thread."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lazysnap.core.messages import PeerAddress, PeerSettings
+from lazysnap.memory.failures import CaptureAborted
+from lazysnap.peers.listener import Deadlines, ReservedPort
+from lazysnap.peers.messages import Subject
+from lazysnap.peers.reads import PeerSource
+from lazysnap.peers.secret import Secret
+from lazysnap.peers.server import Peers
+from support.waiting import TIMEOUT_S, until
+
+QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0, idle_s=60.0, answer_s=60.0)
+"""Messages follow fast; nothing fails by time, except what a test has shortened."""
+HOST = "127.0.0.1"
+
+
+class LoopThread:
+    """An asyncio loop that runs in a thread, as a keeper's does."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.errors: list[dict[str, Any]] = []
+        """Errors that would end a keeper."""
+        self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
+        self._thread = threading.Thread(target=self.loop.run_forever, name="test-loop", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call something on the loop, and return what it returns."""
+
+        async def work() -> Any:
+            return function(*args)
+
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the loop, once all of its tasks have ended."""
+        asyncio.run_coroutine_threadsafe(_others_end(), self.loop).result(TIMEOUT_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(TIMEOUT_S)
+        self.loop.close()
+        assert not self.errors, str(self.errors)
+
+
+async def _others_end() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        await asyncio.wait(tasks)
+    for _ in range(3):  # transports close their sockets in the turns behind
+        await asyncio.sleep(0)
+
+
+class Inbox:
+    """Keeps what happens, for a test to wait for."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.is_serving = threading.Event()
+
+    def serving(self) -> None:
+        self.is_serving.set()
+
+    def peer_up(self, node: int) -> None:
+        self.events.put(("up", node))
+
+    def received(self, node: int, message: Any) -> None:
+        self.events.put(("message", node, message))
+
+    def next(self) -> tuple[Any, ...]:
+        return self.events.get(timeout=TIMEOUT_S)
+
+    def until(self, *event: Any) -> None:
+        """Wait for an event; what comes before is dropped."""
+        while self.next()[: len(event)] != event:
+            pass
+
+
+class Table:
+    """Sources by what they are of."""
+
+    def __init__(self, sources: dict[Subject, PeerSource] | None = None) -> None:
+        self.sources = sources or {}
+        self.opened: list[Subject] = []
+        self.forgotten: list[Subject] = []
+
+    def open(self, what: Subject) -> PeerSource:
+        self.opened.append(what)
+        if what not in self.sources:
+            raise CaptureAborted(f"there is no {what}")
+        return self.sources[what]
+
+    def forget(self, what: Subject) -> None:
+        self.forgotten.append(what)
+
+
+class End:
+    """One keeper's end."""
+
+    def __init__(self, thread: LoopThread, sources: Any = None, deadlines: Deadlines = QUICK) -> None:
+        self._thread = thread
+        self.inbox = Inbox()
+        self.peers: Peers = thread.call(Peers, thread.loop, self.inbox, sources or Table(), deadlines)
+
+    def begin(self, settings: PeerSettings, node: int) -> "End":
+        self._thread.call(self.peers.begin, settings, node)
+        if any(address.node == node and address.port for address in settings.addresses):
+            assert self.inbox.is_serving.wait(TIMEOUT_S)
+        return self
+
+    def send(self, node: int, message: Any) -> None:
+        self._thread.call(self.peers.send, node, message)
+
+    def wait_down(self, node: int) -> None:
+        until(lambda: node not in self._thread.call(lambda: self.peers.linked_nodes))
+
+    def close(self) -> None:
+        self._thread.call(self.peers.close)
+
+
+@contextlib.contextmanager
+def ports(count: int) -> Iterator[list[int]]:
+    """Yield ports that nobody else gets."""
+    with contextlib.ExitStack() as stack:
+        reserved = [ReservedPort(HOST) for _ in range(count)]
+        for port in reserved:
+            stack.callback(port.release)
+        yield [port.number for port in reserved]
+
+
+def settings_of(secret: Secret, numbers: list[int], job: str = "job") -> PeerSettings:
+    """Return the settings of nodes that serve at these ports; 0: that node does not serve."""
+    addresses = [PeerAddress(node, HOST, port) for node, port in enumerate(numbers)]
+    return PeerSettings(job, 0, secret.hex, tuple(addresses))
