@@ -51,6 +51,8 @@ class LevelGrants:
     every_s: float
     is_memory: bool = False
     """True for redundancy: only what all nodes have now is complete."""
+    is_shared: bool = True
+    """True if all nodes see the same place there."""
     is_open: bool = False
     """True once every node said which files it has. Before that nothing is granted, cancelled or deleted."""
     grant: StepKey | None = None
@@ -77,7 +79,7 @@ class LevelGrants:
     @classmethod
     def of_level(cls, settings: LevelSettings) -> "LevelGrants":
         """Return the state of a storage level."""
-        return cls(Retention.of_level(settings), settings.every_n_steps, settings.every_s)
+        return cls(Retention.of_level(settings), settings.every_n_steps, settings.every_s, is_shared=settings.is_shared)
 
     @classmethod
     def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
@@ -194,6 +196,8 @@ class Coordinator:
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each node that answers this coordinator."""
     lost: set[StepKey] = field(default_factory=set)
+    is_blocked: bool = False
+    """See ``Order``."""
     is_drained: bool = False
     _last_order: Order | None = None
 
@@ -222,6 +226,7 @@ class Coordinator:
             coordinator=self.number,
             levels=tuple(orders),
             is_preempted=any(report.is_preempted for report in self.reports.values()),
+            is_blocked=self.is_blocked,
             lost=tuple(sorted(self.lost & required)),
             is_drained=self.is_drained,
             may_delete=not self.is_alone,
@@ -242,6 +247,7 @@ class Coordinator:
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
+            self.is_blocked = self._find_blocked(ranks)
             self._give_up_what_nobody_has()
             self.is_drained = self._find_drained()
         order = self.order()
@@ -386,6 +392,20 @@ class Coordinator:
                 return []
         return ahead
 
+    def _find_blocked(self, ranks: Sequence[RankView]) -> bool:
+        """Return True if a required step that was begun is not granted because slots are read for another one."""
+        reading = self._key_that_is_read()
+        if reading is None or not ranks:
+            return False
+        begun = max(StepKey(rank.start, rank.begun) for rank in ranks)
+        for index, level in enumerate(self.levels):
+            if not level.is_open or not self._is_ready(index) or self._is_copying(index):
+                continue
+            waiting = self._required_at(index) - level.complete - level.given_up - self.lost
+            if any(key != reading and key <= begun for key in waiting):
+                return True
+        return False
+
     def _grant_copy(self, index: int, start: int, now: float) -> None:
         """Grant the newest snapshot of the next faster level, if one is due here."""
         level = self.levels[index]
@@ -408,9 +428,13 @@ class Coordinator:
         if self.levels[index].is_memory:
             return None
         for faster in reversed(range(index)):
-            if self.levels[faster].is_open and self._is_ready(faster):
+            if self.levels[faster].is_open and self._is_ready(faster) and self._may_copy(faster, index):
                 return faster
         return None
+
+    def _may_copy(self, faster: int, index: int) -> bool:
+        """Return False if a faster level has, of each node, only its share of what several nodes hold."""
+        return self.levels[index].is_shared or not self.levels[faster].is_shared
 
     def _is_ready(self, index: int) -> bool:
         return all(report.levels[index].is_ready for report in self.reports.values())
@@ -420,7 +444,8 @@ class Coordinator:
         if self.levels[index].is_memory:
             return None
         for faster in reversed(range(index)):
-            if key in self.levels[faster].complete and self._is_ready(faster):
+            has_step = key in self.levels[faster].complete
+            if has_step and self._is_ready(faster) and self._may_copy(faster, index):
                 return faster
         return None
 

@@ -349,6 +349,10 @@ class Order(Struct, frozen=True, tag="order"):
     levels: tuple[LevelOrder, ...]
     is_preempted: bool = False
     """True if the processes of some rank of some node are about to be killed."""
+    is_blocked: bool = False
+    """True if a required step waits, at a level that works, for slots that are kept for a granted one. If that one lies
+    ahead it goes: training may wait for the required step, and would never begin the granted one (preemption).
+    """
     lost: tuple[StepKey, ...] = ()
     is_drained: bool = False
     """True if nobody trains, and what must be stored of the captures that all nodes hold is complete everywhere."""

@@ -278,6 +278,8 @@ class Node:
     is_drained: bool = False
     """As the last order said."""
     may_delete: bool = False
+    is_blocked: bool = False
+    """As the last order said."""
     is_choosing: bool = False
     """True while a trainer restores: what would be deleted now may be what it chooses."""
     protected: StepKey | None = None
@@ -315,6 +317,7 @@ class Node:
         self.lost = frozenset(order.lost)
         self.is_drained = order.is_drained
         self.may_delete = order.may_delete
+        self.is_blocked = order.is_blocked
         for level, level_order in zip(self.levels, order.levels, strict=True):
             level.obey(level_order)
         redundancy = self.redundancy
@@ -328,6 +331,7 @@ class Node:
         self.lost = frozenset()
         self.is_drained = False
         self.may_delete = False
+        self.is_blocked = False
         for level in self.levels:
             level.forget_orders()
 
@@ -397,20 +401,15 @@ class Node:
         read_by_slower = {level.wanted_key for level in self.levels if level.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
-    def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
-        """Give up the grants that this node cannot follow any more.
-
-        A grant that lies ahead also goes if a required step is waiting: training may wait for that one, and would never
-        begin the granted one (preemption).
-        """
+    def find_missed(self, ranks: Sequence[RankView]) -> None:
+        """Give up the grants that this node cannot follow any more, and those ahead that are in the way of others."""
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
-        is_anything_waiting = any(key <= begun for key in required)
         for level in self.levels:
             key = level.wanted_key
             if key is None or level.progress is Progress.WRITING:
                 continue
-            is_overtaken = is_anything_waiting and key > begun
-            if is_overtaken or self._is_gone(key, level.source, ranks):
+            is_in_the_way = self.is_blocked and key > begun
+            if is_in_the_way or self._is_gone(key, level.source, ranks):
                 level.become_missed(key)
 
     def _is_gone(self, key: StepKey, source: int | None, ranks: Sequence[RankView]) -> bool:

@@ -19,6 +19,7 @@ from lazysnap.core.messages import (
     NamedStep,
     NameRefusal,
     Progress,
+    RedundancySettings,
     StepKey,
     TrainerState,
 )
@@ -315,3 +316,42 @@ class TestTheEnd:
         driver.step(actions.ProcessDied(100))
 
         assert (driver.core.phase is Phase.LINGERING) == (phase is SlotPhase.WHOLE)
+
+
+class TestSeveralLevels:
+    @pytest.mark.parametrize(("is_shared", "copies"), [(True, True), (False, False)])
+    def test_a_level_of_one_node_is_not_copied_from_a_shared_one(self, is_shared, copies):
+        """A shared level has, of each node, only its share of what several nodes hold."""
+        slow = structs.replace(LEVEL, url="slow", is_shared=is_shared)
+        state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(LEVEL, slow)))
+        driver = Driver()
+        for job in of_kind(driver.report(state), ListLevel):
+            driver.step(Listed(job.level, job.job, ()))
+        driver.see((slot(0, 0, is_held=True), empty(1), empty(2)))
+        [write] = [level.job for level in driver.core.job.levels[:1]]
+
+        done = driver.step(actions.Stored(0, write.job))
+
+        assert [job.source for job in of_kind(done, WriteLevel) if job.level == 1] == ([0] if copies else [])
+        if not copies:
+            assert driver.core.job.node.levels[1].source is None
+
+    def test_a_required_step_that_no_level_can_take_does_not_stop_redundancy(self):
+        """Its grant lies ahead, and nothing is gained by giving it up: it was given up again and again."""
+        settings = structs.replace(SETTINGS, redundancy=RedundancySettings(every_n_steps=3))
+        state = structs.replace(STATE, job=settings, memory=MemoryWish(4, 0, 1), required=(0,))
+        driver = Driver()
+        for job in of_kind(driver.report(state), ListLevel):
+            driver.step(Listed(job.level, job.job, ()))
+        driver.see((slot(0, 0, is_held=True), empty(1), empty(2), empty(3)))
+        write, parity = [level.job for level in driver.core.job.levels]
+        driver.step(actions.Stored(1, parity.job))
+        driver.step(actions.Failed(0, write.job, "the disk is away"))
+        redundancy = driver.core.job.node.levels[1]
+        version = redundancy.version
+        assert redundancy.grant == StepKey(START, 3)
+
+        driver.pass_time(0.1)
+
+        assert redundancy.version == version
+        assert redundancy.grant == StepKey(START, 3)
