@@ -32,7 +32,7 @@ from lazysnap.core.messages import (
     Report,
     StepKey,
 )
-from lazysnap.core.node import RankView, is_missed
+from lazysnap.core.node import RankView, is_in_memory, is_missed
 from lazysnap.core.retention import Retention
 
 MAX_MARGIN_STEPS = 64
@@ -386,7 +386,9 @@ class Coordinator:
             if key.start == begun.start and key > begun:
                 ahead.append(key.step)
             elif is_missed(key, ranks):
-                self._give_up(level, key)
+                # What is still there may be held once nothing is captured any more.
+                if not is_in_memory(key, ranks):
+                    self._give_up(level, key)
             elif not self._is_copying(index) and self._may_read_slots(key):
                 level.become_granted(key, None, is_ahead=False)
                 return []
