@@ -39,7 +39,7 @@ def train(make_job):
         """One byte of the last capture in the memory of that node."""
         with neighbours(job, node) as found:
             [item] = [item for item in found[0].inventory.entries if item.step == STEP]
-            flip_memory(item.slot, item.slot.status().image_bytes - 1)
+            flip_memory(item.slot, item.slot.view().image_bytes - 1)
 
     run.protect, run.look, run.lose, run.damage = protect, look, lambda *nodes: end_nodes(job, *nodes), damage
     return run
