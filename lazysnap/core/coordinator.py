@@ -51,6 +51,8 @@ class LevelGrants:
     every_s: float
     is_memory: bool = False
     """True for redundancy: only what all nodes have now is complete."""
+    is_shared: bool = True
+    """True if all nodes see the same place there."""
     is_open: bool = False
     """True once every node said which files it has. Before that nothing is granted, cancelled or deleted."""
     grant: StepKey | None = None
@@ -77,7 +79,9 @@ class LevelGrants:
     @classmethod
     def of_level(cls, settings: LevelSettings) -> "LevelGrants":
         """Return the state of a storage level."""
-        return cls(Retention.of_level(settings), settings.every_n_steps, settings.every_s)
+        return cls(
+            Retention.of_level(settings), settings.every_n_steps, settings.every_s, is_shared=settings.is_shared
+        )
 
     @classmethod
     def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
@@ -408,9 +412,13 @@ class Coordinator:
         if self.levels[index].is_memory:
             return None
         for faster in reversed(range(index)):
-            if self.levels[faster].is_open and self._is_ready(faster):
+            if self.levels[faster].is_open and self._is_ready(faster) and self._may_copy(faster, index):
                 return faster
         return None
+
+    def _may_copy(self, faster: int, index: int) -> bool:
+        """Return False if a faster level has, of each node, only its share of what several nodes hold."""
+        return self.levels[index].is_shared or not self.levels[faster].is_shared
 
     def _is_ready(self, index: int) -> bool:
         return all(report.levels[index].is_ready for report in self.reports.values())
@@ -420,7 +428,8 @@ class Coordinator:
         if self.levels[index].is_memory:
             return None
         for faster in reversed(range(index)):
-            if key in self.levels[faster].complete and self._is_ready(faster):
+            has_step = key in self.levels[faster].complete
+            if has_step and self._is_ready(faster) and self._may_copy(faster, index):
                 return faster
         return None
 

@@ -60,7 +60,7 @@ class Core:
         self.job: JobCore | None = None
         """What is stored; None until a trainer began a start."""
         self.lifecycle = Lifecycle(now)
-        self._job_start = 0
+        self.job_start = 0
         """The newest start of which a trainer came."""
         self._job_numbers = itertools.count(1)
         self._coordinator_number = coordinator_number
@@ -120,6 +120,8 @@ class Core:
             case SlotsSeen():
                 for number, slots in event.slots.items():
                     self.ranks.rank(number).slots = slots
+                for rank in self.ranks.all:
+                    rank.is_adopting = False
                 if self.job is not None:
                     self.job.node.inherit(self.ranks.views(self.job.settings))
             case ConnectionLost():
@@ -153,6 +155,8 @@ class Core:
 
     def _knows_slots(self, event: SlotsSeen) -> bool:
         """Return True if all slots are as they were."""
+        if any(rank.is_adopting for rank in self.ranks.all):
+            return False
         for number, slots in event.slots.items():
             if number >= len(self.ranks.all) or self.ranks.all[number].slots != slots:
                 return False
@@ -171,8 +175,8 @@ class Core:
         self.lifecycle.linger_s = state.linger_s
         if state.peers is not None and state.peers != self._peers:
             self._set_peers(state.peers)
-        if state.start >= self._job_start and state.job is not None:
-            self._job_start = state.start
+        if state.start >= self.job_start and state.job is not None:
+            self.job_start = state.start
             self._begin_job(event)
 
     def _set_peers(self, peers: PeerSettings) -> None:
@@ -191,6 +195,8 @@ class Core:
             self._actions += self.job.abandon_all()
         self.job = JobCore(settings, self._job_numbers, self._coordinator_number, self.now)
         self._coordinator_number += 1
+        # Before any decision: what other nodes protect with an earlier start stays held.
+        self.job.node.inherit(self.ranks.views(settings))
         self._actions.append(BeginJob(settings))
 
     # Decisions
@@ -223,10 +229,10 @@ class Core:
         if not any(rank.slots for rank in former):
             return
         if job.node.storage:
-            is_replaced = any(key.start == self._job_start for key in job.node.storage[0].complete)
+            is_replaced = any(key.start == self.job_start for key in job.node.storage[0].complete)
         else:
             whole = [slot for slot in self.ranks.rank(0).slots if slot.is_whole]
-            is_replaced = bool(whole) and all(slot.start == self._job_start for slot in whole)
+            is_replaced = bool(whole) and all(slot.start == self.job_start for slot in whole)
         if is_replaced:
             self._actions += self.ranks.former_slots(job.settings.num_ranks)
 

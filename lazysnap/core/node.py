@@ -299,8 +299,9 @@ class Node:
         return tuple(level for level in self.levels if not level.is_memory)
 
     def inherit(self, ranks: Sequence[RankView]) -> None:
-        """Take over what a keeper before this one held for parity. Only the first call does something."""
-        if self._has_looked or self.redundancy is None:
+        """Take over what was held for parity before. Only the first call that sees slots does something."""
+        has_slots = any(rank.slots for rank in ranks)
+        if self._has_looked or not has_slots or self.redundancy is None:
             return
         self._has_looked = True
         held: set[StepKey] = set()

@@ -71,6 +71,8 @@ class Rank:
     last_sent: KeeperState | None = None
     """The last state that was sent on this connection."""
     is_making_slot: bool = False
+    is_adopting: bool = False
+    """True from ``AdoptSlots`` until the slots of the trainer were seen: before, no slot is known to be missing."""
     memory_refusal: str = ""
     """Why there was no memory for the last slot; empty if there was."""
     memory_retry_at: float | None = None
@@ -110,7 +112,7 @@ class Rank:
         """Return the allocation that is due; one at a time."""
         if self.state is None or self.state.memory is None:
             return None
-        if self.presence is not Presence.ATTACHED or self.is_making_slot:
+        if self.presence is not Presence.ATTACHED or self.is_making_slot or self.is_adopting:
             return None
         if self.memory_retry_at is not None and now < self.memory_retry_at:
             return None
@@ -259,6 +261,7 @@ class Ranks:
             rank.memory_retry_at = None
         rank.state = event.state
         if event.state.slots:
+            rank.is_adopting = True
             actions.append(AdoptSlots(event.connection, rank.number))
         if event.state.farewell is not Farewell.NONE:
             actions += self._part(rank)

@@ -321,9 +321,11 @@ class Keeper:
 
     # Levels
 
-    def _num_ranks(self) -> int:
-        """Return the number of ranks of the node; 0 while that is not known."""
-        return 0 if self._core.job is None else self._core.job.settings.num_ranks
+    def _num_ranks(self, start: int) -> int:
+        """Return the ranks of the node in the present start; 0 of any other one."""
+        if self._core.job is None or start != self._core.job_start:
+            return 0
+        return self._core.job.settings.num_ranks
 
     def _job_returned(self, ended: EndedJob) -> None:
         """Take the end of a job. Called on the thread of its level."""

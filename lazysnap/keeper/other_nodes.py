@@ -29,7 +29,7 @@ class OtherNodes:
         loop: asyncio.AbstractEventLoop,
         handle: Callable[[Event], None],
         slots: SlotTable,
-        num_ranks: Callable[[], int],
+        num_ranks: Callable[[int], int],
     ) -> None:
         """Begin without connections.
 
@@ -37,7 +37,7 @@ class OtherNodes:
             loop: the loop of the keeper.
             handle: takes an event, on the loop.
             slots: all slots of the node.
-            num_ranks: returns the number of ranks of the node; 0 while that is not known.
+            num_ranks: see ``KeeperSources``.
         """
         self._loop = loop
         self._events = PeerEvents(handle)

@@ -4,7 +4,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import xxhash
 
@@ -52,12 +52,13 @@ class OpenedSource:
 class KeeperSources:
     """See ``peers.reads.Sources``. Opening a source parses metadata, so a few stay open."""
 
-    def __init__(self, slots: PresentSlots, num_ranks: Callable[[], int], store: ParityStore) -> None:
+    def __init__(self, slots: PresentSlots, num_ranks: Callable[[int], int], store: ParityStore) -> None:
         """Open nothing yet.
 
         Args:
             slots: the present slots; a slot that is closed meanwhile is noticed.
-            num_ranks: ranks of the node in the present job; 0 before that is known: then ranks that have slots count.
+            num_ranks: returns the ranks of the node in the start of that id; 0 if it is not the present one: then the
+                ranks that have a capture of it count.
             store: the parity that the keeper holds.
         """
         self._slots = slots
@@ -135,7 +136,9 @@ class KeeperSources:
     def _captures(self, start: int, step: int) -> list[tuple[Slot, int]]:
         """Return slot and sequence number of that step, of all ranks. Raises: NotYet; CaptureAborted."""
         slots = self._slots()
-        ranks: Sequence[int] = range(self._num_ranks()) or sorted(slots)
+        ranks: Sequence[int] = range(self._num_ranks(start))
+        if not ranks:
+            ranks = [rank for rank in sorted(slots) if _has_capture_of(start, slots[rank].values())]
         captures = []
         for rank in ranks:
             capture = find_capture(slots.get(rank, {}).values(), start, step)
@@ -193,3 +196,8 @@ def _close_all(slots: Sequence[Slot]) -> None:
 
 def _raise_not_yet() -> None:
     raise NotYet("it is not copied yet")
+
+
+def _has_capture_of(start: int, slots: Iterable[Slot]) -> bool:
+    """True if any slot has a capture of that start."""
+    return any(slot.view().start == start for slot in slots)

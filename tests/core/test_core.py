@@ -315,3 +315,22 @@ class TestTheEnd:
         driver.step(actions.ProcessDied(100))
 
         assert (driver.core.phase is Phase.LINGERING) == (phase is SlotPhase.WHOLE)
+
+
+class TestSeveralLevels:
+    @pytest.mark.parametrize(("is_shared", "copies"), [(True, True), (False, False)])
+    def test_a_level_of_one_node_is_not_copied_from_a_shared_one(self, is_shared, copies):
+        """A shared level has, of each node, only its share of what several nodes hold."""
+        slow = structs.replace(LEVEL, url="slow", is_shared=is_shared)
+        state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(LEVEL, slow)))
+        driver = Driver()
+        for job in of_kind(driver.report(state), ListLevel):
+            driver.step(Listed(job.level, job.job, ()))
+        driver.see((slot(0, 0, is_held=True), empty(1), empty(2)))
+        [write] = [level.job for level in driver.core.job.levels[:1]]
+
+        done = driver.step(actions.Stored(0, write.job))
+
+        assert [job.source for job in of_kind(done, WriteLevel) if job.level == 1] == ([0] if copies else [])
+        if not copies:
+            assert driver.core.job.node.levels[1].source is None

@@ -35,7 +35,7 @@ def sources(ranks, store):
     def slots():
         return {local_rank: dict(captures.keeper) for local_rank, captures in enumerate(ranks)}
 
-    return KeeperSources(slots, lambda: len(ranks), store)
+    return KeeperSources(slots, lambda start: len(ranks), store)
 
 
 def content(source):

@@ -314,6 +314,8 @@ class SimKeeper:
                 self._must_look = True
             case actions.Release():
                 self.node.slots(action.rank)[action.slot_id].held_sequence = 0
+            case actions.AdoptSlots():
+                self._must_look = True
             case actions.VoidSlot():
                 self.node.slots(action.rank)[action.slot_id].void_sequence = action.sequence
                 self._must_look = True

@@ -109,7 +109,7 @@ class Node:
         self.ranks = [Captures(rank, job.world_size) for rank in job.ranks]
         self.store = ParityStore()
         self.context = ParityContext(job, peers, self.store, RateLimiter(None))
-        self.sources = KeeperSources(self.slots, lambda: len(self.ranks), self.store)
+        self.sources = KeeperSources(self.slots, lambda start: len(self.ranks), self.store)
         self.end = End(thread, self.sources).begin(peers, number)
         self.is_dead = False
 
