@@ -72,6 +72,8 @@ class LevelGrants:
     """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
     is_ahead: bool = True
     """True if the granted step was not begun when it was granted."""
+    is_overtaken: bool = False
+    """True if the granted step lies ahead, and a required one is to be read first."""
     due_start: int = 0
     """The start for which ``due_at`` was set. In any other one the level is due at once."""
     due_at: float = 0.0
@@ -109,6 +111,7 @@ class LevelGrants:
         self.grant = key
         self.source = source
         self.is_ahead = is_ahead
+        self.is_overtaken = False
         self.version += 1
         if key is not None:
             self.cancelled.discard(key)
@@ -177,6 +180,7 @@ class LevelGrants:
             cancelled=tuple(sorted(self.cancelled)),
             given_up=tuple(sorted(self.given_up.intersection(required))),
             named=tuple(sorted(named)),
+            is_overtaken=self.is_overtaken,
             is_open=self.is_open,
         )
 
@@ -219,8 +223,10 @@ class Coordinator:
         required = self._required() | {named.key for named in self._wanted_names()}
         orders = []
         for index, level in enumerate(self.levels):
-            named = set() if level.is_memory else self._named_keys(index)
-            orders.append(level.order(required, named))
+            if level.is_memory:
+                orders.append(level.order(self._to_protect(), set()))
+            else:
+                orders.append(level.order(required, self._named_keys(index)))
         return Order(
             job=self.job,
             coordinator=self.number,
@@ -246,6 +252,7 @@ class Coordinator:
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
+            self._find_overtaken(ranks)
             self._give_up_what_nobody_has()
             self.is_drained = self._find_drained()
         order = self.order()
@@ -302,7 +309,8 @@ class Coordinator:
                 level.given_up.add(grant)
                 if level.source is None and not level.is_memory and not self._is_stored_somewhere(grant):
                     self.lost.add(grant)
-            level.become_cancelled(grant, is_late=is_missed_step and level.is_ahead)
+            is_late = is_missed_step and level.is_ahead and not level.is_overtaken
+            level.become_cancelled(grant, is_late=is_late)
 
     # Granting
 
@@ -355,6 +363,8 @@ class Coordinator:
             return
         if not level.is_due(start, now) and not ahead:
             return
+        if self._key_to_read_first(ranks) is not None:
+            return  # another level is about to be granted that one
         next_step = level.next_step(begun, self.capture_every_n_steps)
         if ahead:
             next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
@@ -376,7 +386,7 @@ class Coordinator:
         """
         level = self.levels[index]
         ahead = []
-        for key in sorted(self._required_at(index) - level.complete - level.given_up - self.lost):
+        for key in sorted(self._open_keys(index)):
             source = self._source_of(key, index)
             if source is not None:
                 level.become_granted(key, source, is_ahead=False)
@@ -389,6 +399,34 @@ class Coordinator:
                 level.become_granted(key, None, is_ahead=False)
                 return []
         return ahead
+
+    def _find_overtaken(self, ranks: Sequence[RankView]) -> None:
+        """Let go of the grants ahead where a required step could be stored at once."""
+        first = self._key_to_read_first(ranks)
+        for index, level in enumerate(self.levels):
+            if level.reads_slots and level.is_ahead:
+                level.is_overtaken = first not in (None, level.grant) or self._has_copy_to_make(index)
+
+    def _key_to_read_first(self, ranks: Sequence[RankView]) -> StepKey | None:
+        """Return a required step that was begun, and that a level would read from the slots now."""
+        begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
+        for index, level in enumerate(self.levels):
+            is_free = not level.is_under_way or (level.reads_slots and level.is_ahead)
+            if not is_free or not level.is_open or not self._is_ready(index) or self._is_copying(index):
+                continue
+            for key in sorted(self._open_keys(index)):
+                if key <= begun and self._source_of(key, index) is None and not is_missed(key, ranks):
+                    return key
+        return None
+
+    def _has_copy_to_make(self, index: int) -> bool:
+        """Return True if a faster level has a required step that this one does not have."""
+        return any(self._source_of(key, index) is not None for key in self._open_keys(index))
+
+    def _open_keys(self, index: int) -> set[StepKey]:
+        """Return the required steps that a level may still store."""
+        level = self.levels[index]
+        return self._required_at(index) - level.complete - level.given_up - self.lost
 
     def _grant_copy(self, index: int, start: int, now: float) -> None:
         """Grant the newest snapshot of the next faster level, if one is due here."""

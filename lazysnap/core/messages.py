@@ -336,6 +336,10 @@ class LevelOrder(Struct, frozen=True, array_like=True):
     """Required steps that this level will not have: nobody waits for them."""
     named: tuple[StepKey, ...]
     """Snapshots that have a name there, or are to get one: they are not deleted."""
+    is_overtaken: bool
+    """True if a required step is to be read from the slots before the granted one. Training may wait for that step, and
+    so never begin the granted one (preemption): a node that has not begun it gives it up.
+    """
     is_open: bool
     """False while a new coordinator does not know yet what all nodes have. Then a node goes on as it is."""
 

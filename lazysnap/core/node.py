@@ -109,6 +109,8 @@ class NodeLevel:
     source: int | None = None
     """The level that the granted step is copied from; None: the slots."""
     version: int = 0
+    is_overtaken: bool = False
+    """True if a required step is to be read from the slots before the granted one."""
     is_open: bool = False
     is_ready: bool = True
     stored: set[StepKey] = field(default_factory=set)
@@ -155,6 +157,7 @@ class NodeLevel:
     def obey(self, order: LevelOrder) -> None:
         """Take the coordinator's order. A write of another grant does not count from now on."""
         self.version = order.version
+        self.is_overtaken = order.is_overtaken
         self.is_open = order.is_open
         if not order.is_open:
             return
@@ -171,6 +174,7 @@ class NodeLevel:
     def forget_orders(self) -> None:
         """No order is known, as at the beginning. What is stored stays so."""
         self.version = 0
+        self.is_overtaken = False
         self.is_open = False
         self.complete = ()
         self.cancelled = frozenset()
@@ -397,19 +401,14 @@ class Node:
         read_by_slower = {level.wanted_key for level in self.levels if level.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
-    def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
-        """Give up the grants that this node cannot follow any more.
-
-        A grant that lies ahead also goes if a required step is waiting: training may wait for that one, and would never
-        begin the granted one (preemption).
-        """
+    def find_missed(self, ranks: Sequence[RankView]) -> None:
+        """Give up the grants that this node cannot follow any more, and those that lie ahead and were overtaken."""
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
-        is_anything_waiting = any(key <= begun for key in required)
         for level in self.levels:
             key = level.wanted_key
             if key is None or level.progress is Progress.WRITING:
                 continue
-            is_overtaken = is_anything_waiting and key > begun
+            is_overtaken = level.is_overtaken and key > begun
             if is_overtaken or self._is_gone(key, level.source, ranks):
                 level.become_missed(key)
 

@@ -19,6 +19,7 @@ from lazysnap.core.messages import (
     NamedStep,
     NameRefusal,
     Progress,
+    RedundancySettings,
     StepKey,
     TrainerState,
 )
@@ -334,3 +335,43 @@ class TestSeveralLevels:
         assert [job.source for job in of_kind(done, WriteLevel) if job.level == 1] == ([0] if copies else [])
         if not copies:
             assert driver.core.job.node.levels[1].source is None
+
+
+class TestRequiredSteps:
+    FOUR_SLOTS = MemoryWish(4, 0, 1)
+    EMPTY = (empty(1), empty(2), empty(3))
+
+    def driver_that_stored(self, settings: JobSettings) -> tuple[Driver, TrainerState, list[actions.Action]]:
+        """A core with step 0 at the first level, and the next grant ahead; what it did last."""
+        driver = Driver()
+        state = structs.replace(STATE, job=settings, memory=self.FOUR_SLOTS)
+        done = driver.report(state)
+        driver.see((empty(0), *self.EMPTY))
+        for job in of_kind(done, ListLevel):
+            driver.step(Listed(job.level, job.job, ()))
+        driver.see((slot(0, 0), *self.EMPTY))
+        done = driver.see((slot(0, 0, is_held=True), *self.EMPTY))
+        [write] = [job for job in of_kind(done, WriteLevel) if job.level == 0]
+        return driver, state, driver.step(actions.Stored(0, write.job))
+
+    def test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one(self):
+        slow = LevelSettings("slow", every_n_steps=5)
+        driver, state, done = self.driver_that_stored(JobSettings("run", (LEVEL, slow)))
+        assert [job.source for job in of_kind(done, WriteLevel)] == [0]
+
+        driver.report(structs.replace(state, required=(0,)))
+
+        first, second = driver.core.job.node.levels
+        assert (first.grant, first.progress) == (StepKey(START, 1), Progress.WAITING)
+        assert second.progress is Progress.WRITING
+
+    def test_one_that_is_to_be_protected_takes_the_place_of_a_grant_ahead(self):
+        """Training waits for it, so the granted step would never be begun."""
+        driver, state, _ = self.driver_that_stored(JobSettings("run", (), RedundancySettings(every_n_steps=4)))
+        [redundancy] = driver.core.job.node.levels
+        assert redundancy.grant == StepKey(START, 4)
+        driver.see((slot(0, 0, is_held=True), slot(1, 1), empty(2), empty(3)))
+
+        driver.report(structs.replace(state, protect=(1,)))
+
+        assert redundancy.grant == StepKey(START, 1)

@@ -46,7 +46,7 @@ def train(make_job):
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("ddp", NODES[:2]), ("hsdp", ("node-a", "node-a", "node-b", "node-b"))])
-def test_a_frozen_base_comes_from_the_memory_of_another_node(train, kind, nodes):
+def test_a_frozen_base_comes_back_with_the_rest(train, kind, nodes):
     world = len(nodes)
     digest = train.protect(kind, world, nodes=nodes, base=True)
     train.lose("node-b")

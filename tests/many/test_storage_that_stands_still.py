@@ -47,7 +47,7 @@ def test_a_frozen_keeper_is_named_once_worked_round_and_serves_again(job):
     output = job.output()
     assert output.count("the keeper of this node (process") == output.count("does not answer: training") == 2, output
     for rank in (0, 1):
-        assert output.count(f"nothing of local rank {rank} is stored until it answers") == 1, output
+        assert output.count(f"nothing of rank {rank} is stored until it answers") == 1, output
     assert output.count("answers again") == 2, output
 
 
