@@ -72,6 +72,8 @@ class LevelGrants:
     """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
     is_ahead: bool = True
     """True if the granted step was not begun when it was granted."""
+    is_overtaken: bool = False
+    """True if the granted step lies ahead, and a required one is to be read first."""
     due_start: int = 0
     """The start for which ``due_at`` was set. In any other one the level is due at once."""
     due_at: float = 0.0
@@ -107,6 +109,7 @@ class LevelGrants:
         self.grant = key
         self.source = source
         self.is_ahead = is_ahead
+        self.is_overtaken = False
         self.version += 1
         if key is not None:
             self.cancelled.discard(key)
@@ -147,7 +150,7 @@ class LevelGrants:
         every = self.every_n_steps or capture_every
         if every % capture_every != 0:
             every *= capture_every
-        return ((begun + self.margin_steps) // every + 1) * every
+        return (max(0, begun + self.margin_steps) // every + 1) * every
 
     def passes_a_multiple(self, key: StepKey) -> bool:
         """Return True if a step that is due lies between the newest complete snapshot and this one."""
@@ -175,6 +178,7 @@ class LevelGrants:
             cancelled=tuple(sorted(self.cancelled)),
             given_up=tuple(sorted(self.given_up.intersection(required))),
             named=tuple(sorted(named)),
+            is_overtaken=self.is_overtaken,
             is_open=self.is_open,
         )
 
@@ -196,8 +200,6 @@ class Coordinator:
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each node that answers this coordinator."""
     lost: set[StepKey] = field(default_factory=set)
-    is_blocked: bool = False
-    """See ``Order``."""
     is_drained: bool = False
     _last_order: Order | None = None
 
@@ -216,18 +218,21 @@ class Coordinator:
 
     def order(self) -> Order:
         """Return the state for all nodes."""
-        required = self._required() | {named.key for named in self._wanted_names()}
+        required = self._all_required()
+        # Also those that nobody requires any more: who required them may not have seen it yet.
+        lost = sorted(self.lost & required) + sorted(self.lost - required)[-MAX_TOLD:]
         orders = []
         for index, level in enumerate(self.levels):
-            named = set() if level.is_memory else self._named_keys(index)
-            orders.append(level.order(required, named))
+            if level.is_memory:
+                orders.append(level.order(self._to_protect(), set()))
+            else:
+                orders.append(level.order(required, self._named_keys(index)))
         return Order(
             job=self.job,
             coordinator=self.number,
             levels=tuple(orders),
             is_preempted=any(report.is_preempted for report in self.reports.values()),
-            is_blocked=self.is_blocked,
-            lost=tuple(sorted(self.lost & required)),
+            lost=tuple(sorted(lost)),
             is_drained=self.is_drained,
             may_delete=not self.is_alone,
         )
@@ -247,7 +252,7 @@ class Coordinator:
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
-            self.is_blocked = self._find_blocked(ranks)
+            self._find_overtaken(ranks)
             self._give_up_what_nobody_has()
             self.is_drained = self._find_drained()
         order = self.order()
@@ -302,9 +307,11 @@ class Coordinator:
             is_missed_step = Progress.MISSED in progress
             if is_missed_step and not level.is_ahead:
                 level.given_up.add(grant)
-                if level.source is None and not level.is_memory and not self._is_stored_somewhere(grant):
-                    self.lost.add(grant)
-            level.become_cancelled(grant, is_late=is_missed_step and level.is_ahead)
+                if level.source is None and not level.is_memory and grant in self._all_required():
+                    self._lose(grant)
+            is_due_by_time = level.every_n_steps is None
+            is_late = is_missed_step and (level.is_ahead or is_due_by_time) and not level.is_overtaken
+            level.become_cancelled(grant, is_late=is_late)
 
     # Granting
 
@@ -357,10 +364,26 @@ class Coordinator:
             return
         if not level.is_due(start, now) and not ahead:
             return
+        if self._key_to_read_first(ranks) is not None:
+            return  # another level is about to be granted that one
+        present = StepKey(start, begun)
+        if not ahead and self._takes_present(level, present, ranks):
+            self._become_due_grant(level, present, start, now, is_ahead=False)
+            return
         next_step = level.next_step(begun, self.capture_every_n_steps)
         if ahead:
             next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
         self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
+
+    def _takes_present(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
+        """Return True if a level that is due by time is to store the newest capture that was begun.
+
+        So the first capture is stored at once, however long a step takes. Where steps are so short that other nodes
+        miss it, the next grant lies ahead.
+        """
+        if level.every_n_steps is not None or level.is_memory or level.margin_steps > 0:
+            return False
+        return not level.is_done_with(key) and is_in_memory(key, ranks) and not is_missed(key, ranks)
 
     def _become_due_grant(self, level: LevelGrants, key: StepKey, start: int, now: float, *, is_ahead: bool) -> None:
         level.become_granted(key, None, is_ahead=is_ahead)
@@ -378,7 +401,7 @@ class Coordinator:
         """
         level = self.levels[index]
         ahead = []
-        for key in sorted(self._required_at(index) - level.complete - level.given_up - self.lost):
+        for key in sorted(self._open_keys(index)):
             source = self._source_of(key, index)
             if source is not None:
                 level.become_granted(key, source, is_ahead=False)
@@ -394,19 +417,33 @@ class Coordinator:
                 return []
         return ahead
 
-    def _find_blocked(self, ranks: Sequence[RankView]) -> bool:
-        """Return True if a required step that was begun is not granted because slots are read for another one."""
-        reading = self._key_that_is_read()
-        if reading is None or not ranks:
-            return False
-        begun = max(StepKey(rank.start, rank.begun) for rank in ranks)
+    def _find_overtaken(self, ranks: Sequence[RankView]) -> None:
+        """Let go of the grants ahead where a required step could be stored at once."""
+        first = self._key_to_read_first(ranks)
         for index, level in enumerate(self.levels):
-            if not level.is_open or not self._is_ready(index) or self._is_copying(index):
+            if level.reads_slots and level.is_ahead:
+                level.is_overtaken = first not in (None, level.grant) or self._has_copy_to_make(index)
+
+    def _key_to_read_first(self, ranks: Sequence[RankView]) -> StepKey | None:
+        """Return a required step that was begun, and that a level would read from the slots now."""
+        begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
+        for index, level in enumerate(self.levels):
+            is_free = not level.is_under_way or (level.reads_slots and level.is_ahead)
+            if not is_free or not level.is_open or not self._is_ready(index) or self._is_copying(index):
                 continue
-            waiting = self._required_at(index) - level.complete - level.given_up - self.lost
-            if any(key != reading and key <= begun for key in waiting):
-                return True
-        return False
+            for key in sorted(self._open_keys(index)):
+                if key <= begun and self._source_of(key, index) is None and not is_missed(key, ranks):
+                    return key
+        return None
+
+    def _has_copy_to_make(self, index: int) -> bool:
+        """Return True if a faster level has a required step that this one does not have."""
+        return any(self._source_of(key, index) is not None for key in self._open_keys(index))
+
+    def _open_keys(self, index: int) -> set[StepKey]:
+        """Return the required steps that a level may still store."""
+        level = self.levels[index]
+        return self._required_at(index) - level.complete - level.given_up - self.lost
 
     def _grant_copy(self, index: int, start: int, now: float) -> None:
         """Grant the newest snapshot of the next faster level, if one is due here."""
@@ -473,6 +510,10 @@ class Coordinator:
             required.update(report.required)
         return required
 
+    def _all_required(self) -> set[StepKey]:
+        """Return the required steps, and those that are to get a name."""
+        return self._required() | {named.key for named in self._wanted_names()}
+
     def _to_protect(self) -> set[StepKey]:
         keys: set[StepKey] = set()
         for report in self.reports.values():
@@ -537,8 +578,14 @@ class Coordinator:
     def _give_up(self, level: LevelGrants, key: StepKey) -> None:
         """The slots do not have a required step any more, and no faster level has it."""
         level.given_up.add(key)
-        if not level.is_memory and not self._is_stored_somewhere(key):
+        if not level.is_memory:
+            self._lose(key)
+
+    def _lose(self, key: StepKey) -> None:
+        """The slots do not have a required step any more: it is lost if no level has it."""
+        if not self._is_stored_somewhere(key):
             self.lost.add(key)
+            self.lost = set(sorted(self.lost)[-MAX_REMEMBERED:])
 
     def _keys_to_drain(self) -> set[StepKey]:
         """Return what must be stored when nobody trains any more: the newest capture that all nodes have, and what is
@@ -549,7 +596,7 @@ class Coordinator:
             return set()
         if self.is_alone:
             return left
-        wanted = self._required() | {named.key for named in self._wanted_names()}
+        wanted = self._all_required()
         return {max(left)} | (left & wanted - self.lost)
 
     def _find_drained(self) -> bool:

@@ -261,7 +261,7 @@ class LevelJobs:
         if now >= self._moved_at + self.level.timeout_s:
             self.job = None
             self._abandoned[job.job] = job
-            self._fail(job, f"no byte moved for {self.level.timeout_s:g} s", now)
+            self._fail(job, _hang_text(self.level), now)
             return [AbandonJob(self.index, job.job)]
         if isinstance(job, WriteLevel) and not self._is_cancelled and not self._is_wanted(job, ranks):
             self._is_cancelled = True
@@ -275,6 +275,13 @@ class LevelJobs:
         if job.source is not None:
             return True
         return all(rank.capture_of(job.key) is not None for rank in ranks)
+
+
+def _hang_text(level: NodeLevel) -> str:
+    text = f"{level.name} did not move for {level.timeout_s:g} s"
+    if level.is_memory:
+        return text
+    return f"{text}; check the mount or endpoint, or raise PersistentLevel(timeout_s=...)"
 
 
 def _held_slots(key: StepKey, ranks: Sequence[RankView]) -> tuple[tuple[int, int], ...]:

@@ -336,6 +336,10 @@ class LevelOrder(Struct, frozen=True, array_like=True):
     """Required steps that this level will not have: nobody waits for them."""
     named: tuple[StepKey, ...]
     """Snapshots that have a name there, or are to get one: they are not deleted."""
+    is_overtaken: bool
+    """True if a required step is to be read from the slots before the granted one. Training may wait for that step, and
+    so never begin the granted one (preemption): a node that has not begun it gives it up.
+    """
     is_open: bool
     """False while a new coordinator does not know yet what all nodes have. Then a node goes on as it is."""
 
@@ -349,10 +353,6 @@ class Order(Struct, frozen=True, tag="order"):
     levels: tuple[LevelOrder, ...]
     is_preempted: bool = False
     """True if the processes of some rank of some node are about to be killed."""
-    is_blocked: bool = False
-    """True if a required step waits, at a level that works, for slots that are kept for a granted one. If that one lies
-    ahead it goes: training may wait for the required step, and would never begin the granted one (preemption).
-    """
     lost: tuple[StepKey, ...] = ()
     is_drained: bool = False
     """True if nobody trains, and what must be stored of the captures that all nodes hold is complete everywhere."""

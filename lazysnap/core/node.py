@@ -114,6 +114,8 @@ class NodeLevel:
     source: int | None = None
     """The level that the granted step is copied from; None: the slots."""
     version: int = 0
+    is_overtaken: bool = False
+    """True if a required step is to be read from the slots before the granted one."""
     is_open: bool = False
     is_ready: bool = True
     stored: set[StepKey] = field(default_factory=set)
@@ -160,6 +162,7 @@ class NodeLevel:
     def obey(self, order: LevelOrder) -> None:
         """Take the coordinator's order. A write of another grant does not count from now on."""
         self.version = order.version
+        self.is_overtaken = order.is_overtaken
         self.is_open = order.is_open
         if not order.is_open:
             return
@@ -176,6 +179,7 @@ class NodeLevel:
     def forget_orders(self) -> None:
         """No order is known, as at the beginning. What is stored stays so."""
         self.version = 0
+        self.is_overtaken = False
         self.is_open = False
         self.complete = ()
         self.cancelled = frozenset()
@@ -283,8 +287,6 @@ class Node:
     is_drained: bool = False
     """As the last order said."""
     may_delete: bool = False
-    is_blocked: bool = False
-    """As the last order said."""
     is_choosing: bool = False
     """True while a trainer restores: what would be deleted now may be what it chooses."""
     protected: StepKey | None = None
@@ -322,7 +324,6 @@ class Node:
         self.lost = frozenset(order.lost)
         self.is_drained = order.is_drained
         self.may_delete = order.may_delete
-        self.is_blocked = order.is_blocked
         for level, level_order in zip(self.levels, order.levels, strict=True):
             level.obey(level_order)
         redundancy = self.redundancy
@@ -336,7 +337,6 @@ class Node:
         self.lost = frozenset()
         self.is_drained = False
         self.may_delete = False
-        self.is_blocked = False
         for level in self.levels:
             level.forget_orders()
 
@@ -407,14 +407,14 @@ class Node:
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
     def find_missed(self, ranks: Sequence[RankView]) -> None:
-        """Give up the grants that this node cannot follow any more, and those ahead that are in the way of others."""
+        """Give up the grants that this node cannot follow any more, and those that lie ahead and were overtaken."""
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
         for level in self.levels:
             key = level.wanted_key
             if key is None or level.progress is Progress.WRITING:
                 continue
-            is_in_the_way = self.is_blocked and key > begun
-            if is_in_the_way or self._is_gone(key, level.source, ranks):
+            is_overtaken = level.is_overtaken and key > begun
+            if is_overtaken or self._is_gone(key, level.source, ranks):
                 level.become_missed(key)
 
     def _is_gone(self, key: StepKey, source: int | None, ranks: Sequence[RankView]) -> bool:

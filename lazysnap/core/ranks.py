@@ -183,9 +183,12 @@ class Ranks:
         return self.all[number]
 
     def is_restart_expected(self) -> bool:
-        """Return True if memory may be wanted again: a trainer died, and left a whole capture."""
-        is_anybody_dead = any(rank.presence is Presence.DEAD for rank in self.all)
-        return is_anybody_dead and any(slot.is_whole for rank in self.all for slot in rank.slots)
+        """Return True if memory may be wanted again: a trainer died, and left a whole capture.
+
+        One whose captures were released does not count: the present start does not have its rank.
+        """
+        dead = [rank for rank in self.all if rank.presence is Presence.DEAD]
+        return any(slot.is_whole for rank in dead for slot in rank.slots)
 
     def views(self, job: JobSettings) -> list[RankView]:
         """Return what the grants need to know of each rank of a job."""

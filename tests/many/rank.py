@@ -9,7 +9,6 @@ trains on one, over NCCL; else on the CPU.
 
 import contextlib
 import ctypes
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -35,6 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lazysnap import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import WaitTimeout
+from lazysnap.keeper.silence import Silence
 from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
 
@@ -70,6 +70,19 @@ class Hoarder(torch.optim.SGD):
         super().step(closure)
         parameter = self.param_groups[0]["params"][0]
         self.state[parameter].setdefault("hoard", torch.zeros(self.size, dtype=torch.uint8))
+
+
+class Patience:
+    """Seconds after which a keeper counts as silent, also on connections that are there."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __get__(self, silence: Silence, owner: type) -> float:
+        return self.seconds
+
+    def __set__(self, silence: Silence, seconds: float) -> None:
+        pass
 
 
 class Unloader:
@@ -311,8 +324,7 @@ def main() -> None:
         engine._prepare()
         write("ready", engine._wait_ready(timeout_s=30))
     if "silent_after_s" in settings:  # only now: the keeper had as long as it took to start
-        client = engine._client
-        client._config = dataclasses.replace(client._config, io_timeout_s=settings["silent_after_s"])
+        Silence._patience_s = Patience(settings["silent_after_s"])
     for step in range(start + 1, settings["steps"] + 1):
         # The same data whatever the world: each rank takes its part of the global batch.
         generator = torch.Generator().manual_seed(step)
@@ -349,7 +361,6 @@ def main() -> None:
                 engine._wait_ready(timeout_s=30)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
-        write("waits", step, engine.statistics().slot_waits.count)
         write("collectives", exchanges())
         if settings.get("freeze_at") == step:
             os.kill(keeper_of(engine), signal.SIGSTOP)

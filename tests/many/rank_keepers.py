@@ -2,19 +2,20 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import signal
 import time
 
 import support.keepers
-from support.waiting import TIMEOUT_S
+from support.waiting import TIMEOUT_S, until
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import KeeperError
+from lazysnap.keeper.asking import NeighbourMemory
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.neighbour import NeighbourMemory
 
 _SCANS = 10
 """So many in a row that find no keeper: what leaves the session of its rank runs as a keeper by the last."""
@@ -40,11 +41,13 @@ def end_nodes(job, *nodes):
     identity = JobIdentity.from_config(SnapshotConfig(job_id=str(job.root)))
     for node in nodes:
         connection = try_connect(dataclasses.replace(identity, node=node))
-        with contextlib.closing(connection), contextlib.suppress(ConnectionResetError):
+        with contextlib.closing(connection):
             os.kill(connection.peer_pid, signal.SIGKILL)
-            connection.sock.settimeout(TIMEOUT_S)
-            while connection.sock.recv(1 << 16):  # until it is dead
-                pass
+            until(functools.partial(_has_ended, connection))
+
+
+def _has_ended(connection):
+    return connection.receive() is None
 
 
 def _identity(job, node):

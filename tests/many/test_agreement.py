@@ -23,7 +23,7 @@ def test_a_damaged_shard_of_one_rank_in_memory_makes_all_take_the_next_snapshot(
     with neighbours(job) as found:
         # With no trainer left, each keeper computes checksums of what it holds.
         [item] = [item for item in found[1].inventory.entries if item.step == 5]
-        flip_memory(item.slot, item.slot.status().image_bytes - 1)
+        flip_memory(item.slot, item.slot.view().image_bytes - 1)
 
     assert set(job.run("ddp", 2, **LOOK)) == {0}, job.output()
 

@@ -39,14 +39,14 @@ def train(make_job):
         """One byte of the last capture in the memory of that node."""
         with neighbours(job, node) as found:
             [item] = [item for item in found[0].inventory.entries if item.step == STEP]
-            flip_memory(item.slot, item.slot.status().image_bytes - 1)
+            flip_memory(item.slot, item.slot.view().image_bytes - 1)
 
     run.protect, run.look, run.lose, run.damage = protect, look, lambda *nodes: end_nodes(job, *nodes), damage
     return run
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("ddp", NODES[:2]), ("hsdp", ("node-a", "node-a", "node-b", "node-b"))])
-def test_a_frozen_base_comes_from_the_memory_of_another_node(train, kind, nodes):
+def test_a_frozen_base_comes_back_with_the_rest(train, kind, nodes):
     world = len(nodes)
     digest = train.protect(kind, world, nodes=nodes, base=True)
     train.lose("node-b")

@@ -35,7 +35,7 @@ def report(number, node=1):
 
 
 def order(number):
-    return Order(7, number, (LevelOrder(10, StepKey(5, 6), None, (StepKey(1, 2),), (), (), (), True),))
+    return Order(7, number, (LevelOrder(10, StepKey(5, 6), None, (StepKey(1, 2),), (), (), (), False, True),))
 
 
 def damaged(data):
@@ -165,7 +165,7 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(make_end, addr
             levels = []
             for _ in range(16):
                 keys = tuple(StepKey(1 << 60, step) for step in range(500))
-                levels.append(LevelOrder(1, None, None, keys, (), (), (), True))
+                levels.append(LevelOrder(1, None, None, keys, (), (), (), False, True))
             first.peers.send(1, Order(7, 1, tuple(levels)))
         return 1 not in first.peers.linked_nodes
 
