@@ -268,6 +268,8 @@ class Hold:
     slot_id: int
     sequence: int
     """The capture that is held: a later one in the same slot is not."""
+    num_kept: int
+    """Newest whole captures that the trainer does not write over: all of them, once it captures nothing more."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from lazysnap.core.messages import (
     Report,
     StepKey,
 )
-from lazysnap.core.node import RankView, is_missed
+from lazysnap.core.node import RankView, is_in_memory, is_missed
 from lazysnap.core.retention import Retention
 
 MAX_MARGIN_STEPS = 64
@@ -81,9 +81,7 @@ class LevelGrants:
     @classmethod
     def of_level(cls, settings: LevelSettings) -> "LevelGrants":
         """Return the state of a storage level."""
-        return cls(
-            Retention.of_level(settings), settings.every_n_steps, settings.every_s, is_shared=settings.is_shared
-        )
+        return cls(Retention.of_level(settings), settings.every_n_steps, settings.every_s, is_shared=settings.is_shared)
 
     @classmethod
     def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
@@ -152,7 +150,7 @@ class LevelGrants:
         every = self.every_n_steps or capture_every
         if every % capture_every != 0:
             every *= capture_every
-        return ((begun + self.margin_steps) // every + 1) * every
+        return (max(0, begun + self.margin_steps) // every + 1) * every
 
     def passes_a_multiple(self, key: StepKey) -> bool:
         """Return True if a step that is due lies between the newest complete snapshot and this one."""
@@ -220,7 +218,9 @@ class Coordinator:
 
     def order(self) -> Order:
         """Return the state for all nodes."""
-        required = self._required() | {named.key for named in self._wanted_names()}
+        required = self._all_required()
+        # Also those that nobody requires any more: who required them may not have seen it yet.
+        lost = sorted(self.lost & required) + sorted(self.lost - required)[-MAX_TOLD:]
         orders = []
         for index, level in enumerate(self.levels):
             if level.is_memory:
@@ -232,7 +232,7 @@ class Coordinator:
             coordinator=self.number,
             levels=tuple(orders),
             is_preempted=any(report.is_preempted for report in self.reports.values()),
-            lost=tuple(sorted(self.lost & required)),
+            lost=tuple(sorted(lost)),
             is_drained=self.is_drained,
             may_delete=not self.is_alone,
         )
@@ -307,9 +307,10 @@ class Coordinator:
             is_missed_step = Progress.MISSED in progress
             if is_missed_step and not level.is_ahead:
                 level.given_up.add(grant)
-                if level.source is None and not level.is_memory and not self._is_stored_somewhere(grant):
-                    self.lost.add(grant)
-            is_late = is_missed_step and level.is_ahead and not level.is_overtaken
+                if level.source is None and not level.is_memory and grant in self._all_required():
+                    self._lose(grant)
+            is_due_by_time = level.every_n_steps is None
+            is_late = is_missed_step and (level.is_ahead or is_due_by_time) and not level.is_overtaken
             level.become_cancelled(grant, is_late=is_late)
 
     # Granting
@@ -365,10 +366,24 @@ class Coordinator:
             return
         if self._key_to_read_first(ranks) is not None:
             return  # another level is about to be granted that one
+        present = StepKey(start, begun)
+        if not ahead and self._takes_present(level, present, ranks):
+            self._become_due_grant(level, present, start, now, is_ahead=False)
+            return
         next_step = level.next_step(begun, self.capture_every_n_steps)
         if ahead:
             next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
         self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
+
+    def _takes_present(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
+        """Return True if a level that is due by time is to store the newest capture that was begun.
+
+        So the first capture is stored at once, however long a step takes. Where steps are so short that other nodes
+        miss it, the next grant lies ahead.
+        """
+        if level.every_n_steps is not None or level.is_memory or level.margin_steps > 0:
+            return False
+        return not level.is_done_with(key) and is_in_memory(key, ranks) and not is_missed(key, ranks)
 
     def _become_due_grant(self, level: LevelGrants, key: StepKey, start: int, now: float, *, is_ahead: bool) -> None:
         level.become_granted(key, None, is_ahead=is_ahead)
@@ -394,7 +409,9 @@ class Coordinator:
             if key.start == begun.start and key > begun:
                 ahead.append(key.step)
             elif is_missed(key, ranks):
-                self._give_up(level, key)
+                # What is still there may be held once nothing is captured any more.
+                if not is_in_memory(key, ranks):
+                    self._give_up(level, key)
             elif not self._is_copying(index) and self._may_read_slots(key):
                 level.become_granted(key, None, is_ahead=False)
                 return []
@@ -493,6 +510,10 @@ class Coordinator:
             required.update(report.required)
         return required
 
+    def _all_required(self) -> set[StepKey]:
+        """Return the required steps, and those that are to get a name."""
+        return self._required() | {named.key for named in self._wanted_names()}
+
     def _to_protect(self) -> set[StepKey]:
         keys: set[StepKey] = set()
         for report in self.reports.values():
@@ -557,8 +578,14 @@ class Coordinator:
     def _give_up(self, level: LevelGrants, key: StepKey) -> None:
         """The slots do not have a required step any more, and no faster level has it."""
         level.given_up.add(key)
-        if not level.is_memory and not self._is_stored_somewhere(key):
+        if not level.is_memory:
+            self._lose(key)
+
+    def _lose(self, key: StepKey) -> None:
+        """The slots do not have a required step any more: it is lost if no level has it."""
+        if not self._is_stored_somewhere(key):
             self.lost.add(key)
+            self.lost = set(sorted(self.lost)[-MAX_REMEMBERED:])
 
     def _keys_to_drain(self) -> set[StepKey]:
         """Return what must be stored when nobody trains any more: the newest capture that all nodes have, and what is
@@ -569,7 +596,7 @@ class Coordinator:
             return set()
         if self.is_alone:
             return left
-        wanted = self._required() | {named.key for named in self._wanted_names()}
+        wanted = self._all_required()
         return {max(left)} | (left & wanted - self.lost)
 
     def _find_drained(self) -> bool:

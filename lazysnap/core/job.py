@@ -242,7 +242,8 @@ class JobCore:
             for key in keys:
                 slot_of_key = rank.capture_of(key)
                 if slot_of_key is not None and not slot_of_key.is_held and rank.keeps(slot_of_key):
-                    self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence))
+                    num_kept = rank.num_kept if rank.is_capturing else len(rank.slots)
+                    self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence, num_kept))
 
     def wishes(self, index: int, wants: Wants) -> Wishes:
         """Return the names that a level is to have: the first those of trainers, slower ones those of faster ones.

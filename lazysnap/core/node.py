@@ -75,6 +75,11 @@ def whole_on_all(ranks: Sequence[RankView]) -> set[StepKey]:
     return common
 
 
+def is_in_memory(key: StepKey, ranks: Sequence[RankView]) -> bool:
+    """Return True if all ranks of the node have the capture, whether it can be held or not."""
+    return all(rank.capture_of(key) is not None for rank in ranks)
+
+
 def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
     """Return True if a rank of the node does not have the capture, and never will."""
     is_begun = any(rank.start == key.start and rank.begun >= key.step for rank in ranks)

@@ -187,10 +187,8 @@ class Ranks:
 
         One whose captures were released does not count: the present start does not have its rank.
         """
-        for rank in self.all:
-            if rank.presence is Presence.DEAD and any(slot.is_whole for slot in rank.slots):
-                return True
-        return False
+        dead = [rank for rank in self.all if rank.presence is Presence.DEAD]
+        return any(slot.is_whole for rank in dead for slot in rank.slots)
 
     def views(self, job: JobSettings) -> list[RankView]:
         """Return what the grants need to know of each rank of a job."""

@@ -109,8 +109,13 @@ class Answers:
         if self._core.is_served:
             return self._text_of_training()
         job = self._core.job
-        if job is None or self._is_all_stored():
+        if self._is_all_stored():
             return ""
+        if job is None:
+            return (
+                "it has captures, and no training told it yet where they are to be stored; start the training again "
+                "(--force ends the keeper all the same and loses them)"
+            )
         newest = max(whole_on_all(self._core.ranks.views(job.settings)), default=None)
         is_any_failing = False
         for level, jobs in zip(job.node.storage, job.levels, strict=False):
@@ -136,4 +141,6 @@ class Answers:
         With several nodes the keeper is told at once: while memory waits for a restart it would wait for the others.
         """
         job = self._core.job
-        return job is None or job.settings.num_nodes > 1 or job.node.is_drained
+        if job is None:
+            return not any(slot.is_whole for rank in self._core.ranks.all for slot in rank.slots)
+        return job.settings.num_nodes > 1 or job.node.is_drained

@@ -149,8 +149,11 @@ class KeeperClient:
         self._link.slots.make_ready = work
 
     def slots(self) -> tuple[TrainerSlot, ...]:
-        """Return the slots that are populated, and that a live keeper has, in no order. Hot."""
-        if self._link.doorbell is None:
+        """Return the slots that are populated, and that a live keeper has, in no order. Hot.
+
+        None before the keeper was told of this start: it could not store what was captured, if this process died.
+        """
+        if self._link.doorbell is None or not self._link.is_start_sent:
             return ()
         kept = self._link.state.slots
         return tuple(slot for slot in self._link.slots.ready if slot.slot_id in kept)

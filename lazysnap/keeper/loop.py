@@ -312,8 +312,7 @@ class Keeper:
                 slot.void(action.sequence)
                 self._must_observe = True
             case Hold():
-                assert self._core.job is not None, "slots are held for a job"
-                slot.hold(action.sequence, self._slots.of_rank(action.rank), self._core.job.settings.num_kept)
+                slot.hold(action.sequence, self._slots.of_rank(action.rank), action.num_kept)
                 self._must_observe = True
                 faults.point("keeper.slot_held")
             case Release():

@@ -99,6 +99,11 @@ class TrainerLink:
         """True once this trainer leaves, or left."""
         return self._leave_by_s is not None
 
+    @property
+    def is_start_sent(self) -> bool:
+        """True if the keeper was told of the present start."""
+        return self._sent.start == self.trainer.start
+
     def start(self) -> None:
         """Connect in the background; again after the thread gave up. Never raises; does not block."""
         with self._changed:

@@ -69,7 +69,7 @@ class Selection:
     """All others."""
 
     @classmethod
-    def of(cls, sites: Iterable[Site], is_wanted: IsWanted | None, most: int = NEWEST) -> "Selection":
+    def of(cls, sites: Iterable[Site], is_wanted: IsWanted | None, most: int) -> "Selection":
         """Select the newest snapshots, and the newest of those that are wanted, of each run one at least. Pure.
 
         Args:
@@ -148,7 +148,7 @@ class Survey:
         listed = _snapshots_in(sites)
         self.names = sorted({name for _, directory, name in listed if directory.ranges})
         self.uncommitted = Counter(url for url, directory, _ in listed if not directory.ranges)
-        selection = Selection.of(sites, is_wanted)
+        selection = Selection.of(sites, is_wanted, NEWEST)
         self.newest = selection.newest
         inventories = self._read([site.only(selection.first) for site in sites], problems, until)
         self._unread_sites = []

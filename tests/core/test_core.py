@@ -89,7 +89,7 @@ def test_a_capture_that_is_being_written_is_held_and_then_stored():
     driver, step = driver_with_a_grant()
 
     done = driver.see((slot(0, step, is_whole=False), empty(1), empty(2)))
-    assert Hold(0, 0, sequence=step + 1) in done
+    assert Hold(0, 0, sequence=step + 1, num_kept=1) in done
 
     held = slot(0, step, is_whole=False, is_held=True)
     done = driver.see((held, empty(1), empty(2)))
@@ -305,7 +305,7 @@ class TestTheEnd:
         done = driver.report(structs.replace(state, is_preempted=True))
 
         assert driver.sent(done).is_preempted
-        assert Hold(0, 0, sequence=6) in done
+        assert Hold(0, 0, sequence=6, num_kept=1) in done
 
     @pytest.mark.parametrize("phase", [SlotPhase.CAPTURING, SlotPhase.WHOLE])
     def test_a_trainer_that_died_leaves_memory_to_a_restart_if_a_capture_is_whole(self, phase):
@@ -327,7 +327,7 @@ class TestSeveralLevels:
         driver = Driver()
         for job in of_kind(driver.report(state), ListLevel):
             driver.step(Listed(job.level, job.job, ()))
-        driver.see((slot(0, 0, is_held=True), empty(1), empty(2)))
+        driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
         [write] = [level.job for level in driver.core.job.levels[:1]]
 
         done = driver.step(actions.Stored(0, write.job))
@@ -336,21 +336,41 @@ class TestSeveralLevels:
         if not copies:
             assert driver.core.job.node.levels[1].source is None
 
+    def test_a_required_step_that_no_level_can_take_does_not_stop_redundancy(self):
+        """Its grant lies ahead, and nothing is gained by giving it up: it was given up again and again."""
+        settings = structs.replace(SETTINGS, redundancy=RedundancySettings(every_n_steps=3))
+        state = structs.replace(STATE, job=settings, memory=MemoryWish(4, 0, 1), required=(1,))
+        driver = Driver()
+        for job in of_kind(driver.report(state), ListLevel):
+            driver.step(Listed(job.level, job.job, ()))
+        driver.see((slot(0, 1, is_held=True), empty(1), empty(2), empty(3)))
+        write, parity = [level.job for level in driver.core.job.levels]
+        driver.step(actions.Stored(1, parity.job))
+        driver.step(actions.Failed(0, write.job, "the disk is away"))
+        redundancy = driver.core.job.node.levels[1]
+        version = redundancy.version
+        assert redundancy.grant == StepKey(START, 3)
+
+        driver.pass_time(0.1)
+
+        assert redundancy.version == version
+        assert redundancy.grant == StepKey(START, 3)
+
 
 class TestRequiredSteps:
     FOUR_SLOTS = MemoryWish(4, 0, 1)
     EMPTY = (empty(1), empty(2), empty(3))
 
     def driver_that_stored(self, settings: JobSettings) -> tuple[Driver, TrainerState, list[actions.Action]]:
-        """A core with step 0 at the first level, and the next grant ahead; what it did last."""
+        """A core with step 4 at the first level, and the next grant ahead; what it did last."""
         driver = Driver()
-        state = structs.replace(STATE, job=settings, memory=self.FOUR_SLOTS)
+        state = structs.replace(STATE, step=3, job=settings, memory=self.FOUR_SLOTS)
         done = driver.report(state)
         driver.see((empty(0), *self.EMPTY))
         for job in of_kind(done, ListLevel):
             driver.step(Listed(job.level, job.job, ()))
-        driver.see((slot(0, 0), *self.EMPTY))
-        done = driver.see((slot(0, 0, is_held=True), *self.EMPTY))
+        driver.see((slot(0, 4), *self.EMPTY))
+        done = driver.see((slot(0, 4, is_held=True), *self.EMPTY))
         [write] = [job for job in of_kind(done, WriteLevel) if job.level == 0]
         return driver, state, driver.step(actions.Stored(0, write.job))
 
@@ -359,19 +379,55 @@ class TestRequiredSteps:
         driver, state, done = self.driver_that_stored(JobSettings("run", (LEVEL, slow)))
         assert [job.source for job in of_kind(done, WriteLevel)] == [0]
 
-        driver.report(structs.replace(state, required=(0,)))
+        driver.report(structs.replace(state, required=(4,)))
 
         first, second = driver.core.job.node.levels
-        assert (first.grant, first.progress) == (StepKey(START, 1), Progress.WAITING)
+        assert (first.grant, first.progress) == (StepKey(START, 5), Progress.WAITING)
         assert second.progress is Progress.WRITING
 
     def test_one_that_is_to_be_protected_takes_the_place_of_a_grant_ahead(self):
         """Training waits for it, so the granted step would never be begun."""
         driver, state, _ = self.driver_that_stored(JobSettings("run", (), RedundancySettings(every_n_steps=4)))
         [redundancy] = driver.core.job.node.levels
-        assert redundancy.grant == StepKey(START, 4)
-        driver.see((slot(0, 0, is_held=True), slot(1, 1), empty(2), empty(3)))
+        assert redundancy.grant == StepKey(START, 8)
+        driver.see((slot(0, 4, is_held=True), slot(1, 5), empty(2), empty(3)))
 
-        driver.report(structs.replace(state, protect=(1,)))
+        driver.report(structs.replace(state, protect=(5,)))
 
-        assert redundancy.grant == StepKey(START, 1)
+        assert redundancy.grant == StepKey(START, 5)
+
+
+class TestLevelsByTime:
+    LEVEL = LevelSettings("level", every_s=60.0)
+
+    def test_the_first_capture_is_stored_at_once_and_the_next_one_a_minute_later(self):
+        """With steps of half a minute nothing would be on storage for a long time else."""
+        driver = Driver()
+        [job] = of_kind(driver.report(structs.replace(STATE, job=JobSettings("run", (self.LEVEL,)))), ListLevel)
+        driver.see((slot(0, 1), empty(1), empty(2)))
+
+        done = driver.step(Listed(0, job.job, ()))
+        assert Hold(0, 0, sequence=2, num_kept=1) in done
+        done = driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
+        [write] = of_kind(done, WriteLevel)
+        driver.step(actions.Stored(0, write.job))
+        driver.now += 30.0
+        assert not of_kind(driver.see((slot(0, 1), slot(1, 2), empty(2))), Hold)
+
+        assert Hold(0, 1, sequence=3, num_kept=1) in driver.pass_time(30.0)
+
+
+def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_required():
+    """Nothing is written over any more, so not only the newest can be held."""
+    driver, step = driver_with_a_grant()
+    state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(structs.replace(LEVEL, every_n_steps=100),)))
+    driver.report(structs.replace(state, start=START, required=(step,)))
+    driver.see((slot(0, step), slot(1, step + 1), slot(2, step + 2)))
+
+    done = driver.step(actions.ProcessDied(100))
+    [job] = of_kind(done, ListLevel) or [driver.core.job.levels[0].job]
+    done = driver.step(Listed(0, job.job, ()))
+
+    held = [action.sequence for action in of_kind(done, Hold)]
+    assert held
+    assert all(action.num_kept == 3 for action in of_kind(done, Hold))

@@ -1,6 +1,9 @@
 """A small training with an engine, a real keeper and a real directory."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 import uuid
 
 import torch
@@ -27,6 +30,35 @@ def connected_client(config):
     )
     client.connect(TIMEOUT_S)
     return client
+
+
+class OtherTrainer:
+    """A process that is the trainer of a job until ``leave``."""
+
+    def __init__(self, job_id):
+        program = "\n".join(
+            [
+                "import sys",
+                "from small_training import Starter, connected_client",
+                "starter = Starter()",
+                "starter.job_id = sys.argv[1]",
+                "client = connected_client(starter.config())",
+                "print('ready', flush=True)",
+                "sys.stdin.read()",
+            ]
+        )
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, job_id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        assert self._process.stdout.readline() == "ready\n"
+
+    def leave(self):
+        self._process.communicate(timeout=TIMEOUT_S)
 
 
 class Training:
@@ -95,8 +127,8 @@ class Starter:
         return training
 
     def other_trainer(self, *levels):
-        """Attach to the keeper as another training of this job does; its connection."""
-        return connected_client(self.config(*levels))
+        """Attach to the keeper as another training of this job does, in a process of its own."""
+        return OtherTrainer(self.job_id)
 
     def crash(self, training):
         """As far as the keeper can tell, this trainer died."""

@@ -11,7 +11,6 @@ from small_training import TIMEOUT_S, Training
 from support.waiting import until
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine, register_type
-from lazysnap.core.messages import Farewell
 from lazysnap.errors import ConfigError, JobBusy, StateError
 
 
@@ -326,7 +325,7 @@ def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_e
 
     with pytest.raises(JobBusy, match=r"runs already .* ends it; or give this one a directory"), second.engine:
         getattr(second.engine, call)()
-    client.leave(Farewell.LEFT, TIMEOUT_S)
+    client.leave()
 
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 

@@ -82,7 +82,7 @@ def steps_in(directories):
 
 
 def test_the_newest_snapshots_of_all_places_come_first():
-    selection = Selection.of([site_with(range(0, 40, 2)), site_with(range(1, 40, 2))], None)
+    selection = Selection.of([site_with(range(0, 40, 2)), site_with(range(1, 40, 2))], None, NEWEST)
 
     assert steps_in(selection.first) == list(range(40 - NEWEST, 40))
     assert steps_in(selection.rest) == list(range(40 - NEWEST))
@@ -92,7 +92,7 @@ def test_a_snapshot_that_is_wanted_comes_first_too():
     def is_wanted(name, names):
         return name.step == 3
 
-    selection = Selection.of([site_with(range(40))], is_wanted)
+    selection = Selection.of([site_with(range(40))], is_wanted, NEWEST)
 
     assert steps_in(selection.first) == [3, *range(40 - NEWEST, 40)]
     assert {name.step for name in selection.newest} == set(range(40 - NEWEST, 40))
@@ -102,7 +102,7 @@ def test_of_each_run_that_is_wanted_one_snapshot_comes_first():
     """So a run whose first digits are those of another one is not overlooked."""
     older = site_with(range(3), run_id="aa" * 8)
 
-    selection = Selection.of([site_with(range(40)), older], lambda name, names: name.run_id.startswith("a"))
+    selection = Selection.of([site_with(range(40)), older], lambda name, names: name.run_id.startswith("a"), NEWEST)
 
     assert SnapshotName("aa" * 8, 2, START).directory in selection.first
 
@@ -113,7 +113,7 @@ def test_frozen_tensors_come_first_and_a_directory_without_manifest_never():
     bare = Directory(directory_of(9), (), bare="node-00000-of-00001.safetensors")
     place = Site(URL, None, Listing((*place.listing.directories, frozen, bare)), (0,))
 
-    selection = Selection.of([place], None)
+    selection = Selection.of([place], None, NEWEST)
 
     assert frozen.name in selection.first
     assert bare.name not in selection.first | selection.rest
@@ -199,7 +199,7 @@ def test_a_restart_of_4096_ranks_sends_each_of_them_a_megabyte_at_most():
     names = [SnapshotName(RUN, step, START).directory for step in steps]
     shared = Listing(tuple(Directory(name, ranges, mark=[1 << 40, 1 << 60]) for name in names))
     [site] = sites_of([{PATH: "x"} if place.local_rank == 0 else {} for place in world], {(PATH, "x"): shared}, world)
-    site = site.only(Selection.of([site], None).first)
+    site = site.only(Selection.of([site], None, NEWEST).first)
     told = []
 
     for place in world:

@@ -171,11 +171,10 @@ def test_memory_is_asked_for_although_no_keeper_could_be_started_before_the_firs
 
 
 def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, tmp_path, monkeypatch, caplog):
-    training = job.start(tmp_path / "level")
+    training = job.start(tmp_path / "level", io_timeout_s=10)
     training.run(1, 2)
     facts = training.facts()
     assert training.engine.wait(2, timeout_s=TIMEOUT_S)
-    be_patient(training, 3)
 
     with no_interpreter(tmp_path, monkeypatch):
         os.kill(training.engine._client.keeper_pid, signal.SIGKILL)

@@ -140,7 +140,9 @@ class Trainer:
         mine = [view for view in views if view.slot_id in slots]
         chosen = choose_slot(mine, self.kept, image_bytes=len(image), meta_bytes=META_BYTES)
         slot = slots[chosen.slot_id]
-        meta = CaptureMeta(self.run_id, self.start_id, step, self._global_rank(), self._world_size(), 0).to_bytes()
+        meta = CaptureMeta(
+            self.run_id, self.start_id, step, self._global_rank(), self._world_size(), time.time_ns()
+        ).to_bytes()
         sequence = self.client.next_sequence()
         slot.begin(int(self.start_id, 16), step, sequence=sequence, image_bytes=len(image), meta=meta)
         if must:

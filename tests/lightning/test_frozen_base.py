@@ -1,4 +1,4 @@
-"""Fine-tuning with Lightning: the frozen base is stored once; unfreezing it in the middle works."""
+"""Fine-tuning with Lightning over a frozen base; unfreezing it in the middle works."""
 
 import lightning.pytorch as pl
 import pytest
@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lazysnap import LazySnapshotCallback
 
 WIDTH = 512
-BASE_BYTES = 2 * WIDTH * WIDTH * 4
 
 
 class LowRank(torch.nn.Module):
@@ -46,45 +45,23 @@ class Adapted(Tuned):
             self.backbone[place] = LowRank(self.backbone[place])
 
 
-class Watch(pl.Callback):
-    """What the engine's statistics say at the end of every batch."""
-
-    def __init__(self, lazy):
-        self.lazy = lazy
-        self.seen = []
-
-    def on_train_batch_end(self, trainer, *_):
-        statistics = self.lazy.engine.statistics()
-        self.seen.append((statistics.shard_bytes, statistics.frozen_bytes, statistics.frozen_changed))
-
-
 def fit(directory, model_class, *callbacks, seed=1):
     pl.seed_everything(seed, verbose=False)
     lazy = LazySnapshotCallback()
-    watch = Watch(lazy)
-    trainer = make_trainer(directory, lazy, Ready(lazy), watch, *callbacks, max_epochs=4)
+    trainer = make_trainer(directory, lazy, Ready(lazy), *callbacks, max_epochs=4)
     model = model_class()
     data = TensorDataset(torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(2)))
     trainer.fit(model, DataLoader(data, 4, shuffle=True), ckpt_path="latest")
-    return trainer, model, watch
+    return trainer, model
 
 
-def frozen_images(directory):
-    return list((directory / "lazysnap").glob("frozen-*/*.safetensors"))
-
-
-def test_a_broken_off_tuning_goes_on_bit_for_bit_and_the_base_is_captured_once(tmp_path):
+def test_a_broken_off_tuning_goes_on_bit_for_bit(tmp_path):
     """Also where the restart begins with other weights of the base."""
-    trainer, model, watch = fit(tmp_path / "whole", Adapted)
-    shard_bytes, frozen_bytes, changed = watch.seen[-1]
-    assert shard_bytes < 200_000
-    assert BASE_BYTES < frozen_bytes < BASE_BYTES + 100_000
-    assert changed == 0
-    assert [image.stat().st_size for image in frozen_images(tmp_path / "whole")] == [frozen_bytes]
+    trainer, model = fit(tmp_path / "whole", Adapted)
     with pytest.raises(RuntimeError):
         fit(tmp_path / "cut", Adapted, DieAt(5, raising(RuntimeError("cut"))))
 
-    again, resumed, _ = fit(tmp_path / "cut", Adapted, seed=99)
+    again, resumed = fit(tmp_path / "cut", Adapted, seed=99)
 
     assert finish(again, resumed) == finish(trainer, model)
 
@@ -93,16 +70,12 @@ def test_a_backbone_that_is_unfrozen_in_the_middle_goes_on_bit_for_bit(tmp_path)
     def thaw():
         return BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)
 
-    trainer, model, watch = fit(tmp_path / "whole", Tuned, thaw())
-    before, after = watch.seen[2], watch.seen[-1]
-    assert before[1] > BASE_BYTES > 50 * before[0]
-    assert after[1] == after[2] == 0
-    assert after[0] > 3 * BASE_BYTES
+    trainer, model = fit(tmp_path / "whole", Tuned, thaw())
     for step in (3, 6):
         with pytest.raises(RuntimeError):
             fit(tmp_path / f"cut{step}", Tuned, thaw(), DieAt(step, raising(RuntimeError("cut"))))
 
-        again, resumed, _ = fit(tmp_path / f"cut{step}", Tuned, thaw(), seed=99)
+        again, resumed = fit(tmp_path / f"cut{step}", Tuned, thaw(), seed=99)
 
         assert finish(again, resumed) == finish(trainer, model)
 

@@ -128,7 +128,7 @@ def test_persist_every_n_steps_that_contradicts_the_config_is_refused(tmp_path):
             LazySnapshotCallback(persist_every_n_steps=given, config=config)
     with pytest.raises(ConfigError, match=r"every_n_steps=1 contradicts config\.every_n_steps=5"):
         LazySnapshotCallback(every_n_steps=1, config=SnapshotConfig(every_n_steps=5))
-    with pytest.raises(ConfigError, match="persist_every_n_steps must be an integer >= 1, got 0"):
+    with pytest.raises(ConfigError, match="persist_every_n_steps must be an integer >= 1 or None, got 0"):
         LazySnapshotCallback(persist_every_n_steps=0)
 
 

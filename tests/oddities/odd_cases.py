@@ -201,7 +201,7 @@ class Adversaries(Case):
 
 
 class Thawed(Case):
-    """A frozen backbone that is trained from step 4 on, in a group of its own; large enough to be stored apart."""
+    """A frozen backbone that is trained from step 4 on, in a group of its own."""
 
     def __init__(self):
         super().__init__()

@@ -24,7 +24,7 @@ from lazysnap.core.messages import (
     StepKey,
     TrainerState,
 )
-from lazysnap.memory.slot_choice import SlotPhase, SlotView, choose_slot, slots_needed
+from lazysnap.memory.slot_choice import SlotPhase, SlotView, choose_slot, is_untouchable, slots_needed
 
 SLOT_BYTES = 1 << 20
 TIMEOUT_S = 5.0
@@ -310,7 +310,7 @@ class SimKeeper:
                 self.grant_step = action.step
                 self._must_look = True
             case actions.Hold():
-                self.node.slots(action.rank)[action.slot_id].held_sequence = action.sequence
+                self._hold(action)
                 self._must_look = True
             case actions.Release():
                 self.node.slots(action.rank)[action.slot_id].held_sequence = 0
@@ -334,6 +334,13 @@ class SimKeeper:
             case actions.Finish():
                 self.is_alive = False
                 self.node.keeper_ended()
+
+    def _hold(self, action: actions.Hold) -> None:
+        slots = self.node.slots(action.rank)
+        views = [slot.view() for slot in slots.values()]
+        view = slots[action.slot_id].view()
+        if view.sequence == action.sequence and is_untouchable(view, views, action.num_kept):
+            slots[action.slot_id].held_sequence = action.sequence
 
     def _add_slot(self, rank: int) -> None:
         if not self.is_alive:

@@ -38,7 +38,7 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
     ``every_n_steps``: optimizer steps between captures into memory (1). ``persist_every_n_steps``: optimizer
-    steps between snapshots on storage (100). ``config``: everything else; it replaces the three.
+    steps between snapshots on storage (by time, not by steps). ``config``: everything else; it replaces the three.
     Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
     """
 

@@ -54,7 +54,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
     ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
     ``every_n_steps``: optimizer steps between captures into memory (1). ``persist_every_n_steps``: optimizer
-    steps between snapshots on storage (100). ``config``: everything else; it replaces the three.
+    steps between snapshots on storage (by time, not by steps). ``config``: everything else; it replaces the three.
     Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
     """
 
