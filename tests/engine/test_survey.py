@@ -214,7 +214,7 @@ def test_a_restart_of_4096_ranks_sends_each_of_them_a_megabyte_at_most():
     assert sum(HEAD_BYTES + len(encoded(value)) for value in told) <= MOST_BYTES
     assert len(told) == EXCHANGES * WORLD_SIZE
     newest = merged(
-        unpack_files(share[0][0][1], site.listing.directories, PATH, 2, None)
+        unpack_files(share[0][0][2], site.listing.directories, PATH, 2, None)
         for share in told[EXCHANGES - 1 :: EXCHANGES]
         if share[0]
     )
