@@ -72,6 +72,8 @@ class LevelGrants:
     """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
     is_ahead: bool = True
     """True if the granted step was not begun when it was granted."""
+    is_failing: bool = False
+    """True while the level does not work on some node."""
     is_overtaken: bool = False
     """True if the granted step lies ahead, and a required one is to be read first."""
     due_start: int = 0
@@ -180,6 +182,7 @@ class LevelGrants:
             named=tuple(sorted(named)),
             is_overtaken=self.is_overtaken,
             is_open=self.is_open,
+            is_failing=self.is_failing,
         )
 
 
@@ -269,6 +272,7 @@ class Coordinator:
 
     def _count_level(self, index: int, level: LevelGrants) -> None:
         reports = [report.levels[index] for report in self.reports.values()]
+        level.is_failing = any(report.is_failing for report in reports)
         if any(report.progress is Progress.LISTING for report in reports):
             if level.is_memory:
                 level.complete.clear()  # a keeper is new: the parity of the one before it is gone

@@ -281,6 +281,7 @@ class JobCore:
                 LevelState(
                     complete=level.complete,
                     given_up=tuple(sorted(level.given_up)),
+                    is_failing=level.is_failing or level.is_failing_somewhere,
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,

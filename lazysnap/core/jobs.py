@@ -142,6 +142,7 @@ class LevelJobs:
             self.level.become_ready()
             return  # a small write that works does not show that a real job does
         self.failure = ""
+        self.level.is_failing = False
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
             self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)

@@ -199,8 +199,10 @@ class LevelState(Struct, frozen=True):
     """The newest snapshots that all nodes stored, and those that somebody requires."""
     given_up: tuple[StepKey, ...] = ()
     """Required steps that this level will not have."""
+    is_failing: bool = False
+    """True while the level does not work on some node, this one or another."""
     failure: str = ""
-    """Why the last job failed; empty while the level works."""
+    """Why the last job of this node failed; empty while the level works here."""
     failed_step: int | None = None
     """The step that it did not store; None: it was another job."""
     num_failures: int = 0
@@ -298,6 +300,8 @@ class LevelReport(Struct, frozen=True, array_like=True):
     """Snapshots of which this node stored its part, the newest first."""
     names: tuple[NamedStep, ...] = ()
     """Names that are given there."""
+    is_failing: bool = False
+    """True from a failed job until another one works, more than a small write."""
 
 
 class Report(Struct, frozen=True, tag="report"):
@@ -342,6 +346,8 @@ class LevelOrder(Struct, frozen=True, array_like=True):
     """
     is_open: bool
     """False while a new coordinator does not know yet what all nodes have. Then a node goes on as it is."""
+    is_failing: bool = False
+    """True while the level does not work on some node."""
 
 
 class Order(Struct, frozen=True, tag="order"):

@@ -118,6 +118,10 @@ class NodeLevel:
     """True if a required step is to be read from the slots before the granted one."""
     is_open: bool = False
     is_ready: bool = True
+    is_failing: bool = False
+    """True from a failed job until another one works, more than a small write."""
+    is_failing_somewhere: bool = False
+    """True while that is so on any node, as the last order said."""
     stored: set[StepKey] = field(default_factory=set)
     """Invariant: this node's part of each of these was committed and read back, and its deletion has not begun."""
     leftovers: set[StepKey] = field(default_factory=set)
@@ -163,6 +167,7 @@ class NodeLevel:
         """Take the coordinator's order. A write of another grant does not count from now on."""
         self.version = order.version
         self.is_overtaken = order.is_overtaken
+        self.is_failing_somewhere = order.is_failing
         self.is_open = order.is_open
         if not order.is_open:
             return
@@ -180,6 +185,7 @@ class NodeLevel:
         """No order is known, as at the beginning. What is stored stays so."""
         self.version = 0
         self.is_overtaken = False
+        self.is_failing_somewhere = False
         self.is_open = False
         self.complete = ()
         self.cancelled = frozenset()
@@ -243,6 +249,7 @@ class NodeLevel:
     def become_failed(self) -> None:
         """The level refused or hangs. It gets no grant before a small write works."""
         self.is_ready = False
+        self.is_failing = True
         if self.progress is Progress.WRITING:
             self.progress = Progress.FAILED
 
@@ -271,7 +278,9 @@ class NodeLevel:
         """Return this state for the coordinator."""
         newest = sorted(self.stored, reverse=True)[:MAX_STORED_REPORTED]
         names = tuple(sorted(self.names))
-        return LevelReport(self.version, self.grant, self.progress, self.is_ready, tuple(newest), names)
+        return LevelReport(
+            self.version, self.grant, self.progress, self.is_ready, tuple(newest), names, self.is_failing
+        )
 
 
 @dataclass
