@@ -37,7 +37,7 @@ from lazysnap.core.retention import Retention
 
 MAX_MARGIN_STEPS = 64
 MAX_REMEMBERED = 256
-"""Complete snapshots that are remembered per level. Nodes judge older ones by their age alone."""
+"""At least so many complete snapshots are remembered per level. Nodes judge older ones by their age alone."""
 _UNDER_WAY = (Progress.WAITING, Progress.WRITING, Progress.STORED)
 _GIVEN_UP = (Progress.MISSED, Progress.FAILED)
 
@@ -65,19 +65,19 @@ class LevelGrants:
     cancelled: set[StepKey] = field(default_factory=set)
     """Invariant: disjoint from ``complete``, and never the present grant."""
     given_up: set[StepKey] = field(default_factory=set)
-    """Steps that are not granted here again: a node does not have them any more, or a lost thread works on them.
+    """Steps that are not granted here again: a node does not have them any more, or a thread that hangs works on them.
     Invariant: disjoint from ``complete``.
     """
     margin_steps: int = 0
     """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
     is_ahead: bool = True
-    """True if the granted step was not begun when it was granted."""
+    """True if the granted step was not begun when it was granted, or nobody knows: a miss does not give it up then."""
     is_failing: bool = False
     """True while the level does not work on some node."""
     is_overtaken: bool = False
     """True if the granted step lies ahead, and a required one is to be read first."""
     due_start: int = 0
-    """The start for which ``due_at`` was set. In any other one the level is due at once."""
+    """The start for which ``due_at`` was set; 0: none. In any other one the level is due at once."""
     due_at: float = 0.0
 
     @classmethod
@@ -131,7 +131,7 @@ class LevelGrants:
         self.cancelled.add(key)
         if is_late:
             self.margin_steps = min(2 * self.margin_steps + 1, MAX_MARGIN_STEPS)
-        self.due_start = 0
+        self.due_start = 0  # due again at once
         self.become_granted(None, None, is_ahead=True)
 
     def is_done_with(self, key: StepKey) -> bool:
@@ -148,7 +148,7 @@ class LevelGrants:
         self.due_at = now + self.every_s
 
     def next_step(self, begun: int, capture_every: int) -> int:
-        """Return the first step behind ``begun`` that will be captured and may be stored here."""
+        """Return a step that will be captured and is due here, more than ``margin_steps`` after ``begun``."""
         every = self.every_n_steps or capture_every
         if every % capture_every != 0:
             every *= capture_every
@@ -163,7 +163,7 @@ class LevelGrants:
         return key.step // self.every_n_steps > newest // self.every_n_steps
 
     def order(self, required: Collection[StepKey], named: Collection[StepKey]) -> LevelOrder:
-        """Return this state for the nodes.
+        """Return this state for the nodes. Old cancelled steps are forgotten here.
 
         Args:
             required: steps that somebody wants stored.
@@ -188,12 +188,17 @@ class LevelGrants:
 
 @dataclass
 class Coordinator:
-    """Grants and counts. Call ``receive`` for each report, then ``decide``; send ``order`` if that says so."""
+    """Grants and counts. Call ``receive`` for each report, then ``decide``; send the order that it returns.
+
+    The first order grants nothing. It tells the nodes this coordinator's number, and only then their reports count.
+    """
 
     number: int
-    """Random; tells this coordinator from those before it, whose orders nodes may still answer."""
+    """Random for each keeper; tells this coordinator from those before it, which nodes may still answer. The one that a
+    keeper makes when its node stores alone has the same number.
+    """
     job: int
-    """Digest of the settings that all nodes have."""
+    """``JobCore.digest``: the settings that all nodes have."""
     num_nodes: int
     levels: tuple[LevelGrants, ...]
     """Fast to slow; then redundancy, if there is any."""
@@ -295,7 +300,7 @@ class Coordinator:
                 under_way.add(report.grant)
         under_way -= level.complete
         newest = max(under_way, default=None)
-        level.cancelled |= under_way
+        level.cancelled |= under_way  # granting one takes it out again
         if newest is not None and self._may_read_slots(newest):
             level.become_granted(newest, None, is_ahead=True)
         else:
@@ -308,11 +313,14 @@ class Coordinator:
         if len(present) == self.num_nodes and progress == {Progress.STORED}:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):
+            # A step that was there when it was granted, and was missed, is gone. One that lay ahead may come again.
             is_missed_step = Progress.MISSED in progress
             if is_missed_step and not level.is_ahead:
                 level.given_up.add(grant)
                 if level.source is None and not level.is_memory and grant in self._all_required():
                     self._lose(grant)
+            # By time, the newest capture may have been granted, too. If steps are so short that it is missed, only a
+            # grant further ahead is in time.
             is_due_by_time = level.every_n_steps is None
             is_late = is_missed_step and (level.is_ahead or is_due_by_time) and not level.is_overtaken
             level.become_cancelled(grant, is_late=is_late)
@@ -329,6 +337,7 @@ class Coordinator:
                 self._grant_what_is_left(index)
         elif num_left == 0 and ranks:
             self._grant_next(index, ranks, now)
+        # Else some nodes captured their last step and others did not: wait until all did.
 
     def _is_idle(self, index: int) -> bool:
         """Return True if every node answered the last order, and the level works there."""
@@ -394,7 +403,7 @@ class Coordinator:
         level.was_granted_at(start, now)
 
     def _grant_required(self, index: int, begun: StepKey, ranks: Sequence[RankView]) -> list[int]:
-        """Grant a required step that was begun.
+        """Grant a required step that was begun, or that a faster level has. Give up those that are gone.
 
         Args:
             index: the level.
@@ -509,6 +518,7 @@ class Coordinator:
     # What must be stored
 
     def _required(self) -> set[StepKey]:
+        """Return the steps that every level must store."""
         required: set[StepKey] = set()
         for report in self.reports.values():
             required.update(report.required)
@@ -519,18 +529,21 @@ class Coordinator:
         return self._required() | {named.key for named in self._wanted_names()}
 
     def _to_protect(self) -> set[StepKey]:
+        """Return the steps that redundancy must protect."""
         keys: set[StepKey] = set()
         for report in self.reports.values():
             keys.update(report.protect)
         return keys
 
     def _wanted_names(self) -> set[NamedStep]:
+        """Return the names that trainers want, given or not."""
         names: set[NamedStep] = set()
         for report in self.reports.values():
             names.update(report.names)
         return names
 
     def _names_at(self, index: int) -> set[NamedStep]:
+        """Return the names that are given at a level."""
         names: set[NamedStep] = set()
         for report in self.reports.values():
             names.update(report.levels[index].names)

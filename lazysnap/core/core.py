@@ -2,7 +2,7 @@
 
 ::
 
-    event ──> ranks, job take it ──> job.decide ──> lifecycle ──> states for trainers ──> actions
+    event ──> ranks, job take it ──> job.decide ──> states for trainers ──> lifecycle ──> actions
 
 The keeper has memory (``ranks``) before it knows what is to be stored (``job``): trainers restore first.
 """
@@ -186,7 +186,7 @@ class Core:
         self._actions.append(SetPeers(peers))
 
     def _begin_job(self, event: TrainerReported) -> None:
-        """Store what this start captures from now on; all goes on as it is if its settings are those of the last."""
+        """Serve this start's training from now on; all goes on as it is if its settings are those of the last."""
         settings = event.state.job
         assert settings is not None
         if self.job is not None and self.job.settings == settings:
@@ -216,10 +216,10 @@ class Core:
                 self._actions.append(make_slot)
 
     def _release_former(self, job: JobCore) -> None:
-        """Release memory of ranks that the present start does not have, once that has a snapshot of its own.
+        """Free the slots of ranks that the present start does not have, once that has a snapshot of its own.
 
         That is one that is complete at the first level; without levels, when the memory of the first rank has nothing
-        older.
+        older. Holds of these slots are released at once.
         """
         former = self.ranks.all[job.settings.num_ranks :]
         for rank in former:

@@ -1,4 +1,6 @@
-"""What does a keeper store, and when? Pure: the levels, grants and redundancy of one job, between ranks and actions.
+"""What does a keeper store, and when? Pure: the levels, grants and redundancy of one training.
+
+``jobs`` has the work on the threads of levels. That is called a job, too: ``job_ended`` and ``job_moved`` are about it.
 
 ::
 
@@ -9,7 +11,7 @@
         coordinator  what is complete, which step is granted next?  ──order──> node
 
 One rank alone on one node is the case of a coordinator whose only node is its own. A node whose trainers are gone, and
-that reaches no coordinator, is its own coordinator, too: it stores what it has (``_find_coordinator``).
+that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
 """
 
 import itertools
@@ -98,7 +100,7 @@ class JobCore:
             self.is_preempted = message.is_preempted
 
     def job_ended(self, event: JobEnded, now: float) -> None:
-        """A job of a level ended."""
+        """A job of a level ended, perhaps one of the settings before these."""
         for level in self.levels:
             level.ended(event, now)
 
@@ -153,7 +155,9 @@ class JobCore:
         return self.settings.num_nodes > 1 and is_draining and not self._is_alone
 
     def find_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
-        """A node that drains, and hears nothing of the others, becomes its own coordinator until a trainer comes.
+        """Choose between the coordinator of all nodes and one of this node alone.
+
+        A node that drains, and hears nothing of the others, becomes its own coordinator until a trainer comes.
 
         Args:
             now: seconds of a monotonic clock.

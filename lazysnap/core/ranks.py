@@ -2,12 +2,12 @@
 
 ::
 
-    ABSENT ──> ATTACHED <──connection lost, process alive──> AWAY
-                   │  ▲                                        │
-                   │  └──────────the next trainer──────────┐   │
-                   │                                       │   │
-                   ├──process died, or left───────────────DEAD<┤
-                   └──the training is over────────────────ENDED<
+    ABSENT, DEAD or ENDED ──a trainer──────────────────────> ATTACHED
+    ATTACHED ──connection lost─────────────────────────────> AWAY
+    AWAY ──it connects again, or another takes its place───> ATTACHED
+    ATTACHED or AWAY ──process died────────────────────────> DEAD
+    ATTACHED ──left────────────────────────────────────────> DEAD
+    ATTACHED ──the training is over────────────────────────> ENDED
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level behind the last."""
+"""One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level after the last."""
 
 import functools
 from collections.abc import Callable, Mapping

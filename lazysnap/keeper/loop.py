@@ -204,7 +204,7 @@ class Keeper:
         self._set_timer()
 
     def _woken(self) -> None:
-        """A capture began that the core wants to see."""
+        """A trainer began a capture that some level waits for."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         if not self._is_ending:
@@ -444,6 +444,6 @@ class Keeper:
         return {index: self._levels.moved_bytes(index) for index in range(len(self._core.job.settings.levels))}
 
     def _answer_stop(self) -> None:
-        """Answer whoever wants this keeper to end, once it is known whether it does."""
+        """Answer whoever wants this keeper to end, if it stays; tell the core, if it is to end."""
         if self._answers.must_terminate():
             self._loop.call_soon(self._handle, Terminated())
