@@ -329,17 +329,17 @@ class Coordinator:
 
     def _grant_level(self, index: int, ranks: Sequence[RankView], now: float) -> None:
         level = self.levels[index]
-        if not level.is_open or level.is_under_way or not self._is_idle(index):
+        if not level.is_open or level.is_under_way or not self._is_answered_and_ready(index):
             return
-        num_left = sum(1 for report in self.reports.values() if report.left is not None)
-        if num_left == self.num_nodes:
+        num_finished = sum(1 for report in self.reports.values() if report.left is not None)
+        if num_finished == self.num_nodes:
             if not level.is_memory:
                 self._grant_what_is_left(index)
-        elif num_left == 0 and ranks:
+        elif num_finished == 0 and ranks:
             self._grant_next(index, ranks, now)
         # Else some nodes captured their last step and others did not: wait until all did.
 
-    def _is_idle(self, index: int) -> bool:
+    def _is_answered_and_ready(self, index: int) -> bool:
         """Return True if every node answered the last order, and the level works there."""
         version = self.levels[index].version
         reports = [report.levels[index] for report in self.reports.values()]
@@ -367,7 +367,7 @@ class Coordinator:
         ahead = self._grant_required(index, StepKey(start, begun), ranks)
         if level.is_under_way:
             return
-        if self._is_copying(index):
+        if self._copies_from_faster(index):
             self._grant_copy(index, start, now)
             return
         reading = self._key_that_is_read()
@@ -379,16 +379,16 @@ class Coordinator:
             return
         if self._key_to_read_first(ranks) is not None:
             return  # another level is about to be granted that one
-        present = StepKey(start, begun)
-        if not ahead and self._takes_present(level, present, ranks):
-            self._become_due_grant(level, present, start, now, is_ahead=False)
+        newest_begun = StepKey(start, begun)
+        if not ahead and self._takes_newest_begun(level, newest_begun, ranks):
+            self._become_due_grant(level, newest_begun, start, now, is_ahead=False)
             return
         next_step = level.next_step(begun, self.capture_every_n_steps)
         if ahead:
             next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
         self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
 
-    def _takes_present(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
+    def _takes_newest_begun(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
         """Return True if a level that is due by time is to store the newest capture that was begun.
 
         So the first capture is stored at once, however long a step takes. Where steps are so short that other nodes
@@ -414,7 +414,7 @@ class Coordinator:
         """
         level = self.levels[index]
         ahead = []
-        for key in sorted(self._open_keys(index)):
+        for key in sorted(self._keys_still_required(index)):
             source = self._source_of(key, index)
             if source is not None:
                 level.become_granted(key, source, is_ahead=False)
@@ -425,7 +425,7 @@ class Coordinator:
                 # What is still there may be held once nothing is captured any more.
                 if not is_in_memory(key, ranks):
                     self._give_up(level, key)
-            elif not self._is_copying(index) and self._may_read_slots(key):
+            elif not self._copies_from_faster(index) and self._may_read_slots(key):
                 level.become_granted(key, None, is_ahead=False)
                 return []
         return ahead
@@ -442,18 +442,18 @@ class Coordinator:
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
         for index, level in enumerate(self.levels):
             is_free = not level.is_under_way or (level.reads_slots and level.is_ahead)
-            if not is_free or not level.is_open or not self._is_ready(index) or self._is_copying(index):
+            if not is_free or not level.is_open or not self._is_ready(index) or self._copies_from_faster(index):
                 continue
-            for key in sorted(self._open_keys(index)):
+            for key in sorted(self._keys_still_required(index)):
                 if key <= begun and self._source_of(key, index) is None and not is_missed(key, ranks):
                     return key
         return None
 
     def _has_copy_to_make(self, index: int) -> bool:
         """Return True if a faster level has a required step that this one does not have."""
-        return any(self._source_of(key, index) is not None for key in self._open_keys(index))
+        return any(self._source_of(key, index) is not None for key in self._keys_still_required(index))
 
-    def _open_keys(self, index: int) -> set[StepKey]:
+    def _keys_still_required(self, index: int) -> set[StepKey]:
         """Return the required steps that a level may still store."""
         level = self.levels[index]
         return self._required_at(index) - level.complete - level.given_up - self.lost
@@ -471,7 +471,7 @@ class Coordinator:
             level.become_granted(newest, source, is_ahead=False)
             level.was_granted_at(start, now)
 
-    def _is_copying(self, index: int) -> bool:
+    def _copies_from_faster(self, index: int) -> bool:
         """Return True if the level copies from a faster one. False: it reads slots."""
         return self._faster(index) is not None
 

@@ -88,13 +88,13 @@ class Core:
         """
         self.now = now
         self._actions = []
-        if isinstance(event, SlotsSeen) and self._knows_slots(event):
+        if isinstance(event, SlotsSeen) and self._shows_nothing_new(event):
             return []  # nothing depends on the time alone: ``TimePassed`` comes for that
         self._apply(event)
         wants = self.ranks.wants()
         self._decide(wants)
         self._update_trainers(wants)
-        self._live(wants)
+        self._advance_life(wants)
         return self._actions
 
     def state_of(self, rank: Rank) -> KeeperState:
@@ -153,7 +153,7 @@ class Core:
             case TimePassed():
                 pass
 
-    def _knows_slots(self, event: SlotsSeen) -> bool:
+    def _shows_nothing_new(self, event: SlotsSeen) -> bool:
         """Return True if all slots are as they were."""
         if any(rank.is_adopting for rank in self.ranks.all):
             return False
@@ -288,7 +288,7 @@ class Core:
         address = self._peers.addresses[0]
         return f"{address.host}:{address.port}"
 
-    def _live(self, wants: Wants) -> None:
+    def _advance_life(self, wants: Wants) -> None:
         """Go on to the next phase, or end."""
         was_over = self.phase is Phase.OVER
         self.lifecycle.advance(self.now, is_served=self.is_served, is_restart_expected=self.ranks.is_restart_expected())

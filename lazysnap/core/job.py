@@ -66,8 +66,8 @@ class JobCore:
         self._coordinator_number = coordinator
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
-        self._grant_step: int | None = None
-        self._is_grant_set = False
+        self._awaited_step: int | None = None
+        self._is_awaited_step_set = False
         self._sent_report: Report | None = None
         self._heartbeat_at = now
         self._heard_at = now
@@ -198,7 +198,7 @@ class JobCore:
                 break
             self.node.obey(order)
             self.is_preempted = order.is_preempted
-        self._set_grant(self.node.unanswered(wants.required, wants.names))
+        self._set_awaited_step(self.node.unanswered(wants.required, wants.names))
         self._note_protection(ranks, now)
         return self._actions
 
@@ -261,7 +261,7 @@ class JobCore:
             given |= faster.names
         return Wishes(frozenset(given), wants.released)
 
-    def _set_grant(self, unanswered: list[StepKey]) -> None:
+    def _set_awaited_step(self, unanswered: list[StepKey]) -> None:
         """Tell trainers from which step on the keeper wants to see captures begin."""
         steps = [key.step for key in unanswered]
         for level in self.node.levels:
@@ -270,9 +270,9 @@ class JobCore:
         if self.is_preempted:
             steps.append(0)
         step = min(steps, default=None)
-        if step != self._grant_step or not self._is_grant_set:
-            self._grant_step = step
-            self._is_grant_set = True
+        if step != self._awaited_step or not self._is_awaited_step_set:
+            self._awaited_step = step
+            self._is_awaited_step_set = True
             self._actions.append(SetGrant(step))
 
     # What trainers get to know

@@ -183,7 +183,7 @@ class NodeLevel:
             self.grant = order.grant
             self.source = order.source
             if self.progress is not Progress.LISTING:
-                self._become_granted()
+                self._follow_grant()
 
     def forget_orders(self) -> None:
         """No order is known, as at the beginning. What is stored stays so."""
@@ -198,9 +198,9 @@ class NodeLevel:
         self.grant = None
         self.source = None
         if self.progress is not Progress.LISTING:
-            self._become_granted()
+            self._follow_grant()
 
-    def _become_granted(self) -> None:
+    def _follow_grant(self) -> None:
         if self.grant is None:
             self.progress = Progress.IDLE
         elif self.grant in self.stored:
@@ -230,7 +230,7 @@ class NodeLevel:
         self.unusable -= self.stored
         self.names.update(names)
         self.is_ready = True
-        self._become_granted()
+        self._follow_grant()
 
     def become_writing(self) -> None:
         """A job writes the granted step. Its source stays meanwhile."""
@@ -310,7 +310,7 @@ class Node:
     that the keeper before it held: of two, the older one was protected. So it may be one whose parity is gone;
     ``JobCore.protected`` is what trainers get to know.
     """
-    _has_looked: bool = False
+    _has_inherited: bool = False
 
     @property
     def redundancy(self) -> NodeLevel | None:
@@ -327,9 +327,9 @@ class Node:
     def inherit(self, ranks: Sequence[RankView]) -> None:
         """Take over what was held for parity before. Only the first call that sees slots does something."""
         has_slots = any(rank.slots for rank in ranks)
-        if self._has_looked or not has_slots or self.redundancy is None:
+        if self._has_inherited or not has_slots or self.redundancy is None:
             return
-        self._has_looked = True
+        self._has_inherited = True
         held: set[StepKey] = set()
         for rank in ranks:
             held |= rank.held()
