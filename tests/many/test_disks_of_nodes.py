@@ -152,7 +152,7 @@ def test_a_keeper_that_dies_alone_is_followed_by_one_that_is_told_what_all_have(
     assert codes == [0, 0], job.output()
 
     disks.come_to_hold_the_same()
-    # A rank whose keeper just died leaves a step out. The last one is captured at the end, where that is still possible.
+    # A rank whose keeper just died leaves a step out. The last one is captured at the end, where that is possible.
     [newest, *_] = disks.complete()
     assert newest >= max(job.begun(0) & job.begun(1))
     assert {line[2] for line in job.events("closed")} == {str(newest == 24)}
