@@ -194,8 +194,8 @@ class Coordinator:
     """
 
     number: int
-    """Random for each keeper; tells this coordinator from those before it, which nodes may still answer. The one that a
-    keeper makes when its node stores alone has the same number.
+    """Random for each keeper, one more with each new training. It tells this coordinator from those before it, which
+    nodes may still answer. The one that a keeper makes when its node stores alone has the same number.
     """
     job: int
     """``JobCore.digest``: the settings that all nodes have."""
@@ -313,7 +313,7 @@ class Coordinator:
         if len(present) == self.num_nodes and progress == {Progress.STORED}:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):
-            # A step that was there when it was granted, and was missed, is gone. One that lay ahead may come again.
+            # A missed step that was begun when it was granted is gone. One that lay ahead was granted too late.
             is_missed_step = Progress.MISSED in progress
             if is_missed_step and not level.is_ahead:
                 level.given_up.add(grant)

@@ -12,7 +12,7 @@ A sender sends its state when it changed and when a connection begins. So losing
 no harm, nothing has to be answered, and nobody keeps a list of what the other side may have missed. Messages of one
 connection keep their order, and nothing of an earlier connection comes after a later one.
 
-Words that have one meaning in all of ``core``:
+Words of ``core``:
 
 * A *start* is one launch of the training, on all ranks. Its id grows from start to start.
 * A *snapshot* is one step of one start on a level. A *capture* is the same step in the memory of one rank.
@@ -32,7 +32,7 @@ PROTOCOL = 1
 
 MAX_TOLD = 32
 """Complete snapshots of a level in one message: so many of the newest, or more where ``keep_last`` wants that. Those
-that somebody requires come on top. Of cancelled and of lost ones that nobody requires no more are told, either.
+that somebody requires come on top. It also bounds the cancelled steps, and the lost ones that nobody requires.
 """
 
 MAX_STORED_REPORTED = 64
