@@ -13,10 +13,11 @@ reports it; when all nodes have, the snapshot is complete::
 Only a node's word cancels a grant, never a clock: a node that is slow may have committed the file.
 
 One storage level reads slots: the fastest one that works. Slower levels copy from the next faster one, and so hold no
-slot. Redundancy reads the same step as that level, since both share one slot: while a grant reads slots, any other one
-that reads slots is of the same step.
+slot. Redundancy reads the same step as that level, where it is due for both: then one slot serves both. A step that is
+due before another granted one is granted beside it. A required step takes the place of one that nobody requires.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -149,9 +150,7 @@ class LevelGrants:
 
     def next_step(self, begun: int, capture_every: int) -> int:
         """Return a step that will be captured and is due here, more than ``margin_steps`` after ``begun``."""
-        every = self.every_n_steps or capture_every
-        if every % capture_every != 0:
-            every *= capture_every
+        every = math.lcm(self.every_n_steps or 1, capture_every)
         return (max(0, begun + self.margin_steps) // every + 1) * every
 
     def passes_a_multiple(self, key: StepKey) -> bool:
@@ -315,7 +314,7 @@ class Coordinator:
         elif progress.intersection(_GIVEN_UP):
             # A missed step that was begun when it was granted is gone. One that lay ahead was granted too late.
             is_missed_step = Progress.MISSED in progress
-            if is_missed_step and not level.is_ahead:
+            if is_missed_step and not level.is_ahead and not level.is_overtaken:
                 level.given_up.add(grant)
                 if level.source is None and not level.is_memory and grant in self._all_required():
                     self._lose(grant)
@@ -371,9 +370,11 @@ class Coordinator:
             self._grant_copy(index, start, now)
             return
         reading = self._key_that_is_read()
-        if reading is not None:
-            if not level.is_done_with(reading) and (level.is_memory or level.is_due(start, now)):
-                self._become_due_grant(level, reading, start, now, is_ahead=reading.step > begun)
+        next_step = level.next_step(begun, self.capture_every_n_steps)
+        is_reading_begun = reading is not None and reading.step <= begun
+        if reading is not None and (is_reading_begun or reading.step <= next_step):
+            if self._is_due_along(level, reading, now):
+                self._become_due_grant(level, reading, start, now, is_ahead=not is_reading_begun)
             return
         if not level.is_due(start, now) and not ahead:
             return
@@ -383,10 +384,19 @@ class Coordinator:
         if not ahead and self._takes_newest_begun(level, newest_begun, ranks):
             self._become_due_grant(level, newest_begun, start, now, is_ahead=False)
             return
-        next_step = level.next_step(begun, self.capture_every_n_steps)
         if ahead:
             next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
         self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
+
+    def _is_due_along(self, level: LevelGrants, key: StepKey, now: float) -> bool:
+        """Return True if a level that reads slots is to store a step that another one reads there."""
+        if level.is_done_with(key):
+            return False
+        if level.is_memory:
+            return level.passes_a_multiple(key)
+        if level.every_n_steps is None:
+            return level.is_due(key.start, now)
+        return key.step % level.every_n_steps == 0
 
     def _takes_newest_begun(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
         """Return True if a level that is due by time is to store the newest capture that was begun.
@@ -431,23 +441,36 @@ class Coordinator:
         return ahead
 
     def _find_overtaken(self, ranks: Sequence[RankView]) -> None:
-        """Let go of the grants ahead where a required step could be stored at once."""
+        """Let go of the grants that nobody requires where a required step could be stored at once.
+
+        Once nobody trains any more nothing is written over, and one step is stored after the other.
+        """
+        is_training = all(report.left is None for report in self.reports.values())
         first = self._key_to_read_first(ranks)
         for index, level in enumerate(self.levels):
-            if level.reads_slots and level.is_ahead:
+            level.is_overtaken = False
+            if is_training and self._may_be_overtaken(index):
                 level.is_overtaken = first not in (None, level.grant) or self._has_copy_to_make(index)
 
     def _key_to_read_first(self, ranks: Sequence[RankView]) -> StepKey | None:
         """Return a required step that was begun, and that a level would read from the slots now."""
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
         for index, level in enumerate(self.levels):
-            is_free = not level.is_under_way or (level.reads_slots and level.is_ahead)
+            is_free = not level.is_under_way or self._may_be_overtaken(index)
             if not is_free or not level.is_open or not self._is_ready(index) or self._copies_from_faster(index):
                 continue
             for key in sorted(self._keys_still_required(index)):
                 if key <= begun and self._source_of(key, index) is None and not is_missed(key, ranks):
                     return key
         return None
+
+    def _may_be_overtaken(self, index: int) -> bool:
+        """Return True if a level reads slots for a step that lies ahead, or that nobody requires.
+
+        Memory has one slot to spare for what is read: what somebody requires would be written over meanwhile.
+        """
+        level = self.levels[index]
+        return level.reads_slots and (level.is_ahead or level.grant not in self._required_at(index))
 
     def _has_copy_to_make(self, index: int) -> bool:
         """Return True if a faster level has a required step that this one does not have."""

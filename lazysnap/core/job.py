@@ -14,6 +14,7 @@ One rank alone on one node is the case of a coordinator whose only node is its o
 that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -74,6 +75,8 @@ class JobCore:
         """Time of the last message of another node, or of the last moment at which a trainer was served."""
         self._node_heard_at = dict.fromkeys(_others(settings), now)
         """Time of the last message of each node that this one exchanges messages with."""
+        self._rescued: StepKey | None = None
+        """The capture that is required because processes are about to be killed."""
         self._protected_at = now
         """Time at which something was protected last, or nothing was due."""
         self._actions: list[Action] = []
@@ -203,15 +206,25 @@ class JobCore:
         return self._actions
 
     def _with_newest(self, wants: Wants, ranks: Sequence[RankView]) -> Wants:
-        """Return the wants with the newest whole capture, where processes are about to be killed."""
+        """Return the wants with the newest whole capture, where processes are about to be killed.
+
+        It stays required until it is stored or lost: a newer one at each step would overtake it before it is stored.
+        """
         if not (wants.is_preempted or self.is_preempted):
+            self._rescued = None
             return wants
-        newest = max(whole_on_all(ranks), default=None)
+        if self._rescued is None or not self.node.unanswered([self._rescued], ()):
+            self._rescued = self._newest_of_start(ranks)
+        if self._rescued is None:
+            return wants
+        required = tuple(sorted({*wants.required, self._rescued}))
+        return dataclasses.replace(wants, required=required)
+
+    def _newest_of_start(self, ranks: Sequence[RankView]) -> StepKey | None:
+        """Return the newest capture of the present start that all ranks of the node have whole."""
         start = max(rank.start for rank in ranks)
-        if newest is None or newest.start != start or start == 0:
-            return wants
-        required = tuple(sorted({*wants.required, newest}))
-        return Wants(required, wants.protect, wants.names, wants.released, wants.is_preempted, wants.is_choosing)
+        of_start = [key for key in whole_on_all(ranks) if key.start == start]
+        return max(of_start, default=None)
 
     def _report(self, ranks: Sequence[RankView], wants: Wants) -> Report:
         report = self.node.report(ranks, wants.required, wants.names)

@@ -251,13 +251,13 @@ class NodeLevel:
             self.progress = Progress.MISSED
 
     def become_failed(self) -> None:
-        """A job failed or hangs, whichever it was. The level gets no new grant before a small write works.
+        """A job failed or hangs, whichever it was. The level gets no grant before a small write works.
 
-        A grant is given up only if it was being written.
+        Its present grant is given up: other levels wait until its step is read.
         """
         self.is_ready = False
         self.is_failing = True
-        if self.progress is Progress.WRITING:
+        if self.progress in (Progress.WAITING, Progress.WRITING):
             self.progress = Progress.FAILED
 
     def become_ready(self) -> None:
@@ -424,17 +424,19 @@ class Node:
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
     def find_missed(self, ranks: Sequence[RankView]) -> None:
-        """Give up the grants that this node cannot follow any more, and those that lie ahead and were overtaken.
+        """Give up the grants that this node cannot follow any more, and those that a required step overtook.
 
-        A grant whose write runs already is left to ``LevelJobs``, which cancels the write.
+        Of a grant whose write runs already, ``LevelJobs`` cancels the write.
         """
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
         for level in self.levels:
             key = level.wanted_key
-            if key is None or level.progress is Progress.WRITING:
+            if key is None:
                 continue
-            is_overtaken = level.is_overtaken and key > begun
-            if is_overtaken or self._is_gone(key, level.source, ranks):
+            is_writing = level.progress is Progress.WRITING
+            is_overtaken = level.is_overtaken and (is_writing or key > begun)
+            is_gone = not is_writing and self._is_gone(key, level.source, ranks)
+            if is_overtaken or is_gone:
                 level.become_missed(key)
 
     def _is_gone(self, key: StepKey, source: int | None, ranks: Sequence[RankView]) -> bool:

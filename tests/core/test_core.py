@@ -431,3 +431,54 @@ def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_req
     held = [action.sequence for action in of_kind(done, Hold)]
     assert held
     assert all(action.num_kept == 3 for action in of_kind(done, Hold))
+
+
+class TestWhatIsStoredFirst:
+    def test_a_name_takes_the_place_of_a_write_that_nobody_requires(self):
+        """Memory has one slot to spare: while the write went on the named step would be written over."""
+        driver, step = driver_with_a_grant()
+        driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
+        write = driver.core.job.levels[0].job
+        assert isinstance(write, WriteLevel)
+        driver.see((slot(0, step, is_held=True), slot(1, step + 1), empty(2)))
+
+        named = NamedStep("mine", StepKey(START, step + 1))
+        done = driver.report(structs.replace(STATE, names=(named,)))
+
+        assert actions.CancelJob(0, write.job) in done
+        assert Hold(0, 1, sequence=step + 2, num_kept=1) in done
+
+    def test_redundancy_does_not_wait_for_a_level_that_is_due_more_rarely(self):
+        rare = structs.replace(LEVEL, every_n_steps=50)
+        settings = JobSettings("run", (rare,), RedundancySettings(every_n_steps=10))
+        driver = Driver()
+        for job in of_kind(driver.report(structs.replace(STATE, job=settings)), ListLevel):
+            driver.step(Listed(job.level, job.job, ()))
+        driver.see(THREE_EMPTY)
+
+        level, redundancy = driver.core.job.node.levels
+
+        assert (level.grant, redundancy.grant) == (StepKey(START, 50), StepKey(START, 10))
+
+    def test_redundancy_that_is_due_more_rarely_does_not_take_each_step_that_a_level_reads(self):
+        settings = JobSettings("run", (LEVEL,), RedundancySettings(every_n_steps=50))
+        driver = Driver()
+        for job in of_kind(driver.report(structs.replace(STATE, step=60, job=settings)), ListLevel):
+            driver.step(Listed(job.level, job.job, (StepKey(START, 55),) if job.level == 1 else ()))
+        driver.see(THREE_EMPTY)
+
+        level, redundancy = driver.core.job.node.levels
+
+        assert level.grant == StepKey(START, 61)
+        assert redundancy.grant is None or redundancy.grant.step == 100
+
+    def test_a_failure_beside_a_grant_that_waits_lets_other_levels_go_on(self):
+        """Its step would be waited for until the level works again."""
+        driver, _ = driver_with_a_grant()
+        level = driver.core.job.node.levels[0]
+        assert level.progress is Progress.WAITING
+        driver.core.job.levels[0].job = actions.DeleteFiles(0, 77, (StepKey(1, 1),))
+
+        driver.step(actions.Failed(0, 77, "the disk is away"))
+
+        assert driver.core.job.node.levels[0].wanted_key is None
