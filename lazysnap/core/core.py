@@ -259,14 +259,14 @@ class Core:
             rank.state is not None and rank.state.is_sealed for rank in self.ranks.all
         )
         alerts += job.alerts(self.now, self._meeting_address())
-        names: tuple[NamedStep, ...] = ()
-        if job.node.storage:
-            names = tuple(sorted(job.node.storage[0].names))
+        names: set[NamedStep] = set()
+        for level in job.node.storage:
+            names |= level.names
         return KeeperState(
             pid=self._pid,
             levels=job.level_states(has_progress=is_anybody_waiting),
             protected=job.protected,
-            names=names,
+            names=tuple(sorted(names)),
             name_refusals=job.name_refusals,
             lost=tuple(sorted(job.node.lost)),
             alerts=tuple(alerts),

@@ -258,7 +258,7 @@ class KeeperState(Struct, frozen=True, tag="keeper"):
     protected: StepKey | None = None
     """Newest capture that survives the loss of a node."""
     names: tuple[NamedStep, ...] = ()
-    """Names that are given at the first level."""
+    """Names that are given at some level: the first one, or the fastest that could store the step."""
     name_refusals: tuple[NameRefusal, ...] = ()
     lost: tuple[StepKey, ...] = ()
     """Required steps that no level can store any more."""
