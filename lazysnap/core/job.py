@@ -1,4 +1,6 @@
-"""What does a keeper store, and when? Pure: the levels, grants and redundancy of one job, between ranks and actions.
+"""What does a keeper store, and when? Pure: the levels, grants and redundancy of one training.
+
+``jobs`` has the work on the threads of levels. That is called a job, too: ``job_ended`` and ``job_moved`` are about it.
 
 ::
 
@@ -9,7 +11,7 @@
         coordinator  what is complete, which step is granted next?  ──order──> node
 
 One rank alone on one node is the case of a coordinator whose only node is its own. A node whose trainers are gone, and
-that reaches no coordinator, is its own coordinator, too: it stores what it has (``_find_coordinator``).
+that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
 """
 
 import itertools
@@ -64,8 +66,8 @@ class JobCore:
         self._coordinator_number = coordinator
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
-        self._grant_step: int | None = None
-        self._is_grant_set = False
+        self._awaited_step: int | None = None
+        self._is_awaited_step_set = False
         self._sent_report: Report | None = None
         self._heartbeat_at = now
         self._heard_at = now
@@ -98,7 +100,7 @@ class JobCore:
             self.is_preempted = message.is_preempted
 
     def job_ended(self, event: JobEnded, now: float) -> None:
-        """A job of a level ended."""
+        """A job of a level ended, perhaps one of the settings before these."""
         for level in self.levels:
             level.ended(event, now)
 
@@ -153,7 +155,9 @@ class JobCore:
         return self.settings.num_nodes > 1 and is_draining and not self._is_alone
 
     def find_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
-        """A node that drains, and hears nothing of the others, becomes its own coordinator until a trainer comes.
+        """Choose between the coordinator of all nodes and one of this node alone.
+
+        A node that drains, and hears nothing of the others, becomes its own coordinator until a trainer comes.
 
         Args:
             now: seconds of a monotonic clock.
@@ -194,7 +198,7 @@ class JobCore:
                 break
             self.node.obey(order)
             self.is_preempted = order.is_preempted
-        self._set_grant(self.node.unanswered(wants.required, wants.names))
+        self._set_awaited_step(self.node.unanswered(wants.required, wants.names))
         self._note_protection(ranks, now)
         return self._actions
 
@@ -257,7 +261,7 @@ class JobCore:
             given |= faster.names
         return Wishes(frozenset(given), wants.released)
 
-    def _set_grant(self, unanswered: list[StepKey]) -> None:
+    def _set_awaited_step(self, unanswered: list[StepKey]) -> None:
         """Tell trainers from which step on the keeper wants to see captures begin."""
         steps = [key.step for key in unanswered]
         for level in self.node.levels:
@@ -266,9 +270,9 @@ class JobCore:
         if self.is_preempted:
             steps.append(0)
         step = min(steps, default=None)
-        if step != self._grant_step or not self._is_grant_set:
-            self._grant_step = step
-            self._is_grant_set = True
+        if step != self._awaited_step or not self._is_awaited_step_set:
+            self._awaited_step = step
+            self._is_awaited_step_set = True
             self._actions.append(SetGrant(step))
 
     # What trainers get to know
@@ -281,6 +285,7 @@ class JobCore:
                 LevelState(
                     complete=level.complete,
                     given_up=tuple(sorted(level.given_up)),
+                    is_failing=level.is_failing or level.is_failing_somewhere,
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,

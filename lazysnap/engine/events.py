@@ -105,7 +105,7 @@ class KeeperEvents:
 
     def are_names_settled(self, state: KeeperState) -> bool:
         """Return True if the first level has the names that it is to have, or never will. Pure."""
-        if state.levels and state.levels[0].failure:
+        if state.levels and state.levels[0].is_failing:
             return True  # it may be away for hours
         if any(named.name in self._released_names for named in state.names):
             return False

@@ -34,6 +34,9 @@ class LevelContents:
     """Snapshots of which this node's part is committed, and has its size."""
     leftovers: tuple[StepKey, ...]
     """Snapshots of which this node has a file, and no manifest."""
+    unusable: tuple[StepKey, ...]
+    """Snapshots with committed files that are this node's to delete, and that do not count: they are of another team
+    and not whole, or damaged."""
     names: tuple[NamedStep, ...]
     """Names that a run gave. Node 0 alone gives names, so on other nodes this is empty."""
 
@@ -130,9 +133,18 @@ class LevelFiles:
 
     def _is_deleted_here(self, name: NodeName) -> bool:
         """True if this node deletes a committed file of that name, once its snapshot is not needed any more."""
-        if name.nodes == self.name.nodes:
+        if self.is_shared and name.nodes == self.name.nodes:
             return name == self.name
         return self._falls_to_this_node(name)
+
+    def _manifests_to_delete(self, file_names: Sequence[str]) -> list[NodeName]:
+        """Return the names of the committed files in a directory that are this node's to delete."""
+        names = []
+        for file_name in file_names:
+            parsed = parse_file_name(file_name)
+            if parsed is not None and parsed[1] == "json" and self._is_deleted_here(parsed[0]):
+                names.append(parsed[0])
+        return names
 
     def _sweeps(self, name: NodeName) -> bool:
         """True if this node removes what dead writers left of files of that name."""
@@ -151,6 +163,7 @@ class LevelFiles:
         """Return the snapshots of the run, by their manifests and the sizes of their files. Raises: LevelError."""
         stored: list[StepKey] = []
         leftovers: list[StepKey] = []
+        unusable: list[StepKey] = []
         names: list[NamedStep] = []
         for directory in store.storage.list():
             key = self._parse_directory_name(directory)
@@ -161,9 +174,16 @@ class LevelFiles:
                 stored.append(key)
             elif self.name.file in file_names and self.name.manifest not in file_names:
                 leftovers.append(key)
+            elif self._manifests_to_delete(file_names):
+                unusable.append(key)
             if self.settings.node == 0:
                 names += self._names_given(store.storage, directory, key, file_names)
-        return LevelContents(tuple(sorted(stored)), tuple(sorted(leftovers)), tuple(sorted(names)))
+        return LevelContents(
+            stored=tuple(sorted(stored)),
+            leftovers=tuple(sorted(leftovers)),
+            unusable=tuple(sorted(unusable)),
+            names=tuple(sorted(names)),
+        )
 
     def _parse_directory_name(self, directory: str) -> StepKey | None:
         """Return the snapshot of this run in a directory; None for any other directory."""
@@ -276,11 +296,7 @@ class LevelFiles:
             return
         if self.name.file in file_names and self.name.manifest not in file_names:
             self._delete_uncommitted(storage, key)
-        places = []
-        for file_name in file_names:
-            parsed = parse_file_name(file_name)
-            if parsed is not None and parsed[1] == "json" and self._is_deleted_here(parsed[0]):
-                places.append(FilePlace(storage, directory, parsed[0]))
+        places = [FilePlace(storage, directory, name) for name in self._manifests_to_delete(file_names)]
         if delete_files(places):
             storage.delete_directory(directory)
 

@@ -17,7 +17,7 @@ from msgspec import msgpack
 
 from lazysnap.core.messages import Report
 from lazysnap.peers.listener import Deadlines
-from lazysnap.peers.messages import Alive, Hello, LinkMessage, StateMessage
+from lazysnap.peers.messages import Hello, LinkMessage, StateMessage
 from lazysnap.peers.secret import Secret
 from lazysnap.peers.streams import Stream
 from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
@@ -48,8 +48,10 @@ class Handler(Protocol):
 class _Link:
     """One connection to another node, and what waits to be sent there."""
 
-    def __init__(self, stream: Stream, address: str) -> None:
+    def __init__(self, stream: Stream, address: str, me: Hello) -> None:
+        """``me``: sent where nothing else is, as a sign of life."""
         self.stream = stream
+        self._me = me
         self.address = address
         self.failure: BaseException | None = None
         """The error by which sending ended."""
@@ -70,7 +72,7 @@ class _Link:
                 messages: list[LinkMessage] = list(self._waiting.values())
                 self._waiting.clear()
                 if not messages:
-                    messages.append(Alive())
+                    messages.append(self._me)
                 for message in messages:
                     await self.stream.send(message)
         except FAILURES as error:
@@ -171,7 +173,7 @@ class Links:
 
     async def _use(self, node: int, stream: Stream, address: str) -> None:
         """Exchange messages with a node until the link fails."""
-        link = _Link(stream, address)
+        link = _Link(stream, address, self._me)
         earlier = self._links.get(node)
         if earlier is not None:
             earlier.stream.close()
@@ -194,11 +196,11 @@ class Links:
         while True:
             message = await link.stream.receive(_decoder, self._deadlines.silence_s)
             if isinstance(message, Hello):
-                raise Violation("a second hello")
+                continue
             if isinstance(message, Report) and message.node != node:
                 raise Violation(f"a report of node {message.node}, expected node {node}")
             is_newest = self._links.get(node) is link and not self._is_closed
-            if is_newest and not isinstance(message, Alive):
+            if is_newest:
                 self._handler.received(node, message)
 
     def _become_up(self, node: int, address: str) -> None:

@@ -44,14 +44,10 @@ class NotYet(LazySnapError):
 
 
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
-    """The first message in both directions of a link: who is at the other end."""
+    """The first message in both directions of a link: who is at the other end. Later on a sign of life."""
 
     job: Text
     node: NodeNumber
-
-
-class Alive(Struct, frozen=True, tag="alive", forbid_unknown_fields=True):
-    """A sign of life on a link on which nothing else was sent."""
 
 
 class PartOf(Struct, frozen=True, tag="part", forbid_unknown_fields=True):
@@ -116,7 +112,7 @@ class Refusal(Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
 
 
 StateMessage = Report | Order
-LinkMessage = Hello | Alive | Report | Order
+LinkMessage = Hello | Report | Order
 """What is sent on a link, in both directions."""
 Request = LinkMessage | Read
 """What a keeper receives on a connection that it accepted."""

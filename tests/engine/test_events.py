@@ -285,7 +285,7 @@ def test_names_are_settled_once_the_first_level_has_them_or_never_will():
     assert follower.events.are_names_settled(KeeperState(names=(NamedStep("good", key),)))
     assert follower.events.are_names_settled(KeeperState(lost=(key,)))
     assert follower.events.are_names_settled(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
-    assert follower.events.are_names_settled(KeeperState(levels=(LevelState(failure="away"),)))
+    assert follower.events.are_names_settled(KeeperState(levels=(LevelState(is_failing=True),)))
 
 
 def test_a_name_that_was_released_is_not_lost(caplog):

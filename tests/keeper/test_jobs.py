@@ -608,12 +608,14 @@ def test_what_another_team_stored_counts_if_all_of_it_is_there(rig, tmp_path, nu
     assert all(key_of(2) not in keys for keys in stored)
 
 
-def test_what_another_team_stored_on_disks_of_its_nodes_is_left_alone(rig, tmp_path):
+def test_what_another_team_stored_on_a_disk_of_this_node_does_not_count_and_may_be_deleted(rig, tmp_path):
     level = rig(LevelSettings(str(tmp_path / "level"), is_shared=False), num_nodes=2, world_size=2)
     for rank in range(4):
         write_elsewhere(tmp_path / "level", 1, rank, world_size=4)
 
-    assert level.list() == Listed(0, 9, ())
+    assert level.list() == Listed(0, 9, (), unusable=(key_of(1),))
+    level.delete(key_of(1))
+    assert files_below(level.root) == []
 
 
 def test_a_file_of_this_nodes_name_with_other_ranks_is_another_teams(rig, node):
