@@ -13,7 +13,7 @@ from lazysnap.errors import LazySnapError
 from lazysnap.levels import open_store
 
 STEPS = (1, 2, 3)
-FLIPS = 8
+FLIPS = 10
 """In each part of each file."""
 
 
