@@ -437,7 +437,6 @@ def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_req
     assert all(action.num_kept == 3 for action in of_kind(done, Hold))
 
 
-<<<<<<< ours
 class TestWhatIsStoredFirst:
     def test_a_name_takes_the_place_of_a_write_that_nobody_requires(self):
         """Memory has one slot to spare: while the write went on the named step would be written over."""
@@ -487,7 +486,8 @@ class TestWhatIsStoredFirst:
         driver.step(actions.Failed(0, 77, "the disk is away"))
 
         assert driver.core.job.node.levels[0].wanted_key is None
-=======
+
+
 class TestOtherNodes:
     @pytest.mark.parametrize(("node", "said"), [(0, "the keeper of node 1"), (1, "of rank 0's node")])
     def test_trainers_hear_that_a_node_is_not_reached_and_that_it_is_back(self, node, said):
@@ -507,4 +507,3 @@ class TestOtherNodes:
         assert said in alert.text
         assert "MASTER_ADDR" in alert.text
         assert driver.sent(done).alerts == ()
->>>>>>> theirs
