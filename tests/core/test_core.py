@@ -9,17 +9,21 @@ from support.core_world import slot_view
 from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
+from lazysnap.core.job import UNREACHED_S
 from lazysnap.core.lifecycle import START_GRACE_S, Phase
 from lazysnap.core.messages import (
     PROTOCOL,
     Farewell,
     JobSettings,
+    LevelOrder,
     LevelSettings,
     MemoryWish,
     NamedStep,
     NameRefusal,
+    Order,
     Progress,
     RedundancySettings,
+    Report,
     StepKey,
     TrainerState,
 )
@@ -431,3 +435,24 @@ def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_req
     held = [action.sequence for action in of_kind(done, Hold)]
     assert held
     assert all(action.num_kept == 3 for action in of_kind(done, Hold))
+
+
+class TestOtherNodes:
+    @pytest.mark.parametrize(("node", "said"), [(0, "the keeper of node 1"), (1, "of rank 0's node")])
+    def test_trainers_hear_that_a_node_is_not_reached_and_that_it_is_back(self, node, said):
+        """Without a link between keepers nothing is stored."""
+        driver = Driver()
+        settings = structs.replace(SETTINGS, ranks=(node,), world_size=2, node=node, num_nodes=2)
+        driver.report(structs.replace(STATE, job=settings))
+        digest = driver.core.job.digest
+        message = Report(1, digest, 0, ())
+        if node == 1:
+            message = Order(digest, 5, (LevelOrder(1, None, None, (), (), (), (), False, True),))
+
+        [alert] = driver.sent(driver.pass_time(UNREACHED_S)).alerts
+        done = driver.step(actions.Received(1 - node, message))
+
+        assert alert.about == "links"
+        assert said in alert.text
+        assert "MASTER_ADDR" in alert.text
+        assert driver.sent(done).alerts == ()
