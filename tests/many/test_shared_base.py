@@ -1,63 +1,12 @@
-"""Frozen tensors with several ranks: once per run at a level, called by their content, whoever wrote them."""
+"""Tensors that are not trained, with several ranks."""
 
-import os
 import pathlib
 
 import pytest
 import torch
-from rank import WIDTH, Net
-from rank_keepers import neighbours
-from support.catalogue import inventory_of
+from rank import Net
 
 from lazysnap import load_weights
-from lazysnap.levels import open_store
-
-BASE_BYTES = 50_000 * (WIDTH + 1) * 4
-HEADERS = 4 * 4096
-
-
-def stored(job):
-    """What the level of a job holds: entries of the snapshots, sizes of their shards, bytes of frozen tensors."""
-    store = open_store(job.levels[0]["url"])
-    inventory = inventory_of(store)
-    assert inventory.problems == ()
-    # Each file of frozen tensors is referred to.
-    assert {entry.frozen for entry in inventory.entries} == {frozen.digest for frozen in inventory.frozen}
-    shards = max(store.read_manifest(entry).of(entry.rank).size_bytes for entry in inventory.entries)
-    return inventory, shards, sum(store.verify(store.place(frozen)).size_bytes for frozen in inventory.frozen)
-
-
-@pytest.mark.parametrize(
-    ("kind", "world", "files", "place"),
-    [
-        ("ddp", 2, 1, "storage"),
-        # FSDP2: the base is a DTensor; each rank's shard of it is one file, which its replicas share.
-        ("fsdp", 2, 2, "memory"),
-        ("hsdp", 4, 2, "storage"),
-        ("tp", 4, 2, "memory"),
-    ],
-)
-def test_ranks_store_the_same_base_once_and_resume_bit_for_bit(job, end_keepers, kind, world, files, place):
-    assert set(job.run(kind, world, base=True, stop_at=4, wait_durable=True)) == {9}, job.output()
-    stopped = job.stopped()
-    with neighbours(job) as found:  # equal ones share a slot
-        held = {
-            os.fstat(slot.fd).st_ino for neighbour in found.values() for slot in neighbour.inventory.frozen.values()
-        }
-    assert len(found) == world
-    assert len(held) == files
-    if place == "storage":
-        end_keepers(job)
-    inventory, largest_shard, frozen_bytes = stored(job)
-    assert len(inventory.frozen) == files
-    assert largest_shard < 150_000
-    assert BASE_BYTES <= frozen_bytes <= BASE_BYTES + files * HEADERS
-
-    assert set(job.run(kind, world, base=True, look=True)) == {0}, job.output()
-
-    assert job.resumed() == 4
-    assert {level == "memory" for _, level, _ in job.origins()} == {place == "memory"}
-    assert {digest for *_, digest in job.origins()} == stopped
 
 
 @pytest.mark.parametrize(
