@@ -1,8 +1,9 @@
 """What goes into the core, and what comes out? Events and actions, as values.
 
 The loop turns what happens into events, and carries actions out. A simulation does the same without any process.
-A *connection* is a number that the loop gives; a *job* is slow work on a thread, one at a time per level. Redundancy is
-one more level, behind those of storage: its job computes parity, its files are the parity in memory.
+A *connection* is a number that the loop gives. A *job* of a level is slow work on its thread, one at a time: ``Job``.
+``BeginJob`` is about the other kind of job, the training that the keeper serves (see ``messages``). Redundancy is one
+more level, after those of storage: its job computes parity, its files are the parity in memory.
 """
 
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class JobMoved:
 
 @dataclass(frozen=True)
 class JobEnded:
-    """The job of a level ended well, or as ``Missed`` or ``Failed`` say."""
+    """The job of a level ended: well, unless this is a ``Missed`` or a ``Failed``."""
 
     level: int
     job: int
@@ -120,7 +121,7 @@ class NamesSet(JobEnded):
 
 @dataclass(frozen=True)
 class Missed(JobEnded):
-    """The source did not hold the step any more. Nothing was committed, and the level is well."""
+    """The source did not hold the step any more, or the write was cancelled. The level is well."""
 
     text: str
 
@@ -208,7 +209,7 @@ class SendToTrainer:
 
 @dataclass(frozen=True)
 class CloseConnection:
-    """Close a connection behind what was sent there."""
+    """Close a connection after what was sent there."""
 
     connection: int
 
@@ -240,7 +241,9 @@ class VoidSlot:
 
 @dataclass(frozen=True)
 class BeginJob:
-    """Levels from now on are those of these settings. Jobs of earlier ones are abandoned, and commit nothing more."""
+    """Serve a training with these settings from now on. Its levels take the place of the earlier ones, whose jobs are
+    abandoned, and commit nothing more. This is no ``Job``: no ``JobEnded`` follows.
+    """
 
     settings: JobSettings
 
@@ -254,7 +257,10 @@ class SetPeers:
 
 @dataclass(frozen=True)
 class SetGrant:
-    """Write the word GRANT of the node page, then read the slots again."""
+    """Tell trainers for which captures the keeper is to be woken: write the word GRANT, then read the slots again.
+
+    It is one number for all levels, and no grant of the coordinator.
+    """
 
     step: int | None
     """The step from which on captures are awaited; None: none is."""
@@ -335,7 +341,11 @@ class CancelJob:
 
 @dataclass(frozen=True)
 class AbandonJob:
-    """The job hangs: leave its thread alone, use a new one, and ignore how it ends."""
+    """The job hangs: leave its thread alone, and use a new one.
+
+    The thread begins no commit any more. ``JobEnded`` may still follow, and then tells that the thread returned. A step
+    that it stored all the same counts.
+    """
 
     level: int
     job: int

@@ -13,10 +13,11 @@ reports it; when all nodes have, the snapshot is complete::
 Only a node's word cancels a grant, never a clock: a node that is slow may have committed the file.
 
 One storage level reads slots: the fastest one that works. Slower levels copy from the next faster one, and so hold no
-slot. Redundancy reads the same step as that level, since both share one slot: while a grant reads slots, any other one
-that reads slots is of the same step.
+slot. Redundancy reads the same step as that level, where it is due for both: then one slot serves both. A step that is
+due before another granted one is granted beside it. A required step takes the place of one that nobody requires.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -37,7 +38,7 @@ from lazysnap.core.retention import Retention
 
 MAX_MARGIN_STEPS = 64
 MAX_REMEMBERED = 256
-"""Complete snapshots that are remembered per level. Nodes judge older ones by their age alone."""
+"""At least so many complete snapshots are remembered per level. Nodes judge older ones by their age alone."""
 _UNDER_WAY = (Progress.WAITING, Progress.WRITING, Progress.STORED)
 _GIVEN_UP = (Progress.MISSED, Progress.FAILED)
 
@@ -65,17 +66,19 @@ class LevelGrants:
     cancelled: set[StepKey] = field(default_factory=set)
     """Invariant: disjoint from ``complete``, and never the present grant."""
     given_up: set[StepKey] = field(default_factory=set)
-    """Steps that are not granted here again: a node does not have them any more, or a lost thread works on them.
+    """Steps that are not granted here again: a node does not have them any more, or a thread that hangs works on them.
     Invariant: disjoint from ``complete``.
     """
     margin_steps: int = 0
     """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
     is_ahead: bool = True
-    """True if the granted step was not begun when it was granted."""
+    """True if the granted step was not begun when it was granted, or nobody knows: a miss does not give it up then."""
+    is_failing: bool = False
+    """True while the level does not work on some node."""
     is_overtaken: bool = False
     """True if the granted step lies ahead, and a required one is to be read first."""
     due_start: int = 0
-    """The start for which ``due_at`` was set. In any other one the level is due at once."""
+    """The start for which ``due_at`` was set; 0: none. In any other one the level is due at once."""
     due_at: float = 0.0
 
     @classmethod
@@ -129,7 +132,7 @@ class LevelGrants:
         self.cancelled.add(key)
         if is_late:
             self.margin_steps = min(2 * self.margin_steps + 1, MAX_MARGIN_STEPS)
-        self.due_start = 0
+        self.due_start = 0  # due again at once
         self.become_granted(None, None, is_ahead=True)
 
     def is_done_with(self, key: StepKey) -> bool:
@@ -146,10 +149,8 @@ class LevelGrants:
         self.due_at = now + self.every_s
 
     def next_step(self, begun: int, capture_every: int) -> int:
-        """Return the first step behind ``begun`` that will be captured and may be stored here."""
-        every = self.every_n_steps or capture_every
-        if every % capture_every != 0:
-            every *= capture_every
+        """Return a step that will be captured and is due here, more than ``margin_steps`` after ``begun``."""
+        every = math.lcm(self.every_n_steps or 1, capture_every)
         return (max(0, begun + self.margin_steps) // every + 1) * every
 
     def passes_a_multiple(self, key: StepKey) -> bool:
@@ -161,7 +162,7 @@ class LevelGrants:
         return key.step // self.every_n_steps > newest // self.every_n_steps
 
     def order(self, required: Collection[StepKey], named: Collection[StepKey]) -> LevelOrder:
-        """Return this state for the nodes.
+        """Return this state for the nodes. Old cancelled steps are forgotten here.
 
         Args:
             required: steps that somebody wants stored.
@@ -180,17 +181,23 @@ class LevelGrants:
             named=tuple(sorted(named)),
             is_overtaken=self.is_overtaken,
             is_open=self.is_open,
+            is_failing=self.is_failing,
         )
 
 
 @dataclass
 class Coordinator:
-    """Grants and counts. Call ``receive`` for each report, then ``decide``; send ``order`` if that says so."""
+    """Grants and counts. Call ``receive`` for each report, then ``decide``; send the order that it returns.
+
+    The first order grants nothing. It tells the nodes this coordinator's number, and only then their reports count.
+    """
 
     number: int
-    """Random; tells this coordinator from those before it, whose orders nodes may still answer."""
+    """Random for each keeper, one more with each new training. It tells this coordinator from those before it, which
+    nodes may still answer. The one that a keeper makes when its node stores alone has the same number.
+    """
     job: int
-    """Digest of the settings that all nodes have."""
+    """``JobCore.digest``: the settings that all nodes have."""
     num_nodes: int
     levels: tuple[LevelGrants, ...]
     """Fast to slow; then redundancy, if there is any."""
@@ -269,6 +276,7 @@ class Coordinator:
 
     def _count_level(self, index: int, level: LevelGrants) -> None:
         reports = [report.levels[index] for report in self.reports.values()]
+        level.is_failing = any(report.is_failing for report in reports)
         if any(report.progress is Progress.LISTING for report in reports):
             if level.is_memory:
                 level.complete.clear()  # a keeper is new: the parity of the one before it is gone
@@ -291,7 +299,7 @@ class Coordinator:
                 under_way.add(report.grant)
         under_way -= level.complete
         newest = max(under_way, default=None)
-        level.cancelled |= under_way
+        level.cancelled |= under_way  # granting one takes it out again
         if newest is not None and self._may_read_slots(newest):
             level.become_granted(newest, None, is_ahead=True)
         else:
@@ -304,11 +312,14 @@ class Coordinator:
         if len(present) == self.num_nodes and progress == {Progress.STORED}:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):
+            # A missed step that was begun when it was granted is gone. One that lay ahead was granted too late.
             is_missed_step = Progress.MISSED in progress
-            if is_missed_step and not level.is_ahead:
+            if is_missed_step and not level.is_ahead and not level.is_overtaken:
                 level.given_up.add(grant)
                 if level.source is None and not level.is_memory and grant in self._all_required():
                     self._lose(grant)
+            # By time, the newest capture may have been granted, too. If steps are so short that it is missed, only a
+            # grant further ahead is in time.
             is_due_by_time = level.every_n_steps is None
             is_late = is_missed_step and (level.is_ahead or is_due_by_time) and not level.is_overtaken
             level.become_cancelled(grant, is_late=is_late)
@@ -317,16 +328,17 @@ class Coordinator:
 
     def _grant_level(self, index: int, ranks: Sequence[RankView], now: float) -> None:
         level = self.levels[index]
-        if not level.is_open or level.is_under_way or not self._is_idle(index):
+        if not level.is_open or level.is_under_way or not self._is_answered_and_ready(index):
             return
-        num_left = sum(1 for report in self.reports.values() if report.left is not None)
-        if num_left == self.num_nodes:
+        num_finished = sum(1 for report in self.reports.values() if report.left is not None)
+        if num_finished == self.num_nodes:
             if not level.is_memory:
                 self._grant_what_is_left(index)
-        elif num_left == 0 and ranks:
+        elif num_finished == 0 and ranks:
             self._grant_next(index, ranks, now)
+        # Else some nodes captured their last step and others did not: wait until all did.
 
-    def _is_idle(self, index: int) -> bool:
+    def _is_answered_and_ready(self, index: int) -> bool:
         """Return True if every node answered the last order, and the level works there."""
         version = self.levels[index].version
         reports = [report.levels[index] for report in self.reports.values()]
@@ -354,28 +366,39 @@ class Coordinator:
         ahead = self._grant_required(index, StepKey(start, begun), ranks)
         if level.is_under_way:
             return
-        if self._is_copying(index):
+        if self._copies_from_faster(index):
             self._grant_copy(index, start, now)
             return
         reading = self._key_that_is_read()
-        if reading is not None:
-            if not level.is_done_with(reading) and (level.is_memory or level.is_due(start, now)):
-                self._become_due_grant(level, reading, start, now, is_ahead=reading.step > begun)
+        next_step = level.next_step(begun, self.capture_every_n_steps)
+        is_reading_begun = reading is not None and reading.step <= begun
+        if reading is not None and (is_reading_begun or reading.step <= next_step):
+            if self._is_due_along(level, reading, now):
+                self._become_due_grant(level, reading, start, now, is_ahead=not is_reading_begun)
             return
         if not level.is_due(start, now) and not ahead:
             return
         if self._key_to_read_first(ranks) is not None:
             return  # another level is about to be granted that one
-        present = StepKey(start, begun)
-        if not ahead and self._takes_present(level, present, ranks):
-            self._become_due_grant(level, present, start, now, is_ahead=False)
+        newest_begun = StepKey(start, begun)
+        if not ahead and self._takes_newest_begun(level, newest_begun, ranks):
+            self._become_due_grant(level, newest_begun, start, now, is_ahead=False)
             return
-        next_step = level.next_step(begun, self.capture_every_n_steps)
         if ahead:
             next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
         self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
 
-    def _takes_present(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
+    def _is_due_along(self, level: LevelGrants, key: StepKey, now: float) -> bool:
+        """Return True if a level that reads slots is to store a step that another one reads there."""
+        if level.is_done_with(key):
+            return False
+        if level.is_memory:
+            return level.passes_a_multiple(key)
+        if level.every_n_steps is None:
+            return level.is_due(key.start, now)
+        return key.step % level.every_n_steps == 0
+
+    def _takes_newest_begun(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
         """Return True if a level that is due by time is to store the newest capture that was begun.
 
         So the first capture is stored at once, however long a step takes. Where steps are so short that other nodes
@@ -390,7 +413,7 @@ class Coordinator:
         level.was_granted_at(start, now)
 
     def _grant_required(self, index: int, begun: StepKey, ranks: Sequence[RankView]) -> list[int]:
-        """Grant a required step that was begun.
+        """Grant a required step that was begun, or that a faster level has. Give up those that are gone.
 
         Args:
             index: the level.
@@ -401,7 +424,7 @@ class Coordinator:
         """
         level = self.levels[index]
         ahead = []
-        for key in sorted(self._open_keys(index)):
+        for key in sorted(self._keys_still_required(index)):
             source = self._source_of(key, index)
             if source is not None:
                 level.become_granted(key, source, is_ahead=False)
@@ -412,35 +435,48 @@ class Coordinator:
                 # What is still there may be held once nothing is captured any more.
                 if not is_in_memory(key, ranks):
                     self._give_up(level, key)
-            elif not self._is_copying(index) and self._may_read_slots(key):
+            elif not self._copies_from_faster(index) and self._may_read_slots(key):
                 level.become_granted(key, None, is_ahead=False)
                 return []
         return ahead
 
     def _find_overtaken(self, ranks: Sequence[RankView]) -> None:
-        """Let go of the grants ahead where a required step could be stored at once."""
+        """Let go of the grants that nobody requires where a required step could be stored at once.
+
+        Once nobody trains any more nothing is written over, and one step is stored after the other.
+        """
+        is_training = all(report.left is None for report in self.reports.values())
         first = self._key_to_read_first(ranks)
         for index, level in enumerate(self.levels):
-            if level.reads_slots and level.is_ahead:
+            level.is_overtaken = False
+            if is_training and self._may_be_overtaken(index):
                 level.is_overtaken = first not in (None, level.grant) or self._has_copy_to_make(index)
 
     def _key_to_read_first(self, ranks: Sequence[RankView]) -> StepKey | None:
         """Return a required step that was begun, and that a level would read from the slots now."""
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
         for index, level in enumerate(self.levels):
-            is_free = not level.is_under_way or (level.reads_slots and level.is_ahead)
-            if not is_free or not level.is_open or not self._is_ready(index) or self._is_copying(index):
+            is_free = not level.is_under_way or self._may_be_overtaken(index)
+            if not is_free or not level.is_open or not self._is_ready(index) or self._copies_from_faster(index):
                 continue
-            for key in sorted(self._open_keys(index)):
+            for key in sorted(self._keys_still_required(index)):
                 if key <= begun and self._source_of(key, index) is None and not is_missed(key, ranks):
                     return key
         return None
 
+    def _may_be_overtaken(self, index: int) -> bool:
+        """Return True if a level reads slots for a step that lies ahead, or that nobody requires.
+
+        Memory has one slot to spare for what is read: what somebody requires would be written over meanwhile.
+        """
+        level = self.levels[index]
+        return level.reads_slots and (level.is_ahead or level.grant not in self._required_at(index))
+
     def _has_copy_to_make(self, index: int) -> bool:
         """Return True if a faster level has a required step that this one does not have."""
-        return any(self._source_of(key, index) is not None for key in self._open_keys(index))
+        return any(self._source_of(key, index) is not None for key in self._keys_still_required(index))
 
-    def _open_keys(self, index: int) -> set[StepKey]:
+    def _keys_still_required(self, index: int) -> set[StepKey]:
         """Return the required steps that a level may still store."""
         level = self.levels[index]
         return self._required_at(index) - level.complete - level.given_up - self.lost
@@ -458,7 +494,7 @@ class Coordinator:
             level.become_granted(newest, source, is_ahead=False)
             level.was_granted_at(start, now)
 
-    def _is_copying(self, index: int) -> bool:
+    def _copies_from_faster(self, index: int) -> bool:
         """Return True if the level copies from a faster one. False: it reads slots."""
         return self._faster(index) is not None
 
@@ -505,6 +541,7 @@ class Coordinator:
     # What must be stored
 
     def _required(self) -> set[StepKey]:
+        """Return the steps that every level must store."""
         required: set[StepKey] = set()
         for report in self.reports.values():
             required.update(report.required)
@@ -515,18 +552,21 @@ class Coordinator:
         return self._required() | {named.key for named in self._wanted_names()}
 
     def _to_protect(self) -> set[StepKey]:
+        """Return the steps that redundancy must protect."""
         keys: set[StepKey] = set()
         for report in self.reports.values():
             keys.update(report.protect)
         return keys
 
     def _wanted_names(self) -> set[NamedStep]:
+        """Return the names that trainers want, given or not."""
         names: set[NamedStep] = set()
         for report in self.reports.values():
             names.update(report.names)
         return names
 
     def _names_at(self, index: int) -> set[NamedStep]:
+        """Return the names that are given at a level."""
         names: set[NamedStep] = set()
         for report in self.reports.values():
             names.update(report.levels[index].names)

@@ -2,7 +2,7 @@
 
 ::
 
-    event ──> ranks, job take it ──> job.decide ──> lifecycle ──> states for trainers ──> actions
+    event ──> ranks, job take it ──> job.decide ──> states for trainers ──> lifecycle ──> actions
 
 The keeper has memory (``ranks``) before it knows what is to be stored (``job``): trainers restore first.
 """
@@ -88,13 +88,13 @@ class Core:
         """
         self.now = now
         self._actions = []
-        if isinstance(event, SlotsSeen) and self._knows_slots(event):
+        if isinstance(event, SlotsSeen) and self._shows_nothing_new(event):
             return []  # nothing depends on the time alone: ``TimePassed`` comes for that
         self._apply(event)
         wants = self.ranks.wants()
         self._decide(wants)
         self._update_trainers(wants)
-        self._live(wants)
+        self._advance_life(wants)
         return self._actions
 
     def state_of(self, rank: Rank) -> KeeperState:
@@ -153,7 +153,7 @@ class Core:
             case TimePassed():
                 pass
 
-    def _knows_slots(self, event: SlotsSeen) -> bool:
+    def _shows_nothing_new(self, event: SlotsSeen) -> bool:
         """Return True if all slots are as they were."""
         if any(rank.is_adopting for rank in self.ranks.all):
             return False
@@ -186,7 +186,7 @@ class Core:
         self._actions.append(SetPeers(peers))
 
     def _begin_job(self, event: TrainerReported) -> None:
-        """Store what this start captures from now on; all goes on as it is if its settings are those of the last."""
+        """Serve this start's training from now on; all goes on as it is if its settings are those of the last."""
         settings = event.state.job
         assert settings is not None
         if self.job is not None and self.job.settings == settings:
@@ -216,10 +216,10 @@ class Core:
                 self._actions.append(make_slot)
 
     def _release_former(self, job: JobCore) -> None:
-        """Release memory of ranks that the present start does not have, once that has a snapshot of its own.
+        """Free the slots of ranks that the present start does not have, once that has a snapshot of its own.
 
         That is one that is complete at the first level; without levels, when the memory of the first rank has nothing
-        older.
+        older. Holds of these slots are released at once.
         """
         former = self.ranks.all[job.settings.num_ranks :]
         for rank in former:
@@ -259,14 +259,14 @@ class Core:
             rank.state is not None and rank.state.is_sealed for rank in self.ranks.all
         )
         alerts += job.alerts(self.now, self._meeting_address())
-        names: tuple[NamedStep, ...] = ()
-        if job.node.storage:
-            names = tuple(sorted(job.node.storage[0].names))
+        names: set[NamedStep] = set()
+        for level in job.node.storage:
+            names |= level.names
         return KeeperState(
             pid=self._pid,
             levels=job.level_states(has_progress=is_anybody_waiting),
             protected=job.protected,
-            names=names,
+            names=tuple(sorted(names)),
             name_refusals=job.name_refusals,
             lost=tuple(sorted(job.node.lost)),
             alerts=tuple(alerts),
@@ -288,7 +288,7 @@ class Core:
         address = self._peers.addresses[0]
         return f"{address.host}:{address.port}"
 
-    def _live(self, wants: Wants) -> None:
+    def _advance_life(self, wants: Wants) -> None:
         """Go on to the next phase, or end."""
         was_over = self.phase is Phase.OVER
         self.lifecycle.advance(self.now, is_served=self.is_served, is_restart_expected=self.ranks.is_restart_expected())

@@ -1,4 +1,6 @@
-"""What does a keeper store, and when? Pure: the levels, grants and redundancy of one job, between ranks and actions.
+"""What does a keeper store, and when? Pure: the levels, grants and redundancy of one training.
+
+``jobs`` has the work on the threads of levels. That is called a job, too: ``job_ended`` and ``job_moved`` are about it.
 
 ::
 
@@ -9,9 +11,10 @@
         coordinator  what is complete, which step is granted next?  ──order──> node
 
 One rank alone on one node is the case of a coordinator whose only node is its own. A node whose trainers are gone, and
-that reaches no coordinator, is its own coordinator, too: it stores what it has (``_find_coordinator``).
+that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -64,14 +67,16 @@ class JobCore:
         self._coordinator_number = coordinator
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
-        self._grant_step: int | None = None
-        self._is_grant_set = False
+        self._awaited_step: int | None = None
+        self._is_awaited_step_set = False
         self._sent_report: Report | None = None
         self._heartbeat_at = now
         self._heard_at = now
         """Time of the last message of another node, or of the last moment at which a trainer was served."""
         self._node_heard_at = dict.fromkeys(_others(settings), now)
         """Time of the last message of each node that this one exchanges messages with."""
+        self._rescued: StepKey | None = None
+        """The capture that is required because processes are about to be killed."""
         self._protected_at = now
         """Time at which something was protected last, or nothing was due."""
         self._actions: list[Action] = []
@@ -98,7 +103,7 @@ class JobCore:
             self.is_preempted = message.is_preempted
 
     def job_ended(self, event: JobEnded, now: float) -> None:
-        """A job of a level ended."""
+        """A job of a level ended, perhaps one of the settings before these."""
         for level in self.levels:
             level.ended(event, now)
 
@@ -153,7 +158,9 @@ class JobCore:
         return self.settings.num_nodes > 1 and is_draining and not self._is_alone
 
     def find_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
-        """A node that drains, and hears nothing of the others, becomes its own coordinator until a trainer comes.
+        """Choose between the coordinator of all nodes and one of this node alone.
+
+        A node that drains, and hears nothing of the others, becomes its own coordinator until a trainer comes.
 
         Args:
             now: seconds of a monotonic clock.
@@ -194,20 +201,30 @@ class JobCore:
                 break
             self.node.obey(order)
             self.is_preempted = order.is_preempted
-        self._set_grant(self.node.unanswered(wants.required, wants.names))
+        self._set_awaited_step(self.node.unanswered(wants.required, wants.names))
         self._note_protection(ranks, now)
         return self._actions
 
     def _with_newest(self, wants: Wants, ranks: Sequence[RankView]) -> Wants:
-        """Return the wants with the newest whole capture, where processes are about to be killed."""
+        """Return the wants with the newest whole capture, where processes are about to be killed.
+
+        It stays required until it is stored or lost: a newer one at each step would overtake it before it is stored.
+        """
         if not (wants.is_preempted or self.is_preempted):
+            self._rescued = None
             return wants
-        newest = max(whole_on_all(ranks), default=None)
+        if self._rescued is None or not self.node.unanswered([self._rescued], ()):
+            self._rescued = self._newest_of_start(ranks)
+        if self._rescued is None:
+            return wants
+        required = tuple(sorted({*wants.required, self._rescued}))
+        return dataclasses.replace(wants, required=required)
+
+    def _newest_of_start(self, ranks: Sequence[RankView]) -> StepKey | None:
+        """Return the newest capture of the present start that all ranks of the node have whole."""
         start = max(rank.start for rank in ranks)
-        if newest is None or newest.start != start or start == 0:
-            return wants
-        required = tuple(sorted({*wants.required, newest}))
-        return Wants(required, wants.protect, wants.names, wants.released, wants.is_preempted, wants.is_choosing)
+        of_start = [key for key in whole_on_all(ranks) if key.start == start]
+        return max(of_start, default=None)
 
     def _report(self, ranks: Sequence[RankView], wants: Wants) -> Report:
         report = self.node.report(ranks, wants.required, wants.names)
@@ -257,7 +274,7 @@ class JobCore:
             given |= faster.names
         return Wishes(frozenset(given), wants.released)
 
-    def _set_grant(self, unanswered: list[StepKey]) -> None:
+    def _set_awaited_step(self, unanswered: list[StepKey]) -> None:
         """Tell trainers from which step on the keeper wants to see captures begin."""
         steps = [key.step for key in unanswered]
         for level in self.node.levels:
@@ -266,9 +283,9 @@ class JobCore:
         if self.is_preempted:
             steps.append(0)
         step = min(steps, default=None)
-        if step != self._grant_step or not self._is_grant_set:
-            self._grant_step = step
-            self._is_grant_set = True
+        if step != self._awaited_step or not self._is_awaited_step_set:
+            self._awaited_step = step
+            self._is_awaited_step_set = True
             self._actions.append(SetGrant(step))
 
     # What trainers get to know
@@ -281,6 +298,7 @@ class JobCore:
                 LevelState(
                     complete=level.complete,
                     given_up=tuple(sorted(level.given_up)),
+                    is_failing=level.is_failing or level.is_failing_somewhere,
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,

@@ -10,8 +10,8 @@ A level has one thread, so one job at a time::
 A job that moves no byte for ``timeout_s`` hangs: its thread is abandoned, and counts as a failed job. A level that
 hangs costs that thread and nothing else. At most ``MAX_HANGING`` threads of a level are abandoned at a time.
 
-Invariant: no two threads work on the same step. An abandoned thread may wake up in the middle of a rename or an unlink,
-so a step that it works on is granted in vain, and not deleted, until the thread has returned.
+Invariant: no two threads of one ``LevelJobs`` work on the same step. An abandoned thread may wake up in the middle of a
+rename or an unlink. Until it has returned, its step is not deleted, and a grant of it ends as MISSED.
 """
 
 from collections.abc import Iterator, Sequence
@@ -94,7 +94,7 @@ class LevelJobs:
         return []
 
     def is_idle(self, wishes: Wishes) -> bool:
-        """Return True if nothing is left to do that a level which works could do.
+        """Return True if nothing is left to do, or the level does not work and so nothing can be done.
 
         What a thread that hangs works on is left alone: waiting for it could keep the process for ever.
         """
@@ -108,7 +108,7 @@ class LevelJobs:
         return self.job.key if isinstance(self.job, WriteLevel) else None
 
     def abandon(self) -> list[Action]:
-        """Give up the job that runs, because another one takes the place of all of them."""
+        """Give up the job that runs: the keeper begins a training with other settings, and this object is of no use."""
         if self.job is None:
             return []
         job = self.job
@@ -121,7 +121,10 @@ class LevelJobs:
             self._moved_at = now
 
     def ended(self, event: JobEnded, now: float) -> None:
-        """A job ended. One that was abandoned counted as failed then; a file that it stored all the same counts now."""
+        """A job of any level ended. The number tells whether it is one of this level.
+
+        One that was abandoned counted as failed then. A file that it stored all the same counts now.
+        """
         abandoned = self._abandoned.pop(event.job, None)
         if isinstance(abandoned, WriteLevel) and isinstance(event, Stored):
             self.level.become_stored(abandoned.key)
@@ -142,6 +145,7 @@ class LevelJobs:
             self.level.become_ready()
             return  # a small write that works does not show that a real job does
         self.failure = ""
+        self.level.is_failing = False
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
             self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)

@@ -10,7 +10,16 @@
 
 A sender sends its state when it changed and when a connection begins. So losing, repeating or delaying a message does
 no harm, nothing has to be answered, and nobody keeps a list of what the other side may have missed. Messages of one
-connection keep their order, and nothing of an earlier connection comes behind a later one.
+connection keep their order, and nothing of an earlier connection comes after a later one.
+
+Words of ``core``:
+
+* A *start* is one launch of the training, on all ranks. Its id grows from start to start.
+* A *snapshot* is one step of one start on a level. A *capture* is the same step in the memory of one rank.
+* A *grant* is the coordinator's order to store one step at one level.
+* A step is *required* if a trainer wants it at every level, and *answered* once every level has it or gave it up.
+* *Job* has two meanings. That of a keeper is the training that it serves: ``JobSettings``, ``BeginJob``, ``JobCore``.
+  That of a level is one piece of work on its thread: ``actions.Job``, ``JobEnded``, ``LevelJobs``.
 """
 
 import enum
@@ -22,7 +31,9 @@ PROTOCOL = 1
 """Raised with every change of a message. A keeper refuses trainers of another number."""
 
 MAX_TOLD = 32
-"""Complete snapshots per level in one message: the newest, and those that somebody requires."""
+"""Complete snapshots of a level in one message: so many of the newest, or more where ``keep_last`` wants that. Those
+that somebody requires come on top. It also bounds the cancelled steps, and the lost ones that nobody requires.
+"""
 
 MAX_STORED_REPORTED = 64
 """Stored snapshots per level in one report."""
@@ -199,8 +210,10 @@ class LevelState(Struct, frozen=True):
     """The newest snapshots that all nodes stored, and those that somebody requires."""
     given_up: tuple[StepKey, ...] = ()
     """Required steps that this level will not have."""
+    is_failing: bool = False
+    """True while the level does not work on some node, this one or another."""
     failure: str = ""
-    """Why the last job failed; empty while the level works."""
+    """Why the last job of this node failed; empty while the level works here."""
     failed_step: int | None = None
     """The step that it did not store; None: it was another job."""
     num_failures: int = 0
@@ -245,7 +258,7 @@ class KeeperState(Struct, frozen=True, tag="keeper"):
     protected: StepKey | None = None
     """Newest capture that survives the loss of a node."""
     names: tuple[NamedStep, ...] = ()
-    """Names that are given at the first level."""
+    """Names that are given at some level: the first one, or the fastest that could store the step."""
     name_refusals: tuple[NameRefusal, ...] = ()
     lost: tuple[StepKey, ...] = ()
     """Required steps that no level can store any more."""
@@ -255,7 +268,7 @@ class KeeperState(Struct, frozen=True, tag="keeper"):
     is_serving_peers: bool = False
     """True once it listens for other nodes."""
     refusal: str = ""
-    """Why this trainer is not served. The keeper closes the connection behind it."""
+    """Why this trainer is not served. The keeper closes the connection after it."""
 
 
 class Progress(enum.Enum):
@@ -273,10 +286,12 @@ class Progress(enum.Enum):
     """
 
     LISTING = "listing"
-    """The node does not know yet which files it has. Nothing is granted, counted or deleted there meanwhile."""
+    """The node does not know yet which files it has. It follows no grant, and nothing is counted or deleted there."""
     IDLE = "idle"
     WAITING = "waiting"
-    """Not all ranks of the node have begun the step."""
+    """The write has not begun: not all ranks of the node hold the capture, or the thread of the level is busy, or the
+    level does not work now.
+    """
     WRITING = "writing"
     STORED = "stored"
     """The file was written, committed and read back. When all nodes are here, the snapshot is complete."""
@@ -293,11 +308,13 @@ class LevelReport(Struct, frozen=True, array_like=True):
     grant: StepKey | None
     progress: Progress
     is_ready: bool
-    """False from a failed job until a small write works."""
+    """False from a failed job until a small write works. Nothing is granted then."""
     stored: tuple[StepKey, ...]
     """Snapshots of which this node stored its part, the newest first."""
     names: tuple[NamedStep, ...] = ()
     """Names that are given there."""
+    is_failing: bool = False
+    """True from a failed job until a real job works: a small write that works is not enough."""
 
 
 class Report(Struct, frozen=True, tag="report"):
@@ -305,9 +322,9 @@ class Report(Struct, frozen=True, tag="report"):
 
     node: int
     job: int
-    """Digest of the settings that all nodes have. A message of other settings does not count."""
+    """``JobCore.digest``: the settings that all nodes have. A message of other settings does not count."""
     coordinator: int
-    """The coordinator whose order this answers; for any other one the report does not count."""
+    """Number of the coordinator whose order this answers; 0 before the first order. No other one counts the report."""
     levels: tuple[LevelReport, ...]
     required: tuple[StepKey, ...] = ()
     names: tuple[NamedStep, ...] = ()
@@ -342,6 +359,8 @@ class LevelOrder(Struct, frozen=True, array_like=True):
     """
     is_open: bool
     """False while a new coordinator does not know yet what all nodes have. Then a node goes on as it is."""
+    is_failing: bool = False
+    """True while the level does not work on some node."""
 
 
 class Order(Struct, frozen=True, tag="order"):

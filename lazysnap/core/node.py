@@ -76,7 +76,10 @@ def whole_on_all(ranks: Sequence[RankView]) -> set[StepKey]:
 
 
 def is_in_memory(key: StepKey, ranks: Sequence[RankView]) -> bool:
-    """Return True if all ranks of the node have the capture, whether it can be held or not."""
+    """Return True if each rank of the node has the capture whole, or is writing it.
+
+    Whether it can be held is another question: see ``is_missed``.
+    """
     return all(rank.capture_of(key) is not None for rank in ranks)
 
 
@@ -94,6 +97,7 @@ def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
             return True
         if rank.start == key.start and rank.begun >= key.step:
             return True
+        # As long as others capture, a step ahead is not missed: the next grant would be missed too, and so on for ever.
         if not rank.is_capturing and (is_begun or not is_anybody_capturing):
             return True
     return False
@@ -118,6 +122,10 @@ class NodeLevel:
     """True if a required step is to be read from the slots before the granted one."""
     is_open: bool = False
     is_ready: bool = True
+    is_failing: bool = False
+    """True from a failed job until a real job works: a small write that works is not enough."""
+    is_failing_somewhere: bool = False
+    """True while that is so on any node, as the last order said."""
     stored: set[StepKey] = field(default_factory=set)
     """Invariant: this node's part of each of these was committed and read back, and its deletion has not begun."""
     leftovers: set[StepKey] = field(default_factory=set)
@@ -163,6 +171,7 @@ class NodeLevel:
         """Take the coordinator's order. A write of another grant does not count from now on."""
         self.version = order.version
         self.is_overtaken = order.is_overtaken
+        self.is_failing_somewhere = order.is_failing
         self.is_open = order.is_open
         if not order.is_open:
             return
@@ -174,12 +183,13 @@ class NodeLevel:
             self.grant = order.grant
             self.source = order.source
             if self.progress is not Progress.LISTING:
-                self._become_granted()
+                self._follow_grant()
 
     def forget_orders(self) -> None:
         """No order is known, as at the beginning. What is stored stays so."""
         self.version = 0
         self.is_overtaken = False
+        self.is_failing_somewhere = False
         self.is_open = False
         self.complete = ()
         self.cancelled = frozenset()
@@ -188,9 +198,9 @@ class NodeLevel:
         self.grant = None
         self.source = None
         if self.progress is not Progress.LISTING:
-            self._become_granted()
+            self._follow_grant()
 
-    def _become_granted(self) -> None:
+    def _follow_grant(self) -> None:
         if self.grant is None:
             self.progress = Progress.IDLE
         elif self.grant in self.stored:
@@ -220,7 +230,7 @@ class NodeLevel:
         self.unusable -= self.stored
         self.names.update(names)
         self.is_ready = True
-        self._become_granted()
+        self._follow_grant()
 
     def become_writing(self) -> None:
         """A job writes the granted step. Its source stays meanwhile."""
@@ -241,9 +251,13 @@ class NodeLevel:
             self.progress = Progress.MISSED
 
     def become_failed(self) -> None:
-        """The level refused or hangs. It gets no grant before a small write works."""
+        """A job failed or hangs, whichever it was. The level gets no grant before a small write works.
+
+        Its present grant is given up: other levels wait until its step is read.
+        """
         self.is_ready = False
-        if self.progress is Progress.WRITING:
+        self.is_failing = True
+        if self.progress in (Progress.WAITING, Progress.WRITING):
             self.progress = Progress.FAILED
 
     def become_ready(self) -> None:
@@ -271,7 +285,9 @@ class NodeLevel:
         """Return this state for the coordinator."""
         newest = sorted(self.stored, reverse=True)[:MAX_STORED_REPORTED]
         names = tuple(sorted(self.names))
-        return LevelReport(self.version, self.grant, self.progress, self.is_ready, tuple(newest), names)
+        return LevelReport(
+            self.version, self.grant, self.progress, self.is_ready, tuple(newest), names, self.is_failing
+        )
 
 
 @dataclass
@@ -291,9 +307,10 @@ class Node:
     """True while a trainer restores: what would be deleted now may be what it chooses."""
     protected: StepKey | None = None
     """The capture whose slots and parity stay until a newer one is protected. A new keeper takes the oldest of those
-    that the keeper before it held: of two, the older one was protected.
+    that the keeper before it held: of two, the older one was protected. So it may be one whose parity is gone;
+    ``JobCore.protected`` is what trainers get to know.
     """
-    _has_looked: bool = False
+    _has_inherited: bool = False
 
     @property
     def redundancy(self) -> NodeLevel | None:
@@ -310,9 +327,9 @@ class Node:
     def inherit(self, ranks: Sequence[RankView]) -> None:
         """Take over what was held for parity before. Only the first call that sees slots does something."""
         has_slots = any(rank.slots for rank in ranks)
-        if self._has_looked or not has_slots or self.redundancy is None:
+        if self._has_inherited or not has_slots or self.redundancy is None:
             return
-        self._has_looked = True
+        self._has_inherited = True
         held: set[StepKey] = set()
         for rank in ranks:
             held |= rank.held()
@@ -407,14 +424,19 @@ class Node:
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
     def find_missed(self, ranks: Sequence[RankView]) -> None:
-        """Give up the grants that this node cannot follow any more, and those that lie ahead and were overtaken."""
+        """Give up the grants that this node cannot follow any more, and those that a required step overtook.
+
+        Of a grant whose write runs already, ``LevelJobs`` cancels the write.
+        """
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
         for level in self.levels:
             key = level.wanted_key
-            if key is None or level.progress is Progress.WRITING:
+            if key is None:
                 continue
-            is_overtaken = level.is_overtaken and key > begun
-            if is_overtaken or self._is_gone(key, level.source, ranks):
+            is_writing = level.progress is Progress.WRITING
+            is_overtaken = level.is_overtaken and (is_writing or key > begun)
+            is_gone = not is_writing and self._is_gone(key, level.source, ranks)
+            if is_overtaken or is_gone:
                 level.become_missed(key)
 
     def _is_gone(self, key: StepKey, source: int | None, ranks: Sequence[RankView]) -> bool:

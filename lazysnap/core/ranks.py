@@ -2,12 +2,12 @@
 
 ::
 
-    ABSENT ──> ATTACHED <──connection lost, process alive──> AWAY
-                   │  ▲                                        │
-                   │  └──────────the next trainer──────────┐   │
-                   │                                       │   │
-                   ├──process died, or left───────────────DEAD<┤
-                   └──the training is over────────────────ENDED<
+    ABSENT, DEAD or ENDED ──a trainer──────────────────────> ATTACHED
+    ATTACHED ──connection lost─────────────────────────────> AWAY
+    AWAY ──it connects again, or another takes its place───> ATTACHED
+    ATTACHED or AWAY ──process died────────────────────────> DEAD
+    ATTACHED ──left────────────────────────────────────────> DEAD
+    ATTACHED ──the training is over────────────────────────> ENDED
 """
 
 import enum
@@ -231,10 +231,10 @@ class Ranks:
             return ""
         if rank.presence is Presence.AWAY and now >= rank.away_since + AWAY_GRACE_S:
             is_writing = any(slot.phase is SlotPhase.CAPTURING for slot in rank.slots)
-            return self._trainers() if is_writing else ""
-        return self._trainers()
+            return self._text_of_trainers() if is_writing else ""
+        return self._text_of_trainers()
 
-    def _trainers(self) -> str:
+    def _text_of_trainers(self) -> str:
         """Return the processes that train, and how to end them."""
         pids = [str(rank.pid) for rank in self.all if rank.is_served]
         noun = "process" if len(pids) == 1 else "processes"

@@ -1,7 +1,8 @@
 """The states of a keeper as counters and messages: what is new in the last state, compared with the one before."""
 
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -19,6 +20,8 @@ _ALERTS = {
     "protection": (Event.NODE_UNPROTECTED, Event.NODE_PROTECTED, "nodes"),
 }
 """Messages of an alert to the user and of its end, and the topic of both. Other alerts have no end."""
+_ALERT_AGAIN_S = 600.0
+"""Seconds after which such an alert is reported again while it lasts, although its text is the same."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,17 @@ class KeeperEvents:
     the steps that it counted.
     """
 
-    def __init__(self, config: SnapshotConfig, messages: Messages, rank: int = 0) -> None:
+    def __init__(
+        self,
+        config: SnapshotConfig,
+        messages: Messages,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._messages = messages
         self._statistics = messages.statistics
         self._rank = rank
+        self._clock = clock
         self.is_training = True
         """True while training goes on."""
         self._urls = [level.url for level in config.levels]
@@ -60,6 +70,8 @@ class KeeperEvents:
             self._due.append(every)
         self._state = KeeperState()
         self._connection = Connection()
+        self._reported_at: dict[Alert, float] = {}
+        """Times at which the alerts that last were reported."""
         self._start = 0
         self._from_step = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
@@ -93,7 +105,7 @@ class KeeperEvents:
 
     def are_names_settled(self, state: KeeperState) -> bool:
         """Return True if the first level has the names that it is to have, or never will. Pure."""
-        if state.levels and state.levels[0].failure:
+        if state.levels and state.levels[0].is_failing:
             return True  # it may be away for hours
         if any(named.name in self._released_names for named in state.names):
             return False
@@ -123,6 +135,8 @@ class KeeperEvents:
             self._compare_protected(before.protected, state.protected)
             self._compare_names(before, state)
             self._compare_alerts(before.alerts, state.alerts)
+        if self._reported_at:
+            self._repeat_alerts()
         self._state = state
         self._connection = connection
 
@@ -233,10 +247,24 @@ class KeeperEvents:
     def _compare_alerts(self, before: Sequence[Alert], now: Sequence[Alert]) -> None:
         for alert in now:
             if alert not in before:
-                trouble, _, _ = _ALERTS.get(alert.about, (Event.KEEPER_TROUBLE, None, ""))
-                self._messages.tell(trouble, text=alert.text)
+                self._report_alert(alert)
+        self._reported_at = {alert: reported_at for alert, reported_at in self._reported_at.items() if alert in now}
         lasting = {alert.about for alert in now}
         for about in {alert.about for alert in before} - lasting:
             if about in _ALERTS:
                 _, over, _ = _ALERTS[about]
                 self._messages.tell(over)
+
+    def _report_alert(self, alert: Alert) -> None:
+        trouble = Event.KEEPER_TROUBLE
+        if alert.about in _ALERTS:
+            trouble, _, _ = _ALERTS[alert.about]
+            self._reported_at[alert] = self._clock()
+        self._messages.tell(trouble, text=alert.text)
+
+    def _repeat_alerts(self) -> None:
+        """Report alerts again that last: whoever looks later must see them, too."""
+        now_s = self._clock()
+        for alert, reported_at in list(self._reported_at.items()):
+            if now_s >= reported_at + _ALERT_AGAIN_S:
+                self._report_alert(alert)

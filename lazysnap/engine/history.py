@@ -95,6 +95,14 @@ class History:
         """True if a capture is still in its slot, whole or being copied."""
         return self._state(capture) is not CaptureState.LOST
 
+    def is_kept(self, step: int) -> bool:
+        """True if the keeper holds the capture of ``step``: it is not written over before it is stored."""
+        for capture in self._newest_first():
+            if capture.step == step:
+                view = view_of(capture)
+                return view is not None and view.is_held
+        return False
+
     def _state(self, capture: Capture) -> CaptureState:
         if capture.is_dropped:
             return CaptureState.LOST

@@ -237,18 +237,26 @@ class Recorder:
         Blocks, if this capture waits for memory: until there is a slot, or it is known that there will be none.
         """
         image_bytes = plan.layout.size_bytes
-        slot = self.slots.choose(image_bytes, meta_bytes)
-        if slot is not None or not self.waits_for_memory:
-            return slot
-        started_s = time.monotonic()
-        while slot is None and time.monotonic() < started_s + self._config.io_timeout_s:
-            if self.protection.cause is not None or self._client.is_silent:
-                break
-            time.sleep(0.001)
-            self.drain_events()
-            slot = self.slots.choose(image_bytes, meta_bytes)
-        self._statistics.memory_wait_s += time.monotonic() - started_s
-        return slot
+        if self.waits_for_memory and not self._has_memory(image_bytes, meta_bytes):
+            started_s = time.monotonic()
+            while time.monotonic() < started_s + self._config.io_timeout_s:
+                if self.protection.cause is not None or self._client.is_silent:
+                    break
+                time.sleep(0.001)
+                self.drain_events()
+                if self._has_memory(image_bytes, meta_bytes):
+                    break
+            self._statistics.memory_wait_s += time.monotonic() - started_s
+        return self.slots.choose(image_bytes, meta_bytes)
+
+    def _has_memory(self, image_bytes: int, meta_bytes: int) -> bool:
+        """True if a capture finds a slot; of several ranks, if each later one will, too.
+
+        A rank that left out a step alone while its slots are made would have none in common with the others.
+        """
+        if not self._world.is_alone and not self.slots.are_enough:
+            return False
+        return self.slots.choose(image_bytes, meta_bytes) is not None
 
     def _reason_for_no_slot(self) -> str:
         """Return why no slot could be chosen. Raises: JobBusy."""

@@ -1,10 +1,12 @@
 """The calls of an engine for integrations of this package, beside its public ones."""
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 
 from lazysnap.config import SnapshotConfig
+from lazysnap.core.messages import StepKey
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.notice import Notice, RankCaptures
 from lazysnap.engine.parts import Parts
@@ -81,6 +83,21 @@ class Session:
         """
         self.check_open("load")
         self.run.load(snapshot, position=position)
+
+    def is_to_be_stored(self, step: int, timeout_s: float) -> bool:
+        """Block until the first level has ``step``, or memory keeps it for that level, which has got a name for it.
+
+        ``False`` after the deadline: the level is busy with another step, and this one may be written over.
+        """
+        key = StepKey(self.run.meta.start_number, step)
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            levels = self.parts.client.state.levels
+            is_stored = bool(levels) and key in levels[0].complete
+            if is_stored or self.parts.recorder.history.is_kept(step):
+                return True
+            time.sleep(0.001)
+        return False
 
     def replan(self) -> None:
         """Work out anew, at the next boundary, what each rank captures: what all ranks hold alike has changed.

@@ -71,7 +71,7 @@ class StoredStep:
             return False  # the keeper does not know this start yet
         if self._key in state.levels[level].given_up:
             return True
-        if not state.levels[level].failure:
+        if not state.levels[level].is_failing:
             self._failing_since_s.pop(level, None)
             return False
         now_s = time.monotonic()

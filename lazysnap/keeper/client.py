@@ -145,7 +145,7 @@ class KeeperClient:
         self._link.update(structs.replace, memory=wish)
 
     def make_ready(self, work: Callable[[TrainerSlot], None]) -> None:
-        """Have ``work`` done for every slot in the background, behind ``populate``, before ``slots`` shows the slot."""
+        """Have ``work`` done in the background for every slot, after ``populate`` and before ``slots`` shows it."""
         self._link.slots.make_ready = work
 
     def slots(self) -> tuple[TrainerSlot, ...]:

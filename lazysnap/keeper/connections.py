@@ -36,7 +36,7 @@ class Owner(Protocol):
         """The other end is gone."""
 
     def process_died(self, pid: int) -> None:
-        """A process that was connected ended, or its last connection did and it cannot be watched."""
+        """A process that was connected ended. Of one that cannot be watched the end of a connection counts."""
 
 
 class Connection:
@@ -267,7 +267,7 @@ class Connections:
     # The end
 
     def close(self, number: int) -> None:
-        """Close a connection behind what was sent there."""
+        """Close a connection after what was sent there."""
         connection = self._connections.get(number)
         if connection is None:
             return

@@ -8,7 +8,7 @@
 
 ``core.jobs`` decides which job is next, and handles a level that fails. A job that is cancelled or abandoned notices it
 at its next ``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more. A job
-that is cancelled behind its commit ends as ``Missed``, too; the core has its files deleted.
+that is cancelled after its commit ends as ``Missed``, too; the core has its files deleted.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobCon
     Args:
         job: what is to be done.
         files: those of the level.
-        slots: of all ranks of the node.
+        slots: those that the job reads.
         control: the link to the loop.
     """
     try:
@@ -99,9 +99,7 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) 
             return _write(job, files, slots, control)
         case ListLevel():
             contents = files.find(files.open(control.beat))
-            return Listed(
-                job.level, job.job, contents.stored, contents.leftovers, contents.names, contents.unusable
-            )
+            return Listed(job.level, job.job, contents.stored, contents.leftovers, contents.names, contents.unusable)
         case DeleteFiles():
             files.delete(files.open(control.beat), job.keys)
         case SetNames():

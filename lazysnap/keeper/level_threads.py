@@ -1,4 +1,4 @@
-"""One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level behind the last."""
+"""One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level after the last."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -84,7 +84,7 @@ class LevelThreads:
         control = JobControl(job, self._post)
         self._controls[job.level] = control
         self._running[job.level] = job
-        work = self._work_of(job, _read_slots(job, slots), control)
+        work = self._work_of(job, _slots_of_job(job, slots), control)
         self._workers[job.level].submit(functools.partial(self._run, job, self._url(job.level), work, control))
 
     def forget(self, job: Job) -> None:
@@ -126,7 +126,7 @@ class LevelThreads:
         self._ended(EndedJob(job, level_url, event, control))
 
 
-def _read_slots(job: Job, slots: SlotsByRank) -> SlotsByRank:
+def _slots_of_job(job: Job, slots: SlotsByRank) -> SlotsByRank:
     """Return the slots that a job reads: a thread that hangs must not keep the memory of others."""
     if not isinstance(job, WriteLevel):
         return {}

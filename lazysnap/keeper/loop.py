@@ -200,11 +200,11 @@ class Keeper:
         self._events.look(self._core.ranks.all, self._slots.by_rank)
         self._note_state()
         self._answer_stop()
-        self._rest()
+        self._compute_checksums_at_rest()
         self._set_timer()
 
     def _woken(self) -> None:
-        """A capture began that the core wants to see."""
+        """A trainer began a capture that some level waits for."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         if not self._is_ending:
@@ -273,7 +273,7 @@ class Keeper:
             case VoidSlot() | Hold() | Release():
                 self._set_word(action)
             case SetGrant():
-                self._set_grant(action.step)
+                self._set_awaited_step(action.step)
             case BeginJob():
                 self._levels.begin(action.settings)
                 self._others.begin_job(action.settings)
@@ -296,7 +296,7 @@ class Keeper:
         self._is_ending = True
         self._loop.stop()
 
-    def _set_grant(self, step: int | None) -> None:
+    def _set_awaited_step(self, step: int | None) -> None:
         if step is None:
             self._node_page.grant_none()
         else:
@@ -347,7 +347,7 @@ class Keeper:
         self._slots.add(rank, slot)
         self._handle(SlotMade(rank))
 
-    def _rest(self) -> None:
+    def _compute_checksums_at_rest(self) -> None:
         """Use the time in which memory waits for a restart, and no level works."""
         is_waiting = self._core.phase is Phase.LINGERING and not self._core.is_served
         self._memory.rest(is_resting=is_waiting and not self._levels.is_busy)
@@ -444,6 +444,6 @@ class Keeper:
         return {index: self._levels.moved_bytes(index) for index in range(len(self._core.job.settings.levels))}
 
     def _answer_stop(self) -> None:
-        """Answer whoever wants this keeper to end, once it is known whether it does."""
+        """Answer whoever wants this keeper to end, if it stays; tell the core, if it is to end."""
         if self._answers.must_terminate():
             self._loop.call_soon(self._handle, Terminated())

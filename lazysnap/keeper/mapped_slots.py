@@ -29,7 +29,7 @@ class MappedSlots:
 
     Example::
 
-        slots = MappedSlots(on_ready=client.wake_waiting)
+        slots = MappedSlots(on_ready=changed.set)  # a threading.Event
         slots.map(descriptor)
         slots.want()
     """

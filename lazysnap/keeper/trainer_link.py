@@ -101,7 +101,7 @@ class TrainerLink:
 
     @property
     def is_start_sent(self) -> bool:
-        """True if the keeper was told of the present start."""
+        """True if the connected keeper was told of the present start. It says nothing while none is connected."""
         return self._sent.start == self.trainer.start
 
     def start(self) -> None:

@@ -216,7 +216,7 @@ class TrainerSlot(Slot):
         words.store(SlotWord.BEGIN, step + 1)
 
     def gather(self, offset: int, length: int, pieces: "array[int]") -> None:
-        """Copy pieces of this process's memory into the image, one behind the other. Other threads run meanwhile.
+        """Copy pieces of this process's memory into the image, one after the other. Other threads run meanwhile.
 
         Args:
             offset: place of the first byte in the image.

@@ -133,7 +133,7 @@ class SlotPage(WordPage):
 
         A trainer that begins a capture sets BEGIN to 0, then SEQUENCE, then the other words, then BEGIN. So if SEQUENCE
         is the same before and after, and BEGIN was not 0, all words between are of the capture with that number. The
-        second load also keeps what the caller reads next behind the words, such as bytes below the watermark.
+        second load also keeps what the caller reads next after the words, such as bytes below the watermark.
 
         A slot in which captures begin faster than the words can be read is reported as empty.
         """
@@ -189,9 +189,10 @@ GRANT_NONE = (1 << 64) - 1
 class NodePage(WordPage):
     """The page of a node. Its word GRANT says which captures the keeper wants to be woken for.
 
-    GRANT is step + 1 of the step that storage and redundancy take next, ``GRANT_ANY`` or ``GRANT_NONE``. A trainer that
-    begins a capture stores its words first and loads GRANT then; the keeper stores GRANT first and looks at the slots
-    then. So at least one of the two sees what the other stored, and no granted capture goes unnoticed.
+    GRANT is step + 1 of the first step that any level waits for, ``GRANT_ANY`` or ``GRANT_NONE``. It is no grant of the
+    coordinator: later captures wake the keeper, too. A trainer that begins a capture stores its words first and loads
+    GRANT then; the keeper stores GRANT first and looks at the slots then. So at least one of the two sees what the
+    other stored, and no capture that a level waits for goes unnoticed.
 
     Example::
 

@@ -221,14 +221,14 @@ class Survey:
         self.late |= {url for _, urls in answers for url in urls}
         inventories = []
         for packed_sites, _ in answers:
-            for number, packed in packed_sites:
+            for number, speed, packed in packed_sites:
                 site = sites[number]
-                speed = self._levels[site.url].speed
                 inventories.append(unpack_files(packed, site.listing.directories, site.url, speed, site.label))
         return merged(inventories)
 
     def _read_share(self, sites: list[Site], problems: list[str], until: float | None) -> list[Any]:
-        """Return what this rank found in its shares, by the number of the site, and the URLs of late levels."""
+        """Return what this rank found in its shares, by the number of the site and with its speed, and the URLs of late
+        levels."""
         rank = self._world.rank
         begun = []
         for number, site in enumerate(sites):
@@ -252,7 +252,8 @@ class Survey:
                 continue
             packed = pack_files(inventory, sites[number].listing.directories)
             if any(packed):
-                found.append([number, packed])
+                # The level of a rank may have another URL than that of any other rank.
+                found.append([number, self._levels[url].speed, packed])
         faults.point("restore.surveyed")
         return [found, late]
 

@@ -9,17 +9,21 @@ from support.core_world import slot_view
 from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
+from lazysnap.core.job import UNREACHED_S
 from lazysnap.core.lifecycle import START_GRACE_S, Phase
 from lazysnap.core.messages import (
     PROTOCOL,
     Farewell,
     JobSettings,
+    LevelOrder,
     LevelSettings,
     MemoryWish,
     NamedStep,
     NameRefusal,
+    Order,
     Progress,
     RedundancySettings,
+    Report,
     StepKey,
     TrainerState,
 )
@@ -431,3 +435,75 @@ def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_req
     held = [action.sequence for action in of_kind(done, Hold)]
     assert held
     assert all(action.num_kept == 3 for action in of_kind(done, Hold))
+
+
+class TestWhatIsStoredFirst:
+    def test_a_name_takes_the_place_of_a_write_that_nobody_requires(self):
+        """Memory has one slot to spare: while the write went on the named step would be written over."""
+        driver, step = driver_with_a_grant()
+        driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
+        write = driver.core.job.levels[0].job
+        assert isinstance(write, WriteLevel)
+        driver.see((slot(0, step, is_held=True), slot(1, step + 1), empty(2)))
+
+        named = NamedStep("mine", StepKey(START, step + 1))
+        done = driver.report(structs.replace(STATE, names=(named,)))
+
+        assert actions.CancelJob(0, write.job) in done
+        assert Hold(0, 1, sequence=step + 2, num_kept=1) in done
+
+    def test_redundancy_does_not_wait_for_a_level_that_is_due_more_rarely(self):
+        rare = structs.replace(LEVEL, every_n_steps=50)
+        settings = JobSettings("run", (rare,), RedundancySettings(every_n_steps=10))
+        driver = Driver()
+        for job in of_kind(driver.report(structs.replace(STATE, job=settings)), ListLevel):
+            driver.step(Listed(job.level, job.job, ()))
+        driver.see(THREE_EMPTY)
+
+        level, redundancy = driver.core.job.node.levels
+
+        assert (level.grant, redundancy.grant) == (StepKey(START, 50), StepKey(START, 10))
+
+    def test_redundancy_that_is_due_more_rarely_does_not_take_each_step_that_a_level_reads(self):
+        settings = JobSettings("run", (LEVEL,), RedundancySettings(every_n_steps=50))
+        driver = Driver()
+        for job in of_kind(driver.report(structs.replace(STATE, step=60, job=settings)), ListLevel):
+            driver.step(Listed(job.level, job.job, (StepKey(START, 55),) if job.level == 1 else ()))
+        driver.see(THREE_EMPTY)
+
+        level, redundancy = driver.core.job.node.levels
+
+        assert level.grant == StepKey(START, 61)
+        assert redundancy.grant is None or redundancy.grant.step == 100
+
+    def test_a_failure_beside_a_grant_that_waits_lets_other_levels_go_on(self):
+        """Its step would be waited for until the level works again."""
+        driver, _ = driver_with_a_grant()
+        level = driver.core.job.node.levels[0]
+        assert level.progress is Progress.WAITING
+        driver.core.job.levels[0].job = actions.DeleteFiles(0, 77, (StepKey(1, 1),))
+
+        driver.step(actions.Failed(0, 77, "the disk is away"))
+
+        assert driver.core.job.node.levels[0].wanted_key is None
+
+
+class TestOtherNodes:
+    @pytest.mark.parametrize(("node", "said"), [(0, "the keeper of node 1"), (1, "of rank 0's node")])
+    def test_trainers_hear_that_a_node_is_not_reached_and_that_it_is_back(self, node, said):
+        """Without a link between keepers nothing is stored."""
+        driver = Driver()
+        settings = structs.replace(SETTINGS, ranks=(node,), world_size=2, node=node, num_nodes=2)
+        driver.report(structs.replace(STATE, job=settings))
+        digest = driver.core.job.digest
+        message = Report(1, digest, 0, ())
+        if node == 1:
+            message = Order(digest, 5, (LevelOrder(1, None, None, (), (), (), (), False, True),))
+
+        [alert] = driver.sent(driver.pass_time(UNREACHED_S)).alerts
+        done = driver.step(actions.Received(1 - node, message))
+
+        assert alert.about == "links"
+        assert said in alert.text
+        assert "MASTER_ADDR" in alert.text
+        assert driver.sent(done).alerts == ()

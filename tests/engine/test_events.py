@@ -1,5 +1,6 @@
 """What is new in a keeper's state is counted once, and trouble is told once until it is over."""
 
+import pytest
 from msgspec import structs
 
 from lazysnap import PersistentLevel, SnapshotConfig
@@ -22,7 +23,8 @@ class Follower:
         config = SnapshotConfig(levels=(PersistentLevel("/disk", **interval),))
         self.statistics = Statistics()
         messages = Messages(self.statistics, speaks_for_node=speaks_for_node)
-        self.events = KeeperEvents(config, messages)
+        self.now_s = 0.0
+        self.events = KeeperEvents(config, messages, clock=lambda: self.now_s)
         self.events.begin(START, 0)
         self.level = LevelState()
         self.state = KeeperState(pid=pid, levels=(self.level,))
@@ -195,6 +197,40 @@ def test_an_alert_that_the_next_keeper_does_not_know_is_not_told_as_over(caplog)
     assert said(caplog) == ["nothing new is", "the keeper is", "nothing new is", "the keepers of"]
 
 
+@pytest.mark.parametrize("about", ["links", "protection"])
+def test_an_alert_that_lasts_is_told_again_every_ten_minutes_and_no_more_once_it_is_over(about, caplog):
+    follower = Follower()
+    follower.says(alerts=(Alert(about, "no link"), Alert("keeper", "a log is full")))
+    counts = []
+
+    for now_s in (1.0, 599.0, 600.0, 601.0, 1199.0, 1200.0):
+        follower.now_s = now_s
+        follower.look()
+        counts.append(len(caplog.messages))
+    assert counts == [2, 2, 3, 3, 3, 4]
+
+    follower.says(alerts=())
+    assert len(caplog.messages) == 5  # it is over
+    follower.now_s = 3000.0
+    follower.look()
+    assert len(caplog.messages) == 5
+
+
+def test_an_alert_whose_text_changes_is_told_at_once_and_again_after_ten_minutes(caplog):
+    follower = Follower()
+    follower.says(alerts=(Alert("links", "no link to node 1"),))
+
+    follower.now_s = 500.0
+    follower.says(alerts=(Alert("links", "no link to node 2"),))
+    follower.now_s = 1099.0
+    follower.look()
+    assert len(caplog.messages) == 2
+
+    follower.now_s = 1100.0
+    follower.look()
+    assert "no link to node 2" in caplog.messages[2]
+
+
 def test_protected_steps_are_counted_and_forgotten_with_the_keeper_that_has_the_parity():
     follower = Follower()
     follower.says(protected=StepKey(START, 6))
@@ -249,7 +285,7 @@ def test_names_are_settled_once_the_first_level_has_them_or_never_will():
     assert follower.events.are_names_settled(KeeperState(names=(NamedStep("good", key),)))
     assert follower.events.are_names_settled(KeeperState(lost=(key,)))
     assert follower.events.are_names_settled(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
-    assert follower.events.are_names_settled(KeeperState(levels=(LevelState(failure="away"),)))
+    assert follower.events.are_names_settled(KeeperState(levels=(LevelState(is_failing=True),)))
 
 
 def test_a_name_that_was_released_is_not_lost(caplog):

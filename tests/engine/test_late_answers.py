@@ -5,22 +5,16 @@ import os
 import threading
 
 import pytest
-from support.catalogue import inventory_of
 from support.fault_plan import Act, FaultPlan, Hang
 from support.faulty import FaultyStorage
-from support.image import write_shard
-from support.names import START
-from support.node_rig import RUN, image_of
 from support.snapshots import Snapshot
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.source import MemorySource, map_anonymous
 from lazysnap.restore import level as level_module
 from lazysnap.restore.level import Level
 from lazysnap.restore.sources import Failure, Places, Sources
-from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import SnapshotName
 
 
@@ -34,12 +28,9 @@ def open_files(below):
 
 @pytest.mark.slow
 def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, monkeypatch):
-    level, image = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=3), image_of(3)
-    room = map_anonymous(-(-len(image) // 4096) * 4096)
-    room[: len(image)] = image
+    level = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=3)
     store = open_store(level.url)
-    write_shard(store, CaptureMeta(RUN, START, 3, 0, 1, 3), MemorySource(room, len(image)))
-    [entry] = inventory_of(store).entries
+    entry = Snapshot(3).write(store)
     plan = FaultPlan(Hang(1, operation="read_into"))
     slow = SnapshotStore(FaultyStorage(store.storage, plan))
     monkeypatch.setattr(level_module, "open_store", lambda *_, **__: slow)

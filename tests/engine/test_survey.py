@@ -208,13 +208,13 @@ def test_a_restart_of_4096_ranks_sends_each_of_them_a_megabyte_at_most():
         told.append([{PATH: digest_of("x")} if is_first else {}, []])
         told.append({PATH: encoded([vars(one) for one in shared.directories]).decode()} if place.rank == 0 else {})
         packed = pack_files(share_of(site, place), site.listing.directories)
-        told.append([[[0, packed]] if any(packed) else [], []])
+        told.append([[[0, 2, packed]] if any(packed) else [], []])
 
     assert len(site.listing.directories) == NEWEST
     assert sum(HEAD_BYTES + len(encoded(value)) for value in told) <= MOST_BYTES
     assert len(told) == EXCHANGES * WORLD_SIZE
     newest = merged(
-        unpack_files(share[0][0][1], site.listing.directories, PATH, 2, None)
+        unpack_files(share[0][0][2], site.listing.directories, PATH, 2, None)
         for share in told[EXCHANGES - 1 :: EXCHANGES]
         if share[0]
     )

@@ -102,26 +102,6 @@ def test_what_a_dead_rank_left_stays_while_another_one_trains_and_lingers_from_t
 
 
 @pytest.mark.slow
-def test_a_rank_that_says_goodbye_takes_its_memory_along_and_no_other(job):
-    level = job.level(every_n_steps=100)
-    first, second, _ = ranks(job, levels=[level])
-    for trainer in (first, second):
-        trainer.capture(step=5)
-    keeper = job.keeper_pid()
-    assert second.goodbye()
-
-    assert until(lambda: len(slots_of(keeper)) == 3 * (RANKS - 1))
-    assert job.keeper_pid() == keeper
-    assert steps(first) == [5]
-    again = job.trainer(rank=(1, RANKS), start=START)
-    assert steps(again) == []
-    assert again.capture(step=6)
-    for trainer in (first, again, job.trainers[2]):
-        assert trainer.goodbye()
-    assert until(job.is_gone)
-
-
-@pytest.mark.slow
 def test_a_second_trainer_of_one_rank_is_refused_and_those_of_others_are_not(job):
     pids = sorted(trainer.process.pid for trainer in ranks(job))
 

@@ -193,7 +193,12 @@ class Trainer:
             node=int(self.is_elsewhere),
             num_nodes=1 + self.is_elsewhere,
         )
+        had_slots = bool(self.client.slots())
         self.client.begin_start(job, int(self.start_id, 16), step)
+        # There are no slots before the keeper was told of this start.
+        deadline = time.monotonic() + TIMEOUT_S
+        while had_slots and not self.client.slots() and time.monotonic() < deadline:
+            time.sleep(0.002)
         return True
 
     def _global_rank(self):

@@ -46,9 +46,10 @@ def of_memory(passed):
 
 def of_storage(passed):
     """Points that keepers and levels pass in each training, before its end; and those of the start of a keeper."""
-    ends = {"keeper.trainer_died", "keeper.lingering", "keeper.persist.checksum", "keeper.draining", "keeper.gone"}
+    ends = {"keeper.trainer_died", "keeper.lingering", "keeper.persist.checksum", "keeper.draining", "keeper.over"}
     seldom = {"keeper.memory.drop", "level.store.sweep"}  # where an earlier start left something
-    points = [point for point in passed[0] if is_of_keeper(point) and point not in ends | seldom]
+    alone = {"keeper.started"}  # by a keeper that does not know its trainer yet
+    points = [point for point in passed[0] if is_of_keeper(point) and point not in ends | seldom | alone]
     return sorted([*points, *OF_STARTER])
 
 

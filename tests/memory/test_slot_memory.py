@@ -9,6 +9,8 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
+import time
 from array import array
 from pathlib import Path
 
@@ -278,6 +280,44 @@ def test_all_pages_of_a_trainer_are_populated(trainer_slot):
     assert shared_bytes() - before >= IMAGE_BYTES
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["make_slot", "populate"])
+def test_other_threads_run_while_memory_is_made_ready(work):
+    """A keeper finds memory for minutes, and answers its trainers meanwhile; a trainer trains."""
+    counted = [0]
+    is_over = threading.Event()
+
+    def count():
+        while not is_over.is_set():
+            counted[0] += 1
+            time.sleep(0)  # lets the others run
+
+    counter = threading.Thread(target=count)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # a thread runs when another one lets it, and else not
+    try:
+        counter.start()
+        assert any(is_counted_meanwhile(work, counted) for _ in range(20))
+    finally:
+        sys.setswitchinterval(interval_s)
+        is_over.set()
+        counter.join()
+
+
+def is_counted_meanwhile(work, counted):
+    before = counted[0]
+    slot = make_slot(4096, 128 * MIB)
+    after = counted[0]
+    writer = TrainerSlot.attach(os.dup(slot.descriptor))
+    if work == "populate":
+        before = counted[0]
+        writer.populate()
+        after = counted[0]
+    writer.close()
+    slot.close()
+    return after > before
+
+
 def test_a_slot_may_be_a_file_without_a_name_that_has_all_its_space(tmp_path):
     slot = make_slot(4096, IMAGE_BYTES, str(tmp_path))
     writer = TrainerSlot.attach(os.dup(slot.descriptor))
@@ -289,6 +329,10 @@ def test_a_slot_may_be_a_file_without_a_name_that_has_all_its_space(tmp_path):
     assert stat.S_IMODE(facts.st_mode) == 0o600
     assert facts.st_blocks * 512 >= slot.size_bytes
     assert (slot.is_file, slot.memory_bytes) == (True, 0)
+    reader = Slot.attach(slot.reading_descriptor())
+    reader.read(0, 3)[:] = b"xyz"
+    assert read(reader, 1) == b"\1" * IMAGE_BYTES
+    reader.close()
     writer.close()
     slot.close()
 

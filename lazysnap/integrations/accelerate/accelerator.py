@@ -83,7 +83,8 @@ class _WithSnapshots:
 
         Call it behind everything that belongs to a step, or not at all: steps are captured anyway, every
         ``SnapshotConfig.every_n_steps``, before the next batch is fetched. A large checkpoint is written while training
-        waits where this step was captured before, with FSDP2, and with further arguments.
+        waits where this step was captured before, while the level is busy with another snapshot, with FSDP2, and with
+        further arguments.
         With a directory collective. Raises: as ``SnapshotEngine.boundary``; what stock raises, where that writes it.
         """
         door, is_named = self._lazysnap_door, self.project_configuration.automatic_checkpoint_naming

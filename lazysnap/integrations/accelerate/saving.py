@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _LOAD_AFTER_S = 3600.0
 """The longest time that a load waits for a checkpoint that is in progress."""
+_KEPT_WITHIN_S = 1.0
+"""A snapshot that memory does not keep for the level within this time may be written over: the level is busy."""
 SMALL_BYTES = 64 << 20
 """A smaller state is written at once: that takes less time than a process takes to begin."""
 
@@ -45,7 +47,8 @@ class Directories:
 
     A small state is written at once, by Accelerate. A large one is captured and named; the directory exists at once,
     marked as unfinished, and a process fills it from the stored snapshot. Accelerate writes it while training waits
-    without a level, for FSDP2, within an accumulation of gradients, and if this step was captured before.
+    without a level, for FSDP2, within an accumulation of gradients, if this step was captured before, and while the
+    level is busy with another snapshot: memory has one place for those that wait.
     """
 
     def __init__(self, accelerator: Any, state: AcceleratorState) -> None:
@@ -166,7 +169,8 @@ class Directories:
         """Name the snapshot of this step. ``None`` if a rank has none, or cannot have it stored. Collective."""
         # The start's id: an earlier start may have used such a name at the same step.
         name = f"save_state-{engine.step}-{engine.session.run.meta.start}-{next(self._numbers)}"
-        if all(gather_object([is_there and engine.keep(name) == engine.step])):
+        is_named = is_there and engine.keep(name) == engine.step
+        if all(gather_object([is_named and engine.session.is_to_be_stored(engine.step, _KEPT_WITHIN_S)])):
             return name
         if is_there:
             engine.release(name)  # else a later snapshot would be called so
