@@ -303,7 +303,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     from lazysnap.snapshots.reader import read
 
     rank, nodes = dist.get_rank(), dist.get_world_size()
-    inventory = engine._client.inventory(DEADLINE_S)
+    inventory = engine._client.memory(DEADLINE_S)
     held = [one for one in inventory.parity if one.step == step]
     entries = [
         Entry("memory", 0, one.run_id, one.start, step, one.rank, nodes, "", node=engine.session.parts.world.place.node)

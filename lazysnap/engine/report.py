@@ -47,6 +47,8 @@ class End:
     untrained: "Resumed | None" = None
     """The snapshot that was resumed, if no step came after it."""
     failure: "Failure | None" = None
+    failing: Sequence[str] = ()
+    """URLs of the levels that failed when the engine ended: a message has said why."""
 
 
 @dataclass(frozen=True)
@@ -322,7 +324,7 @@ def not_durable(statistics: Statistics, end: End) -> str:
         return ""
     return (
         f"NOT DURABLE: step {newest}, the newest capture, is not at {', '.join(missing)}"
-        f"{_failures(statistics, missing) or _waited(end)}; {_fate(end)}"
+        f"{_failures(statistics, missing) or _waited(end, missing)}; {_fate(end)}"
     )
 
 
@@ -356,9 +358,11 @@ def _failures(statistics: Statistics, urls: Sequence[str]) -> str:
     return f" ({count} write{'s' * (count != 1)} failed)" if count else ""
 
 
-def _waited(end: End) -> str:
+def _waited(end: End, missing: Sequence[str]) -> str:
     if end.ending is Ending.CLOSED:
         return ""
+    if all(url in end.failing for url in missing):
+        return " (nothing can be stored there now; a message above says why)"  # the wait ended before its deadline
     return f" after {end.drain_timeout_s:g} s (drain_timeout_s)"
 
 

@@ -303,11 +303,17 @@ class Shutdown:
             ranks=self._parts.world.size,
             untrained=resumed if resumed is not None and resumed.step == self._recorder.seen_step else None,
             failure=self._failure(error) if error and self._run.is_begun else None,
+            failing=self._failing(),
         )
         for line in report.summary(statistics, end):
             self._parts.messages.tell(Event.ENDS, line=line)
         if warning := report.not_durable(statistics, end):
             self._parts.messages.tell(Event.NOT_DURABLE, line=warning)
+
+    def _failing(self) -> list[str]:
+        """Return the URLs of the levels that fail, as far as the last state of the keeper says."""
+        levels = zip(self._parts.config.levels, self._parts.client.state.levels, strict=False)
+        return [level.url for level, state in levels if state.failure]
 
     def _failure(self, error: BaseException) -> report.Failure:
         statistics, resumed = self._parts.statistics, self._run.resumed

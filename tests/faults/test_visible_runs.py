@@ -151,7 +151,8 @@ def test_what_is_not_durable_at_the_end_is_said_loudly(start, tmp_path):
     one(lines, r"lazysnap: captured 8 of 8 due steps .*; stored 0 at .*; training waited .*")
     one(
         lines,
-        r"lazysnap: NOT DURABLE: step 8, the newest capture, is not at .*/file/level \(\d+ writes? failed\); it stays "
+        r"lazysnap: NOT DURABLE: step 8, the newest capture, is not at .*/file/level \(nothing can be stored "
+        r"there now; a message above says why\); it stays "
         r'in memory for 30 s \(linger_s\), where a restart with "latest" finds it',
     )
 
