@@ -112,6 +112,7 @@ class KeeperSearch:
             if time.monotonic() > self._deadline_s and not self._seeker.is_leaving():
                 raise KeeperError(self._why_none())
             time.sleep(self._retry_s)
+        self._reap()
         return None
 
     def _connect(self) -> Channel | None:
@@ -207,10 +208,14 @@ class KeeperSearch:
                 "give the job another name with SnapshotConfig(job_id=...)"
             ) from error
 
+    def _reap(self) -> None:
+        """Wait until the process that starts a keeper has ended, which it does as soon as the keeper is detached."""
+        if self._starting is not None:
+            self._starting.reaper.join(_REAP_S)
+
     def _become_served(self, channel: Channel, state: KeeperState) -> None:
         channel.peer_pid = state.pid
-        if self._starting is not None:
-            self._starting.reaper.join(_REAP_S)  # what answers is detached already
+        self._reap()
         faults.set_peer(state.pid)
 
     def _become_refused(self, refusal: str) -> None:
