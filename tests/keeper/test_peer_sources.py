@@ -1,5 +1,6 @@
 """What a keeper lets others read of its slots and of its parity, and what it lets go of."""
 
+import gc
 import os
 import threading
 
@@ -134,6 +135,7 @@ def test_a_slot_that_the_keeper_closes_is_refused_and_what_was_opened_stays_read
 
 
 def test_few_sources_stay_open_and_their_slots_are_let_go(ranks, sources):
+    gc.collect()  # what earlier tests left open is closed now, and not while this one counts
     descriptors = num_descriptors()
     for step in range(3 * MAX_OPENED):
         captures = ranks[step % 2]
@@ -141,7 +143,7 @@ def test_few_sources_stay_open_and_their_slots_are_let_go(ranks, sources):
         sources.open(SlotOf(captures.rank, captures.sequence, "image"))
         assert num_descriptors() <= descriptors + 2 * MAX_OPENED  # Python keeps one more for each mapping
     sources.clear()
-    assert num_descriptors() == descriptors
+    assert num_descriptors() <= descriptors
 
 
 def test_sources_are_opened_by_several_threads(ranks, sources):
