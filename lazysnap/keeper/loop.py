@@ -424,6 +424,7 @@ class Keeper:
             self._connections.answer(connection, Answer(number=question.number, is_done=False, text=text))
 
     def _answer_question(self, connection: Connection, question: Question) -> None:
+        self._handle(TimePassed())  # captures may have begun that nothing woke the keeper for
         history = self._events.history
         match question.about:
             case "memory":

@@ -36,9 +36,10 @@ data = Manifest(NodeName(0, 1), (Shard(meta, 0, 64, 8),), checksums, 1).encode()
 use = lambda: Manifest.decode(data, "here")
 """
 MESSAGE = """
-from lazysnap.keeper.protocol import Inventory, decode, encode
-data = encode(Inventory(entries=[], frozen=[], end=None, local_ranks=[0]))
-use = lambda: decode(data)
+from lazysnap.core.messages import KeeperState
+from lazysnap.keeper.wire import _decode, _encode
+data = _encode(KeeperState())
+use = lambda: _decode(data)
 """
 
 
