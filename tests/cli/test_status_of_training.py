@@ -33,7 +33,6 @@ def test_a_training_is_seen_live_and_what_is_left_after_its_death(training, url,
     [rank] = live["ranks"]
     assert (rank["training"], rank["pid"], rank["slots"]) == (True, training.pid, 3)
     assert rank["copy_s"] > 0
-    assert rank["waited_s"] > 0
     assert rank["captured_age_s"] < 30
     assert rank["captured_step"] <= rank["step"] <= rank["captured_step"] + 1
     assert live["survives"]["keeper"]["safe"] == live["survives"]["process"]["safe"]
