@@ -276,6 +276,7 @@ class Recorder:
             self.meta.start_number, capture.step, sequence=capture.sequence, image_bytes=image_bytes, meta=meta
         )
         self._client.wake(capture.step)
+        self._client.note_waited(self._statistics.waited_s)
         self.captures.begin(capture)
         self.protection.regain()
         if capture.slot.is_file:

@@ -187,6 +187,10 @@ class KeeperClient:
 
     # What the keeper is to know. Nothing here blocks.
 
+    def note_waited(self, seconds: float) -> None:
+        """Note how long training has waited in all, for people: sent along with what comes next. Hot."""
+        self._link.waited_s = seconds
+
     def begin_start(self, job: JobSettings, start: int, step: int, source: str = "") -> None:
         """Begin a start: captures from now on are of it. What was required of the start before counts no more.
 

@@ -64,10 +64,6 @@ class LevelThreads:
             return 0
         return self._controls[level].moved_bytes
 
-    def running_job(self, level: int) -> Job | None:
-        """Return the job of a level."""
-        return self._running.get(level)
-
     def begin(self, settings: JobSettings) -> None:
         """Work for these settings from now on. Jobs of earlier ones are abandoned."""
         for level in list(self._workers):

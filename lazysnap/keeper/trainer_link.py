@@ -71,6 +71,8 @@ class TrainerLink:
         """Why the thread gave up."""
         self.was_connected = False
         self.is_silent = False
+        self.waited_s = 0.0
+        """Seconds that training has waited so far. They are sent when something else is exchanged."""
         self._io_timeout_s = io_timeout_s
         self._changed = threading.Condition()
         """Held by whoever replaces anything above."""
@@ -167,7 +169,7 @@ class TrainerLink:
         Blocks: until the keeper is told, at most ``patience_s``, and for the moment that the thread takes to end.
         """
         with self._changed:
-            self.trainer = structs.replace(self.trainer, farewell=farewell)
+            self.trainer = structs.replace(self.trainer, farewell=farewell, waited_s=self.waited_s)
             self._leave_by_s = time.monotonic() + patience_s
             thread = self._thread
         self._notify()
@@ -349,6 +351,7 @@ class TrainerLink:
             return Question(number=unasked[0], about="memory", local_rank=local_rank)
         if silence.is_question_due:
             silence.expect_answer()
+            self.update(_with_waited, self.waited_s)
             return Question(about="memory", local_rank=local_rank)
         return None
 
@@ -379,9 +382,13 @@ class TrainerLink:
             state = structs.replace(state, memory_refusal=self._mapping_problem)
         slot_ids = tuple(slot.slot_id for slot in self.slots.all)
         with self._changed:
-            trainer = structs.replace(self.trainer, slots=slot_ids)
+            trainer = structs.replace(self.trainer, slots=slot_ids, waited_s=self.waited_s)
             self.trainer = without_answered(trainer, self._sent, state)
             self.state = state
+
+
+def _with_waited(trainer: TrainerState, waited_s: float) -> TrainerState:
+    return structs.replace(trainer, waited_s=waited_s)
 
 
 def _after_fork_in_child() -> None:

@@ -19,6 +19,11 @@ def training(zygote, url, tmp_path):
     run("stop", url, "--force")
 
 
+def waited(job):
+    """The wait that is told with the states of a training, so behind the first snapshot that was stored."""
+    return job["ranks"][0]["waited_s"]
+
+
 def test_a_training_is_seen_live_and_what_is_left_after_its_death(training, url, capsys):
     def job(is_so):
         def look():
@@ -27,12 +32,13 @@ def test_a_training_is_seen_live_and_what_is_left_after_its_death(training, url,
 
         return until(look)
 
-    live = job(lambda found: found["levels"][0]["age_s"] and found["ranks"][0]["steps_per_s"])
+    live = job(lambda found: found["levels"][0]["age_s"] and found["ranks"][0]["steps_per_s"] and waited(found))
 
     assert live["job"] == url
     [rank] = live["ranks"]
     assert (rank["training"], rank["pid"], rank["slots"]) == (True, training.pid, 3)
     assert rank["copy_s"] > 0
+    assert rank["waited_s"] > 0
     assert rank["captured_age_s"] < 30
     assert rank["captured_step"] <= rank["step"] <= rank["captured_step"] + 1
     assert live["survives"]["keeper"]["safe"] == live["survives"]["process"]["safe"]
