@@ -1,6 +1,6 @@
 """The slots that a trainer captures into: asked of the keeper, chosen for a capture, returned."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from lazysnap.capture.captures import Captures
 from lazysnap.capture.registration import registrar
@@ -9,7 +9,7 @@ from lazysnap.core.messages import MemoryWish
 from lazysnap.engine.estimate import growth_bytes, resident_bytes
 from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.memory.slot_choice import SLACK_BYTES, SlotView, choose_slot, is_fitting, surplus_slots
+from lazysnap.memory.slot_choice import choose_slot, fits_image, surplus_slots
 from lazysnap.memory.slot_files import spill_dir
 from lazysnap.memory.slots import TrainerSlot, slot_bytes
 from lazysnap.ranks.world import World
@@ -67,15 +67,18 @@ class Slots:
     @property
     def are_enough(self) -> bool:
         """True if there are as many as captures need at least, of the size that was asked for."""
-        views = [slot.view() for slot in self._client.slots()]
-        return len(self._fitting(views)) > self._kept
+        return len(self._fitting(self._client.slots())) > self._kept
 
-    def _fitting(self, views: Sequence[SlotView]) -> list[int]:
+    def _fitting(self, slots: Iterable[TrainerSlot]) -> list[int]:
         """Return the ids of slots of the size that was asked for."""
         if self._asked is None:
             return []
         meta_bytes, image_bytes = self._asked
-        return [view.slot_id for view in views if is_fitting(view, meta_bytes, image_bytes)]
+        fitting = []
+        for slot in slots:
+            if slot.meta_capacity_bytes >= meta_bytes and fits_image(slot.image_capacity_bytes, image_bytes):
+                fitting.append(slot.slot_id)
+        return fitting
 
     # Asking and returning
 
@@ -122,16 +125,11 @@ class Slots:
             self._meta_bytes = 2 * meta_bytes
         before = self._asked
         # Decided by what was asked for, not by the slots that fit: one that an earlier start left may fit, too.
-        if before is None or before[0] != self._meta_bytes or not self._serves(before[1], image_bytes):
+        if before is None or before[0] != self._meta_bytes or not fits_image(before[1], image_bytes):
             self.ask(image_bytes)
         if self._expects_first_step and self._asked == before:
             self.ask_again()
         self._expects_first_step = False
-
-    @staticmethod
-    def _serves(capacity_bytes: int, image_bytes: int) -> bool:
-        """True if slots of that capacity are large enough for an image, and not wastefully larger."""
-        return image_bytes <= capacity_bytes <= image_bytes + image_bytes // 20 + SLACK_BYTES
 
     def return_surplus(self) -> None:
         """Return to the keeper slots of another size, and those beyond the number needed, that hold nothing needed.
@@ -141,10 +139,10 @@ class Slots:
         if self._asked is None:
             return
         slots = {slot.slot_id: slot for slot in self._client.mapped()}
-        views = [slot.view() for slot in slots.values()]
-        fitting = self._fitting(views)
+        fitting = self._fitting(slots.values())
         if len(fitting) == len(slots) <= self.needed:
-            return
+            return  # decided by sizes, which do not change: words are read only where a slot may go
+        views = [slot.view() for slot in slots.values()]
         surplus = surplus_slots(views, self._kept, fitting=fitting, count=self.needed, busy=self._busy(slots.values()))
         for view in surplus:
             slot = slots[view.slot_id]

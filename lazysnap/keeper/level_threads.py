@@ -1,19 +1,18 @@
 """One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level after the last."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.core.actions import Event, Job, JobEnded, WriteLevel
 from lazysnap.core.messages import JobSettings
-from lazysnap.keeper.jobs import run_level_job
+from lazysnap.keeper.jobs import NodeSlots, run_level_job
 from lazysnap.keeper.level_files import LevelFiles
 from lazysnap.keeper.worker import JobControl, Worker
 from lazysnap.memory.slots import Slot
 
-SlotsByRank = Mapping[int, Mapping[int, Slot]]
-ParityJob = Callable[[Job, SlotsByRank, JobControl], Callable[[], JobEnded]]
+ParityJob = Callable[[Job, NodeSlots, JobControl], Callable[[], JobEnded]]
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class LevelThreads:
         for index in range(len(settings.levels)):
             self._files.append(LevelFiles(settings, index, tuple(self._files)))
 
-    def start(self, job: Job, slots: SlotsByRank) -> None:
+    def start(self, job: Job, slots: NodeSlots) -> None:
         """Begin a job on the thread of its level."""
         if job.level not in self._workers:
             self._workers[job.level] = Worker(f"level-{job.level}")
@@ -107,7 +106,7 @@ class LevelThreads:
         self._running.pop(level, None)
         self._workers.pop(level).leave()
 
-    def _work_of(self, job: Job, slots: SlotsByRank, control: JobControl) -> Callable[[], JobEnded]:
+    def _work_of(self, job: Job, slots: NodeSlots, control: JobControl) -> Callable[[], JobEnded]:
         if job.level < len(self._files):
             return functools.partial(run_level_job, job, self._files[job.level], slots, control)
         return self._parity_job(job, slots, control)
@@ -122,7 +121,7 @@ class LevelThreads:
         self._ended(EndedJob(job, level_url, event, control))
 
 
-def _slots_of_job(job: Job, slots: SlotsByRank) -> SlotsByRank:
+def _slots_of_job(job: Job, slots: NodeSlots) -> NodeSlots:
     """Return the slots that a job reads: a thread that hangs must not keep the memory of others."""
     if not isinstance(job, WriteLevel):
         return {}

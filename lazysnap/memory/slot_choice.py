@@ -109,10 +109,14 @@ SLACK_BYTES = 8 << 20
 """Bytes by which a slot may be larger than a capture needs, beside a twentieth."""
 
 
+def fits_image(capacity_bytes: int, image_bytes: int) -> bool:
+    """Return True if a capacity is large enough for an image, and not wastefully larger."""
+    return image_bytes <= capacity_bytes <= image_bytes + image_bytes // 20 + SLACK_BYTES
+
+
 def is_fitting(view: SlotView, meta_bytes: int, image_bytes: int) -> bool:
-    """Return True if a slot is large enough for a capture, and not wastefully larger."""
-    most_bytes = image_bytes + image_bytes // 20 + SLACK_BYTES
-    return view.meta_capacity_bytes >= meta_bytes and image_bytes <= view.image_capacity_bytes <= most_bytes
+    """Return True if a slot is large enough for a capture, and its image not wastefully larger."""
+    return view.meta_capacity_bytes >= meta_bytes and fits_image(view.image_capacity_bytes, image_bytes)
 
 
 def newest_whole(views: Sequence[SlotView], count: int) -> list[SlotView]:

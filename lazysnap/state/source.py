@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.state.loading import live_extras, resizable_names
+from lazysnap.state.loading import resizable_names
 from lazysnap.state.wrappers import ddp_of, stepping, unwrapped, without_compiled
 
 KEY = "lazysnap"
@@ -86,18 +86,6 @@ class StateSource:
             if isinstance(value, torch.nn.Module):
                 names.update(f"{path}.{name}" for name in resizable_names(unwrapped(value)))
         return names
-
-    def frozen_tensors(self) -> Iterable[torch.Tensor]:
-        """Return the live tensors of the model that require no gradient, in a fixed order: parameters, and the scales
-        of quantised ones; never buffers.
-
-        Those that no optimizer holds are stored once, and checked for changes. Returning nothing is always right.
-        """
-        frozen: list[torch.Tensor] = []
-        for module in self.modules():
-            frozen += [parameter for parameter in module.parameters() if not parameter.requires_grad]
-            frozen += live_extras(unwrapped(module)).values()
-        return frozen
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """Return parameters that are equal on all ranks (DDP). Each rank captures a share of them and of their
