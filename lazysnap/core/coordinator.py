@@ -606,11 +606,10 @@ class Coordinator:
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
         left = self._left_on_all()
-        if left is None:
-            return
-        for index, level in enumerate(self.levels):
-            if level.is_memory:
-                continue
+        storage = [level for level in self.levels if not level.is_memory]
+        if left is None or not all(level.is_open for level in storage):
+            return  # what a level has that is not open yet is not known
+        for index, level in enumerate(storage):
             for key in self._required_at(index) - left - level.complete:
                 if self._source_of(key, index) is None:
                     self._give_up(level, key)

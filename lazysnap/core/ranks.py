@@ -104,6 +104,8 @@ class Rank:
             if slot.start == start and slot.step is not None:
                 begun = max(begun, slot.step)
         is_capturing = self.is_served and not self.state.is_sealed
+        if self.is_adopting:
+            is_capturing = True  # what is left is not known yet
         return RankView(self.number, start, begun, is_capturing, num_kept, self.slots)
 
     # Memory

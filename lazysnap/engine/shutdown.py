@@ -135,6 +135,7 @@ class Shutdown:
             if drain and over:
                 self._capture_last()
             has_own = self._history.newest_whole() is not None
+            parts.client.seal()  # what memory has stays: a step with a name is stored, though newer ones are there
             durable = not drain or self._drain(progress, is_common=over)
             captured = not drain or self._has_captured_last()
             self._recorder.protection.sum_up()

@@ -86,9 +86,14 @@ def refusal_text(count: int, each_bytes: int, available_bytes: int, *, least: in
 
 
 def _refusal(wish: MemoryWish, fitting: Sequence[Slot], others: Sequence[Slot]) -> str:
-    """Return why there is no memory for all slots of a wish; empty if there may be."""
+    """Return why there is no memory for all slots of a wish; empty if there may be.
+
+    Slots that are files count as missing: where not all fit into memory, the last one would fit, and take what the
+    training is about to need.
+    """
     each_bytes = _size_of_one(wish)
-    missing_bytes = max(1, wish.num_slots - len(fitting)) * each_bytes
+    num_in_memory = sum(1 for slot in fitting if not slot.is_file)
+    missing_bytes = max(1, wish.num_slots - num_in_memory) * each_bytes
     held_bytes = _memory_of(fitting)
     free_bytes = NODE.free_bytes()
     if wish.max_bytes is not None and held_bytes + missing_bytes > wish.max_bytes:

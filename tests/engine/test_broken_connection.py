@@ -106,8 +106,8 @@ def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job,
     finally:
         os.kill(pid, signal.SIGCONT)
 
+    until(lambda: named(tmp_path) == [4], lambda: str(named(tmp_path)))
     training.run(5, 5)
     assert training.engine._flush(TIMEOUT_S)
     assert training.engine.statistics().keepers_lost == 0
-    until(lambda: named(tmp_path) == [4], lambda: str(named(tmp_path)))
     assert training.engine.close()

@@ -65,7 +65,7 @@ def test_a_training_without_proc_is_stored(tmp_path):
     done = _run_without_proc(sys.executable, "-c", PROGRAM, str(directory))
 
     assert done.returncode == 0, done.stderr
-    assert "captured 8 of 8 due steps" in done.stderr
+    assert "(newest: step 8)" in done.stderr
     assert list(directory.glob(f"step-{STEPS:08}-*"))
 
 

@@ -23,12 +23,12 @@ def keeper_of(identity: JobIdentity) -> int | None:
 def end_keepers(test: str) -> None:
     """Kill all that were started while this process ran a test and a phase whose name begins so.
 
-    Other workers of the same run may be in the middle of other tests of that module.
+    Other workers of the same run may be in the middle of other tests of that module, and so may other runs.
     """
     wanted = f"PYTEST_CURRENT_TEST={test}".encode(errors="surrogateescape")
     of_worker = {
         f"{name}={os.environ[name]}".encode()
-        for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID")
+        for name in ("PYTEST_XDIST_WORKER", "LAZYSNAP_RUNTIME_DIR")
         if name in os.environ
     }
     for process in pathlib.Path("/proc").glob("[0-9]*"):
