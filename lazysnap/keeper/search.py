@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.console import say
-from lazysnap.core.messages import KeeperState, TrainerState
+from lazysnap.core.messages import Farewell, KeeperState, TrainerState
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import KeeperBusy, Starting, start_keeper, try_connect
@@ -109,6 +109,8 @@ class KeeperSearch:
                 served = self._await_state(channel)
                 if served is not None:
                     return served
+                if self._sent.farewell is not Farewell.NONE:
+                    break  # it was told that training is over, and ends without an answer
             if time.monotonic() > self._deadline_s and not self._seeker.is_leaving():
                 raise KeeperError(self._why_none())
             time.sleep(self._retry_s)

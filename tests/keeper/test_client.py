@@ -678,6 +678,23 @@ def test_a_training_that_is_over_waits_for_the_keeper_that_is_told(keeper, clien
     assert not leaving.is_alive()
 
 
+def test_a_training_that_is_over_wants_no_other_keeper_after_the_one_that_it_told_at_once(keeper, client, peer):
+    peer.channel.close()
+    searched = keeper.accept()
+    searched.state()
+    leaving = threading.Thread(target=client.leave, args=(Farewell.OVER, 3 * TIMEOUT_S))
+    leaving.start()
+    assert until(lambda: client._link.is_left)
+    searched.channel.close()
+    told = keeper.accept()
+    assert told.state().farewell is Farewell.OVER
+
+    told.channel.close()  # it has nothing to do, and ends
+
+    leaving.join(TIMEOUT_S)
+    assert not leaving.is_alive()
+
+
 def test_a_client_that_was_never_started_leaves_at_once(client):
     client.leave(Farewell.OVER, TIMEOUT_S)
     client.start()
