@@ -131,7 +131,7 @@ class Alert(Event, frozen=True, kw_only=True, tag="alert"):
     text: str
 
 
-class Notice(Event, frozen=True, kw_only=True, tag="notice"):
+class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
     """The processes are about to be killed."""
 
 
@@ -144,7 +144,7 @@ class TrainerEnded(Event, frozen=True, kw_only=True, tag="end"):
     step: Count
     """The last boundary that it passed."""
     how: Literal["goodbye", "left", "died"]
-    """``goodbye``: the training was over; ``left``: it ended as after a crash, with an exception or a notice."""
+    """``goodbye``: the training was over; ``left``: it ended as after a crash, with an exception or by preemption."""
 
 
 FILED = (
@@ -156,7 +156,7 @@ FILED = (
     Protected,
     LevelFailed,
     Alert,
-    Notice,
+    Preempted,
     TrainerEnded,
 )
 """The kinds that are in files."""

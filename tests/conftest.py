@@ -32,9 +32,9 @@ TRAINING_FOLDERS = (
     "many",
     "nfs",
     "nodes",
-    "notice",
     "oddities",
     "power",
+    "preemption",
     "warm",
 )
 """Their tests are slow unless they are marked ``quick``."""

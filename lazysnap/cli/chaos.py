@@ -171,7 +171,7 @@ class _Chaos:
         """Start the command again until it ends well; count the steps that it trains again."""
         until_s, is_cut = self._until_s(), outcome.fault == "term"
         while training.wait_ended(until_s):
-            # A program may end well on a notice, in the middle of its training.
+            # A preempted program may end well, in the middle of its training.
             if training.code == 0 and not (is_cut and self._difference(training)):
                 break
             if outcome.restarts == self._args.max_restarts:

@@ -43,7 +43,7 @@ class Interruption:
 
     at: int
     how: str
-    """``died``, ``left`` (by an exception or a notice), ``goodbye``, or ``lost with its keeper``."""
+    """``died``, ``left`` (by an exception or preemption), ``goodbye``, or ``lost with its keeper``."""
     step: int
     resumed_step: int | None
     """``None``: it was not started again."""

@@ -16,7 +16,7 @@ from lazysnap.cli.output import Output, count_of, percent, when
 from lazysnap.cli.stores import open_existing
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
-from lazysnap.events import Alert, Event, EventFile, LevelFailed, Notice, read
+from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted, read
 
 _BINS, _BARS, _WIDTH = 120, " ▁▂▃▄▅▆▇█", 32
 _SHOWN = 12
@@ -127,7 +127,7 @@ def heading(report: Report) -> Iterator[str]:
     )
     ended = {
         GOODBYE: "the training ended well",
-        "left": "ended by an exception or a notice, no start since",
+        "left": "ended by an exception or preempted, no start since",
         "died": "died, no start since",
     }.get(run.starts[-1].how or "", "")
     if not ended:
@@ -175,7 +175,7 @@ _WORDS = {
 }
 _PLACES = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time")
 _LEVELS = ("stored at", "snapshots>", "size>", "write>", "rate>", "of it checksums>", "read back>", "failures>")
-_NOTES = (Alert, LevelFailed, Notice)
+_NOTES = (Alert, LevelFailed, Preempted)
 
 
 def _note(event: Event) -> str:
@@ -185,7 +185,7 @@ def _note(event: Event) -> str:
         return f"{event.level} failed: {event.text}"
     if isinstance(event, LevelFailed):
         return f"step {event.step} was not stored at {event.level}: {event.text}"
-    return "notice: the processes are about to be killed"
+    return "preemption: the processes are about to be killed"
 
 
 def length(time_us: int) -> str:

@@ -13,8 +13,8 @@ from lazysnap.capture.plan import check_kinds
 from lazysnap.engine import report
 from lazysnap.engine.history import CaptureState
 from lazysnap.engine.messages import Event
-from lazysnap.engine.notice import Notice
 from lazysnap.engine.parts import Parts
+from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, StateError
 from lazysnap.ranks.checks import together
@@ -26,7 +26,7 @@ from lazysnap.warm.steps import Steps
 logger = logging.getLogger(__name__)
 
 _SEAL_S = 1.0
-"""Seconds that a notice of the end waits for a boundary that is under way."""
+"""Seconds that preemption waits for a boundary that is under way."""
 
 
 class Boundaries:
@@ -35,10 +35,10 @@ class Boundaries:
     It is large because boundary, gate, the last boundary and sealing hold one lock and count the same steps.
     """
 
-    def __init__(self, parts: Parts, run: Run, notice: Notice) -> None:
+    def __init__(self, parts: Parts, run: Run, preemption: Preemption) -> None:
         self._parts = parts
         self._run = run
-        self._notice = notice
+        self._preemption = preemption
         self._reached = Steps()
         self._recorder = parts.recorder
         self._captures = parts.recorder.captures
@@ -70,12 +70,14 @@ class Boundaries:
         self._recorder.prepare()
         self.listen()
 
-    def listen(self, exception: type[BaseException] = SystemExit) -> None:
-        """Heed a notice of the end from now on; ``prepare`` and the first ``boundary`` do that, too. Idempotent.
+    def listen(self, exception: type[BaseException] = SystemExit, *, overrules_handler: bool = False) -> None:
+        """React to preemption from now on; ``prepare`` and the first ``boundary`` do that, too. Idempotent.
 
-        ``exception`` is raised at the last boundary, with the exit code. Does not block.
+        Args:
+            exception: type that is raised at the last boundary, with the exit code.
+            overrules_handler: SIGTERM ends the training also where it has a handler, which is called.
         """
-        self._notice.listen(self._parts.client, exception)
+        self._preemption.listen(self._parts.client, exception, overrules_handler=overrules_handler)
 
     def check_memory(self) -> None:
         """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
@@ -118,12 +120,12 @@ class Boundaries:
 
     def boundary(self, step: int, *, force: bool) -> bool:
         """See ``SnapshotEngine.boundary``. Blocks."""
-        began = self._pass(step, force=force or self._notice.cuts)
+        began = self._pass(step, force=force or self._preemption.is_ending)
         for optimizer in self.gates.take_replacements():
             self._parts.messages.tell(Event.OTHER_OPTIMIZER, kind=type(optimizer).__qualname__)
         self._steps = self.gates.steps
         self._reached.reached(step)
-        self._notice.passed()
+        self._preemption.boundary_passed()
         return began
 
     def _pass(self, step: int, *, force: bool) -> bool:
@@ -149,7 +151,7 @@ class Boundaries:
                 return False
             self._run.tell_start()
             self._run.begin_once()
-            if self._has_waiting_gradients(step, is_forced=force and not self._notice.cuts):
+            if self._has_waiting_gradients(step, is_forced=force and not self._preemption.is_ending):
                 self._look_at_weights()
                 self._note()
                 return False
@@ -348,15 +350,16 @@ class Boundaries:
             state = history.state_of(step)
         return state is CaptureState.HELD
 
-    def seal(self) -> None:
-        """Capture nothing any more. Thread-safe. Blocks: until the copies are done.
+    def seal(self, timeout_s: float) -> None:
+        """Capture nothing any more. Thread-safe. Blocks: until the copies are done, at most ``timeout_s``.
 
         A boundary under way is waited for only ``_SEAL_S``.
         """
         self._recorder.is_sealed = True
-        if self.lock.acquire(timeout=_SEAL_S):
+        if self.lock.acquire(timeout=min(_SEAL_S, timeout_s)):
             try:
-                self.finish_copies()
+                self._captures.finish(timeout_s / 4)
+                self._captures.finish(timeout_s / 4)  # behind the gate only a device can still be copying
                 self._recorder.count_ended()
             finally:
                 self.lock.release()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import StepKey
 from lazysnap.engine.boundaries import Boundaries
-from lazysnap.engine.notice import Notice, RankCaptures
 from lazysnap.engine.parts import Parts
+from lazysnap.engine.preemption import Preemption, RankCaptures
 from lazysnap.engine.run import Run
 from lazysnap.engine.shutdown import Shutdown
 from lazysnap.errors import ConfigError
@@ -37,19 +37,21 @@ class Session:
         identity = JobIdentity.from_config(config, default_url)
         if takes_over:
             _end_earlier(identity)
-        self.notice = Notice(config, lambda: self.shutdown.held(), self._seal)
+        self.preemption = Preemption(config, self._captures, self._seal)
         parts = Parts.of(config, source, identity)
         self.parts = parts
         self.run = Run(parts)
-        self.boundaries = Boundaries(parts, self.run, self.notice)
-        self.shutdown = Shutdown(parts, self.run, self.boundaries, self.notice)
+        self.boundaries = Boundaries(parts, self.run, self.preemption)
+        self.shutdown = Shutdown(parts, self.run, self.boundaries, self.preemption)
         self.pid = os.getpid()
         """The process that made it: in a forked child it is of no use."""
         _sessions.add(self)
 
-    def _seal(self) -> RankCaptures:
-        self.boundaries.seal()
-        return self.shutdown.held()
+    def _captures(self) -> RankCaptures:
+        return self.shutdown.captures()
+
+    def _seal(self, timeout_s: float) -> None:
+        self.boundaries.seal(timeout_s)
 
     def check_open(self, call: str) -> None:
         """Raises: ConfigError, after the end."""

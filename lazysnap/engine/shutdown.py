@@ -8,8 +8,8 @@ from lazysnap.core.messages import Farewell, KeeperState, StepKey
 from lazysnap.engine import report
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.messages import Event
-from lazysnap.engine.notice import Notice, RankCaptures
 from lazysnap.engine.parts import Parts
+from lazysnap.engine.preemption import Preemption, RankCaptures
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import Statistics
 from lazysnap.engine.stored import StoredStep, stored_bytes
@@ -25,11 +25,11 @@ Progress = Callable[[int, int], None]
 class Shutdown:
     """OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
 
-    def __init__(self, parts: Parts, run: Run, boundaries: Boundaries, notice: Notice) -> None:
+    def __init__(self, parts: Parts, run: Run, boundaries: Boundaries, preemption: Preemption) -> None:
         self._parts = parts
         self._run = run
         self._boundaries = boundaries
-        self._notice = notice
+        self._preemption = preemption
         self._recorder = parts.recorder
         self._history = parts.recorder.history
         self.is_closed = False
@@ -121,11 +121,11 @@ class Shutdown:
         """See ``SnapshotEngine.close``. Collective. Blocks."""
         if self.is_closed:
             return self._has_ended_well
-        if self._notice.cuts:  # the training is not over, whatever the program makes of the end
+        if self._preemption.is_ending:  # the training is not over, whatever the program makes of the end
             self.abandon(None)
-            self._notice.end()
+            self._preemption.end_training()
             return False
-        self._notice.closes()
+        self._preemption.begin_close()
         parts = self._parts
         durable, over, captured, has_own = False, False, True, False
         self._recorder.events.is_training = False
@@ -145,14 +145,14 @@ class Shutdown:
                 parts.world.close()
             # What memory holds of an earlier start is not this one's to give up, as long as it captured nothing itself.
             is_last = durable and over and has_own
+            self._preemption.leave()
             if is_last:
                 parts.client.leave(Farewell.OVER, parts.config.io_timeout_s)
             else:
                 parts.client.leave(Farewell.LEFT, parts.config.io_timeout_s)
-            self._notice.leave()
         self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
         self._has_ended_well = durable and captured
-        self._notice.hand_on()
+        self._preemption.finish_close()
         return self._has_ended_well
 
     def _capture_last(self) -> None:
@@ -242,13 +242,13 @@ class Shutdown:
     def abandon(self, error: BaseException | None) -> None:
         """See ``SnapshotEngine.abandon``."""
         if not self.is_closed:
-            self._notice.fails(error, is_alone=self._parts.world.is_alone)
+            self._preemption.training_failed(error, is_alone=self._parts.world.is_alone)
             self._recorder.events.is_training = False
             self._boundaries.finish_copies()
             self._leave()
+            self._preemption.leave()
             self._parts.client.leave(Farewell.LEFT, self._parts.config.io_timeout_s)
-            self._notice.leave()
-            if not self._notice.cuts:  # which has printed the end
+            if not self._preemption.is_ending:  # which has printed the end
                 self._tell_end(report.Ending.ABANDONED, error)
 
     def give_way(self) -> None:
@@ -264,11 +264,11 @@ class Shutdown:
             self._boundaries.gate()
             self._run.drop("engine.discard", lambda entry: True)
             self._leave()
+            self._preemption.leave()
             self._parts.client.leave(Farewell.OVER, self._parts.config.io_timeout_s)
-            self._notice.leave()
 
-    def held(self) -> RankCaptures:
-        """Return what is captured by now, for the notice of an end. Does not block. Thread-safe."""
+    def captures(self) -> RankCaptures:
+        """Return what is captured by now, for preemption. Does not block. Thread-safe."""
         resumed = self._run.resumed
         steps = self._history.held_steps()
         seen_step = self._recorder.seen_step or 0

@@ -250,6 +250,15 @@ class KeeperClient:
         """Say that this process is about to be killed: the newest capture is stored now."""
         self._link.update(structs.replace, is_preempted=True)
 
+    def when_preempted(self, work: Callable[[], None]) -> None:
+        """Have ``work`` done, on the thread of the connection, with each state in which some rank is preempted.
+
+        It must not block.
+        """
+        self._link.when_preempted = work
+        if self.state.is_preempted:
+            work()
+
     def seal(self) -> None:
         """Say that this process captures nothing more."""
         self._link.update(structs.replace, is_sealed=True)

@@ -320,7 +320,7 @@ class EventLog:
             self._add(events.Alert(t=now, about=topic, text=""))
         self._alerts = state.alerts
         if state.is_preempted and not self._is_preempted:
-            self._add(events.Notice(t=now))
+            self._add(events.Preempted(t=now))
         self._is_preempted = state.is_preempted
         self._note_job()
 

@@ -67,6 +67,8 @@ class TrainerLink:
         self.slots = MappedSlots(self._notify)
         self.doorbell: Doorbell | None = None
         """None while no keeper is connected."""
+        self.when_preempted: Callable[[], None] | None = None
+        """Called with each state in which some rank is preempted. It must not block."""
         self.error: KeeperError | JobBusy | None = None
         """Why the thread gave up."""
         self.was_connected = False
@@ -385,6 +387,8 @@ class TrainerLink:
             trainer = structs.replace(self.trainer, slots=slot_ids, waited_s=self.waited_s)
             self.trainer = without_answered(trainer, self._sent, state)
             self.state = state
+        if state.is_preempted and self.when_preempted is not None:
+            self.when_preempted()
 
 
 def _with_waited(trainer: TrainerState, waited_s: float) -> TrainerState:

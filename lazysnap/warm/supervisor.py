@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """Signals after which nothing is started again."""
 _TOLD = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""Ends of a program that somebody asked to end: a notice of the end exits with 143."""
+"""Ends of a program that somebody asked to end: a preempted training exits with 143."""
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _WORKER = """#!/bin/sh
 exec {python} -I -S -c 'import sys, types

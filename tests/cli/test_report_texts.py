@@ -9,7 +9,7 @@ import pytest
 from cli_level import run, run_json
 from run_history import BEGAN, LEVEL, RUN, History, Life
 
-from lazysnap.events import Alert, Complete, LevelFailed, Notice, Progress, TrainerEnded, TrainerStarted, encode
+from lazysnap.events import Alert, Complete, LevelFailed, Preempted, Progress, TrainerEnded, TrainerStarted, encode
 from lazysnap.shard.names import events_file_name
 
 LIVES = [Life(20, wait_s=0.5, back=5), Life(10, how="left", back=2), Life(10, how="goodbye", partial_s=2)]
@@ -29,7 +29,7 @@ def history(url):
     history.events += [
         LevelFailed(t=BEGAN + 9.5, level=LEVEL, step=7, text=HOSTILE),
         Alert(t=BEGAN + 9.6, about=LEVEL, text="nothing is stored"),
-        Notice(t=BEGAN + 9.7),
+        Preempted(t=BEGAN + 9.7),
     ]
     history.events.sort(key=lambda event: event.t)
     write(url, history.events)
@@ -108,7 +108,7 @@ def test_of_a_run_whose_beginning_was_rotated_away_the_report_covers_what_is_the
 def test_a_last_line_that_a_killed_keeper_did_not_end_is_passed_over(url, history, capsys):
     _, whole = run_json(capsys, "report", url)
     path = pathlib.Path(url) / events_file_name(RUN, 0)
-    path.write_bytes(path.read_bytes() + encode(Notice(t=BEGAN + 1000))[:-9])
+    path.write_bytes(path.read_bytes() + encode(Preempted(t=BEGAN + 1000))[:-9])
 
     assert run_json(capsys, "report", url)[1] == whole
 

@@ -167,7 +167,7 @@ def test_trouble_is_noted_when_it_begins_and_when_it_is_over(keeper, job, noted)
     lines = noted()
 
     assert [(one.about, one.text) for one in of_kind(lines, events.Alert)] == [("links", trouble.text), ("links", "")]
-    assert len(of_kind(lines, events.Notice)) == 1
+    assert len(of_kind(lines, events.Preempted)) == 1
 
 
 def test_a_keeper_that_takes_over_does_not_note_what_earlier_starts_stored(keeper, job, noted):
@@ -186,20 +186,20 @@ def test_an_error_in_the_notes_reaches_nobody(keeper):
 
 
 def test_what_is_no_event_is_left_out(tmp_path):
-    good = events.Notice(t=2.0)
+    good = events.Preempted(t=2.0)
     lines = [
         b"no JSON",
         b'{"event":"of a later version","t":1}',
-        b'{"event":"notice"}',
+        b'{"event":"preempted"}',
         b"[" * 10_000,
         events.encode(good) * 2,
-        b'{"event":"notice","t":1,"more":1}',
+        b'{"event":"preempted","t":1,"more":1}',
         events.encode(good)[:-5],
     ]
     (tmp_path / events_file_name(RUN, 3)).write_bytes(b"\n".join(lines))
     (tmp_path / "events-by-others.jsonl").write_bytes(events.encode(good))
 
-    assert events.read(str(tmp_path)) == [events.EventFile(RUN, 3, (events.Notice(t=1.0), good, good))]
+    assert events.read(str(tmp_path)) == [events.EventFile(RUN, 3, (events.Preempted(t=1.0), good, good))]
 
 
 @pytest.mark.parametrize("kind", events.FILED)

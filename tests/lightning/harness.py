@@ -218,7 +218,7 @@ class ListEngine:
         self.config, self.state, self.kept, self.trace = config, state, kept, trace
         self.choice: Kept | None = None
         self.ended = ""
-        self.session = self.run = self.boundaries = self.notice = self
+        self.session = self.run = self.boundaries = self.preemption = self
         self.listens = True
 
     def boundary(self, step: int, **_: Any) -> bool:

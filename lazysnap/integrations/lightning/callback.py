@@ -13,7 +13,6 @@ from rich.progress import BarColumn
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine import SnapshotEngine
-from lazysnap.engine.signals import ChainedHandler
 from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.lightning.framework import callback_bases, class_of_program, extended, new_of_class
 from lazysnap.integrations.lightning.latest import HOW, Latest
@@ -98,7 +97,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._hook_loops(trainer, state)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """Heed a notice of the end."""
+        """React to preemption."""
         if self._is_fit:
             _listen(trainer, self._begun(trainer).engine)
 
@@ -284,21 +283,23 @@ def _bar_of(trainer: Any) -> AbstractContextManager[Show]:
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:
-    """Listen for a notice of the end, which ends the fit as Lightning would, but for the exit code.
+    """React to preemption, which ends the fit as Lightning would, but for the exit code.
 
     Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal, waits for the end
     of the batch, and leaves with exit code 0. Handlers of the program are called as before. Idempotent.
     """
-    if engine.session.notice.listens:
+    if engine.session.preemption.listens:
         return
     connector = trainer._signal_connector
     before = getattr(connector, "_original_handlers", {}).get(signal.SIGTERM, signal.SIG_DFL)
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main and type(signal.getsignal(signal.SIGTERM)).__name__ == "_HandlersCompose":
+    is_of_lightning = type(signal.getsignal(signal.SIGTERM)).__name__ == "_HandlersCompose"
+    if is_main and is_of_lightning:
         # Lightning puts back what was there before the fit at its end.
-        signal.signal(signal.SIGTERM, ChainedHandler(before) if callable(before) else before)
+        signal.signal(signal.SIGTERM, before)
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
-    engine.session.boundaries.listen(getattr(loop, "SIGTERMException", SystemExit))
+    exception = getattr(loop, "SIGTERMException", SystemExit)
+    engine.session.boundaries.listen(exception, overrules_handler=is_of_lightning)
     if trainer.received_sigterm:  # just before
         connector.received_sigterm = False
         signal.raise_signal(signal.SIGTERM)

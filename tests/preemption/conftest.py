@@ -1,4 +1,4 @@
-"""Trainings that get a notice of their end: real processes, real signals."""
+"""Trainings that are preempted: real processes, real signals."""
 
 import contextlib
 import dataclasses
@@ -57,7 +57,7 @@ class Run:
         raise AssertionError("\n".join([f"no {text!r} in:", *self.lines]))
 
     def pid(self):
-        """The process that is told: the training, or the init above it."""
+        """The process that gets the signal: the training, or the init above it."""
         pid = self.process.pid
         for _ in range(self.depth):
             [pid] = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -96,7 +96,7 @@ class Trainings:
         """``at``: the step; with a ``+`` the training goes on behind it."""
         env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, **env}
         python = sys.executable if parent == "process 1" else self._python
-        command = [*PARENTS[parent], python, str(HERE / "noticed.py"), door, str(self.root), phase, at]
+        command = [*PARENTS[parent], python, str(HERE / "preempted.py"), door, str(self.root), phase, at]
         depth = {"none": 0}.get(parent, 1)
         self.runs.append(Run(command, env, depth))
         return self.runs[-1]
@@ -104,7 +104,7 @@ class Trainings:
     def start_ranks(self, phase, at, **env):
         launcher = pathlib.Path(sys.executable).with_name("torchrun")
         command = [self._python, str(launcher), "--standalone", "--nproc-per-node", "2", "--no-python", self._python,
-                   str(HERE / "noticed.py"), "plain", str(self.root), phase, at]  # fmt: skip
+                   str(HERE / "preempted.py"), "plain", str(self.root), phase, at]  # fmt: skip
         env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, **env}
         self.runs.append(Run(command, env, 0))
         return self.runs[-1]

@@ -1,4 +1,4 @@
-"""After a notice the newest captured step is durable and the process is gone, in every door and phase."""
+"""After preemption the newest captured step is durable and the process is gone, with every integration and phase."""
 
 import os
 import random
@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-DOORS = {
+INTEGRATIONS = {
     "plain": ["step", "before", "evaluation", "save_state"],
     "lightning": ["before", "step", "evaluation", "save_state"],
     "accelerate": ["before", "step", "evaluation", "save_state"],
@@ -16,14 +16,14 @@ ENDED = 143
 
 
 def moments(per_phase):
-    """Door, phase, step and parent of seeded moments; every second training goes on beside the notice."""
+    """Integration, phase, step and parent of seeded moments; every second training goes on beside the signal."""
     draw = random.Random(0)
-    for door, phases in DOORS.items():
+    for integration, phases in INTEGRATIONS.items():
         for phase in phases:
             for number in range(per_phase):
                 step = {"before": 0, "evaluation": 5 * draw.randint(1, 4)}.get(phase, draw.randint(2, 20))
                 parent = "process 1" if number == 1 else ["a shell", "an init"][number % 2]
-                yield door, phase, f"{step}{'' if number % 2 == 0 else '+'}", parent
+                yield integration, phase, f"{step}{'' if number % 2 == 0 else '+'}", parent
 
 
 def check(trainings, run, code):
@@ -37,9 +37,9 @@ def check(trainings, run, code):
     assert (trainings.durable() or None) == (durable or None)
 
 
-@pytest.mark.parametrize(("door", "phase", "at", "parent"), list(moments(7)))
-def test_a_notice_at_any_moment_leaves_the_newest_step_durable(door, phase, at, parent, trainings, namespaces):
-    run = trainings.start(door, phase, at, parent=parent)
+@pytest.mark.parametrize(("integration", "phase", "at", "parent"), list(moments(7)))
+def test_preemption_at_any_moment_leaves_the_newest_step_durable(integration, phase, at, parent, trainings, namespaces):
+    run = trainings.start(integration, phase, at, parent=parent)
     run.await_line(f"{phase} {at.rstrip('+')}")
     os.kill(run.pid(), signal.SIGTERM)
     check(trainings, run, run.end())
@@ -82,7 +82,7 @@ MOMENTS_OF_RANKS = [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("
     ("phase", "at", "told"),
     [(*moment, told) for moment in MOMENTS_OF_RANKS for told in ("rank 1", "rank 0", "the launcher")],
 )
-def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, at, told, trainings):
+def test_preemption_of_one_rank_is_that_of_all_and_all_store_the_same_step(phase, at, told, trainings):
     run = trainings.start_ranks(phase, at)
     run.await_line(f"{phase} {at.rstrip('+')}")
     os.kill(run.process.pid if told == "the launcher" else run.worker(told), signal.SIGTERM)
@@ -92,8 +92,8 @@ def test_a_notice_to_one_rank_is_one_to_all_and_all_store_the_same_step(phase, a
 @pytest.mark.slow
 @pytest.mark.parametrize("told", ["rank 0", "rank 1"])
 @pytest.mark.parametrize(("phase", "at"), MOMENTS_OF_RANKS[:4])
-def test_a_notice_on_one_node_is_one_on_all_and_all_store_the_same_step(phase, at, told, trainings):
-    """Each rank has a keeper of its own: only the link between the two keepers can pass the notice on."""
+def test_preemption_on_one_node_is_that_on_all_and_all_store_the_same_step(phase, at, told, trainings):
+    """Each rank has a keeper of its own: only the link between the two keepers can pass the preemption on."""
     run = trainings.start_ranks(phase, at, LAZYSNAP_TEST_NODES="1")
     run.await_line(f"{phase} {at.rstrip('+')}")
     keepers = {trainings.keeper("node-0"), trainings.keeper("node-1")}
@@ -113,7 +113,7 @@ def test_sigusr1_does_the_same(trainings):
 
 
 @pytest.mark.parametrize(("way", "code", "said"), [("handling", 5, "handled 15 once")])
-def test_a_program_that_looks_or_handles_the_signal_ends_itself_with_its_own_code(trainings, tmp_path, way, code, said):
+def test_a_program_that_handles_the_signal_ends_itself_with_its_own_code(trainings, tmp_path, way, code, said):
     run = trainings.start(way, "step", "4")
     run.await_line("step 4")
     os.kill(run.pid(), signal.SIGTERM)
@@ -125,7 +125,7 @@ def test_a_program_that_looks_or_handles_the_signal_ends_itself_with_its_own_cod
     assert trainings.durable() == 4
 
 
-def test_the_engine_of_an_earlier_training_that_was_not_closed_takes_no_notice_away(trainings):
+def test_the_engine_of_an_earlier_training_that_was_not_closed_takes_no_signal_away(trainings):
     run = trainings.start("left_open", "step", "7")
     run.await_line("step 7")
     os.kill(run.pid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The last line after a notice names the level that has the step, not the first one."""
+"""The last line after preemption names the level that has the step, not the first one."""
 
 import signal
 import subprocess

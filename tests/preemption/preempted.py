@@ -1,6 +1,6 @@
-"""A training that says on stdout where it is: ``noticed.py DOOR DIRECTORY PHASE STEP``.
+"""A training that says on stdout where it is: ``preempted.py INTEGRATION DIRECTORY PHASE STEP``.
 
-At PHASE of STEP it stays: as a long step, evaluation or save would, until a notice ends it; with a sign after STEP
+At PHASE of STEP it stays: as a long step, evaluation or save would, until preemption ends it; with a sign after STEP
 (``7+``) it goes on. ``boundary N`` is written when the boundary of step N is over.
 """
 
@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-DOOR, DIRECTORY, PHASE, AT = sys.argv[1:5]
+INTEGRATION, DIRECTORY, PHASE, AT = sys.argv[1:5]
 STEPS, EVERY = 4000, 5
 ROWS, EPOCHS = 64, STEPS // 8
 
@@ -308,5 +308,5 @@ if __name__ == "__main__":
             socket.gethostname = lambda: f"node-{os.environ['RANK']}"
         dist.init_process_group("gloo")
         say(f"rank {dist.get_rank()} {os.getpid()}")
-    globals()[DOOR](str(pathlib.Path(DIRECTORY) / "snapshots"))
+    globals()[INTEGRATION](str(pathlib.Path(DIRECTORY) / "snapshots"))
     say("over")

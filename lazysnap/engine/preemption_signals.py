@@ -1,0 +1,174 @@
+"""The signals that say that this process is about to be killed, seen whatever the main thread does."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_STOP = 0
+_OTHER_RANK = 255
+"""Bytes in the pipe that are no number of a signal."""
+_JOIN_S = 5.0
+_installed: "PreemptionSignals | None" = None
+"""The one that handles the signals of this process: the newest."""
+_mask_before_fork = threading.local()
+
+
+class PreemptionSignals:
+    """Reports the first preemption signal on a thread of its own.
+
+    Python's C handler writes the number of a signal into a pipe, the wake-up descriptor, also while the main thread is
+    in a collective. The handler that was there is called on the main thread, between two instructions. A wake-up
+    descriptor of the program stays: then the signal is reported at that moment only.
+    """
+
+    def __init__(self, report: Callable[[signal.Signals | None], None]) -> None:
+        """Nothing happens before ``start``. ``report`` gets the signal; None if another rank got it."""
+        self._report = report
+        self._handlers_before: dict[int, Any] = {}
+        self._writer = -1
+        """The descriptor that wakes the thread; -1 while there is no thread."""
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+        self._is_reported = False
+
+    @property
+    def are_handled(self) -> bool:
+        """True if signals are handled. Python can do that on the main thread only."""
+        return bool(self._handlers_before)
+
+    def start(self) -> None:
+        """Begin. Signals are handled if this is called on the main thread."""
+        reader, self._writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._writer, False)
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+        self._thread = threading.Thread(target=self._read, args=(reader,), name="lazysnap-preemption", daemon=True)
+        self._thread.start()
+
+    def _install(self) -> None:
+        global _installed
+        if _installed is not None:  # of an engine that was left open
+            _installed._uninstall()
+        for number in SIGNALS:
+            handler = signal.getsignal(number)
+            # A handler that is not Python's, such as that of faulthandler, could not be called, nor put back.
+            is_foreign = not callable(handler) and _is_caught(number)
+            if handler is not signal.SIG_IGN and not is_foreign:
+                self._handlers_before[number] = handler
+                signal.signal(number, self._handle)
+        if self._handlers_before:
+            descriptor_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+            if descriptor_before >= 0:
+                signal.set_wakeup_fd(descriptor_before)
+            _installed = self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_stopped:  # by another thread, which may not put handlers back
+            self._uninstall()
+            if signal.getsignal(number) == self._handle:  # the program put this one back later
+                signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        self._write(number)
+        handler = self._handlers_before.get(number)
+        if callable(handler):
+            handler(number, frame)
+
+    def has_handler(self, number: signal.Signals) -> bool:
+        """True if the program handles that signal itself."""
+        handler = signal.getsignal(number)
+        if handler == self._handle:
+            handler = self._handlers_before.get(number)
+        return callable(handler)
+
+    def report_other_rank(self) -> None:
+        """Report that another rank is preempted. Thread-safe. Does not block."""
+        self._write(_OTHER_RANK)
+
+    def _write(self, byte: int) -> None:
+        with contextlib.suppress(OSError):  # it is full, so that the thread wakes up; or it is closed
+            os.write(self._writer, bytes([byte]))
+
+    def _read(self, reader: int) -> None:
+        """Report the first of ``SIGNALS``. Other signals that the program handles come through the pipe, too."""
+        byte = _OTHER_RANK
+        while byte != _STOP:
+            byte = os.read(reader, 1)[0]
+            is_preempted = byte == _OTHER_RANK or byte in SIGNALS
+            if is_preempted and not self._is_reported:
+                self._is_reported = True
+                self._report(None if byte == _OTHER_RANK else signal.Signals(byte))
+        os.close(reader)
+
+    def stop(self) -> None:
+        """Put the handlers back that were there before. Idempotent. Blocks: an instant, for the thread to end."""
+        self._is_stopped = True
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._writer < 0 or (self.are_handled and not is_main):
+            return
+        self._uninstall()
+        self._write(_STOP)
+        self._close_writer()
+        if self._thread is not None and not self._is_reported:  # else it may wait for this very end
+            self._thread.join(_JOIN_S)
+
+    def _uninstall(self) -> None:
+        global _installed
+        for number, handler in self._handlers_before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+        if self._handlers_before:
+            descriptor = signal.set_wakeup_fd(-1)
+            if descriptor != self._writer:
+                signal.set_wakeup_fd(descriptor)
+        self._handlers_before = {}
+        if _installed is self:
+            _installed = None
+
+    def _close_writer(self) -> None:
+        writer = self._writer
+        self._writer = -1
+        os.close(writer)
+
+    def raise_again(self, number: signal.Signals) -> None:
+        """After ``stop``: send this process the signal again, unless its handler was called."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(number) is signal.SIG_DFL:
+            signal.raise_signal(number)
+
+    def forget_in_child(self) -> None:
+        """Leave the signals of a forked child alone: the pipe is the parent's."""
+        self._uninstall()
+        self._close_writer()
+
+
+def _is_caught(number: signal.Signals) -> bool:
+    """True if this process has a handler for that signal, of Python or not."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as lines:
+        for line in lines:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _before_fork() -> None:
+    """Let a signal to the child wait until the child has its own handlers: these would report to the parent."""
+    _mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork.value)
+
+
+def _after_fork_in_child() -> None:
+    if _installed is not None:
+        _installed.forget_in_child()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)
