@@ -193,8 +193,10 @@ class Preemption:
 
     def finish_close(self) -> None:
         """After ``leave``: let a signal that came during the close end the process, as it would without lazysnap."""
-        if self._ending is _Ending.CLOSE and self._signal is not None:
-            self._signals.raise_again(self._signal)
+        if self._ending is not _Ending.CLOSE or self._signal is None:
+            return
+        if signal.getsignal(self._signal) is signal.SIG_DFL:  # else its handler was called already
+            signal.raise_signal(self._signal)
 
     # The thread of the signals
 

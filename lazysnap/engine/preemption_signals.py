@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -31,7 +32,8 @@ class PreemptionSignals:
         self._report = report
         self._handlers_before: dict[int, Any] = {}
         self._writer = -1
-        """The descriptor that wakes the thread; -1 while there is no thread."""
+        """The end of the pipe that wakes the thread. Signals and other threads may write to it at any moment, so it is
+        closed with this object only."""
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         self._is_reported = False
@@ -45,6 +47,8 @@ class PreemptionSignals:
         """Begin. Signals are handled if this is called on the main thread."""
         reader, self._writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._writer, False)
+        for descriptor in (reader, self._writer):
+            weakref.finalize(self, os.close, descriptor).atexit = False
         if threading.current_thread() is threading.main_thread():
             self._install()
         self._thread = threading.Thread(target=self._read, args=(reader,), name="lazysnap-preemption", daemon=True)
@@ -53,7 +57,7 @@ class PreemptionSignals:
     def _install(self) -> None:
         global _installed
         if _installed is not None:  # of an engine that was left open
-            _installed._uninstall()
+            _installed.uninstall()
         for number in SIGNALS:
             handler = signal.getsignal(number)
             # A handler that is not Python's, such as that of faulthandler, could not be called, nor put back.
@@ -69,7 +73,7 @@ class PreemptionSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._is_stopped:  # by another thread, which may not put handlers back
-            self._uninstall()
+            self.uninstall()
             if signal.getsignal(number) == self._handle:  # the program put this one back later
                 signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -91,7 +95,7 @@ class PreemptionSignals:
         self._write(_OTHER_RANK)
 
     def _write(self, byte: int) -> None:
-        with contextlib.suppress(OSError):  # it is full, so that the thread wakes up; or it is closed
+        with contextlib.suppress(OSError):  # it is full: there is something to read
             os.write(self._writer, bytes([byte]))
 
     def _read(self, reader: int) -> None:
@@ -103,21 +107,20 @@ class PreemptionSignals:
             if is_preempted and not self._is_reported:
                 self._is_reported = True
                 self._report(None if byte == _OTHER_RANK else signal.Signals(byte))
-        os.close(reader)
 
     def stop(self) -> None:
-        """Put the handlers back that were there before. Idempotent. Blocks: an instant, for the thread to end."""
+        """Put the handlers back, and end the thread. Idempotent. Blocks: an instant."""
         self._is_stopped = True
         is_main = threading.current_thread() is threading.main_thread()
-        if self._writer < 0 or (self.are_handled and not is_main):
+        if self._thread is None or (self.are_handled and not is_main):
             return
-        self._uninstall()
+        self.uninstall()
         self._write(_STOP)
-        self._close_writer()
-        if self._thread is not None and not self._is_reported:  # else it may wait for this very end
+        if not self._is_reported:  # else the thread may wait for this very end
             self._thread.join(_JOIN_S)
 
-    def _uninstall(self) -> None:
+    def uninstall(self) -> None:
+        """Put the handlers back that were there before. On the main thread."""
         global _installed
         for number, handler in self._handlers_before.items():
             if signal.getsignal(number) == self._handle:
@@ -129,22 +132,6 @@ class PreemptionSignals:
         self._handlers_before = {}
         if _installed is self:
             _installed = None
-
-    def _close_writer(self) -> None:
-        writer = self._writer
-        self._writer = -1
-        os.close(writer)
-
-    def raise_again(self, number: signal.Signals) -> None:
-        """After ``stop``: send this process the signal again, unless its handler was called."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(number) is signal.SIG_DFL:
-            signal.raise_signal(number)
-
-    def forget_in_child(self) -> None:
-        """Leave the signals of a forked child alone: the pipe is the parent's."""
-        self._uninstall()
-        self._close_writer()
 
 
 def _is_caught(number: signal.Signals) -> bool:
@@ -167,7 +154,7 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     if _installed is not None:
-        _installed.forget_in_child()
+        _installed.uninstall()
     _after_fork()
 
 
