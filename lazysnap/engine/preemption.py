@@ -46,7 +46,7 @@ class RankCaptures:
     """The captures of one rank at one moment."""
 
     steps: tuple[int, ...]
-    """Steps that are whole in memory, the newest first; empty if none of them is newer than ``durable``."""
+    """Steps that are whole in memory, the newest first."""
     durable: tuple[int, str] | None
     """The newest step of this training that a level is known to have, and the URL of that level."""
     seen_step: int

@@ -75,6 +75,8 @@ class Resumed:
     """True if no level had it then, though there are levels. False for an older snapshot that was chosen."""
     durable_at: str | None = None
     """The URL of a level that had it then."""
+    start: int = 0
+    """Id of the start that captured it."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
@@ -83,7 +85,9 @@ class Resumed:
         durable_at = next((url for url, stored in snapshot.stored.items() if key in stored), None)
         only_in_memory = has_levels and durable_at is None and snapshot.new_run is None
         in_memory = snapshot.level in (MEMORY, PARITY)
-        return cls(snapshot.step, in_memory, only_in_memory, durable_at if in_memory else durable_at or snapshot.level)
+        if not in_memory:
+            durable_at = durable_at or snapshot.level
+        return cls(snapshot.step, in_memory, only_in_memory, durable_at, int(snapshot.start, 16))
 
 
 # ---------------------------------------------------------------- the start

@@ -284,9 +284,16 @@ class Shutdown:
             newest = (resumed.step, resumed.durable_at)
         for index, level in enumerate(self._parts.config.levels):
             step = client.newest_complete(index)
+            if step < 0 and resumed is not None and self._is_stored(resumed, index):
+                step = resumed.step
             if step >= 0 and (newest is None or step > newest[0]):
                 newest = (step, level.url)
         return newest
+
+    def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
+        """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
+        levels = self._parts.client.state.levels
+        return index < len(levels) and StepKey(resumed.start, resumed.step) in levels[index].complete
 
     def _leave(self) -> None:
         self.statistics()  # the last ones with a keeper

@@ -19,7 +19,7 @@ from lazysnap.warm.place import owner_directory
 _PR_SET_PDEATHSIG = 1
 _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """Signals after which nothing is started again."""
-_TOLD = (-signal.SIGTERM, 128 + signal.SIGTERM)
+_ENDED_ON_REQUEST = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Ends of a program that somebody asked to end: a preempted training exits with 143."""
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _WORKER = """#!/bin/sh
@@ -94,7 +94,7 @@ class _Supervisor:
         for number in range(restarts.most + 1):
             status = self._wait(self._start())
             step, now = steps.read(self._directory), time.monotonic()
-            if status == 0 or self._is_ended or os.waitstatus_to_exitcode(status) in _TOLD:
+            if status == 0 or self._is_ended or os.waitstatus_to_exitcode(status) in _ENDED_ON_REQUEST:
                 break
             how = _how(status)
             if step > newest:

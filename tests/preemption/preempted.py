@@ -79,7 +79,10 @@ def plain(url):
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = torch.optim.AdamW(model.parameters())
     timeout_s = float(os.environ.get("LAZYSNAP_TEST_PREEMPTION_S", "25"))
-    config = SnapshotConfig(levels=(PersistentLevel(url, every_n_steps=1000),), preemption_timeout_s=timeout_s)
+    levels = (PersistentLevel(url, every_n_steps=1000),)
+    if "LAZYSNAP_TEST_NO_LEVELS" in os.environ:
+        levels = ()
+    config = SnapshotConfig(levels=levels, preemption_timeout_s=timeout_s)
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "state": State()})
     engine.restore("latest")
     with engine:
@@ -162,6 +165,32 @@ def left_open(url):
             optimizer.step()
             engine.boundary()
             say(f"boundary {step}")
+
+
+def waking(url):
+    """A program with a wake-up descriptor of its own, as one in a loop of asyncio."""
+    import signal
+
+    from lazysnap import SnapshotEngine
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    try:
+        with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
+            make_ready(engine)
+            while True:
+                step = engine.step + 1
+                at("step", step)
+                model(torch.randn(4, 8)).pow(2).mean().backward()
+                optimizer.step()
+                engine.boundary()
+                say(f"boundary {step}")
+    finally:
+        kept = signal.set_wakeup_fd(-1) == writer
+        say(f"woken by {os.read(reader, 1)[0]}, descriptor {'kept' if kept else 'lost'}")
 
 
 def closing(url):

@@ -38,3 +38,4 @@ def test_where_the_first_level_fails_the_line_names_the_one_that_has_the_step(tm
     assert run.returncode == 143, text
     assert f"is durable at {works}" in text
     assert f"is durable at {broken}" not in text
+    assert "NOT DURABLE" not in text

@@ -134,6 +134,14 @@ def test_the_engine_of_an_earlier_training_that_was_not_closed_takes_no_signal_a
     assert trainings.durable() == 6
 
 
+def test_a_program_keeps_its_wakeup_descriptor(trainings):
+    run = trainings.start("waking", "step", "5+")
+    run.await_line("boundary 5")
+    os.kill(run.pid(), signal.SIGTERM)
+    check(trainings, run, run.end())
+    assert "woken by 15, descriptor kept" in run.lines
+
+
 def test_a_signal_while_a_training_is_closed_ends_the_program_after_the_close(trainings):
     run = trainings.start("closing", "-", "-", LAZYSNAP_FAULT="level.store.begin:1:hang")
     run.await_line("closing 0")
@@ -160,6 +168,29 @@ def test_what_is_not_durable_in_time_is_named_with_the_place_where_it_is(trainin
     [line] = [line for line in run.lines if "NOT DURABLE" in line]
     assert "in step 6; NOT DURABLE after 4 s (preemption_timeout_s): step 5 is in the memory of the keeper" in line
     assert f"(process {trainings.keeper()}), which goes on storing it" in line
+
+
+def test_a_step_that_was_resumed_from_memory_is_durable_before_another_is_captured(trainings):
+    run = trainings.start("plain", "step", "6")
+    run.await_line("step 6")
+    os.kill(run.pid(), signal.SIGKILL)
+    run.end()
+    again = trainings.start("plain", "before", "0")
+    again.await_line("before 0")
+    os.kill(again.pid(), signal.SIGTERM)
+    assert again.end() == ENDED
+    assert again.cut() == (6, 5)
+    assert trainings.durable() == 5
+
+
+def test_without_levels_the_line_names_the_memory_that_has_the_step(trainings):
+    run = trainings.start("plain", "step", "6", LAZYSNAP_TEST_NO_LEVELS="1")
+    run.await_line("step 6")
+    keeper = trainings.keeper()
+    os.kill(run.pid(), signal.SIGTERM)
+    assert run.end() == ENDED
+    end = f"in step 6; step 5 is in the memory of the keeper (process {keeper}): there is no storage level"
+    assert [line for line in run.lines if line.endswith(end)], "\n".join(run.lines)
 
 
 def test_the_keeper_outlives_the_signal_and_stores_what_its_trainer_captured(trainings):
