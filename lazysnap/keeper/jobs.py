@@ -99,9 +99,7 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) 
             return _write(job, files, slots, control)
         case ListLevel():
             contents = files.find(files.open(control.beat))
-            return Listed(
-                job.level, job.job, contents.stored, contents.leftovers, contents.names, contents.unusable
-            )
+            return Listed(job.level, job.job, contents.stored, contents.leftovers, contents.names, contents.unusable)
         case DeleteFiles():
             files.delete(files.open(control.beat), job.keys)
         case SetNames():
