@@ -99,7 +99,7 @@ class Engine:
 
     def read(self) -> None:
         """Every block compared, every tensor copied out."""
-        run = self.engine.session.run
+        run = self.engine._run
         found = run.fetch("latest", run.restart if self._is_memory else replace(run.restart, client=None))
         if found is None or found.step != self._step or found.skipped:
             raise RuntimeError(f"expected step {self._step}, got {found}")

@@ -60,7 +60,7 @@ class Boundaries:
     # ---------------------------------------------------------------- memory
 
     def prepare(self) -> None:
-        """See ``SnapshotEngine.prepare``, without ``check_memory``. Does not block."""
+        """See ``SnapshotEngine._prepare``, without ``check_memory``. Does not block."""
         check_kinds(self._parts.source.expected().items())
         self._run.tell_start()
         self._run.begin_once()
@@ -78,6 +78,11 @@ class Boundaries:
             overrules_handler: SIGTERM ends the training also where it has a handler, which is called.
         """
         self._preemption.listen(self._parts.client, exception, overrules_handler=overrules_handler)
+
+    @property
+    def listens(self) -> bool:
+        """True after ``listen``."""
+        return self._preemption.listens
 
     def check_memory(self) -> None:
         """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
@@ -111,7 +116,7 @@ class Boundaries:
         return True
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """See ``SnapshotEngine.wait_ready``. Blocks; ``prepare`` was called."""
+        """See ``SnapshotEngine._wait_ready``. Blocks; ``prepare`` was called."""
         is_ready = self._await_slots(timeout_s)
         self._recorder.waits_for_memory = self._recorder.waits_for_memory or is_ready
         return is_ready
@@ -249,7 +254,7 @@ class Boundaries:
     # ---------------------------------------------------------------- the last boundary
 
     def last_boundary(self, step: int) -> bool:
-        """See ``Session.last_boundary``. Blocks."""
+        """See ``SnapshotEngine._last_boundary``. Blocks."""
         deadline = time.monotonic() + self._parts.config.io_timeout_s
         # A short training may end before all memory is there.
         while self._recorder.last_step != step and not self.boundary(step, force=True):

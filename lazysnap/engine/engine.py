@@ -2,18 +2,25 @@
 
 import functools
 import os
+import time
+import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig, config_at
-from lazysnap.engine.parts import source_of
+from lazysnap.core.messages import StepKey
+from lazysnap.engine.boundaries import Boundaries
+from lazysnap.engine.parts import Parts, source_of
+from lazysnap.engine.preemption import Preemption, RankCaptures
 from lazysnap.engine.rollback import Rollback, Rollbacks
-from lazysnap.engine.session import Session
-from lazysnap.engine.shutdown import Progress
+from lazysnap.engine.run import Run
+from lazysnap.engine.shutdown import Progress, Shutdown
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError, JobBusy
+from lazysnap.keeper.identity import JobIdentity
+from lazysnap.ranks.checks import together
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.shard.names import check_name
 from lazysnap.state.source import StateSource
@@ -54,7 +61,7 @@ class SnapshotEngine:
 
     After its end it takes no calls but ``statistics``, ``gate``, ``close`` and ``abandon``: others raise ConfigError.
 
-    Its methods are the calls of users, each explained here and done elsewhere.
+    Methods with an underscore are for integrations of this package.
 
     One engine per process and job, used on the training thread: a later one takes the place of the one before, which is
     left as after a crash (``abandon``). So a cell of a notebook that makes the engine may be run again.
@@ -73,14 +80,51 @@ class SnapshotEngine:
         default_url: str | None = None,
         takes_over: bool = True,
     ) -> None:
-        """``default_url`` and ``takes_over`` are for integrations of this package (see ``Session``)."""
-        self.config = config = config_at(config)
-        self.session = session = Session(config, source_of(state), default_url, takes_over=takes_over)
-        """Private: the calls of integrations of this package."""
-        self._rollbacks = Rollbacks(session.parts, session.run, session.boundaries)
-        self._client, self._recorder = session.parts.client, session.parts.recorder
+        """Collective. Blocks: for other ranks.
+
+        Args:
+            config: see above.
+            state: see above.
+            default_url: for integrations: the place of snapshots where the config names none.
+            takes_over: for integrations: an earlier engine of this process and job that was not ended is left as after
+                a crash. Its keeper would refuse this one.
+        """
+        self.config = config_at(config)
+        identity = JobIdentity.from_config(self.config, default_url)
+        if takes_over:
+            _end_earlier(identity)
+        preemption = Preemption(self.config, self._captures, self._seal)
+        self._parts = Parts.of(self.config, source_of(state), identity)
+        self._run = Run(self._parts)
+        self._boundaries = Boundaries(self._parts, self._run, preemption)
+        self._shutdown = Shutdown(self._parts, self._run, self._boundaries, preemption)
+        self._rollbacks = Rollbacks(self._parts, self._run, self._boundaries)
+        self._client = self._parts.client
+        self._recorder = self._parts.recorder
         self._is_training = False
         """True if the ``with`` block was entered."""
+        self._pid = os.getpid()
+        """The process that made it: in a forked child it is of no use."""
+        _engines.add(self)
+
+    def _captures(self) -> RankCaptures:
+        return self._shutdown.captures()
+
+    def _seal(self, timeout_s: float) -> None:
+        self._boundaries.seal(timeout_s)
+
+    def _check_open(self, call: str) -> None:
+        """Raises: ConfigError, after the end."""
+        if self._shutdown.is_replaced:
+            raise ConfigError(
+                f"{call}: another SnapshotEngine of this process was made later for the same snapshots, and took the "
+                "place of this one; use the later one, or give each a directory of its own"
+            )
+        if self._shutdown.is_closed:
+            raise ConfigError(
+                f"{call}: this engine was closed, by close(), abandon() or the end of its with block; make another "
+                "SnapshotEngine to go on"
+            )
 
     @_refused_shortly
     def __enter__(self) -> "SnapshotEngine":
@@ -89,9 +133,9 @@ class SnapshotEngine:
         Raises: StateError, for a tensor of the model that no snapshot can hold; KeeperError, where memory is required
         and cannot be had.
         """
-        self.session.check_open("with engine")
+        self._check_open("with engine")
         self._is_training = True
-        if self.session.run.has_told_start:
+        if self._run.has_told_start:
             self._prepare()
         return self
 
@@ -116,7 +160,7 @@ class SnapshotEngine:
 
         A rollback, and the choice of an older snapshot, begin a new run with an id of its own.
         """
-        return self.session.run.run_id
+        return self._run.run_id
 
     @_refused_shortly
     def all_steps(self) -> list[int]:
@@ -127,8 +171,8 @@ class SnapshotEngine:
         each at most ``timeout_s`` without progress; what does not answer is left out. Not collective.
         Raises: JobBusy, if this job runs already.
         """
-        self.session.check_open("all_steps")
-        return self.session.run.steps()
+        self._check_open("all_steps")
+        return self._run.steps()
 
     # ---------------------------------------------------------------- restart
 
@@ -145,8 +189,8 @@ class SnapshotEngine:
         SnapshotNotFound, if a step, name or run was asked for that is not there; ConfigError, for a bad name;
         WaitTimeout, if another rank is missing.
         """
-        self.session.check_open("fetch")
-        return self.session.run.fetch(which)
+        self._check_open("fetch")
+        return self._run.fetch(which)
 
     @_refused_shortly
     def restore(self, which: int | str = "latest") -> Snapshot | None:
@@ -167,11 +211,11 @@ class SnapshotEngine:
         ConfigError, for a bad name; WaitTimeout, if another rank is missing; what ``load_state_dict`` raises. With
         several ranks, an error on one of them is raised on all; one that is not of this package as StateError.
         """
-        self.session.check_open("restore")
-        self.session.together("checking the model", lambda: check_kinds(self.session.parts.source.expected().items()))
+        self._check_open("restore")
+        self._together("checking the model", lambda: check_kinds(self._parts.source.expected().items()))
         # Before the first step: from here on it is known which gradients a step has used.
-        self.session.boundaries.gates.install(self.session.parts.source.optimizers())
-        snapshot = self.session.run.restore(which)
+        self._boundaries.gates.install(self._parts.source.optimizers())
+        snapshot = self._run.restore(which)
         if self._is_training:
             self._prepare()
         return snapshot
@@ -182,8 +226,29 @@ class SnapshotEngine:
 
         ``position``: where in the data it goes on, in words; ``seconds``: what fetching and loading took together.
         """
-        self.session.check_open("resume")
-        self.session.run.resume(snapshot, position=position, seconds=seconds)
+        self._check_open("resume")
+        self._run.resume(snapshot, position=position, seconds=seconds)
+
+    def _fetch_to_read(self, which: int | str = "latest") -> Snapshot:
+        """Read as ``_fetch``, for an evaluation, which may use another floating dtype.
+
+        Of a training that runs at this moment the memory is its own, and what it stored is read.
+        Blocks. Collective, too. Raises: as ``_fetch``, but for JobBusy; SnapshotNotFound, if there is none.
+        """
+        self._check_open("fetch")
+        return self._run.fetch_to_read(which)
+
+    def _load(self, snapshot: Snapshot, *, position: str = "") -> None:
+        """Load what ``_fetch`` returned into the live objects, and ``_resume`` there. Collective. Blocks.
+
+        ``position``: where in the data it goes on, in words. Raises: as ``restore``.
+        """
+        self._check_open("load")
+        self._run.load(snapshot, position=position)
+
+    def _together(self, what: str, work: Callable[[], object]) -> None:
+        """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
+        together(self._parts.world, what, work)
 
     # ---------------------------------------------------------------- training
 
@@ -196,10 +261,10 @@ class SnapshotEngine:
         or else the first ``boundary``.
         Raises: StateError, for a tensor of the model that no snapshot can hold; as ``Boundaries.check_memory``.
         """
-        self.session.check_open("prepare")
-        self.session.boundaries.prepare()
-        if self.session.parts.world.is_alone:
-            self.session.boundaries.check_memory()
+        self._check_open("prepare")
+        self._boundaries.prepare()
+        if self._parts.world.is_alone:
+            self._boundaries.check_memory()
 
     def _wait_ready(self, timeout_s: float) -> bool:
         """Block until all memory is there; ``False`` after the deadline, or as soon as the keeper refuses it.
@@ -208,7 +273,7 @@ class SnapshotEngine:
         does, too.
         """
         self._prepare()
-        return self.session.boundaries.wait_ready(timeout_s)
+        return self._boundaries.wait_ready(timeout_s)
 
     @_refused_shortly
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
@@ -230,8 +295,26 @@ class SnapshotEngine:
         cannot be had; SystemExit, when the training is preempted (docs/operations.md).
         Also what code of the program raises in it, such as its signal handlers and ``state_dict``. Nothing else.
         """
-        self.session.check_open("boundary")
-        return self.session.boundaries.boundary(self.step + 1 if step is None else step, force=force)
+        self._check_open("boundary")
+        return self._boundaries.boundary(self.step + 1 if step is None else step, force=force)
+
+    def _last_boundary(self, step: int) -> bool:
+        """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Not after the
+        end of the engine.
+
+        Blocks: until there is a slot, at most ``io_timeout_s``, and until the copies are done: what comes after a
+        training may change weights. Raises: as ``boundary``.
+        """
+        return not self._shutdown.is_closed and self._boundaries.last_boundary(step)
+
+    def _replan(self) -> None:
+        """Work out anew, at the next boundary, what each rank captures: what all ranks hold alike has changed.
+
+        Does not block; that boundary is collective with several ranks, so all are to call it before the same one.
+        """
+        self._check_open("replan")
+        with self._boundaries.lock:
+            self._recorder.planner.forget()
 
     def gate(self) -> None:
         """Return when parameters and optimizer state may change again: the last capture's copies are done.
@@ -242,7 +325,7 @@ class SnapshotEngine:
         ``replay()`` of a graph that holds an optimizer step, for hooks do not run then.
         Raises: ConfigError, while a graph is being captured, if a copy is in flight that the graph could not wait for.
         """
-        self.session.boundaries.gate()
+        self._boundaries.gate()
 
     def rollback(self, *, steps: int = 1, reason: str = "") -> Rollback:
         """Go back in place to the newest snapshot at least ``steps`` older than the step in progress.
@@ -263,7 +346,7 @@ class SnapshotEngine:
         Collective. Blocks: for reading and loading. Raises: SnapshotNotFound; ConfigError; what ``load_state_dict``
         raises; WaitTimeout.
         """
-        self.session.check_open("rollback")
+        self._check_open("rollback")
         return self._rollbacks.go_back(steps, reason)
 
     # ---------------------------------------------------------------- names
@@ -279,12 +362,12 @@ class SnapshotEngine:
         process, or with the keeper's memory.
         Does not block. Raises: ConfigError, for a bad name, or without persistent levels.
         """
-        self.session.check_open("keep")
+        self._check_open("keep")
         check_name(name)
         if not self.config.levels:
             raise ConfigError("keep: there is no persistent level that could keep a snapshot")
-        with self.session.boundaries.lock:
-            return self._recorder.keep(name, is_over=not self.session.boundaries.has_stepped)
+        with self._boundaries.lock:
+            return self._recorder.keep(name, is_over=not self._boundaries.has_stepped)
 
     @property
     def _lost_names(self) -> Mapping[str, str]:
@@ -296,9 +379,9 @@ class SnapshotEngine:
 
         Raises: ConfigError, for a bad name.
         """
-        self.session.check_open("release")
+        self._check_open("release")
         check_name(name)
-        with self.session.boundaries.lock:
+        with self._boundaries.lock:
             self._recorder.release(name)
 
     # ---------------------------------------------------------------- waiting and ending
@@ -317,21 +400,36 @@ class SnapshotEngine:
         at the first level. The latter two are for all ranks, so all are to wait for it.
         Raises: ConfigError, if nothing could make it so.
         """
-        self.session.check_open("wait")
+        self._check_open("wait")
         if until not in ("captured", "protected", "durable"):
             raise ConfigError(f'wait: until must be "captured", "protected" or "durable", got {until!r}')
-        if until == "protected" and self.session.parts.discovery.redundancy is None:
+        if until == "protected" and self._parts.discovery.redundancy is None:
             raise ConfigError("wait: nodes do not protect each other: there is only one, or redundancy is None")
         if until == "durable" and not self.config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")
-        self.session.boundaries.finish_copies()
+        self._boundaries.finish_copies()
         step = self._recorder.last_step if step is None else step
         if step is None:
             return False
         if until == "captured":
-            return self.session.boundaries.wait_captured(step, timeout_s)
-        shutdown = self.session.shutdown
+            return self._boundaries.wait_captured(step, timeout_s)
+        shutdown = self._shutdown
         return (shutdown.wait_durable if until == "durable" else shutdown.wait_protected)(step, timeout_s)
+
+    def _is_to_be_stored(self, step: int, timeout_s: float) -> bool:
+        """Block until the first level has ``step``, or memory keeps it for that level, which has got a name for it.
+
+        ``False`` after the deadline: the level is busy with another step, and this one may be written over.
+        """
+        key = StepKey(self._run.meta.start_number, step)
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            levels = self._client.state.levels
+            is_stored = bool(levels) and key in levels[0].complete
+            if is_stored or self._recorder.history.is_kept(step):
+                return True
+            time.sleep(0.001)
+        return False
 
     def _flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
         """Block until the newest capture is durable at every level.
@@ -340,12 +438,12 @@ class SnapshotEngine:
         ranks durable on all of them, so all are to call it at the same step.
         ``progress`` is called with bytes that levels have, and bytes that all of them together are to have.
         """
-        self.session.check_open("flush")
-        return self.session.shutdown.flush(timeout_s, progress)
+        self._check_open("flush")
+        return self._shutdown.flush(timeout_s, progress)
 
     def statistics(self) -> Statistics:
         """Counters and timings so far. A copy: later boundaries do not change it."""
-        return self.session.shutdown.statistics()
+        return self._shutdown.statistics()
 
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
         """End well: capture the last step, make it durable, end the keeper, free the memory. Idempotent: called again
@@ -360,11 +458,22 @@ class SnapshotEngine:
         if this one captured nothing. With several ranks collective; where one is missing at the deadline memory stays
         likewise, for the restart of all.
         """
-        return self.session.shutdown.close(drain=drain, progress=progress)
+        return self._shutdown.close(drain=drain, progress=progress)
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart.
 
         ``error``: the exception that ends the training, for the line that the user sees.
         """
-        self.session.shutdown.abandon(error)
+        self._shutdown.abandon(error)
+
+
+_engines: "weakref.WeakSet[SnapshotEngine]" = weakref.WeakSet()
+"""All engines of this process. One that is connected to a keeper stays here: the thread of its connection needs it."""
+
+
+def _end_earlier(identity: JobIdentity) -> None:
+    """Leave all engines of this process and this job, as after a crash: a cell of a notebook is run again."""
+    for engine in list(_engines):
+        if engine._parts.identity == identity and engine._pid == os.getpid():
+            engine._shutdown.give_way()

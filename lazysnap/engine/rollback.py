@@ -102,7 +102,7 @@ class Rollbacks:
         """Return the newest snapshot at least ``steps`` older than the step in progress: in memory, else on storage.
 
         One whose trained weights or optimizer state are not finite is passed over. Collective. Blocks.
-        Raises: ConfigError; SnapshotNotFound; as ``SnapshotEngine.fetch``.
+        Raises: ConfigError; SnapshotNotFound; as ``SnapshotEngine._fetch``.
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")

@@ -84,7 +84,7 @@ class Run:
     # ---------------------------------------------------------------- restart
 
     def fetch(self, which: int | str, restart: Restart | None = None) -> Snapshot | None:
-        """See ``SnapshotEngine.fetch``. Collective. Blocks."""
+        """See ``SnapshotEngine._fetch``. Collective. Blocks."""
         found = fetch(which, restart or self.restart)
         if isinstance(found, Absence):
             self._absence = found
@@ -116,7 +116,7 @@ class Run:
         return sorted(step for of_run, step in held if of_run == run_id)
 
     def fetch_to_read(self, which: int | str) -> Snapshot:
-        """See ``Session.fetch_to_read``. Collective. Blocks."""
+        """See ``SnapshotEngine._fetch_to_read``. Collective. Blocks."""
         restart = replace(self.restart, casts=True)
         try:
             found = self.fetch(which, restart)
@@ -140,7 +140,7 @@ class Run:
         return snapshot
 
     def load(self, snapshot: Snapshot, *, position: str = "") -> None:
-        """See ``Session.load``. Collective. Blocks."""
+        """See ``SnapshotEngine._load``. Collective. Blocks."""
         source, world, started = self._parts.source, self._parts.world, time.perf_counter()
         work = "checking the optimizers"
         together(world, work, lambda: check_optimizers(source, snapshot.state, snapshot.parameters))
@@ -153,7 +153,7 @@ class Run:
         self.resume(snapshot, position=position, seconds=snapshot.seconds + time.perf_counter() - started)
 
     def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
-        """See ``SnapshotEngine.resume``. Blocks: asks the keeper."""
+        """See ``SnapshotEngine._resume``. Blocks: asks the keeper."""
         self.go_on(snapshot, (snapshot.new_run or snapshot).run_id)
         if snapshot.world_size > 1 or not self._parts.world.is_alone:
             self._discard_others(snapshot)

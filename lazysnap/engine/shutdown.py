@@ -87,7 +87,7 @@ class Shutdown:
         return client.wait(is_protected, timeout_s)
 
     def flush(self, timeout_s: float, progress: Progress | None) -> bool:
-        """See ``SnapshotEngine.flush``. Blocks. Without levels: until a keeper has it."""
+        """See ``SnapshotEngine._flush``. Blocks. Without levels: until a keeper has it."""
         self._boundaries.finish_copies()
         done = self._store_everywhere(self._history.newest_whole(), timeout_s, progress)
         self._recorder.drain_events()

@@ -29,7 +29,7 @@ class Session:
 
     def start(self, step: int, prepare: Callable[[], None] = lambda: None) -> None:
         """Training begins behind ``step``; ``prepare`` is done before. Collective. Raises: what it raises on any rank;
-        as ``SnapshotEngine.prepare``.
+        as ``SnapshotEngine._prepare``.
         """
 
         def work() -> None:
@@ -37,8 +37,8 @@ class Session:
             self.step = step
             self.engine._prepare()
 
-        self.engine.session.together("preparing", work)
-        self.engine.session.boundaries.check_memory()
+        self.engine._together("preparing", work)
+        self.engine._boundaries.check_memory()
 
     def passes(self, step: int) -> bool:
         """True if ``step`` is over and was not captured; else an accumulation of gradients is under way.
@@ -53,9 +53,9 @@ class Session:
 
     def capture(self, *, is_last: bool) -> None:
         """Capture the step that passed. ``is_last``: the end of a training, also between the steps of
-        ``every_n_steps``; see ``SnapshotEngine.last_boundary``.
+        ``every_n_steps``; see ``SnapshotEngine._last_boundary``.
         """
-        (self.engine.session.last_boundary if is_last else self.engine.boundary)(self.step)
+        (self.engine._last_boundary if is_last else self.engine.boundary)(self.step)
 
     def figures(self) -> dict[str, float]:
         """Return figures for loggers: see ``Figures.values``."""
@@ -86,11 +86,11 @@ class Session:
     def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:
         """Tell the user how training starts, if it resumes no snapshot; ``asked``: the checkpoint asked for."""
         if asked and means_snapshot(asked):
-            self.engine.session.run.tell_start()
+            self.engine._run.tell_start()
         elif asked:
-            self.engine.session.run.tell_start(report.from_checkpoint(str(asked)))
+            self.engine._run.tell_start(report.from_checkpoint(str(asked)))
         else:
-            self.engine.session.run.tell_start(report.fresh(None, how=how, step=step))
+            self.engine._run.tell_start(report.fresh(None, how=how, step=step))
 
 
 class WithEngine:
@@ -170,7 +170,7 @@ class WithEngine:
         url = place_beside(directory)
         engine = self._make_engine(self._arguments.config_for(url), state, url, only_reads=only_reads)
         if not only_reads:
-            engine.session.run.rename(self._new_run_id)
+            engine._run.rename(self._new_run_id)
             self._new_run_id = ""
         self.session = Session(engine)
         return self.session

@@ -19,7 +19,7 @@ TIMEOUT_S = 60
 
 def fetch_stored(engine):
     """What a restart reads where memory is not asked: also while another process of this job trains."""
-    run = engine.session.run
+    run = engine._run
     return run.fetch("latest", dataclasses.replace(run.restart, client=None))
 
 
@@ -94,7 +94,7 @@ class Training:
         """From now on boundaries, gates and names wait for so long; the keeper had as long as it took to start."""
         config = dataclasses.replace(self.engine.config, io_timeout_s=timeout_s)
         self.engine._recorder._config = self.engine._recorder.slots._config = config
-        object.__setattr__(self.engine.session.parts, "config", config)
+        object.__setattr__(self.engine._parts, "config", config)
 
     def facts(self):
         """Everything that must be equal after a restart, as bytes and numbers."""

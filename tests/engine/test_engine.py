@@ -156,7 +156,7 @@ def test_a_step_beside_the_copy_drops_that_snapshot_and_the_next_is_whole(job):
         step += 1
     training.engine.gate()
     whole = training.engine.statistics().whole
-    training.engine.session.boundaries.gates.remove()
+    training.engine._boundaries.gates.remove()
     training.engine.boundary(step + 1)
     with torch.no_grad():
         big.add_(1)
@@ -345,13 +345,13 @@ def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
         engine.boundary,
         engine.restore,
         engine._fetch,
-        engine.session.fetch_to_read,
+        engine._fetch_to_read,
         engine.rollback,
         lambda: engine.keep("a"),
         lambda: engine.release("a"),
         lambda: engine.wait(timeout_s=1),
         lambda: engine._flush(1),
-        engine.session.replan,
+        engine._replan,
     ]
     for call in calls:
         with pytest.raises(ConfigError, match=r"this engine was closed.*make another SnapshotEngine"):
@@ -386,7 +386,7 @@ def test_what_comes_after_the_end_of_a_training_is_harmless(job):
     training.engine.abandon()
     training.engine.gate()
     training.train()
-    assert not training.engine.session.last_boundary(2)  # a door's, at its end
+    assert not training.engine._last_boundary(2)  # a door's, at its end
     assert training.engine.statistics().whole == 1
 
 

@@ -218,7 +218,7 @@ class ListEngine:
         self.config, self.state, self.kept, self.trace = config, state, kept, trace
         self.choice: Kept | None = None
         self.ended = ""
-        self.session = self.run = self.boundaries = self.preemption = self
+        self._run = self._boundaries = self
         self.listens = True
 
     def boundary(self, step: int, **_: Any) -> bool:
@@ -231,7 +231,7 @@ class ListEngine:
         self.kept.append(Kept(step, json.dumps(walked.skeleton, allow_nan=False), tensors, len(self.trace)))
         return True
 
-    def last_boundary(self, step: int) -> bool:
+    def _last_boundary(self, step: int) -> bool:
         return self.boundary(step, force=True)
 
     def _fetch(self, which: str = "latest") -> Snapshot | None:
@@ -243,7 +243,7 @@ class ListEngine:
         state = decode(json.loads(self.choice.text), tensor=copies.__getitem__)
         return Snapshot(state, self.choice.step, "0" * 16, 1, "list", 0.0)
 
-    def load(self, snapshot: Snapshot, **_: Any) -> None:
+    def _load(self, snapshot: Snapshot, **_: Any) -> None:
         self.state.load(snapshot.state)
 
     def tell_start(self, line: str | None = None) -> None:
@@ -255,7 +255,7 @@ class ListEngine:
     def statistics(self) -> Statistics:
         return Statistics()
 
-    def together(self, what: str, work: Any) -> None:
+    def _together(self, what: str, work: Any) -> None:
         work()
 
     def check_memory(self) -> None:

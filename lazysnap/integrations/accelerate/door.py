@@ -130,7 +130,7 @@ class Door(WithEngine):
             self._has_trained = True
             self._warn_of_hooks()
             if self._begins_from is not None:
-                engine.session.run.tell_start(self._begins_from)
+                engine._run.tell_start(self._begins_from)
         return self.session
 
     def _warn_of_hooks(self) -> None:
@@ -254,7 +254,7 @@ class Door(WithEngine):
             self.directories.loaded(found)
             self._begins_from = report.from_checkpoint(found)
             if self.session is not None:
-                self.session.engine.session.run.tell_start(self._begins_from)
+                self.session.engine._run.tell_start(self._begins_from)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -266,7 +266,7 @@ class Door(WithEngine):
         self._is_apart = True
         if not self._state.is_uneven:
             self._state.is_uneven = True
-            self.opened().engine.session.replan()
+            self.opened().engine._replan()
         try:
             yield
         finally:
@@ -284,18 +284,18 @@ class Door(WithEngine):
         """
         session = self.opened()
         if which == "latest" and self._follows_fresh_training:
-            session.engine.session.run.tell_start(
+            session.engine._run.tell_start(
                 "starting fresh: free_memory() ended the training that this process began before, and another one "
                 "begins; load_state(STEP) resumes a snapshot of the earlier one"
             )
-            session.engine.session.boundaries.listen()
+            session.engine._boundaries.listen()
             return None
         snapshot = session.engine.restore(which)
         if snapshot is not None:
             self._began_fresh = False
             session.step = snapshot.step
             self.boundaries.passed()
-        session.engine.session.boundaries.listen()
+        session.engine._boundaries.listen()
         return snapshot
 
     # ---------------------------------------------------------------- its end
@@ -310,7 +310,7 @@ class Door(WithEngine):
             return
         if self._beside is not None and not os.path.isdir(self._beside):
             logger.info("nothing is stored: the program removed %s", self._default_url)
-            session.engine.session.shutdown.discard()
+            session.engine._shutdown.discard()
             self._end_at(session, 0.0)
             return
         if self._end.alive and not session.is_spoilt:

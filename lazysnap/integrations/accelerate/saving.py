@@ -168,9 +168,9 @@ class Directories:
     def _name(self, engine: SnapshotEngine, *, is_there: bool) -> str | None:
         """Name the snapshot of this step. ``None`` if a rank has none, or cannot have it stored. Collective."""
         # The start's id: an earlier start may have used such a name at the same step.
-        name = f"save_state-{engine.step}-{engine.session.run.meta.start}-{next(self._numbers)}"
+        name = f"save_state-{engine.step}-{engine._run.meta.start}-{next(self._numbers)}"
         is_named = is_there and engine.keep(name) == engine.step
-        if all(gather_object([is_named and engine.session.is_to_be_stored(engine.step, _KEPT_WITHIN_S)])):
+        if all(gather_object([is_named and engine._is_to_be_stored(engine.step, _KEPT_WITHIN_S)])):
             return name
         if is_there:
             engine.release(name)  # else a later snapshot would be called so
@@ -209,7 +209,7 @@ class Directories:
         made, where = self._checkpoints, directory or "checkpoints"
         # Only the main process waits. The engine exchanges heartbeats meanwhile: the deadline of the program's process
         # group may be shorter than the wait.
-        self._engine.session.together("waiting for checkpoints", lambda: made and made.wait(timeout_s, directory))
+        self._engine._together("waiting for checkpoints", lambda: made and made.wait(timeout_s, directory))
         return bool(self._by_main(where, lambda: made is None or made.wait(0, directory)))
 
     def find(self, directory: str | None) -> str | None:

@@ -288,7 +288,7 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
     Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal, waits for the end
     of the batch, and leaves with exit code 0. Handlers of the program are called as before. Idempotent.
     """
-    if engine.session.preemption.listens:
+    if engine._boundaries.listens:
         return
     connector = trainer._signal_connector
     before = getattr(connector, "_original_handlers", {}).get(signal.SIGTERM, signal.SIG_DFL)
@@ -299,7 +299,7 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
         signal.signal(signal.SIGTERM, before)
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
     exception = getattr(loop, "SIGTERMException", SystemExit)
-    engine.session.boundaries.listen(exception, overrules_handler=is_of_lightning)
+    engine._boundaries.listen(exception, overrules_handler=is_of_lightning)
     if trainer.received_sigterm:  # just before
         connector.received_sigterm = False
         signal.raise_signal(signal.SIGTERM)

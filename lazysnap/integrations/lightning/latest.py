@@ -54,14 +54,14 @@ class Latest:
             return
         self._convert_module()
         is_fit = self._trainer.state.fn == "fit"
-        snapshot = engine()._fetch(path) if is_fit else engine().session.fetch_to_read(path)
+        snapshot = engine()._fetch(path) if is_fit else engine()._fetch_to_read(path)
         # As with a file: what was chosen by name is meant, whatever Lightning saved before a requeue.
         requeued = self._requeued(snapshot) if is_fit and path == LATEST else None
         if requeued is not None:
             logger.warning("%s is newer than the latest snapshot: resuming from it", requeued)
             original(requeued, *args, **kwargs)
         elif snapshot is None:
-            engine().session.run.tell_start()
+            engine()._run.tell_start()
         else:
             connector._ckpt_path = self._path = path
             self._snapshot = snapshot
@@ -82,7 +82,7 @@ class Latest:
             connector.restore_callbacks()
         # Hooks of the program may have changed what is loaded.
         state = {**snapshot.state, **connector._loaded_checkpoint}
-        self._engine().session.load(replace(snapshot, state=state), position=self._state.position_of(state))
+        self._engine()._load(replace(snapshot, state=state), position=self._state.position_of(state))
 
     def resume_end(self, original: Callable[[], None]) -> None:
         """Replace the connector's method, which would only say "Restored all states from the checkpoint at latest"."""

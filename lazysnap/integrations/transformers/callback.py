@@ -173,7 +173,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _init_training_state(
         self, original: Callable[..., Any], max_steps: int, steps_in_epoch: int, num_epochs: int, *rest: Any
     ) -> Any:
-        """Blocks: reads one snapshot. Raises: as ``SnapshotEngine.fetch``; StateError."""
+        """Blocks: reads one snapshot. Raises: as ``SnapshotEngine._fetch``; StateError."""
         found = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
         engine = self.begin(self._state, self._trainer.args.output_dir).engine
@@ -203,7 +203,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if snapshot is None:
             session.tell_fresh(self._asked, HOW)
         else:
-            session.engine.session.load(snapshot, position=state.position_text)
+            session.engine._load(snapshot, position=state.position_text)
             self._snapshot = None
         session.start(self._trainer.state.global_step)
         return prepared
