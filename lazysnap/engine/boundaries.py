@@ -75,7 +75,8 @@ class Boundaries:
 
         Args:
             exception: type that is raised at the last boundary, with the exit code.
-            overrules_handler: SIGTERM ends the training also where it has a handler, which is called.
+            overrules_handler: a handler of SIGTERM that is there now is called, but does not keep the training from
+                ending.
         """
         self._preemption.listen(self._parts.client, exception, overrules_handler=overrules_handler)
 
@@ -125,7 +126,7 @@ class Boundaries:
 
     def boundary(self, step: int, *, force: bool) -> bool:
         """See ``SnapshotEngine.boundary``. Blocks."""
-        began = self._pass(step, force=force or self._preemption.is_ending)
+        began = self._pass(step, force=force or self._preemption.ends_training)
         for optimizer in self.gates.take_replacements():
             self._parts.messages.tell(Event.OTHER_OPTIMIZER, kind=type(optimizer).__qualname__)
         self._steps = self.gates.steps
@@ -156,7 +157,7 @@ class Boundaries:
                 return False
             self._run.tell_start()
             self._run.begin_once()
-            if self._has_waiting_gradients(step, is_forced=force and not self._preemption.is_ending):
+            if self._has_waiting_gradients(step, is_forced=force and not self._preemption.ends_training):
                 self._look_at_weights()
                 self._note()
                 return False
@@ -356,14 +357,15 @@ class Boundaries:
         return state is CaptureState.HELD
 
     def seal(self, timeout_s: float) -> None:
-        """Capture nothing any more. Thread-safe. Blocks: until the copies are done, at most ``timeout_s``.
+        """Capture nothing any more. Blocks: until the copies are done, at most ``timeout_s``.
 
-        A boundary under way is waited for only ``_SEAL_S``.
+        A boundary under way is waited for only ``_SEAL_S``. A copy that takes longer is dropped: the rest of the time
+        is for storing what memory has. Any thread may call this.
         """
         self._recorder.is_sealed = True
         if self.lock.acquire(timeout=min(_SEAL_S, timeout_s)):
             try:
-                self._captures.finish(timeout_s / 4)
+                self._captures.finish(timeout_s / 2)
                 self._captures.finish(timeout_s / 4)  # behind the gate only a device can still be copying
                 self._recorder.count_ended()
             finally:

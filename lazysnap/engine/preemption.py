@@ -3,14 +3,15 @@
 ::
 
     signal      the keeper is told at once: it stores the newest capture, and tells the other ranks
-    boundary    if it comes in time, it captures the newer step, and the training thread stops there
+    boundary    if one comes in time, the newer step is captured, and the training thread stops there
     sealed      nothing more is captured: the keepers store the newest step that all ranks hold
-    durable     one line names that step and the step that was cut
+    durable     one line names that step, and the step that was running and is lost
     end         at a boundary by an exception in the training thread, else at once, with exit code 143
 
-The next boundary is waited for until twice the time of the last step is over, and at most for half of
-``preemption_timeout_s``. When that whole time is over, the line says what is not durable and where it is, and the
-process ends. A program that handles the signal itself ends itself: the newest capture is stored, and the line says so.
+The next boundary is expected within twice the time of the last step and ``_SLACK_S``, counted from the last boundary;
+it is waited for at most half of ``preemption_timeout_s``. When ``preemption_timeout_s`` is over, the line says what is
+not durable and where it is, and the process ends, whatever hangs. A program that handles the signal itself ends itself:
+the newest capture is stored, and the line says that the training is asked to end.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 _SLACK_S = 0.5
 """A step may take so much longer than twice the one before."""
 _WRITE_S = 1.0
-"""Seconds for a line: nobody may read the stream, or a thread that hangs may have its lock."""
+"""A line is waited for so long: perhaps nobody reads the stream, or a thread that hangs has its lock."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,12 @@ class RankCaptures:
 class _Ending(enum.Enum):
     """What ends the process after a preemption signal."""
 
-    PREEMPTION = "the next boundary, or this module"
-    PROGRAM = "a handler of the program"
-    CLOSE = "the training is over, and is being closed"
+    PREEMPTION = enum.auto()
+    """An exception at the next boundary, or else this module."""
+    PROGRAM = enum.auto()
+    """The program, which has a handler of its own."""
+    CLOSE = enum.auto()
+    """The signal itself, once the training that is being ended has left."""
 
 
 class Preemption:
@@ -94,18 +98,23 @@ class Preemption:
         self._step_s: float | None = None
         """Seconds between the last two boundaries."""
         self._last_boundary_s = 0.0
+        self._choosing = threading.Lock()
+        """Held by whoever changes what follows: either the signal or the end of the training comes first."""
         self._ending: _Ending | None = None
         """None before the signal."""
+        self._is_closing = False
+        """True once the training thread ends the training."""
         self._signal: signal.Signals | None = None
         """None if another rank got the signal."""
         self._deadline_s = 0.0
-        self._is_closing = False
         self._is_raised = False
-        self._arrived = threading.Event()
-        """Set when the training thread is at a boundary, or at its end."""
+        """True once the exception was raised in the training thread."""
+        self._stopped = threading.Event()
+        """Set when the training thread waits for the last line: it ends the training then."""
         self._reported = threading.Event()
         """Set when the last line is written."""
         self._left = threading.Event()
+        """Set when the training has ended: nothing may end the process for its sake any more."""
 
     # The training thread
 
@@ -117,7 +126,8 @@ class Preemption:
         Args:
             client: the connection to the keeper.
             exception: type that is raised at the last boundary, with the exit code.
-            overrules_handler: SIGTERM ends the training also where it has a handler, which is called.
+            overrules_handler: a handler of SIGTERM that is there now is called, but does not keep the training from
+                ending.
         """
         if self.listens:
             return
@@ -127,7 +137,7 @@ class Preemption:
         self._last_boundary_s = time.monotonic()
         self._signals.start()
         client.when_preempted(self._signals.report_other_rank)
-        if os.getpid() == 1 and not self._signals.are_handled:
+        if os.getpid() == 1 and not self._signals.is_installed:
             logger.warning(
                 "SIGTERM can neither end this training nor store its newest step: it is process number 1, and does not "
                 "train on its main thread, where alone Python handles signals. Train on the main thread, or start the "
@@ -140,7 +150,7 @@ class Preemption:
         return self._client is not None
 
     @property
-    def is_ending(self) -> bool:
+    def ends_training(self) -> bool:
         """True if preemption ends this training: the next boundary is the last one."""
         return self._ending is _Ending.PREEMPTION
 
@@ -156,7 +166,7 @@ class Preemption:
 
         On another thread than the main one, end the process: there an exception would end the thread alone.
         """
-        if not self.is_ending or self._is_raised:
+        if not self.ends_training or self._is_raised:
             return
         self._await_report()
         if threading.current_thread() is not threading.main_thread():
@@ -165,11 +175,12 @@ class Preemption:
         raise self._exception(EXIT_CODE)
 
     def training_failed(self, error: BaseException | None, *, is_alone: bool) -> None:
-        """If the training is preempted, block until its newest step is durable.
+        """The training ends by an error. If it is preempted, block until its newest step is durable.
 
-        With several ranks end the process then: ranks that are gone already make the others fail.
+        With several ranks end the process then: ranks that are gone already make the others fail. A signal from now on
+        is handled as after ``begin_close``.
         """
-        if not self.is_ending or self._is_raised:
+        if self.begin_close() or self._is_raised:
             return
         self._await_report()
         if is_alone:
@@ -179,36 +190,48 @@ class Preemption:
         _exit()
 
     def _await_report(self) -> None:
-        self._arrived.set()
+        self._stopped.set()
         self._reported.wait(self._config.preemption_timeout_s + _WRITE_S)
 
-    def begin_close(self) -> None:
-        """The training is over: a signal from now on ends the process when it is closed."""
-        self._is_closing = True
+    def begin_close(self) -> bool:
+        """The training is being ended: a signal from now on ends the process in ``leave``.
+
+        Returns: False if preemption ends the training already.
+        """
+        with self._choosing:
+            self._is_closing = True
+            return self._ending is not _Ending.PREEMPTION
 
     def leave(self) -> None:
-        """The training has ended: put the handlers of signals back. Idempotent. Blocks: an instant."""
+        """The training has ended: put the handlers of signals back. Idempotent. Blocks: an instant.
+
+        A signal that came since ``begin_close`` ends the process now, as it would without lazysnap.
+        """
+        if self._left.is_set():
+            return
         self._left.set()
         self._signals.stop()
-
-    def finish_close(self) -> None:
-        """After ``leave``: let a signal that came during the close end the process, as it would without lazysnap."""
-        if self._ending is not _Ending.CLOSE or self._signal is None:
+        number = self._signal
+        if self._ending is not _Ending.CLOSE or number is None:
             return
-        if signal.getsignal(self._signal) is signal.SIG_DFL:  # else its handler was called already
-            signal.raise_signal(self._signal)
+        if signal.getsignal(number) is signal.SIG_DFL:  # else its handler was called already
+            signal.raise_signal(number)
 
     # The thread of the signals
 
     def _become_preempted(self, number: signal.Signals | None) -> None:
-        """Tell the keeper, wait until the newest step is durable, write the line, and end the process if need be."""
+        """Tell the keeper, wait until the newest step is durable, write the line, and end the process if need be.
+
+        Called for each signal. After one that the program handles, another one may end the training.
+        """
         client = self._client
-        if client is None or self._left.is_set():
+        if client is None or not self._take(number):
             return
-        self._signal = number
         self._deadline_s = time.monotonic() + self._config.preemption_timeout_s
+        if self._ending is not _Ending.PROGRAM:
+            with contextlib.suppress(RuntimeError):  # no thread can be started: this one has to do
+                threading.Thread(target=self._guard, name="lazysnap-preemption-end", daemon=True).start()
         client.preempt()
-        self._ending = self._choose_ending()
         is_stored = False
         try:
             is_stored = self._store_newest(client)
@@ -221,18 +244,32 @@ class Preemption:
             else:
                 _write_in_time(lambda: logger.warning("%s", line))
         self._reported.set()
-        is_left_to_others = self._ending is _Ending.PROGRAM or self._arrived.is_set() or self._left.is_set()
-        if not is_left_to_others:
+        do_others_end_it = self._ending is _Ending.PROGRAM or self._stopped.is_set() or self._left.is_set()
+        if not do_others_end_it:
             _exit()
 
-    def _choose_ending(self) -> _Ending:
-        if self._is_closing:
-            return _Ending.CLOSE
-        number = self._signal or signal.SIGTERM
-        is_overruled = self._overrules_handler and number == signal.SIGTERM
-        if self._signals.has_handler(number) and not is_overruled:
-            return _Ending.PROGRAM
-        return _Ending.PREEMPTION
+    def _take(self, number: signal.Signals | None) -> bool:
+        """Choose what ends the process. Returns: False if there is nothing to be done beyond that."""
+        with self._choosing:
+            if self._ending in (_Ending.PREEMPTION, _Ending.CLOSE):
+                return False
+            if self._ending is _Ending.PROGRAM and number is None:
+                return False  # the keeper tells what it was told by this rank
+            ending = _Ending.PREEMPTION
+            if self._is_closing:
+                ending = _Ending.CLOSE
+            elif self._signals.has_handler(number, except_older_one=self._overrules_handler):
+                ending = _Ending.PROGRAM
+            is_new = ending is not self._ending
+            self._reported.clear()
+            self._ending = ending
+            self._signal = number
+        return is_new and not self._left.is_set()
+
+    def _guard(self) -> None:
+        """End the process when the time is over, whatever hangs, unless the training has ended."""
+        if not self._left.wait(self._remaining_s() + 2 * _WRITE_S):
+            _exit()
 
     def _store_newest(self, client: KeeperClient) -> bool:
         """Block until the newest step that all ranks hold is durable; False if it is not in time.
@@ -242,7 +279,7 @@ class Preemption:
         if self._ending is _Ending.CLOSE:
             return self._left.wait(self._remaining_s())
         if self._ending is _Ending.PREEMPTION:
-            self._arrived.wait(self._patience_s())
+            self._stopped.wait(self._patience_s())
             self._seal(self._remaining_s())
             client.seal()
         captures = self._captures()
@@ -253,18 +290,18 @@ class Preemption:
             client.require(newest_step)
 
         def is_settled(state: KeeperState) -> bool:
-            durable_step = self._durable_step()
-            if durable_step >= newest_step:
-                return True
-            # If other ranks lack the newest step, the newest one that all of them hold is stored.
+            durable = self._captures().durable
+            if durable is None:
+                return False
+            step, url = durable
+            is_first_failing = bool(state.levels) and state.levels[0].is_failing
+            if url != self._config.levels[0].url and not (is_first_failing or captures.is_resumed):
+                return False
+            # If other ranks lack the newest step, an older one is the newest that all of them hold.
             is_newest_lost = any(key.step == newest_step for key in state.lost)
-            return is_newest_lost and durable_step >= captures.steps[-1]
+            return step >= newest_step or (is_newest_lost and step >= captures.steps[-1])
 
         return client.wait(is_settled, self._remaining_s())
-
-    def _durable_step(self) -> int:
-        durable = self._captures().durable
-        return -1 if durable is None else durable[0]
 
     def _patience_s(self) -> float:
         """Return the seconds within which the next boundary is expected."""
@@ -313,8 +350,10 @@ class Preemption:
 
 def _exit() -> NoReturn:
     """End the process. Nothing else is reliable from here: the main thread may be in a collective."""
-    _write_in_time(_flush)
-    os._exit(EXIT_CODE)
+    try:
+        _write_in_time(_flush)
+    finally:
+        os._exit(EXIT_CODE)
 
 
 def _write_in_time(write: Callable[[], None]) -> None:

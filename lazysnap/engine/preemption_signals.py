@@ -20,11 +20,11 @@ _mask_before_fork = threading.local()
 
 
 class PreemptionSignals:
-    """Reports the first preemption signal on a thread of its own.
+    """Reports each preemption signal on a thread of its own, some of them twice.
 
     Python's C handler writes the number of a signal into a pipe, the wake-up descriptor, also while the main thread is
     in a collective. The handler that was there is called on the main thread, between two instructions. A wake-up
-    descriptor of the program stays: then the signal is reported at that moment only.
+    descriptor of the program stays: then the signal is reported only when that handler is called.
     """
 
     def __init__(self, report: Callable[[signal.Signals | None], None]) -> None:
@@ -36,10 +36,9 @@ class PreemptionSignals:
         closed with this object only."""
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        self._is_reported = False
 
     @property
-    def are_handled(self) -> bool:
+    def is_installed(self) -> bool:
         """True if signals are handled. Python can do that on the main thread only."""
         return bool(self._handlers_before)
 
@@ -66,15 +65,13 @@ class PreemptionSignals:
                 self._handlers_before[number] = handler
                 signal.signal(number, self._handle)
         if self._handlers_before:
-            descriptor_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            if descriptor_before >= 0:
-                signal.set_wakeup_fd(descriptor_before)
+            _set_wakeup_fd_back(signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False))
             _installed = self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._is_stopped:  # by another thread, which may not put handlers back
+        if self._is_stopped:  # on another thread, where Python forbids to change handlers
             self.uninstall()
-            if signal.getsignal(number) == self._handle:  # the program put this one back later
+            if signal.getsignal(number) == self._handle:  # the program saved this one, and set it again after that
                 signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return
@@ -83,12 +80,20 @@ class PreemptionSignals:
         if callable(handler):
             handler(number, frame)
 
-    def has_handler(self, number: signal.Signals) -> bool:
-        """True if the program handles that signal itself."""
-        handler = signal.getsignal(number)
+    def has_handler(self, number: signal.Signals | None, *, except_older_one: bool) -> bool:
+        """Return True if the program handles a signal itself.
+
+        Args:
+            number: the signal that came; None if another rank got it: then it is about SIGTERM, which has not come.
+            except_older_one: a handler of SIGTERM that was there before this one does not count.
+        """
+        wanted = number or signal.SIGTERM
+        handler = signal.getsignal(wanted)
         if handler == self._handle:
-            handler = self._handlers_before.get(number)
-        return callable(handler)
+            is_counted = not (except_older_one and wanted == signal.SIGTERM)
+            return is_counted and callable(self._handlers_before.get(wanted))
+        # What came had a handler. One for a single time has put the default back by now.
+        return number is not None or callable(handler)
 
     def report_other_rank(self) -> None:
         """Report that another rank is preempted. Thread-safe. Does not block."""
@@ -99,25 +104,24 @@ class PreemptionSignals:
             os.write(self._writer, bytes([byte]))
 
     def _read(self, reader: int) -> None:
-        """Report the first of ``SIGNALS``. Other signals that the program handles come through the pipe, too."""
+        """Report ``SIGNALS``. Other signals that the program handles come through the pipe, too."""
         byte = _OTHER_RANK
         while byte != _STOP:
             byte = os.read(reader, 1)[0]
-            is_preempted = byte == _OTHER_RANK or byte in SIGNALS
-            if is_preempted and not self._is_reported:
-                self._is_reported = True
-                self._report(None if byte == _OTHER_RANK else signal.Signals(byte))
+            if byte == _OTHER_RANK:
+                self._report(None)
+            elif byte in SIGNALS:
+                self._report(signal.Signals(byte))
 
     def stop(self) -> None:
         """Put the handlers back, and end the thread. Idempotent. Blocks: an instant."""
         self._is_stopped = True
         is_main = threading.current_thread() is threading.main_thread()
-        if self._thread is None or (self.are_handled and not is_main):
+        if self._thread is None or (self.is_installed and not is_main):
             return
         self.uninstall()
         self._write(_STOP)
-        if not self._is_reported:  # else the thread may wait for this very end
-            self._thread.join(_JOIN_S)
+        self._thread.join(_JOIN_S)
 
     def uninstall(self) -> None:
         """Put the handlers back that were there before. On the main thread."""
@@ -128,10 +132,17 @@ class PreemptionSignals:
         if self._handlers_before:
             descriptor = signal.set_wakeup_fd(-1)
             if descriptor != self._writer:
-                signal.set_wakeup_fd(descriptor)
+                _set_wakeup_fd_back(descriptor)
         self._handlers_before = {}
         if _installed is self:
             _installed = None
+
+
+def _set_wakeup_fd_back(descriptor: int) -> None:
+    """Set the wake-up descriptor of the program again, if it has one, and has not closed it meanwhile."""
+    if descriptor >= 0:
+        with contextlib.suppress(OSError, ValueError):
+            signal.set_wakeup_fd(descriptor)
 
 
 def _is_caught(number: signal.Signals) -> bool:
@@ -144,7 +155,7 @@ def _is_caught(number: signal.Signals) -> bool:
 
 
 def _before_fork() -> None:
-    """Let a signal to the child wait until the child has its own handlers: these would report to the parent."""
+    """Let a signal to the child wait until the child has its own handlers: those of the parent write to its pipe."""
     _mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
@@ -153,9 +164,11 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    if _installed is not None:
-        _installed.uninstall()
-    _after_fork()
+    try:
+        if _installed is not None:
+            _installed.uninstall()
+    finally:
+        _after_fork()
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)

@@ -209,6 +209,7 @@ class Run:
     def begin_again(self, step: int) -> None:
         """A loop began again with a lower ``step``: these are other snapshots."""
         self.meta.follow(None)
+        self.resumed = None  # what was resumed is not what these go on from
         self._from_step = max(0, step - 1)
         self._source = ""
         self.begin()

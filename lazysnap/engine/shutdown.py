@@ -121,11 +121,16 @@ class Shutdown:
         """See ``SnapshotEngine.close``. Collective. Blocks."""
         if self.is_closed:
             return self._has_ended_well
-        if self._preemption.is_ending:  # the training is not over, whatever the program makes of the end
+        if not self._preemption.begin_close():  # the training is not over, whatever the program makes of the end
             self.abandon(None)
             self._preemption.end_training()
             return False
-        self._preemption.begin_close()
+        try:
+            return self._close(drain=drain, progress=progress)
+        finally:
+            self._preemption.leave()  # a signal that came meanwhile ends the process here
+
+    def _close(self, *, drain: bool, progress: Progress | None) -> bool:
         parts = self._parts
         durable, over, captured, has_own = False, False, True, False
         self._recorder.events.is_training = False
@@ -145,14 +150,12 @@ class Shutdown:
                 parts.world.close()
             # What memory holds of an earlier start is not this one's to give up, as long as it captured nothing itself.
             is_last = durable and over and has_own
-            self._preemption.leave()
             if is_last:
                 parts.client.leave(Farewell.OVER, parts.config.io_timeout_s)
             else:
                 parts.client.leave(Farewell.LEFT, parts.config.io_timeout_s)
         self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
         self._has_ended_well = durable and captured
-        self._preemption.finish_close()
         return self._has_ended_well
 
     def _capture_last(self) -> None:
@@ -241,15 +244,18 @@ class Shutdown:
 
     def abandon(self, error: BaseException | None) -> None:
         """See ``SnapshotEngine.abandon``."""
-        if not self.is_closed:
-            self._preemption.training_failed(error, is_alone=self._parts.world.is_alone)
+        if self.is_closed:
+            return
+        self._preemption.training_failed(error, is_alone=self._parts.world.is_alone)
+        try:
             self._recorder.events.is_training = False
             self._boundaries.finish_copies()
             self._leave()
-            self._preemption.leave()
             self._parts.client.leave(Farewell.LEFT, self._parts.config.io_timeout_s)
-            if not self._preemption.is_ending:  # which has printed the end
+            if not self._preemption.ends_training:  # its line says what the end is
                 self._tell_end(report.Ending.ABANDONED, error)
+        finally:
+            self._preemption.leave()
 
     def give_way(self) -> None:
         """A later engine of this process takes the place of this one, which is left as after a crash."""
@@ -264,8 +270,8 @@ class Shutdown:
             self._boundaries.gate()
             self._run.drop("engine.discard", lambda entry: True)
             self._leave()
-            self._preemption.leave()
             self._parts.client.leave(Farewell.OVER, self._parts.config.io_timeout_s)
+            self._preemption.leave()
 
     def captures(self) -> RankCaptures:
         """Return what is captured by now, for preemption. Does not block. Thread-safe."""

@@ -251,9 +251,9 @@ class KeeperClient:
         self._link.update(structs.replace, is_preempted=True)
 
     def when_preempted(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done, on the thread of the connection, with each state in which some rank is preempted.
+        """Have ``work`` done with each state in which some rank is preempted. It must not block.
 
-        It must not block.
+        It is done at once, if that is so now, and then on the thread of the connection.
         """
         self._link.when_preempted = work
         if self.state.is_preempted:

@@ -102,14 +102,20 @@ def plain(url):
                 at("evaluation", step)
 
 
-def handling(url):
+def handling(url, *, is_for_one_time=False):
     """A program that handles the signal itself."""
     import signal
 
     from lazysnap import SnapshotEngine
 
     seen = []
-    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+
+    def handle(number, frame):
+        seen.append(number)
+        if is_for_one_time:
+            signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, handle)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
@@ -123,6 +129,19 @@ def handling(url):
             say(f"boundary {step}")
     say(f"handled {seen[0]} {'once' if len(seen) == 1 else len(seen)}")
     sys.exit(5)
+
+
+def handling_once(url):
+    """A program whose handler puts the default back: a second signal ends it."""
+    handling(url, is_for_one_time=True)
+
+
+def printing(url):
+    """A program that says something on SIGUSR1, and has no handler of SIGTERM."""
+    import signal
+
+    signal.signal(signal.SIGUSR1, lambda number, frame: say("asked for figures"))
+    plain(url)
 
 
 def forking(url):

@@ -112,17 +112,29 @@ def test_sigusr1_does_the_same(trainings):
     assert trainings.durable() == 5
 
 
-@pytest.mark.parametrize(("way", "code", "said"), [("handling", 5, "handled 15 once")])
-def test_a_program_that_handles_the_signal_ends_itself_with_its_own_code(trainings, tmp_path, way, code, said):
+@pytest.mark.parametrize("way", ["handling", "handling_once"])
+def test_a_program_that_handles_the_signal_ends_itself_with_its_own_code(trainings, tmp_path, way):
     run = trainings.start(way, "step", "4")
     run.await_line("step 4")
     os.kill(run.pid(), signal.SIGTERM)
     assert "SIGTERM asks this training to end in step 4; step 3 is durable" in run.await_text("asks this training")
     assert trainings.durable() == 3, "stored while the program still trains"
     (tmp_path / "go").touch()
-    assert run.end() == code
-    assert said in run.lines
+    assert run.end() == 5
+    assert "handled 15 once" in run.lines
     assert trainings.durable() == 4
+
+
+def test_a_signal_that_the_program_handles_neither_ends_it_nor_hides_one_that_it_does_not(trainings):
+    run = trainings.start("printing", "step", "4+")
+    run.await_line("step 4")
+    os.kill(run.pid(), signal.SIGUSR1)
+    run.await_text("SIGUSR1 asks this training to end in step ")
+    for _ in range(50):
+        run.await_text("boundary ")
+    os.kill(run.pid(), signal.SIGTERM)
+    check(trainings, run, run.end())
+    assert "asked for figures" in run.lines
 
 
 def test_the_engine_of_an_earlier_training_that_was_not_closed_takes_no_signal_away(trainings):

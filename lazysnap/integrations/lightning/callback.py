@@ -286,7 +286,8 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
     """React to preemption, which ends the fit as Lightning would, but for the exit code.
 
     Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal, waits for the end
-    of the batch, and leaves with exit code 0. Handlers of the program are called as before. Idempotent.
+    of the batch, and leaves with exit code 0. The handler from before the fit is called, but does not keep the fit from
+    ending: with Lightning's in its place it never did. Idempotent.
     """
     if engine._boundaries.listens:
         return
@@ -300,6 +301,6 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
     exception = getattr(loop, "SIGTERMException", SystemExit)
     engine._boundaries.listen(exception, overrules_handler=is_of_lightning)
-    if trainer.received_sigterm:  # just before
+    if trainer.received_sigterm:  # it came after Lightning's handler was installed
         connector.received_sigterm = False
         signal.raise_signal(signal.SIGTERM)
