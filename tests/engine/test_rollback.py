@@ -181,6 +181,7 @@ def test_what_is_not_in_memory_comes_from_storage(job, tmp_path):
     training = job.start(tmp_path)
     captured(training, 1, 2)
     training.engine.keep("early")
+    assert training.engine._flush(TIMEOUT_S)
     wanted = training.facts()
     for step in range(3, 9):  # storage holds no slot when the next one is chosen
         training.run(step, step)
