@@ -37,7 +37,7 @@ def test_a_kept_snapshot_outlives_all_others_at_every_level_and_is_restored_by_i
     assert training.engine.close()
 
     until(lambda: steps_at(fast) == [2, 6, 7])  # a keeper deletes after close, too
-    until(lambda: len(steps_at(slow)) == 3)  # it may have left out steps while it copied others
+    until(lambda: len(steps_at(slow)) <= 3)  # it may have left out steps while it copied others
     assert {2, 7} <= {*steps_at(slow)}
     assert named(fast) == named(slow) == {"before-anneal": 2}
     other = job.start(fast, slow, ready=False)
