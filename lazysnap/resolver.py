@@ -1,8 +1,8 @@
 """The snapshots that a restart may restore, from the contents of memory and levels. Pure."""
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,6 @@ class Entry:
     world_size: int
     location: str
     """Name of the directory in the level, or index of the slot."""
-    frozen: str | None = None
-    """Digest of its frozen tensors, which may be at another level."""
     node: str | None = None
     """The node that can read it; ``None``: all nodes."""
     names: tuple[str, ...] = ()
@@ -32,29 +30,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class FrozenEntry:
-    """One file of frozen tensors at one level."""
-
-    level: str
-    speed: int
-    digest: str
-    location: str
-    """Name of the directory in the level, or index of the slot."""
-    node: str | None = None
-    """Like that of ``Entry``."""
-
-
-Item = Entry | FrozenEntry
-"""A shard, or frozen tensors, that can be read."""
-
-
-@dataclass(frozen=True)
 class Inventory:
     """The contents of one level, and what is wrong there (incomplete, foreign, damaged)."""
 
     level: str
     entries: tuple[Entry, ...] = ()
-    frozen: tuple[FrozenEntry, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -63,7 +43,6 @@ def joined(parts: Sequence[Inventory]) -> Inventory:
     return Inventory(
         parts[0].level,
         tuple(entry for part in parts for entry in part.entries),
-        tuple(image for part in parts for image in part.frozen),
         tuple(problem for part in parts for problem in part.problems),
     )
 
@@ -83,8 +62,6 @@ class RestartPlan:
     step: int
     world_size: int
     sources: tuple[tuple[Entry, ...], ...]
-    frozen: Mapping[str, tuple[FrozenEntry, ...]] = field(default_factory=dict)
-    """For each digest that an entry refers to, the levels that offer it, fastest first."""
 
     @property
     def key(self) -> "SnapshotKey":
@@ -120,19 +97,13 @@ def snapshots(entries: Iterable[Entry]) -> dict[SnapshotKey, list[Entry]]:
     return dict(found)
 
 
-def is_complete(entries: Iterable[Entry], images: Container[str]) -> bool:
-    """True if these shards are a complete snapshot. Restarts, retention and commands all use this rule.
+def is_complete(entries: Sequence[Entry]) -> bool:
+    """True if these shards are a complete snapshot: that of every rank is there.
 
-    A snapshot is complete when the shard of every rank is present, with the frozen tensors that it refers to.
-    ``images``: digests of the frozen tensors that are present.
+    Restarts, retention and commands all use this rule.
     """
-    usable = [entry for entry in entries if _is_usable(entry, images)]
-    ranks = {entry.rank for entry in usable}
-    return bool(usable) and len(ranks) == usable[0].world_size and max(ranks) < usable[0].world_size
-
-
-def _is_usable(entry: Entry, images: Container[str]) -> bool:
-    return entry.frozen is None or entry.frozen in images
+    ranks = {entry.rank for entry in entries}
+    return bool(entries) and len(ranks) == entries[0].world_size and max(ranks) < entries[0].world_size
 
 
 @dataclass(frozen=True)
@@ -158,27 +129,17 @@ def candidates(inventories: Iterable[Inventory], wanted: Wanted = ANY) -> list[R
 
     Its parts may be at different levels. The caller tries them in this order until one can be read.
     """
-    inventories = list(inventories)
-    frozen: dict[str, list[FrozenEntry]] = defaultdict(list)
-    for image in (image for inventory in inventories for image in inventory.frozen):
-        frozen[image.digest].append(image)
     found = snapshots(entry for inventory in inventories for entry in inventory.entries)
     plans = []
     for key, entries in sorted(found.items(), reverse=True):
-        usable = [entry for entry in entries if _is_usable(entry, frozen)]
-        names = {given for entry in usable for given in entry.names}
-        if not wanted.includes(key.run_id, key.step, names) or not is_complete(usable, frozen):
+        names = {given for entry in entries for given in entry.names}
+        if not wanted.includes(key.run_id, key.step, names) or not is_complete(entries):
             continue
         ranks: dict[int, list[Entry]] = defaultdict(list)
-        for entry in usable:
+        for entry in entries:
             ranks[entry.rank].append(entry)
         sources = tuple(
             tuple(sorted(ranks[rank], key=lambda entry: (entry.speed, entry.location))) for rank in sorted(ranks)
         )
-        digests = {entry.frozen for entries in sources for entry in entries if entry.frozen is not None}
-        images = {
-            digest: tuple(sorted(frozen[digest], key=lambda image: (image.speed, image.location)))
-            for digest in sorted(digests)
-        }
-        plans.append(RestartPlan(key.run_id, key.start, key.step, key.world_size, sources, images))
+        plans.append(RestartPlan(key.run_id, key.start, key.step, key.world_size, sources))
     return plans

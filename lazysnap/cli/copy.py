@@ -13,7 +13,7 @@ from lazysnap.cli.stores import open_existing, open_place
 from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import FrozenEntry, Item, RestartPlan, Wanted
+from lazysnap.resolver import Entry, RestartPlan, Wanted
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
@@ -87,14 +87,13 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 
 
 def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
-    """Copy the missing files of a snapshot: first the frozen tensors, then the shards, last the names."""
+    """Copy the missing files of a snapshot, and behind them its names."""
     found = catalogue.found(plan)
-    parts: list[tuple[Item, Manifest]] = [*catalogue.frozen(plan), *found.files]
-    size = sum(manifest.size_bytes for _, manifest in parts)
+    size = found.size_bytes
     copied = Copied(found.step, found.run_id, found.location)
     try:
         with output.bar(f"step {plan.step}", size if target.storage.checks_writes else 2 * size) as advance:
-            for entry, manifest in parts:
+            for entry, manifest in found.files:
                 copied.size_bytes += _copy_file(catalogue.store, target, entry, manifest, advance)
         for entry, _ in found.shards:
             present = target.storage.list(entry.location)
@@ -108,9 +107,9 @@ def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output
 
 
 def _copy_file(
-    source: SnapshotStore, target: SnapshotStore, entry: Item, manifest: Manifest, advance: Callable[[int], None]
+    source: SnapshotStore, target: SnapshotStore, entry: Entry, manifest: Manifest, advance: Callable[[int], None]
 ) -> int:
-    """Copy one node's file, or frozen tensors, unless they are there and whole. Return the bytes written.
+    """Copy one node's file, unless it is there and whole. Return the bytes written.
 
     Raises: FormatError, if it is damaged where it is read; FileNotFoundError; LevelError.
     """
@@ -124,14 +123,7 @@ def _copy_file(
 
     blocks = FileBlocks(place, manifest)
     with contextlib.closing(blocks):
-        bytes_read = VerifiedSource(blocks, count)
-        if isinstance(entry, FrozenEntry):
-            if target.has_frozen(entry.digest):
-                with contextlib.suppress(FormatError):  # then it is withdrawn, and written again
-                    target.verify_frozen(entry.digest)
-            written = target.write_frozen(manifest.shards[0], bytes_read, entry.digest)
-        else:
-            written = target.write_file(manifest.name, manifest.shards, bytes_read)
+        written = target.write_file(manifest.name, manifest.shards, VerifiedSource(blocks, count))
     if moved and not target.storage.checks_writes:
         try:
             read_node_file(target.place(entry), written, progress=advance)

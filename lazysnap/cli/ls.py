@@ -3,8 +3,6 @@
 import argparse
 from typing import Any
 
-from rich.filesize import decimal
-
 from lazysnap.cli.output import Output, fields_of, show_snapshots
 from lazysnap.cli.stores import levels_near, open_existing
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
@@ -23,7 +21,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
                 "ranks": found.ranks,
                 "world_size": found.world_size,
                 "captured_ns": found.captured_ns,
-                "frozen": found.frozen,
                 "complete": found.is_complete,
             }
             for found in seen.snapshots
@@ -34,15 +31,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
         url=seen.url,
         newest_run=seen.newest_run,
         snapshots=sorted(listed, key=lambda item: (item["step"], item["location"])),
-        frozen=[
-            {
-                "location": one.location,
-                "digest": one.digest,
-                "size_bytes": manifest.size_bytes,
-                "references": seen.references(one),
-            }
-            for one, manifest in seen.frozen
-        ],
         problems=seen.problems,
         levels_near=near,
     )
@@ -55,7 +43,6 @@ _NOTHING: dict[str, Any] = {
     "ranks": 0,
     "world_size": 0,
     "captured_ns": 0,
-    "frozen": [],
     "complete": False,
 }
 """The fields of a directory without a valid manifest."""
@@ -65,9 +52,7 @@ def _state_of(found: Found) -> tuple[str, str]:
     """Say in words if a snapshot can be restored from this level alone, with a colour for it."""
     if found.is_complete:
         return "complete", "green"
-    if found.ranks < found.world_size:
-        return f"{found.ranks} of {found.world_size} ranks", "yellow"
-    return "without its frozen tensors", "yellow"
+    return f"{found.ranks} of {found.world_size} ranks", "yellow"
 
 
 def _print(seen: Contents, near: list[str], output: Output) -> None:
@@ -75,8 +60,5 @@ def _print(seen: Contents, near: list[str], output: Output) -> None:
         where = "this is a part of the level" if near == [seen.url.rpartition("/")[0]] else "there are levels below"
         output.line(f"no snapshots in {seen.url}" + (f"; {where}: {', '.join(near)}" if near else ""))
     show_snapshots(output, seen, [(found, *_state_of(found)) for found in seen.snapshots], seen.uncommitted)
-    if seen.frozen:
-        rows = [(decimal(manifest.size_bytes), seen.references(one), one.location) for one, manifest in seen.frozen]
-        output.show(output.table("frozen tensors, stored once", "size>", "snapshots>", "directory", rows=rows))
     for problem in seen.problems:
         output.line(problem, "yellow")

@@ -8,14 +8,13 @@ from rich.filesize import decimal
 
 from lazysnap.cli.output import OK, Output, fields_of, show_snapshots
 from lazysnap.cli.stores import open_existing
-from lazysnap.cli.verify import GONE, Verdict, check, check_frozen
+from lazysnap.cli.verify import GONE, check
 from lazysnap.config import PersistentLevel
 from lazysnap.core.retention import Retention
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.leftovers import leftovers
 from lazysnap.levels.node_file import FilePlace, delete_files
-from lazysnap.resolver import FrozenEntry, SnapshotKey
-from lazysnap.shard.manifest import Manifest
+from lazysnap.resolver import SnapshotKey
 from lazysnap.snapshots.catalogue import Catalogue, Found
 
 
@@ -48,7 +47,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
         dry_run=args.dry_run,
         snapshots=[fields_of(found) for found in plan.delete],
         kept=[{**fields_of(found), "because": reason} for found, reason in plan.keep],
-        frozen=[one.location for one, _ in plan.frozen],
         unnamed=[found.location for found in plan.unnamed],
         leftovers=plan.leftovers,
         size_bytes=plan.size_bytes,
@@ -71,8 +69,6 @@ class _Plan:
         """Snapshots of a run that must be sound before others may go; 0: none may go."""
         level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
         self._retention = Retention(level.keep_last, level.keep_every_n_steps)
-        self._verdicts: dict[str, Verdict] = {}
-        """The verdict on frozen tensors that were read back, by digest."""
         self.leftovers = [one.path for one in leftovers(self._store.storage, None)]
         """Objects without a commit; they are deleted unless a living writer holds them."""
         self.delete: list[Found] = []
@@ -90,17 +86,15 @@ class _Plan:
             else:
                 self.unnamed += [found for found in snapshots if self._name in found.names]
                 self._plan_run(snapshots)
-        self.frozen = self._unreferenced()
-        """Frozen tensors to delete, to which no snapshot will refer."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of snapshots and frozen tensors to delete."""
-        return sum(found.size_bytes for found in self.delete) + sum(one.size_bytes for _, one in self.frozen)
+        """Bytes of snapshots to delete."""
+        return sum(found.size_bytes for found in self.delete)
 
     def __bool__(self) -> bool:
         """True if there is anything to do."""
-        return bool(self.delete or self.frozen or self.unnamed or self.leftovers)
+        return bool(self.delete or self.unnamed or self.leftovers)
 
     def _plan_run(self, snapshots: list[Found]) -> None:
         complete = [found for found in snapshots if found.is_complete]
@@ -145,31 +139,11 @@ class _Plan:
         return sound
 
     def _read_back(self, found: Found) -> list[str]:
-        """Return one line for each damage of a snapshot. Frozen tensors are read once."""
-        new = [pair for pair in self.seen.frozen if pair[0].digest in set(found.frozen) - self._verdicts.keys()]
-        total = found.size_bytes + sum(manifest.size_bytes for _, manifest in new)
-        with self._output.bar(f"reading back step {found.step}", total) as advance:
-            for one, manifest in new:
-                self._verdicts[one.digest] = check_frozen(self._store, one, manifest, advance)
-            verdict = check(self._store, found, self._verdicts, advance)
-        frozen = [problem for digest in found.frozen for problem in self._verdicts[digest].problems]
+        """Return one line for each damage of a snapshot."""
+        with self._output.bar(f"reading back step {found.step}", found.size_bytes) as advance:
+            verdict = check(self._store, found, advance)
         gone = ["it was deleted meanwhile"] if verdict.state == GONE else []
-        return [*verdict.problems, *frozen, *gone]
-
-    def _unreferenced(self) -> list[tuple[FrozenEntry, Manifest]]:
-        """Return frozen tensors to which no kept snapshot refers, and that did not change for a day.
-
-        A snapshot that refers to younger ones may be stored at this moment.
-        """
-        if self.seen.problems:
-            return []  # a manifest that cannot be read now may refer to them
-        wanted = {digest for found, _ in self.keep for digest in found.frozen}
-        unused = []
-        for one, manifest in self.seen.frozen:
-            place = self._store.place(one)
-            if one.digest not in wanted and place.is_settled() and not place.is_link():
-                unused.append((one, manifest))
-        return unused
+        return [*verdict.problems, *gone]
 
     def _places(self, found: Found) -> list[FilePlace]:
         return [self._store.place(entry) for entry, _ in found.files]
@@ -191,11 +165,6 @@ class _Plan:
                     deleted.append(found.location)
                 else:
                     output.say(f"{found.location} stays: somebody gave it a name meanwhile")
-            wanted = {entry.frozen for entry in Catalogue(store).inventory().entries} if self.frozen else set()
-            for one, manifest in self.frozen:
-                advance(manifest.size_bytes)
-                if one.digest not in wanted and delete_files([store.place(one)]):
-                    deleted.append(one.location)
         return [*deleted, *store.sweep()]
 
     def show(self) -> None:
@@ -206,9 +175,6 @@ class _Plan:
         show_snapshots(output, self.seen, rows)
         for found in self.unnamed:
             output.line(f"step {found.step} loses its name")
-        for one, manifest in self.frozen:
-            size = decimal(manifest.size_bytes)
-            output.line(f"{one.location}, to be deleted: {size} of frozen tensors that nothing refers to", "red")
         for path in self.leftovers:
             output.line(f"{path}, to be deleted unless a living writer holds it", "red")
         for problem in self.seen.problems:

@@ -61,10 +61,6 @@ def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
         "world_size": plan.world_size,
         "captured_ns": found.captured_ns,
         "created_ns": max(manifest.created_ns for manifest in manifests),
-        "frozen": [
-            {"digest": one.digest, "location": one.location, "size_bytes": manifest.size_bytes}
-            for one, manifest in catalogue.frozen(plan)
-        ],
         "checksum": [manifest.checksums.whole for manifest in manifests],
         "packages": manifests[0].meta.packages,
     }
@@ -73,21 +69,20 @@ def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
 def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
     """Return one row for each tensor and each further name of a tied one."""
     rows = []
-    for number, shard in enumerate(snapshot.ranks[rank]):
-        for name in shard.names:
-            is_tied = name in shard.meta.aliases
-            stored = shard.stored(shard.meta.aliases.get(name, name))
-            rows.append(
-                {
-                    "name": name,
-                    "dtype": stored.logical or stored.spec.dtype,
-                    "shape": list(stored.shape),
-                    "bytes": 0 if is_tied else stored.spec.nbytes,
-                    "image": "frozen" if number else "shard",
-                    "alias_of": stored.name if is_tied else None,
-                    "rank": rank,
-                }
-            )
+    shard = snapshot.shards[rank]
+    for name in shard.names:
+        is_tied = name in shard.meta.aliases
+        stored = shard.stored(shard.meta.aliases.get(name, name))
+        rows.append(
+            {
+                "name": name,
+                "dtype": stored.logical or stored.spec.dtype,
+                "shape": list(stored.shape),
+                "bytes": 0 if is_tied else stored.spec.nbytes,
+                "alias_of": stored.name if is_tied else None,
+                "rank": rank,
+            }
+        )
     return rows
 
 
@@ -115,7 +110,6 @@ def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
         ("captured", when(facts["captured_ns"])),
         ("committed", when(facts["created_ns"])),
         ("size", f"{decimal(facts['size_bytes'])} in {count_of(facts['world_size'], 'rank')}"),
-        *(("frozen", f"{decimal(one['size_bytes'])} in {one['location']}") for one in facts["frozen"]),
         ("checksum", ", ".join(facts["checksum"])),
         ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
     ]
@@ -125,12 +119,11 @@ def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
 
 
 def _print_tensors(output: Output, tensors: list[dict[str, Any]], with_rank: bool) -> None:
-    columns = ["name", "dtype", "shape", "bytes>", "in"] + ["rank>"] * with_rank
+    columns = ["name", "dtype", "shape", "bytes>", "tied to"] + ["rank>"] * with_rank
     rows = []
     for row in tensors:
-        where = f"= {row['alias_of']}" if row["alias_of"] else row["image"]
         size = decimal(row["bytes"]) if row["bytes"] else "0"
-        rows.append([row["name"], row["dtype"], row["shape"], size, where, row["rank"]][: len(columns)])
+        rows.append([row["name"], row["dtype"], row["shape"], size, row["alias_of"] or "", row["rank"]][: len(columns)])
     output.show(output.table(f"{len(tensors)} tensors", *columns, rows=rows))
 
 

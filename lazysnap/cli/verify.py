@@ -12,7 +12,6 @@ from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import FrozenEntry
 from lazysnap.shard.manifest import Manifest
 from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
 
@@ -22,7 +21,7 @@ _STYLES = {GOOD: "green", DAMAGED: "red"}
 
 @dataclass
 class Verdict:
-    """The result for one snapshot, or for one file of frozen tensors."""
+    """The result for one snapshot."""
 
     fields: dict[str, Any]
     state: str = GOOD
@@ -57,18 +56,15 @@ def run(args: argparse.Namespace, output: Output) -> int:
     without_manifest = [text for _, text in seen.without_manifest]
     if args.step and not (seen.snapshots or unreadable or without_manifest):
         raise SnapshotNotFound(f"{seen.url}: no snapshot of step {', '.join(map(str, args.step))}")
-    total = sum(found.size_bytes for found in seen.snapshots) + sum(manifest.size_bytes for _, manifest in seen.frozen)
+    total = sum(found.size_bytes for found in seen.snapshots)
     with output.bar("reading", total) as advance:
-        frozen = {one.digest: check_frozen(store, one, manifest, advance) for one, manifest in seen.frozen}
-        snapshots = [check(store, found, frozen, advance) for found in seen.snapshots]
-    verdicts = [*snapshots, *frozen.values()]
-    bad = [*unreadable, *(problem for verdict in verdicts for problem in verdict.problems)]
+        snapshots = [check(store, found, advance) for found in seen.snapshots]
+    bad = [*unreadable, *(problem for verdict in snapshots for problem in verdict.problems)]
     _print(output, seen, snapshots, bad)
     return output.result(
-        ok=bool(verdicts) and not bad,
+        ok=bool(snapshots) and not bad,
         url=seen.url,
         snapshots=[verdict.to_fields() for verdict in snapshots],
-        frozen=[verdict.to_fields() for verdict in frozen.values()],
         problems=bad,
         without_manifest=without_manifest,
         size_bytes=total,
@@ -76,28 +72,13 @@ def run(args: argparse.Namespace, output: Output) -> int:
     )
 
 
-def check_frozen(
-    store: SnapshotStore, frozen: FrozenEntry, manifest: Manifest, advance: Callable[[int], None]
-) -> Verdict:
-    """Read every byte of a file of frozen tensors. Blocks. Raises: LevelError."""
-    verdict = Verdict({"location": frozen.location, "digest": frozen.digest, "size_bytes": manifest.size_bytes})
-    if not verdict.compare(store.place(frozen), manifest, advance):
-        verdict.blame(f"{store.url}/{frozen.location}: deleted while it was read")
-    return verdict
-
-
-def check(store: SnapshotStore, found: Found, frozen: dict[str, Verdict], advance: Callable[[int], None]) -> Verdict:
-    """Read every byte of a snapshot's shards; ``frozen``: by digest. Blocks. Raises: LevelError."""
+def check(store: SnapshotStore, found: Found, advance: Callable[[int], None]) -> Verdict:
+    """Read every byte of a snapshot's shards. Blocks. Raises: LevelError."""
     verdict = Verdict(fields_of(found), GOOD if found.is_complete else INCOMPLETE)
     for entry, manifest in found.files:
         if not verdict.compare(store.place(entry), manifest, advance):
             verdict.state = GONE  # the retention of a running job deleted it meanwhile
             return verdict
-    for digest in found.frozen:
-        if digest not in frozen:
-            verdict.blame(f"{store.url}/{found.location}: its frozen tensors {digest} are not there")
-        elif frozen[digest].state != GOOD:
-            verdict.state = DAMAGED  # the problem is that of the frozen tensors
     return verdict
 
 

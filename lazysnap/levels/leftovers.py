@@ -22,7 +22,6 @@ from lazysnap.shard.names import (
     is_directory_of_ours,
     is_id,
     parse_file_name,
-    parse_frozen_directory_name,
     parse_keep_file_name,
 )
 
@@ -78,10 +77,9 @@ def _in_directory(storage: Storage, directory: str, is_ours: IsOurs | None) -> I
     if storage.is_link(directory):
         return
     names = storage.list(directory)
-    is_frozen = parse_frozen_directory_name(directory) is not None
 
     def is_wanted(file: NodeName) -> bool:
-        return is_ours is None or is_frozen or is_ours(file)
+        return is_ours is None or is_ours(file)
 
     for name in names:
         parsed, owner, path = parse_file_name(name), _owner_of(name), f"{directory}/{name}"

@@ -15,7 +15,7 @@ from lazysnap.shard.names import NodeName, is_directory_of_ours, parse_file_name
 
 @dataclass(frozen=True)
 class Directory:
-    """One snapshot's directory, or that of a file of frozen tensors."""
+    """One snapshot's directory."""
 
     name: str
     ranges: tuple[tuple[int, int, int], ...]

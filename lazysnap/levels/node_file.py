@@ -21,14 +21,10 @@ from lazysnap.shard.manifest import Manifest, Shard
 from lazysnap.shard.names import (
     NodeName,
     SnapshotName,
-    parse_frozen_directory_name,
     parse_keep_file_name,
 )
 
 logger = logging.getLogger(__name__)
-
-FROZEN_NAME = NodeName(0, 1)
-"""The name of every file of frozen tensors."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +54,9 @@ class FilePlace:
         """Read the manifest. Raises: FormatError, also if it is of another place; FileNotFoundError; LevelError."""
         where = f"{self.storage.url}/{self.manifest_path}"
         manifest = Manifest.decode(self.storage.get(self.manifest_path), where)
-        meta, frozen = manifest.meta, parse_frozen_directory_name(self.directory)
-        if frozen is not None and manifest.checksums.whole != frozen:
-            raise FormatError(f"{where}: holds {manifest.checksums.whole}, its name says otherwise")
-        if frozen is None and (meta.name != SnapshotName.parse(self.directory) or manifest.name != self.name):
-            raise FormatError(f"{where}: holds {meta.name.directory} in {manifest.name.file}, its name says otherwise")
+        name = manifest.meta.name
+        if name != SnapshotName.parse(self.directory) or manifest.name != self.name:
+            raise FormatError(f"{where}: holds {name.directory} in {manifest.name.file}, its name says otherwise")
         return manifest
 
     def check_size(self, size_bytes: int) -> None:
@@ -124,8 +118,7 @@ def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> li
     found = []
     for meta in (shard.meta for shard in manifest.shards):
         facts = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
-        digest = None if meta.frozen is None else meta.frozen.digest
-        found.append(Entry(level, speed, *facts, directory, digest, file=manifest.name.text))
+        found.append(Entry(level, speed, *facts, directory, file=manifest.name.text))
     return found
 
 
@@ -152,18 +145,14 @@ def _loss(manifest: Manifest) -> str:
 
 
 def write_node_file(
-    place: FilePlace,
-    shards: Sequence[Shard],
-    source: BlockSource,
-    *,
-    expected: str | None = None,
-    progress: Progress = no_progress,
+    place: FilePlace, shards: Sequence[Shard], source: BlockSource, *, progress: Progress = no_progress
 ) -> Manifest:
     """Write and commit a node's file. On return file and manifest are durable.
 
     Existing files of these names are replaced: they hold the same bytes, or were not committed.
-    Raises: FormatError, if the bytes do not have the ``expected`` digest; LevelError; CaptureAborted; OSError. On an
-    error nothing of the file stays, unless the caller of the job gave up: see ``_clean_up``.
+    Raises: LevelError; CaptureAborted; OSError. On an error nothing of the file stays, unless the caller of the job
+    gave up: a watched storage refuses to delete then, because another writer may have written the file by now. A
+    cancelled write deletes it: its caller waits, so there is no other writer.
     """
     faults.point("level.store.begin")
     try:
@@ -177,8 +166,6 @@ def write_node_file(
         try:
             checksums = _write_blocks(place, writer, source, progress)
             source.finish()
-            if expected is not None and checksums.whole != expected:
-                raise FormatError(f"{place.where}: {checksums.whole} was read, expected {expected}")
             faults.point("level.store.publish_shard")
             writer.publish()
             is_published = True
@@ -191,27 +178,9 @@ def write_node_file(
             if not is_published:
                 place.remove_if_empty()
             else:
-                _clean_up(place)
+                place.delete_or_leave()
             raise
     return manifest
-
-
-def _clean_up(place: FilePlace) -> None:
-    """Delete a file that was published and not committed.
-
-    A watched storage refuses that if the caller of the job gave up, because another writer may have written the file by
-    now. A cancelled write deletes it: its caller waits, so there is no other writer.
-    """
-    try:
-        if parse_frozen_directory_name(place.directory) is None:
-            place.delete_or_leave()
-        else:
-            place.read_manifest()
-    except FormatError:
-        with contextlib.suppress(CaptureAborted, LevelError, OSError):
-            place.withdraw()  # no other writer left a damaged manifest
-    except (CaptureAborted, LevelError, OSError) as error:
-        logger.info("left in %s/%s: %s", place.storage.url, place.directory, error)
 
 
 def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource, progress: Progress) -> Checksums:

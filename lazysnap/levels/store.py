@@ -5,8 +5,6 @@ The layout (docs/format.md)::
     step-00001000-<run>-<start>/node-00000-of-00001.safetensors     the shards of the ranks of a node
     step-00001000-<run>-<start>/node-00000-of-00001.json
     step-00001000-<run>-<start>/keep-before-anneal
-    frozen-<digest>/node-00000-of-00001.safetensors     frozen tensors, once for all snapshots at the level
-    frozen-<digest>/node-00000-of-00001.json
 
 The name of a directory says what is in it, so no two writers ever want the same name for different bytes.
 """
@@ -24,23 +22,17 @@ from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.leftovers import IsOurs, is_given_by_a_run, sweep
 from lazysnap.levels.listing import list_names
 from lazysnap.levels.local import LocalStorage
-from lazysnap.levels.node_file import (
-    FROZEN_NAME,
-    FilePlace,
-    read_committed,
-    write_node_file,
-)
+from lazysnap.levels.node_file import FilePlace, write_node_file
 from lazysnap.levels.source import BlockSource, Progress, no_progress
 from lazysnap.levels.storage import Storage, level_error
 from lazysnap.levels.watchdog import Beat
 from lazysnap.levels.watched import RateLimiter, WatchedStorage
-from lazysnap.resolver import Entry, FrozenEntry, Item
+from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import Manifest, Shard
 from lazysnap.shard.names import (
     NodeName,
     SnapshotName,
     check_name,
-    frozen_directory_name,
     keep_file_name,
 )
 
@@ -123,41 +115,6 @@ class SnapshotStore:
         except (FormatError, FileNotFoundError):
             return None
 
-    def write_frozen(self, shard: Shard, source: BlockSource, digest: str) -> Manifest:
-        """Write and commit frozen tensors, unless they are there already.
-
-        Blocks. Raises: FormatError, if the bytes do not have that digest; LevelError; CaptureAborted.
-        """
-        place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
-        with self._naming(f"writing the frozen tensors {digest}"):
-            if self.has_frozen(digest):
-                return place.read_manifest()
-            return write_node_file(place, [shard], source, expected=digest)
-
-    def has_frozen(self, digest: str) -> bool:
-        """True if frozen tensors are committed, and the file has its size. Their bytes are not read."""
-        place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
-        try:
-            read_committed(place)
-        except (FormatError, FileNotFoundError):
-            return False
-        return True
-
-    def verify_frozen(self, digest: str) -> None:
-        """Read frozen tensors in full. Damaged ones lose their manifest. Raises: FormatError."""
-        place = FilePlace(self.storage, frozen_directory_name(digest), FROZEN_NAME)
-        try:
-            self.verify(place)
-        except (FormatError, FileNotFoundError) as error:
-            with contextlib.suppress(FileNotFoundError):
-                place.withdraw()
-            raise FormatError(f"{self.url}: the frozen tensors {digest} are damaged: {error}") from error
-
-    def check_frozen(self, entry: Entry) -> None:
-        """Raises: FormatError, if frozen tensors of a snapshot are missing. Blocks: as ``has_frozen``."""
-        if entry.frozen is not None and not self.has_frozen(entry.frozen):
-            raise FormatError(f"{self.url}: the frozen tensors {entry.frozen} are lost or damaged")
-
     @contextlib.contextmanager
     def _naming(self, what: str) -> Iterator[None]:
         try:
@@ -169,13 +126,13 @@ class SnapshotStore:
 
     # ---------------------------------------------------------------- reading
 
-    def place(self, entry: Item) -> FilePlace:
+    def place(self, entry: Entry) -> FilePlace:
         """Return the place of an entry's files."""
-        name = FROZEN_NAME if isinstance(entry, FrozenEntry) else NodeName.parse(entry.file)
+        name = NodeName.parse(entry.file)
         assert name is not None, f"{entry} is in memory"
         return FilePlace(self.storage, entry.location, name)
 
-    def read_manifest(self, entry: Item) -> Manifest:
+    def read_manifest(self, entry: Entry) -> Manifest:
         """Return the manifest beside the file of an entry. Raises: as ``FilePlace.read_manifest``."""
         return self.place(entry).read_manifest()
 

@@ -11,7 +11,7 @@ from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.blocks import FileBlocks
 from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.watchdog import Beat, Watchdog
-from lazysnap.resolver import Entry, Inventory, Item
+from lazysnap.resolver import Entry, Inventory
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
 from lazysnap.snapshots.catalogue import Catalogue
@@ -102,11 +102,11 @@ class Level:
         """Do some work at the level. Blocks. Raises: LevelHangs, if it does not move for too long; what it raises."""
         return Watchdog(work, what).result(self._level.timeout_s)
 
-    def open(self, item: Item, where: str) -> OpenShard:
+    def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``."""
 
         def opened(beat: Beat) -> OpenShard:
-            shard = self._open_shard(item, beat)
+            shard = self._open_shard(entry, beat)
             try:
                 beat()  # if nobody waits any more, nobody would close what is open
             except BaseException:
@@ -116,16 +116,16 @@ class Level:
 
         return self.watch(f"opening {where}", opened)
 
-    def _open_shard(self, item: Item, beat: Beat) -> OpenShard:
+    def _open_shard(self, entry: Entry, beat: Beat) -> OpenShard:
         store = self._open()  # not watched: another job reads the blocks, after the one that opens them
-        place = store.place(item)
+        place = store.place(entry)
         manifest = self._manifests.get(place.manifest_path)
         if manifest is None:  # one file may hold the shards of many ranks
-            manifest = self._manifests[place.manifest_path] = store.read_manifest(item)
+            manifest = self._manifests[place.manifest_path] = store.read_manifest(entry)
         beat()
         blocks = FileBlocks(place, manifest)
         try:
-            return open_shard(item.rank if isinstance(item, Entry) else 0, blocks, verify=True)
+            return open_shard(entry.rank, blocks, verify=True)
         except BaseException:
             blocks.close()
             raise

@@ -8,7 +8,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryEntry, MemoryInventory
 from lazysnap.levels.blocks import MemoryBlocks
-from lazysnap.resolver import Entry, Inventory, Item
+from lazysnap.resolver import Entry, Inventory
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
@@ -22,16 +22,16 @@ class RankMemory:
     def __init__(self, inventory: MemoryInventory) -> None:
         self._inventory = inventory
 
-    def open(self, item: Item, where: str) -> OpenShard:
+    def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``."""
-        entry = self._entry(int(item.location.split("/")[1]), where)
-        view = entry.slot.view()
-        if view.sequence != entry.sequence or not view.is_whole:
+        held = self._entry(int(entry.location.split("/")[1]), where)
+        view = held.slot.view()
+        if view.sequence != held.sequence or not view.is_whole:
             raise _not_there(where)
-        image = entry.slot.read(0, view.image_bytes)
-        meta = CaptureMeta.from_bytes(entry.slot.read_meta(), where)
+        image = held.slot.read(0, view.image_bytes)
+        meta = CaptureMeta.from_bytes(held.slot.read_meta(), where)
         # Without checksums nothing can be compared: the keeper has not computed them yet.
-        checksums = entry.checksums
+        checksums = held.checksums
         if checksums is not None and checksums.size_bytes != len(image):
             raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
         blocks = MemoryBlocks(image, checksums, where)

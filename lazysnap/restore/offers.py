@@ -12,9 +12,9 @@ from typing import Any
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.levels.listing import Directory
-from lazysnap.resolver import Entry, FrozenEntry, Inventory
+from lazysnap.resolver import Entry, Inventory
 from lazysnap.restore.snapshot import MEMORY
-from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
+from lazysnap.shard.names import NodeName, SnapshotName
 
 _MEMORY_SPEED = 0
 
@@ -99,18 +99,17 @@ def pack_files(inventory: Inventory, directories: Sequence[Directory]) -> list[A
         directories: those that all ranks together read.
     """
     numbers = {directory.name: number for number, directory in enumerate(directories)}
-    ranks: dict[tuple[int, str, int, str | None], list[int]] = defaultdict(list)
+    ranks: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for entry in inventory.entries:
-        ranks[numbers[entry.location], entry.file, entry.world_size, entry.frozen].append(entry.rank)
+        ranks[numbers[entry.location], entry.file, entry.world_size].append(entry.rank)
     # Mostly, the file of a node holds the same ranks in all directories.
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for (number, file, world_size, frozen), of_file in ranks.items():
+    for (number, file, world_size), of_file in ranks.items():
         name = NodeName.parse(file)
         assert name is not None, "the manifest was read at that name"
-        alike[name.node, name.nodes, world_size, frozen, tuple(ranges_of(of_file))].append(number)
+        alike[name.node, name.nodes, world_size, tuple(ranges_of(of_file))].append(number)
     files = [[*key, ranges_of(of_key)] for key, of_key in alike.items()]
-    digests = [image.digest for image in inventory.frozen]
-    return [files, digests, list(inventory.problems)]
+    return [files, list(inventory.problems)]
 
 
 def unpack_files(
@@ -125,9 +124,9 @@ def unpack_files(
         speed: its rank among the sources, see ``Entry``.
         label: the place that only some ranks see; ``None``: all do.
     """
-    files, digests, problems = packed
+    files, problems = packed
     entries = []
-    for node, nodes, world_size, frozen, ranges, of_directories in files:
+    for node, nodes, world_size, ranges, of_directories in files:
         file = NodeName(node, nodes).text
         for number in numbers_in(of_directories):
             directory = directories[number]
@@ -136,6 +135,5 @@ def unpack_files(
             for rank in numbers_in(ranges):
                 shard = (name.run_id, name.start, name.step, rank, world_size)
                 location = directory.name
-                entries.append(Entry(url, speed, *shard, location, frozen, label, directory.names, file))
-    images = [FrozenEntry(url, speed, digest, frozen_directory_name(digest)) for digest in digests]
-    return Inventory(url, tuple(entries), tuple(images), tuple(problems))
+                entries.append(Entry(url, speed, *shard, location, label, directory.names, file))
+    return Inventory(url, tuple(entries), tuple(problems))

@@ -16,7 +16,7 @@ from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.pieces import CHECKSUM_BYTES
 from lazysnap.peers.messages import ParityOf, PartOf
-from lazysnap.resolver import Entry, Item
+from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import LostPart
 from lazysnap.restore.peer_memory import Connections, PeerFile, open_at
 from lazysnap.shard.manifest import CaptureMeta
@@ -33,10 +33,9 @@ class Parity:
         self.lost: Sequence[LostPart] = ()
         """The parts that entries of parity refer to, by their number."""
 
-    def open(self, item: Item, where: str) -> OpenShard:
+    def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``. Computes the shard's metadata and header."""
-        assert isinstance(item, Entry)
-        lost, file = self.lost[int(item.location.split("/")[0])], self._connections.file
+        lost, file = self.lost[int(entry.location.split("/")[0])], self._connections.file
         what = PartOf(lost.start, lost.step, lost.most_lost)
         parts = {position: file(node, what) for position, node in lost.parts.items()}
         parities = {
@@ -48,7 +47,7 @@ class Parity:
         }
         blocks = ParityBlocks(lost, parts, parities, where)
         whole = VerifiedSource(blocks)
-        text, offset, size = find_shard(whole.view, blocks.size_bytes, item.rank)
+        text, offset, size = find_shard(whole.view, blocks.size_bytes, entry.rank)
         return open_at(CaptureMeta.from_bytes(text, where), blocks, whole, (offset, size))
 
 

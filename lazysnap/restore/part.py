@@ -1,7 +1,6 @@
 """One rank's part of one snapshot: shards are opened until nothing that it wants is missing, then it is read."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from lazysnap.restore.targets import (
     wanted_box,
 )
 from lazysnap.snapshots.assembly import Assembly
-from lazysnap.snapshots.reader import OpenShard
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import Facts, facts_of, into
 from lazysnap.state.codec import decode, tensor_names
@@ -52,10 +50,10 @@ class PartReader:
         objects raise.
         """
         own, where = self._world.rank % plan.world_size, f"step {plan.step}"
-        mine = self._open(plan, chosen[own])
+        mine = self._sources.open(chosen[own])
         if isinstance(mine, Failure):
             return mine
-        meta = mine[0].meta
+        meta = mine.meta
         try:
             named = tensor_names(meta.state)
         except FormatError as error:
@@ -69,11 +67,11 @@ class PartReader:
         added: list[int] = []
 
         def add(rank: int) -> Failure | None:
-            shards = mine if rank == own else self._open(plan, chosen[rank])
-            if isinstance(shards, Failure):
-                return shards
+            shard = mine if rank == own else self._sources.open(chosen[rank])
+            if isinstance(shard, Failure):
+                return shard
             try:
-                facts.update({name: facts_of(stored) for name, stored in assembly.add(shards).items()})
+                facts.update({name: facts_of(stored) for name, stored in assembly.add(shard).items()})
             except FormatError as error:
                 return self._sources.refuse(chosen[rank], error)
             added.append(rank)
@@ -152,19 +150,6 @@ class PartReader:
         if plan.world_size != size:
             return rank * plan.world_size // size, []
         return rank, self._world.node_ranks
-
-    def _open(self, plan: RestartPlan, entry: Entry) -> list[OpenShard] | Failure:
-        """Open a shard, and the frozen tensors that it refers to."""
-        shard = self._sources.open(entry)
-        if isinstance(shard, Failure):
-            return shard
-        if shard.meta.frozen is None:
-            return [shard]
-        digest = shard.meta.frozen.digest
-        base = self._sources.open_any(plan.frozen.get(digest, ()), f"the frozen tensors {digest}")
-        if isinstance(base, Failure):
-            return self._sources.refuse(entry, base.text)
-        return [shard, replace(base, rank=entry.rank)]
 
 
 def _room(

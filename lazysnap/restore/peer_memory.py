@@ -12,7 +12,7 @@ from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
 from lazysnap.levels.source import header_of
 from lazysnap.peers.messages import SlotOf, Subject
 from lazysnap.peers.reader import PeerReader
-from lazysnap.resolver import Entry, Item
+from lazysnap.resolver import Entry
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard
@@ -123,16 +123,15 @@ class PeerMemory:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
 
-    def open(self, item: Item, where: str) -> OpenShard:
+    def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``."""
-        assert isinstance(item, Entry)
-        assert item.node is not None
-        local_rank, sequence = item.location.split("/")
+        assert entry.node is not None
+        local_rank, sequence = entry.location.split("/")
         meta = SlotOf(int(local_rank), int(sequence), "meta")
         image = SlotOf(int(local_rank), int(sequence), "image")
-        file = self._connections.file(item.node, meta)
+        file = self._connections.file(entry.node, meta)
         text = bytes(file.read(0, file.size_bytes))
-        blocks = PeerBlocks(self._connections.file(item.node, image), where)
+        blocks = PeerBlocks(self._connections.file(entry.node, image), where)
         whole = VerifiedSource(blocks)
         return open_at(CaptureMeta.from_bytes(text, where), blocks, whole, (0, blocks.size_bytes))
 

@@ -191,9 +191,7 @@ class _Search:
         self._parity = Parity(self._connections)
         timeout_s = restart.config.io_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
-        self._sources = Sources(
-            Places(self._memory, PeerMemory(self._connections), self._parity, levels), stack, self.problems.append
-        )
+        self._sources = Sources(Places(self._memory, PeerMemory(self._connections), self._parity, levels), stack)
         self._parts = PartReader(restart.source, world, self._sources, casts=restart.casts)
         stack.callback(self._close)
 
@@ -432,7 +430,7 @@ class _Search:
                 for entry, reason in bad.items():
                     of_rank = f" of rank {entry.rank}" if plan.world_size > 1 else ""
                     self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
-            if isinstance(part, Snapshot) or part.item is None:
+            if isinstance(part, Snapshot) or part.entry is None:
                 return part
 
     def _is_usable(self, entry: Entry) -> bool:

@@ -64,7 +64,7 @@ class Selection:
     newest: frozenset[SnapshotName]
     """The newest ones."""
     first: frozenset[str]
-    """Directories that are read first, those of frozen tensors among them."""
+    """Directories that are read first."""
     rest: frozenset[str]
     """All others."""
 

@@ -34,7 +34,7 @@ TAG = "$"
 """The key in the encoded state that holds the type of a value which plain JSON lacks (docs/format.md)."""
 FORMAT_VERSION = 1
 """The version that is written, and the only one that is read."""
-_OPTIONAL = ("frozen", "parameters", "replicas")
+_OPTIONAL = ("parameters", "replicas")
 """Keys that are absent if there is nothing to say."""
 _FACTS = ("dtype", "order", "scope", "global_shape", "offsets", "shared_rows", "nodes")
 """The keys of a tensor's entry."""
@@ -48,14 +48,6 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Id = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 Text = Annotated[str, Meta(max_length=MAX_NAME)]
-
-
-class FrozenReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The frozen tensors of a capture: a file of their own, stored once per level."""
-
-    digest: Digest
-    """``Checksums.whole`` of that file: its content decides its name."""
-    size_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -79,8 +71,6 @@ class CaptureMeta:
     """The small state in the safe JSON encoding (lazysnap.state.codec)."""
     packages: dict[Text, Text] = field(default_factory=dict)
     """Versions of the packages that wrote it."""
-    frozen: FrozenReference | None = None
-    """The frozen tensors that ``state`` refers to; absent in JSON if there are none."""
     parameters: dict[str, list[str]] | None = None
     """The parameter names of each optimizer in its own order, by its path in the state. Absent if unknown."""
     replicas: Annotated[list[Count], Meta(max_length=MAX_RANKS)] | None = None
@@ -94,8 +84,7 @@ class CaptureMeta:
 
     def to_fields(self) -> dict[str, Any]:
         """Return plain values, the keys in the order of this class."""
-        fields = {name: value for name, value in vars(self).items() if value is not None or name not in _OPTIONAL}
-        return fields if self.frozen is None else {**fields, "frozen": msgspec.structs.asdict(self.frozen)}
+        return {name: value for name, value in vars(self).items() if value is not None or name not in _OPTIONAL}
 
     def to_bytes(self) -> bytes:
         """Return one JSON object with the fields of this class as keys."""

@@ -15,7 +15,6 @@ from lazysnap.shard.limits import MAX_COUNT, MAX_RANKS
 _ID = re.compile(r"[0-9a-f]{16}")
 _TIME_DIGITS = 11
 _DIRECTORY = re.compile(r"step-([0-9]{8,19})-([0-9a-f]{16})-([0-9a-f]{16})")
-_FROZEN_DIRECTORY = re.compile(r"frozen-([0-9a-f]{32})")
 _FILE = re.compile(r"node-([0-9]{5,7})-of-([0-9]{5,7})")
 _SUFFIXES = ("safetensors", "json")
 _KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -65,20 +64,9 @@ class SnapshotName:
         return name if name is not None and name.step <= MAX_COUNT and name.directory == directory else None
 
 
-def frozen_directory_name(digest: str) -> str:
-    """Return ``frozen-<digest>``: the directory of frozen tensors with this content, of any run."""
-    return f"frozen-{digest}"
-
-
-def parse_frozen_directory_name(name: str) -> str | None:
-    """Return the digest, ``None`` for any other name."""
-    match = _FROZEN_DIRECTORY.fullmatch(name)
-    return match[1] if match else None
-
-
 def is_directory_of_ours(name: str) -> bool:
-    """True if this is the name of the directory of a snapshot or of frozen tensors."""
-    return SnapshotName.parse(name) is not None or parse_frozen_directory_name(name) is not None
+    """True if this is the name of the directory of a snapshot."""
+    return SnapshotName.parse(name) is not None
 
 
 def is_keep_name(name: object) -> bool:

@@ -1,8 +1,7 @@
 """Tensors put together from the parts that the shards of several ranks hold. Needs no torch."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lazysnap.errors import FormatError, StateError
@@ -148,23 +147,21 @@ class Assembly:
         """Names of wanted tensors of which a part was in no shard so far."""
         return self._missing.keys()
 
-    def add(self, shards: Sequence[OpenShard]) -> dict[str, Stored]:
-        """Add the shard of a rank, and the frozen tensors that it refers to; the own rank's first.
+    def add(self, shard: OpenShard) -> dict[str, Stored]:
+        """Add the shard of a rank; the own rank's first.
 
         Returns a part of each tensor, wanted or not, that was in no shard before.
-        Raises: FormatError, if they do not fit each other, or others.
+        Raises: FormatError, if it does not fit others.
         """
-        _check_apart(shards)
-        self._shards += shards
+        self._shards.append(shard)
         new: dict[str, Stored] = {}
-        for shard in shards:
-            for name in shard.names:
-                stored = self._part_in(shard, name)
-                if stored is not None and name not in self._seen:
-                    self._seen.add(name)
-                    new[name] = stored
-                if stored is not None and name in self._missing:
-                    self._put(name, stored)
+        for name in shard.names:
+            stored = self._part_in(shard, name)
+            if stored is not None and name not in self._seen:
+                self._seen.add(name)
+                new[name] = stored
+            if stored is not None and name in self._missing:
+                self._put(name, stored)
         return new
 
     def want(self, names: Iterable[str]) -> None:
@@ -200,16 +197,6 @@ class Assembly:
         return self._tensors[name]
 
 
-def _check_apart(shards: Sequence[OpenShard]) -> None:
-    """Raises: FormatError, if a shard and its frozen tensors have a name in common."""
-    seen: Counter[str] = Counter()
-    for shard in shards if len(shards) > 1 else ():
-        seen.update(shard.names)
-        twice = next((name for name, count in seen.items() if count > 1), None)
-        if twice is not None:
-            raise FormatError(f"{shard.where}: tensor {twice!r} is in the shard and among the frozen tensors")
-
-
 class WholeSnapshot:
     """The tensors of an open snapshot by their names in the state of one rank."""
 
@@ -222,17 +209,17 @@ class WholeSnapshot:
         self.meta = snapshot.meta(rank)
         """The metadata of this rank."""
         first = snapshot.meta(0).parameters
-        for other, held in enumerate(snapshot.ranks):
-            if held[0].meta.parameters != first:
+        for other, shard in enumerate(snapshot.shards):
+            if shard.meta.parameters != first:
                 raise StateError(
-                    f"{held[0].where}: the optimizers of rank {other} hold other parameters than those of rank 0 "
+                    f"{shard.where}: the optimizers of rank {other} hold other parameters than those of rank 0 "
                     "(pipeline parallelism?): their states have no distinct names; restore with as many ranks "
                     "as saved it, through the engine"
                 )
         self._assembly = Assembly(rank)
         # This rank first: of equal parts the first one is read.
-        for held in (snapshot.ranks[rank], *snapshot.ranks[:rank], *snapshot.ranks[rank + 1 :]):
-            self._assembly.add(held)
+        for shard in (snapshot.shards[rank], *snapshot.shards[:rank], *snapshot.shards[rank + 1 :]):
+            self._assembly.add(shard)
 
     def tensor(self, name: str) -> JoinedTensor:
         """Return a tensor. Raises: FormatError, if shards lack a part of it, or do not fit each other."""

@@ -17,7 +17,6 @@ from lazysnap.levels.threads import in_threads
 from lazysnap.resolver import (
     ANY,
     Entry,
-    FrozenEntry,
     Inventory,
     RestartPlan,
     SnapshotKey,
@@ -30,8 +29,6 @@ from lazysnap.runs import MOST_DIGITS, Choice, run_of, short_ids
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import (
     SnapshotName,
-    frozen_directory_name,
-    parse_frozen_directory_name,
 )
 
 _THREADS = 8
@@ -104,11 +101,6 @@ class Found:
         """When the last rank began to capture it, Unix time."""
         return max(shard.meta.captured_ns for _, manifest in self.files for shard in manifest.shards)
 
-    @property
-    def frozen(self) -> list[str]:
-        """Digests of the frozen tensors that it refers to."""
-        return sorted({entry.frozen for entry, _ in self.shards if entry.frozen is not None})
-
 
 @dataclass(frozen=True)
 class Contents:
@@ -117,7 +109,6 @@ class Contents:
     url: str
     snapshots: tuple[Found, ...]
     """Smallest step first."""
-    frozen: tuple[tuple[FrozenEntry, Manifest], ...]
     uncommitted: tuple[tuple[str, int], ...]
     """Directories in which no manifest can be read, each with its step."""
     without_manifest: tuple[tuple[SnapshotName, str], ...]
@@ -132,19 +123,13 @@ class Contents:
     @property
     def is_empty(self) -> bool:
         """True if lazysnap wrote nothing here."""
-        return not (self.snapshots or self.uncommitted or self.frozen)
-
-    def references(self, frozen: FrozenEntry) -> int:
-        """The number of snapshots that refer to a file of frozen tensors."""
-        return sum(frozen.digest in found.frozen for found in self.snapshots)
+        return not (self.snapshots or self.uncommitted)
 
     def of_run(self, run_id: str) -> "Contents":
         """Only one run."""
         chosen = tuple(found for found in self.snapshots if found.run_id == run_id)
-        wanted = {digest for found in chosen for digest in found.frozen}
-        frozen = tuple(pair for pair in self.frozen if pair[0].digest in wanted)
         bare = tuple(pair for pair in self.without_manifest if pair[0].run_id == run_id)
-        return replace(self, snapshots=chosen, frozen=frozen, uncommitted=(), without_manifest=bare)
+        return replace(self, snapshots=chosen, uncommitted=(), without_manifest=bare)
 
 
 class Catalogue:
@@ -194,11 +179,10 @@ class Catalogue:
                 steps.setdefault((at.run_id, at.step), []).append(directory)
         for (_, at_step), held in sorted(steps.items(), reverse=True):
             entries = tuple(entry for entry, _ in self._shards(held))
-            frozen = tuple(one for one, _ in self._frozen({entry.frozen for entry in entries if entry.frozen}))
-            found = candidates([Inventory(self.store.url, entries, frozen)], wanted)
+            found = candidates([Inventory(self.store.url, entries)], wanted)
             if not found:
                 self.incomplete += [without_manifest(self.store.url, at_step, one) for one in held if one.bare]
-                self._explain(at_step, entries, frozen)
+                self._explain(at_step, entries)
             yield from found
 
     def meant(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
@@ -250,10 +234,6 @@ class Catalogue:
         """The snapshot that a plan of this catalogue restores."""
         return Found(plan.key, tuple(self.shards(plan)), is_complete=True)
 
-    def frozen(self, plan: RestartPlan) -> list[tuple[FrozenEntry, Manifest]]:
-        """The frozen tensors that a plan refers to, each digest once."""
-        return self._frozen(plan.frozen)
-
     # ---------------------------------------------------------------- everything
 
     def contents(self, steps: Collection[int] | None = None, run: str | None = None) -> Contents:
@@ -264,14 +244,11 @@ class Catalogue:
         directories = self._list(lambda at: steps is None or at.step in steps)
         shards = self._shards(directories)
         manifests = {entry: manifest for entry, manifest in shards}
-        wanted = self._digests if steps is None else {entry.frozen for entry in manifests if entry.frozen is not None}
-        frozen = self._frozen(wanted)
-        digests = {one.digest for one, _ in frozen}
         found = [
             Found(
                 key,
                 tuple((entry, manifests[entry]) for entry in sorted(entries, key=lambda e: (e.rank, e.location))),
-                is_complete(entries, digests),
+                is_complete(entries),
             )
             for key, entries in snapshots(manifests).items()
         ]
@@ -281,7 +258,6 @@ class Catalogue:
         everything = Contents(
             self.store.url,
             tuple(sorted(found, key=lambda one: (one.step, one.key))),
-            tuple(frozen),
             tuple(sorted((one.name, _name_of(one).step) for one in directories if one.name not in used)),
             tuple((at, without_manifest(self.store.url, at.step, one, "is not complete")) for at, one in bare),
             tuple(self.problems),
@@ -297,7 +273,6 @@ class Catalogue:
         Blocks. Raises: LevelError, if the level does not answer. Nothing found there makes it raise.
         """
         entries = [entry for entry, _ in self._shards(self._list(lambda at: True), share)]
-        frozen = self._frozen(self._digests) if share is None or share[0] == 0 else []
         problems = list(self._unlisted)
         for place, found in self._manifests.items():
             name = SnapshotName.parse(place.directory)
@@ -305,7 +280,7 @@ class Catalogue:
                 continue
             skipped = "" if name is None else f"step {name.step} passed over: "
             problems.append(f"{skipped}{found or f'{place.where}: its manifest was deleted while this level was read'}")
-        return Inventory(self.store.url, tuple(entries), tuple(one for one, _ in frozen), tuple(problems))
+        return Inventory(self.store.url, tuple(entries), tuple(problems))
 
     # ---------------------------------------------------------------- how
 
@@ -345,29 +320,8 @@ class Catalogue:
                         found.append((replace(entry, names=one.names), manifest))
         return found
 
-    @cached_property
-    def _digests(self) -> set[str]:
-        """Digests of all frozen tensors, by the names of their directories."""
-        return {digest for name in self._names if (digest := parse_frozen_directory_name(name)) is not None}
-
-    def _frozen(self, wanted: Collection[str]) -> list[tuple[FrozenEntry, Manifest]]:
-        """The wanted frozen tensors that are committed."""
-        store, there = self.store, frozenset(self._names)
-        named = {digest: frozen_directory_name(digest) for digest in sorted(wanted)}
-        entries = [FrozenEntry(store.url, store.speed, *pair) for pair in named.items() if pair[1] in there]
-        self._read(map(store.place, entries))
-        found = [(one, self._manifests[store.place(one)]) for one in entries]
-        return [(one, manifest) for one, manifest in found if isinstance(manifest, Manifest)]
-
-    def _explain(self, step: int, entries: Sequence[Entry], frozen: Sequence[FrozenEntry]) -> None:
+    def _explain(self, step: int, entries: Sequence[Entry]) -> None:
         """Record what is missing of an incomplete snapshot."""
-        held = {one.digest for one in frozen}
-        for entry in entries:
-            if entry.frozen is not None and entry.frozen not in held:
-                self.incomplete.append(
-                    f"{entry.level}/{entry.location}: rank {entry.rank} needs the frozen "
-                    f"tensors {entry.frozen}, which are not there"
-                )
         for key, held_entries in sorted(snapshots(entries).items()):
             missing = sorted(set(range(key.world_size)) - {entry.rank for entry in held_entries})
             if missing:

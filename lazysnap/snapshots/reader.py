@@ -3,7 +3,7 @@
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -12,9 +12,9 @@ from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import Progress, no_progress
-from lazysnap.resolver import Entry, Item, RestartPlan
+from lazysnap.resolver import RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.pieces import Extent, extent_of
 from lazysnap.shard.strides import Order, is_order
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
@@ -29,10 +29,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class OpenShard:
-    """One shard, or the frozen tensors, whose header was read."""
+    """One shard whose header was read."""
 
     rank: int
-    """The rank that it serves. The same frozen tensors may serve several."""
     meta: CaptureMeta
     layout: Layout
     blocks: Blocks
@@ -128,19 +127,20 @@ class Stored:
 
 
 class OpenSnapshot:
-    """The shards of all ranks, each with the frozen tensors that it refers to."""
+    """The shards of all ranks."""
 
-    def __init__(self, plan: RestartPlan, ranks: Sequence[tuple[OpenShard, ...]]) -> None:
+    def __init__(self, plan: RestartPlan, shards: Sequence[OpenShard]) -> None:
         self.plan = plan
-        self.ranks = ranks
+        self.shards = shards
+        """By rank."""
 
     def meta(self, rank: int) -> CaptureMeta:
         """The metadata of a rank, small state included."""
-        return self.ranks[rank][0].meta
+        return self.shards[rank].meta
 
     def close(self) -> None:
         """Close its files. A later read opens them again."""
-        for blocks in {shard.blocks for shards in self.ranks for shard in shards}:
+        for blocks in {shard.blocks for shard in self.shards}:
             blocks.close()
 
     @contextlib.contextmanager
@@ -168,19 +168,18 @@ def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
-    """Read the headers of all shards, and of the frozen tensors that they refer to; ``verify``: as ``open_shard``.
+    """Read the headers of all shards; ``verify``: as ``open_shard``.
 
     The files stay open until the snapshot is closed (of very many the first ones): where the place allows, they can be
     read even if retention deletes them meanwhile. ``plan``: of this catalogue.
     Blocks. Raises: FormatError, naming a shard that is damaged; LevelError; FileNotFoundError.
     """
-    ranks, found = catalogue.shards(plan), catalogue.frozen(plan)
+    ranks = catalogue.shards(plan)
     wanted: dict[FilePlace, list[int]] = defaultdict(list)
     files: dict[FilePlace, FileBlocks] = {}
-    all_of_them: list[tuple[Item, Manifest]] = [*ranks, *found]
-    for one, manifest in all_of_them:
-        place = catalogue.store.place(one)
-        wanted[place].append(one.rank if isinstance(one, Entry) else 0)
+    for entry, manifest in ranks:
+        place = catalogue.store.place(entry)
+        wanted[place].append(entry.rank)
         files.setdefault(place, FileBlocks(place, manifest, stays_open=len(files) < _MOST_OPEN))
 
     def opened(place: FilePlace) -> dict[int, OpenShard]:
@@ -191,18 +190,13 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         return shards
 
     try:
-        shards = dict(zip(files, in_parallel(opened, list(files)), strict=True))
-        frozen = {one.digest: shards[catalogue.store.place(one)][0] for one, _ in found}
-        opens: list[tuple[OpenShard, ...]] = []
-        for entry, _ in ranks:
-            shard = shards[catalogue.store.place(entry)][entry.rank]
-            base = () if entry.frozen is None else (replace(frozen[entry.frozen], rank=entry.rank),)
-            opens.append((shard, *base))
+        of_files = dict(zip(files, in_parallel(opened, list(files)), strict=True))
     except BaseException:
         for blocks in files.values():
             blocks.close()
         raise
-    return OpenSnapshot(plan, opens)
+    shards = [of_files[catalogue.store.place(entry)][entry.rank] for entry, _ in ranks]
+    return OpenSnapshot(plan, shards)
 
 
 def look_again(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> Result:
