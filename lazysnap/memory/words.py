@@ -180,8 +180,6 @@ class NodeWord(enum.IntEnum):
     GRANT = 1
 
 
-GRANT_ANY = 0
-"""GRANT: every capture is awaited."""
 GRANT_NONE = (1 << 64) - 1
 """GRANT: no capture is awaited."""
 
@@ -189,8 +187,8 @@ GRANT_NONE = (1 << 64) - 1
 class NodePage(WordPage):
     """The page of a node. Its word GRANT says which captures the keeper wants to be woken for.
 
-    GRANT is step + 1 of the first step that any level waits for, ``GRANT_ANY`` or ``GRANT_NONE``. It is no grant of the
-    coordinator: later captures wake the keeper, too. A trainer that begins a capture stores its words first and loads
+    GRANT is step + 1 of the first step that any level waits for, or ``GRANT_NONE``; in a new page every capture is
+    awaited. It is no grant of the coordinator: later captures wake the keeper, too. A trainer that begins a capture stores its words first and loads
     GRANT then; the keeper stores GRANT first and looks at the slots then. So at least one of the two sees what the
     other stored, and no capture that a level waits for goes unnoticed.
 
@@ -240,10 +238,6 @@ class NodePage(WordPage):
     def grant(self, step: int) -> None:
         """Await the capture of ``step``, and later ones."""
         self.store(NodeWord.GRANT, step + 1)
-
-    def grant_any(self) -> None:
-        """Await every capture."""
-        self.store(NodeWord.GRANT, GRANT_ANY)
 
     def grant_none(self) -> None:
         """Await no capture."""
