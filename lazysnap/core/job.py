@@ -394,4 +394,5 @@ def _digest(settings: JobSettings) -> int:
     redundancy = settings.redundancy
     every = None if redundancy is None else redundancy.every_n_steps
     agreed = (settings.run, levels, every, settings.capture_every_n_steps, settings.world_size, settings.num_nodes)
-    return xxhash.xxh3_64_intdigest(json.encode(agreed)) >> 1  # messages have signed integers of 64 bits
+    # A message has signed integers of 64 bits.
+    return xxhash.xxh3_64_intdigest(json.encode(agreed)) >> 1

@@ -188,9 +188,9 @@ class NodePage(WordPage):
     """The page of a node. Its word GRANT says which captures the keeper wants to be woken for.
 
     GRANT is step + 1 of the first step that any level waits for, or ``GRANT_NONE``; in a new page every capture is
-    awaited. It is no grant of the coordinator: later captures wake the keeper, too. A trainer that begins a capture stores its words first and loads
-    GRANT then; the keeper stores GRANT first and looks at the slots then. So at least one of the two sees what the
-    other stored, and no capture that a level waits for goes unnoticed.
+    awaited. It is no grant of the coordinator: later captures wake the keeper, too. A trainer that begins a capture
+    stores its words first and loads GRANT then; the keeper stores GRANT first and looks at the slots then. So at least
+    one of the two sees what the other stored, and no capture that a level waits for goes unnoticed.
 
     Example::
 
