@@ -22,8 +22,9 @@ import xxhash
 from msgspec import json, structs
 
 from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send, SetGrant
-from lazysnap.core.coordinator import Coordinator, LevelGrants
+from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.jobs import LevelJobs, Wishes
+from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import Alert, JobSettings, LevelState, NameRefusal, Order, Progress, Report, StepKey
 from lazysnap.core.node import Node, NodeLevel, RankView, key_of, whole_on_all
 from lazysnap.core.ranks import Wants, num_spare_slots

@@ -1,0 +1,154 @@
+"""What does the coordinator know of one level, or of redundancy? Pure."""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from lazysnap.core.messages import MAX_TOLD, LevelOrder, LevelSettings, RedundancySettings, StepKey
+from lazysnap.core.retention import Retention
+
+MAX_MARGIN_STEPS = 64
+MAX_REMEMBERED = 256
+"""At least so many complete snapshots are remembered per level. Nodes judge older ones by their age alone."""
+
+
+@dataclass
+class LevelGrants:
+    """The coordinator's state of one level, or of redundancy."""
+
+    retention: Retention
+    every_n_steps: int | None
+    every_s: float
+    is_memory: bool = False
+    """True for redundancy: only what all nodes have now is complete."""
+    is_shared: bool = True
+    """True if all nodes see the same place there."""
+    is_open: bool = False
+    """True once every node said which files it has. Before that nothing is granted, cancelled or deleted."""
+    grant: StepKey | None = None
+    source: int | None = None
+    """The level that the granted step is copied from; None: the slots."""
+    version: int = 0
+    """Grows with each change of the grant."""
+    complete: set[StepKey] = field(default_factory=set)
+    """Invariant: at the moment when a key came in, every node had its part, committed and read back."""
+    cancelled: set[StepKey] = field(default_factory=set)
+    """Invariant: disjoint from ``complete``, and never the present grant."""
+    given_up: set[StepKey] = field(default_factory=set)
+    """Steps that are not granted here again: a node does not have them any more, or a thread that hangs works on them.
+    Invariant: disjoint from ``complete``.
+    """
+    margin_steps: int = 0
+    """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
+    is_ahead: bool = True
+    """True if the granted step was not begun when it was granted, or nobody knows: a miss does not give it up then."""
+    is_failing: bool = False
+    """True while the level does not work on some node."""
+    is_overtaken: bool = False
+    """True if the granted step lies ahead, and a required one is to be read first."""
+    due_start: int = 0
+    """The start for which ``due_at`` was set; 0: none. In any other one the level is due at once."""
+    due_at: float = 0.0
+
+    @classmethod
+    def of_level(cls, settings: LevelSettings) -> "LevelGrants":
+        """Return the state of a storage level."""
+        return cls(Retention.of_level(settings), settings.every_n_steps, settings.every_s, is_shared=settings.is_shared)
+
+    @classmethod
+    def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
+        """Return the state of redundancy."""
+        return cls(Retention(keep_last=1), settings.every_n_steps, 0.0, is_memory=True)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if a granted step is not complete yet."""
+        return self.grant is not None and self.grant not in self.complete
+
+    @property
+    def reads_slots(self) -> bool:
+        """True if slots are held for a grant that is under way."""
+        return self.is_under_way and self.source is None
+
+    def become_granted(self, key: StepKey | None, source: int | None, *, is_ahead: bool) -> None:
+        """Grant a step, or nothing.
+
+        Args:
+            key: the step.
+            source: the level that it is copied from; None: the slots.
+            is_ahead: True if it was not begun yet.
+        """
+        self.grant = key
+        self.source = source
+        self.is_ahead = is_ahead
+        self.is_overtaken = False
+        self.version += 1
+        if key is not None:
+            self.cancelled.discard(key)
+
+    def become_complete(self, key: StepKey) -> None:
+        """All nodes stored the step."""
+        self.complete.add(key)
+        self.cancelled.discard(key)
+        self.given_up.discard(key)
+        self.margin_steps = max(0, self.margin_steps - 1)
+        if len(self.complete) > 2 * MAX_REMEMBERED:
+            self.complete = set(sorted(self.complete)[-MAX_REMEMBERED:])
+            self.given_up = set(sorted(self.given_up)[-MAX_REMEMBERED:])
+
+    def become_cancelled(self, key: StepKey, *, is_late: bool) -> None:
+        """A node gave the granted step up. ``is_late``: because the order reached it too late."""
+        self.cancelled.add(key)
+        if is_late:
+            self.margin_steps = min(2 * self.margin_steps + 1, MAX_MARGIN_STEPS)
+        self.due_start = 0  # due again at once
+        self.become_granted(None, None, is_ahead=True)
+
+    def is_done_with(self, key: StepKey) -> bool:
+        """Return True if a step is complete here, or is not granted again."""
+        return key in self.complete or key in self.given_up
+
+    def is_due(self, start: int, now: float) -> bool:
+        """Return True if it is time for a snapshot. A level with a number of steps is due whenever that is reached."""
+        return self.every_n_steps is not None or self.due_start != start or now >= self.due_at
+
+    def was_granted_at(self, start: int, now: float) -> None:
+        """Note that a snapshot that was due is under way."""
+        self.due_start = start
+        self.due_at = now + self.every_s
+
+    def next_step(self, begun: int, capture_every: int) -> int:
+        """Return a step that will be captured and is due here, more than ``margin_steps`` after ``begun``."""
+        every = math.lcm(self.every_n_steps or 1, capture_every)
+        return (max(0, begun + self.margin_steps) // every + 1) * every
+
+    def passes_a_multiple(self, key: StepKey) -> bool:
+        """Return True if a step that is due lies between the newest complete snapshot and this one."""
+        if self.every_n_steps is None:
+            return True
+        of_start = [other.step for other in self.complete if other.start == key.start]
+        newest = max(of_start, default=-1)
+        return key.step // self.every_n_steps > newest // self.every_n_steps
+
+    def order(self, required: Collection[StepKey], named: Collection[StepKey]) -> LevelOrder:
+        """Return this state for the nodes. Old cancelled steps are forgotten here.
+
+        Args:
+            required: steps that somebody wants stored.
+            named: snapshots that have a name there, or are to get one.
+        """
+        newest = sorted(self.complete)[-max(MAX_TOLD, self.retention.keep_last + 1) :]
+        answered = self.complete & {*required, *named}
+        self.cancelled = set(sorted(self.cancelled)[-MAX_TOLD:])
+        return LevelOrder(
+            version=self.version,
+            grant=self.grant,
+            source=self.source,
+            complete=tuple(sorted({*newest, *answered})),
+            cancelled=tuple(sorted(self.cancelled)),
+            given_up=tuple(sorted(self.given_up.intersection(required))),
+            named=tuple(sorted(named)),
+            is_overtaken=self.is_overtaken,
+            is_open=self.is_open,
+            is_failing=self.is_failing,
+        )
