@@ -190,7 +190,7 @@ class Coordinator:
     def _grant_what_is_left(self, index: int) -> None:
         """Nobody trains any more: grant what must be stored of the captures that all nodes have."""
         level = self.levels[index]
-        missing = self._keys_to_drain() - level.complete - level.given_up
+        missing = self._keys_to_drain(index) - level.complete - level.given_up
         if not missing:
             return
         key = max(missing)
@@ -469,29 +469,34 @@ class Coordinator:
             self.lost.add(key)
             self.lost = set(sorted(self.lost)[-MAX_REMEMBERED:])
 
-    def _keys_to_drain(self) -> set[StepKey]:
-        """Return what must be stored when nobody trains any more: the newest capture that all nodes have, and what is
-        required of the others that all have. A node that is alone stores all: it does not know what others have.
+    def _keys_to_drain(self, index: int) -> set[StepKey]:
+        """Return what a level must store when nobody trains any more.
+
+        That is the newest capture that all nodes have, what is required of the others that all have, and what is
+        required and a faster level has. A node that is alone stores all: it does not know what others have.
         """
         left = self._left_on_all()
         if not left:
             return set()
         if self.is_alone:
             return left
-        wanted = self._all_required()
-        return {max(left)} | (left & wanted - self.lost)
+        keys = {max(left)} | (left & self._all_required() - self.lost)
+        for key in self._required_at(index):
+            if self._source_of(key, index) is not None:
+                keys.add(key)
+        return keys
 
     def _find_drained(self) -> bool:
         if any(report.left is None for report in self.reports.values()):
             return False
-        keys = self._keys_to_drain()
-        return all(self._is_level_drained(level, keys) for level in self.levels)
+        return all(self._is_level_drained(index) for index in range(len(self.levels)))
 
-    def _is_level_drained(self, level: LevelGrants, keys: set[StepKey]) -> bool:
+    def _is_level_drained(self, index: int) -> bool:
         """Return True if a level has what must be stored, but for what it can never have."""
+        level = self.levels[index]
         if level.is_memory:
             return True
-        return level.is_open and all(level.is_done_with(key) for key in keys)
+        return level.is_open and all(level.is_done_with(key) for key in self._keys_to_drain(index))
 
 
 def _stored_on_all(reports: Sequence[LevelReport]) -> set[StepKey]:

@@ -322,6 +322,53 @@ class TestTheEnd:
         assert (driver.core.phase is Phase.LINGERING) == (phase is SlotPhase.WHOLE)
 
 
+    def test_a_new_keeper_gives_nothing_up_before_it_knows_slots_and_files(self):
+        sealed = structs.replace(STATE, slots=(0,), required=(4,), is_sealed=True)
+        driver = Driver()
+        done = driver.report(sealed)
+        assert driver.sent(done).lost == ()
+        [job] = of_kind(done, ListLevel)
+        done = driver.step(Listed(0, job.job, ()))
+        assert not of_kind(done, WriteLevel)
+        assert not driver.core.job.node.lost
+
+        driver.see((slot(0, 4), empty(1), empty(2)))
+        done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
+
+        assert [job.key.step for job in of_kind(done, WriteLevel)] == [4]
+
+    def test_a_step_that_memory_lacks_is_not_lost_before_all_levels_are_listed(self):
+        driver = Driver()
+        [job] = of_kind(driver.report(structs.replace(STATE, required=(4,), is_sealed=True)), ListLevel)
+        driver.see((slot(0, 7), empty(1), empty(2)))
+        assert not driver.core.job.node.lost
+
+        driver.step(Listed(0, job.job, (StepKey(START, 4),)))
+
+        assert not driver.core.job.node.lost
+
+    def test_a_required_step_that_only_a_faster_level_has_is_copied_before_the_end(self):
+        slow = LevelSettings("slow", every_n_steps=100)
+        state = structs.replace(STATE, job=JobSettings("run", (LEVEL, slow)), required=(4,))
+        driver = Driver()
+        first, second = of_kind(driver.report(state), ListLevel)
+        driver.step(Listed(0, first.job, (StepKey(START, 4),)))
+        driver.report(structs.replace(state, is_sealed=True))
+        driver.see((slot(0, 7), empty(1), empty(2)))
+        done = driver.see((slot(0, 7, is_held=True), empty(1), empty(2)))
+        [write] = of_kind(done, WriteLevel)
+        driver.step(actions.Stored(0, write.job))
+
+        done = driver.step(Listed(1, second.job, ()))
+        copied = []
+        while writes := of_kind(done, WriteLevel):
+            [write] = writes
+            copied.append((write.key.step, write.source))
+            done = driver.step(actions.Stored(write.level, write.job))
+
+        assert sorted(copied) == [(4, 0), (7, 0)]
+
+
 class TestSeveralLevels:
     @pytest.mark.parametrize(("is_shared", "copies"), [(True, True), (False, False)])
     def test_a_level_of_one_node_is_not_copied_from_a_shared_one(self, is_shared, copies):
