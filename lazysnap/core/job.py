@@ -193,7 +193,7 @@ class JobCore:
         wants = self._with_newest(wants, ranks)
         for _ in range(MAX_ROUNDS):
             unanswered = self.node.unanswered(wants.required, wants.names)
-            self.node.find_missed(ranks)
+            self.node.find_missed(ranks, unanswered)
             self._hold_slots(ranks, unanswered)
             for index, level in enumerate(self.levels):
                 self._actions += level.decide(ranks, self.wishes(index, wants), now)

@@ -423,10 +423,14 @@ class Node:
         read_by_slower = {level.wanted_key for level in self.levels if level.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
-    def find_missed(self, ranks: Sequence[RankView]) -> None:
+    def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
         """Give up the grants that this node cannot follow any more, and those that a required step overtook.
 
         Of a grant whose write runs already, ``LevelJobs`` cancels the write.
+
+        Args:
+            ranks: those of the node.
+            required: steps that must be stored and are not answered yet.
         """
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
         for level in self.levels:
@@ -438,6 +442,16 @@ class Node:
             is_gone = not is_writing and self._is_gone(key, level.source, ranks)
             if is_overtaken or is_gone:
                 level.become_missed(key)
+        for level in self.storage:
+            key = level.key_to_hold
+            if key is not None and key <= begun and key not in required and self._is_crowded_out(level, key):
+                level.become_missed(key)
+
+    def _is_crowded_out(self, level: NodeLevel, key: StepKey) -> bool:
+        """Return True if another level still reads an older step. Memory has one slot to spare for what is read."""
+        if level.progress is not Progress.WAITING:
+            return False
+        return any(other.key_to_hold is not None and other.key_to_hold < key for other in self.storage)
 
     def _is_gone(self, key: StepKey, source: int | None, ranks: Sequence[RankView]) -> bool:
         """Return True if the source of a grant does not have the step, and never will."""

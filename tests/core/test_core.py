@@ -321,7 +321,6 @@ class TestTheEnd:
 
         assert (driver.core.phase is Phase.LINGERING) == (phase is SlotPhase.WHOLE)
 
-
     def test_a_new_keeper_gives_nothing_up_before_it_knows_slots_and_files(self):
         sealed = structs.replace(STATE, slots=(0,), required=(4,), is_sealed=True)
         driver = Driver()
@@ -406,6 +405,27 @@ class TestSeveralLevels:
 
         assert redundancy.version == version
         assert redundancy.grant == StepKey(START, 3)
+
+    def test_a_level_that_still_reads_an_older_step_crowds_out_the_next_one(self):
+        """Else a level that hangs takes two slots of three, and nothing is captured."""
+        first = LevelSettings("first", every_n_steps=3)
+        second = LevelSettings("second", every_n_steps=5, is_shared=False)  # it is not copied from a shared one
+        driver = Driver()
+        state = structs.replace(STATE, step=0, job=JobSettings("run", (first, second)))
+        lists = of_kind(driver.report(state), ListLevel)
+        driver.see(THREE_EMPTY)
+        driver.step(Listed(1, lists[1].job, ()))
+        driver.step(Listed(0, lists[0].job, ()))
+        levels = driver.core.job.node.levels
+        assert [level.grant.step for level in levels] == [3, 5]
+        driver.see((slot(0, 3), empty(1), empty(2)))
+        assert of_kind(driver.see((slot(0, 3, is_held=True), empty(1), empty(2))), WriteLevel)
+
+        done = driver.see((slot(0, 3, is_held=True), slot(1, 4), slot(2, 5, is_whole=False)))
+
+        assert not of_kind(done, Hold)
+        assert levels[0].progress is Progress.WRITING
+        assert levels[1].grant is None or levels[1].grant.step > 5
 
 
 class TestRequiredSteps:
