@@ -64,15 +64,6 @@ class Snapshot:
     def __init__(self, files: list[tuple[Path, dict]]) -> None:
         found = {shard["rank"]: (shard, tensors) for file in files for shard, tensors in shards_of(*file)}
         self.shards = [found[rank] for rank in sorted(found)]
-        for shard, tensors in self.shards:
-            if "frozen" in shard:
-                digest = shard["frozen"]["digest"]
-                path = files[0][0].parent.parent / f"frozen-{digest}" / "node-00000-of-00001.json"
-                manifest = manifest_of(path)
-                assert manifest["file"]["checksum"]["whole"] == digest
-                ((image, immutable),) = shards_of(path, manifest)
-                tensors.update(immutable)
-                shard["aliases"].update(image["aliases"])
 
     def tensor(self, name: str, rank: int = 0) -> np.ndarray:
         """Of one rank: its own tensor, or the whole of which ranks hold boxes."""

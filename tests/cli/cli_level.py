@@ -12,12 +12,11 @@ from support.names import START, directory_of
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.cli import main
 from lazysnap.levels.node_file import entries_of
-from lazysnap.levels.source import MemorySource, map_anonymous, shard_of
+from lazysnap.levels.source import MemorySource, map_anonymous
 from lazysnap.levels.store import open_store
 from lazysnap.resolver import Entry
-from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import PAGE, Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference
+from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.state.walk import walk
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
@@ -65,20 +64,6 @@ class Image:
     def source(self) -> MemorySource:
         return MemorySource(self.room, self.size_bytes)
 
-    @property
-    def digest(self) -> str:
-        return Checksums.of(self.room[: self.size_bytes]).whole
-
-
-def is_base(name: str) -> bool:
-    """For ``put``: what is frozen of ``with_base``."""
-    return name.startswith("base")
-
-
-def with_base(step: int) -> dict:
-    """A state of 40 bytes and a base of 2,000."""
-    return {"base": {"w": torch.ones(500)}, "model": {"w": torch.full((10,), float(step))}}
-
 
 def put(
     url: str,
@@ -86,33 +71,26 @@ def put(
     state: dict | None = None,
     *,
     run_id: str = RUN,
-    frozen: Callable[[str], bool] = lambda name: False,
     names: tuple[str, ...] = (),
     rank: tuple[int, int] = (0, 1),
     captured_ns: int | None = None,
     start: str = START,
     parameters: dict[str, list[str]] | None = None,
 ) -> Entry:
-    """Commit a snapshot of ``state``; tensors whose name ``frozen`` accepts are stored as immutable ones."""
+    """Commit a snapshot of ``state``."""
     store = open_store(url)
     walked = walk({"model": {"w": torch.full((1000,), float(step))}, "step": step} if state is None else state)
     first: dict[object, str] = {}
-    tensors: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
-    aliases: dict[bool, dict[str, str]] = {False: {}, True: {}}
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
     for tensor, name in zip(walked.tensors, walked.names, strict=True):
         key = (tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()) if tensor.numel() else name
         owner = first.setdefault(key, name)
         if owner == name:
-            tensors[frozen(owner)][name] = tensor
+            tensors[name] = tensor
         else:
-            aliases[frozen(owner)][name] = owner
-    shard, immutable = Image(tensors[False], aliases[False]), Image(tensors[True], aliases[True])
-    reference = None
-    if tensors[True]:
-        digest = immutable.digest
-        meta = CaptureMeta(run_id, START, 0, 0, 1, 3, immutable.logical, immutable.aliases)
-        store.write_frozen(shard_of(meta, immutable.source), immutable.source, digest)
-        reference = FrozenReference(digest, immutable.size_bytes)
+            aliases[name] = owner
+    shard = Image(tensors, aliases)
     meta = CaptureMeta(
         run_id=run_id,
         start=start,
@@ -124,7 +102,6 @@ def put(
         aliases=shard.aliases,
         state=walked.skeleton,
         packages={"lazysnap": "0.1.0", "torch": torch.__version__},
-        frozen=reference,
         parameters=parameters,
     )
     (entry,) = entries_of(write_shard(store, meta, shard.source), store.url, store.speed, meta.name.directory)
@@ -160,9 +137,3 @@ def flip(where: float) -> Callable[[bytearray], object]:
 def remove(url: str, path: str) -> None:
     filesystem, root = fsspec.core.url_to_fs(url)
     filesystem.rm_file(f"{root}/{path}")
-
-
-def frozen_directory(url: str) -> str:
-    """The one directory of frozen tensors there."""
-    (name,) = {path.split("/")[0] for path in files(url) if path.startswith("frozen-")}
-    return name

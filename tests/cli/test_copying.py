@@ -16,13 +16,10 @@ from cli_level import (
     change,
     files,
     flip,
-    frozen_directory,
-    is_base,
     put,
     remove,
     run,
     run_json,
-    with_base,
 )
 from support.catalogue import inventory_of
 
@@ -39,10 +36,10 @@ def places(request, make_url):
     return [make_url(kind) for kind in request.param.split("-")]
 
 
-def test_everything_arrives_byte_for_byte_with_names_and_frozen_tensors_once(places, capsys):
+def test_everything_arrives_byte_for_byte_with_names(places, capsys):
     source, target = places
-    put(source, 10, with_base(10), frozen=is_base, names=("best",))
-    put(source, 20, with_base(20), frozen=is_base)
+    put(source, 10, names=("best",))
+    put(source, 20)
     put(source, 30, run_id=OTHER)
 
     code, result = run_json(capsys, "copy", source, target)
@@ -54,13 +51,13 @@ def test_everything_arrives_byte_for_byte_with_names_and_frozen_tensors_once(pla
             assert content(target, path) == content(source, path), path
     assert [item["state"] for item in result["snapshots"]] == ["copied"] * 3
     assert result["snapshots"][0]["run_id"] == OTHER
-    assert result["size_bytes"] == 4096 + 2000 + 2 * (4096 + 40) + 4096 + 4000
+    assert result["size_bytes"] == 3 * (4096 + 4000)
     assert run("verify", target) == 0
 
 
 def test_a_second_time_everything_is_there_already(places, capsys):
     source, target = places
-    put(source, 10, with_base(10), frozen=is_base)
+    put(source, 10)
     put(source, 20)
     assert run("copy", source, target) == 0
     before = {path: content(target, path) for path in files(target)}
@@ -71,13 +68,12 @@ def test_a_second_time_everything_is_there_already(places, capsys):
     assert {path: content(target, path) for path in files(target)} == before
 
 
-@pytest.mark.parametrize("what", ["shard", "manifest", "frozen shard", "frozen manifest"])
+@pytest.mark.parametrize("what", ["shard", "manifest"])
 def test_what_is_there_but_damaged_is_copied_again(make_url, what):
     source, target = make_url("local"), make_url("local")
-    put(source, 10, with_base(10), frozen=is_base)
+    put(source, 10)
     assert run("copy", source, target) == 0
-    directory = frozen_directory(target) if "frozen" in what else at(10)
-    change(target, f"{directory}/{MANIFEST if 'manifest' in what else SHARD}", flip(0.99))
+    change(target, f"{at(10)}/{MANIFEST if what == 'manifest' else SHARD}", flip(0.99))
     assert run("copy", source, target) == 0
     assert run("verify", target) == 0
 
@@ -113,14 +109,6 @@ def test_a_damaged_snapshot_is_named_and_left_out_and_the_others_are_copied(plac
     assert at(20) in result["problems"][0]
     assert not [path for path in files(target) if path.startswith(at(20))]
     assert run("verify", target) == 0
-
-
-def test_damaged_frozen_tensors_take_their_snapshots_with_them(make_url):
-    source, target = make_url("local"), make_url("local")
-    put(source, 10, with_base(10), frozen=is_base)
-    change(source, f"{frozen_directory(source)}/{SHARD}", flip(0.99))
-    assert run("copy", source, target) == 1
-    assert files(target) == []
 
 
 def test_what_cannot_be_copied_is_exit_code_2(make_url, capsys):

@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_level import SHARD, at, change, flip, frozen_directory, put, run, run_json
+from cli_level import SHARD, at, change, flip, put, run, run_json
 from rich.progress import Progress
 from torch import nn
 
@@ -167,24 +167,6 @@ def test_only_chooses_what_is_below_a_name(make_url, tmp_path, capsys):
     code, result = run_json(capsys, "export", url, "10", "--to", file, "--force", "--only", "ne")
     assert code == 2
     assert "['ema', 'net']" in result["error"]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_frozen_tensors_are_exported_like_others(url, tmp_path, name):
-    state = {"model": {"base.w": torch.rand(3000), "adapter.w": torch.rand(5)}}
-    put(url, 10, state, frozen=lambda text: "base" in text)
-    assert frozen_directory(url)
-    assert run("export", url, "10", "--to", tmp_path / name) == 0
-    if name.endswith("safetensors"):
-        assert equal(
-            dict(sorted(safetensors.torch.load_file(tmp_path / name).items())), dict(sorted(state["model"].items()))
-        )
-    elif name.endswith("ckpt"):
-        assert equal(torch.load(tmp_path / name, weights_only=True), state)
-    else:
-        found = {"model": {key: torch.zeros_like(value) for key, value in state["model"].items()}}
-        stock_dcp_load(found, tmp_path / name)
-        assert equal(found, state)
 
 
 def test_a_checkpoint_is_read_with_weights_only(url, tmp_path, capsys):

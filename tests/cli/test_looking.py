@@ -13,13 +13,10 @@ from cli_level import (
     at,
     change,
     flip,
-    frozen_directory,
-    is_base,
     put,
     remove,
     run,
     run_json,
-    with_base,
 )
 
 
@@ -46,9 +43,9 @@ def test_ls_lists_complete_half_and_uncommitted_snapshots_as_what_they_are(url, 
     assert result["problems"] == []
 
 
-def test_ls_tells_names_frozen_tensors_and_how_many_snapshots_need_them(url, capsys):
-    put(url, 10, with_base(10), frozen=is_base, names=("before-anneal", "best"))
-    put(url, 20, with_base(20), frozen=is_base)
+def test_ls_tells_names_and_runs(url, capsys):
+    put(url, 10, names=("before-anneal", "best"))
+    put(url, 20)
     put(url, 20, run_id=OTHER)
 
     code, result = run_json(capsys, "ls", url)
@@ -59,19 +56,6 @@ def test_ls_tells_names_frozen_tensors_and_how_many_snapshots_need_them(url, cap
     assert len(by_place) == 3
     assert by_place[at(10)]["names"] == ["before-anneal", "best"]
     assert by_place[at(20)]["names"] == []
-    (image,) = result["frozen"]
-    assert image["references"] == 2
-    assert image["size_bytes"] == 4096 + 2000
-    assert by_place[at(10)]["frozen"] == [image["digest"]]
-    assert [item["frozen"] for item in result["snapshots"] if item["run_id"] == OTHER] == [[]]
-
-
-def test_ls_says_what_lacks_its_frozen_tensors(url, capsys):
-    put(url, 10, with_base(10), frozen=is_base)
-    remove(url, f"{frozen_directory(url)}/{MANIFEST}")
-    assert run_json(capsys, "ls", url)[1]["snapshots"][0]["complete"] is False
-    run("ls", url)
-    assert "without its frozen tensors" in capsys.readouterr().out
 
 
 def test_ls_shows_a_table_and_the_problems_below_it(url, capsys):
@@ -94,8 +78,8 @@ def test_ls_of_an_empty_place_says_so(url, capsys):
 
 
 def test_verify_of_good_snapshots_succeeds_and_counts_their_bytes(url, capsys):
-    put(url, 10, with_base(10), frozen=is_base)
-    put(url, 20, with_base(20), frozen=is_base)
+    put(url, 10)
+    put(url, 20)
 
     assert run("verify", url) == 0
     assert "2 snapshots good, 0 problems" in capsys.readouterr().out
@@ -103,8 +87,7 @@ def test_verify_of_good_snapshots_succeeds_and_counts_their_bytes(url, capsys):
     code, result = run_json(capsys, "verify", url)
     assert (code, result["ok"]) == (0, True)
     assert [item["state"] for item in result["snapshots"]] == ["good", "good"]
-    assert [item["state"] for item in result["frozen"]] == ["good"]
-    assert result["size_bytes"] == 2 * (4096 + 40) + 4096 + 2000
+    assert result["size_bytes"] == 2 * (4096 + 4000)
 
 
 @pytest.mark.parametrize(("name", "where"), [(SHARD, 0), (SHARD, 0.999), (MANIFEST, 0.5)])
@@ -131,30 +114,14 @@ def test_verify_finds_and_names_a_shard_that_is_short_or_gone(url, capsys, chang
     assert at(20) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("how", ["flipped", "gone"])
-def test_a_snapshot_whose_frozen_tensors_are_damaged_or_gone_is_bad(url, capsys, how):
-    put(url, 10, with_base(10), frozen=is_base)
-    put(url, 20)
-    path = f"{frozen_directory(url)}/{SHARD if how == 'flipped' else MANIFEST}"
-    change(url, path, flip(0.99)) if how == "flipped" else remove(url, path)
-
-    code, result = run_json(capsys, "verify", url)
-
-    assert (code, result["ok"]) == (1, False)
-    assert {item["step"]: item["state"] for item in result["snapshots"]} == {10: "bad", 20: "good"}
-    assert any("frozen-" in problem or "frozen tensors" in problem for problem in result["problems"])
-
-
-def test_verify_of_one_step_reads_that_one_and_what_it_needs(url, capsys):
-    put(url, 10, with_base(10), frozen=is_base)
+def test_verify_of_one_step_reads_that_one_alone(url, capsys):
+    put(url, 10)
     put(url, 20)
     put(url, 30)
     change(url, f"{at(20)}/{SHARD}", flip(0.99))
     change(url, f"{at(30)}/{MANIFEST}", flip(0.5))
 
-    code, result = run_json(capsys, "verify", url, "--step", "10")
-    assert code == 0
-    assert len(result["frozen"]) == 1
+    assert run_json(capsys, "verify", url, "--step", "10")[0] == 0
     assert run_json(capsys, "verify", url, "--step", "20")[0] == 1
     assert run_json(capsys, "verify", url, "--step", "30")[0] == 1
     assert run_json(capsys, "verify", url, "--step", "10", "--step", "20")[0] == 1

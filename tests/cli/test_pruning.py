@@ -4,7 +4,6 @@ import io
 
 import fsspec
 import pytest
-import torch
 from cli_level import (
     MANIFEST,
     OTHER,
@@ -14,13 +13,10 @@ from cli_level import (
     change,
     files,
     flip,
-    frozen_directory,
-    is_base,
     put,
     remove,
     run,
     run_json,
-    with_base,
 )
 from support.catalogue import inventory_of
 
@@ -127,34 +123,6 @@ def test_other_runs_are_left_alone_if_one_is_named(url):
     assert (steps(url), steps(url, OTHER)) == ([20], [20])
 
 
-def test_frozen_tensors_go_with_the_last_snapshot_that_needs_them(url, capsys, a_day_later):
-    put(url, 10, with_base(10), frozen=is_base)
-    put(url, 20, with_base(20), frozen=is_base)
-    put(url, 30)
-    directory = frozen_directory(url)
-    run("prune", url, "--keep-last", "2", "--yes")
-    assert frozen_directory(url) == directory
-    result = run_json(capsys, "prune", url, "--keep-last", "1", "--dry-run")[1]
-    assert result["frozen"] == [directory]
-    assert run("prune", url, "--keep-last", "1", "--yes") == 0
-    assert not [path for path in files(url) if path.startswith("frozen-")]
-
-
-def test_frozen_tensors_that_are_new_stay_for_the_snapshot_that_will_need_them(url):
-    put(url, 10, with_base(10), frozen=is_base)
-    put(url, 20)
-    run("prune", url, "--keep-last", "1", "--yes")
-    assert frozen_directory(url)
-
-
-def test_frozen_tensors_stay_while_a_manifest_cannot_be_read(url, a_day_later):
-    put(url, 10, with_base(10), frozen=is_base)
-    put(url, 20)
-    change(url, f"{at(10)}/{MANIFEST}", flip(0.5))
-    assert run("prune", url, "--keep-last", "1", "--yes") == 1
-    assert frozen_directory(url)
-
-
 def test_what_dead_writers_left_goes(make_url, capsys, a_day_later):
     url = make_url("local")
     put(url, 10)
@@ -211,40 +179,3 @@ def test_without_anybody_to_ask_nothing_is_deleted(five, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert run("prune", five, "--keep-last", "1") == 2
     assert len(steps(five)) == 5
-
-
-@pytest.mark.parametrize("what", ["flipped shard", "truncated shard", "missing shard", "flipped manifest"])
-def test_nothing_is_deleted_in_favour_of_a_snapshot_whose_frozen_tensors_are_damaged(url, capsys, what):
-    put(url, 10)
-    for step in (20, 30, 40):
-        put(url, step, with_base(step), frozen=is_base)
-    path = f"{frozen_directory(url)}/{MANIFEST if 'manifest' in what else SHARD}"
-    if what == "missing shard":
-        remove(url, path)
-    else:
-        change(url, path, flip(0.99) if "flipped" in what else lambda data: data.pop())
-
-    code, result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")
-
-    assert code == 1
-    assert steps(url) == [10, 20, 30, 40]
-    assert result["deleted"] == []
-    assert all("frozen-" in problem for problem in result["problems"])
-
-
-def test_snapshots_with_sound_frozen_tensors_are_kept_before_newer_ones_with_damaged_ones(url, capsys):
-    for step in (10, 20):
-        put(url, step, with_base(step), frozen=is_base)
-    good = frozen_directory(url)
-    for step in (30, 40):
-        put(url, step, {**with_base(step), "base": {"w": torch.zeros(500)}}, frozen=is_base)
-    (bad,) = {path.split("/")[0] for path in files(url) if path.startswith("frozen-")} - {good}
-    change(url, f"{bad}/{SHARD}", flip(0.99))
-
-    code, result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")
-
-    assert code == 1
-    assert steps(url) == [20, 30, 40]
-    assert [problem.split(" does")[0] for problem in result["problems"]] == ["step 40", "step 30"]
-    assert run("prune", url, "--keep-last", "1", "--yes") == 1
-    assert f"{good}/{SHARD}" in files(url)

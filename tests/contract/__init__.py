@@ -6,9 +6,7 @@ A storage is tested by a class that inherits from the suites and overrides the f
 import pytest
 
 # Before they are imported: a failed assertion shows its values.
-pytest.register_assert_rewrite(
-    *(f"{__name__}.{name}" for name in ("objects", "writers", "frozen", "stores", "breakage"))
-)
+pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in ("objects", "writers", "stores", "breakage")))
 
 from contract.breakage import BreakageContract  # noqa: E402
 from contract.objects import ObjectContract  # noqa: E402

@@ -16,14 +16,11 @@ from support.snapshots import RUN, SHARD, Snapshot, directory, look
 
 from lazysnap.errors import LazySnapError, LevelError
 from lazysnap.levels.node_file import delete_files
-from lazysnap.levels.source import shard_of
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.levels.watchdog import Beat, LevelHangs, Watchdog
 from lazysnap.resolver import candidates
-from lazysnap.shard.manifest import FrozenReference
 
-BASE = Snapshot(0, elements=7000)
 Work = Callable[[SnapshotStore], object]
 
 
@@ -42,11 +39,6 @@ def _write(store: SnapshotStore) -> None:
 
 def _write_again(store: SnapshotStore) -> None:
     Snapshot(2, elements=6000, start="2" * 16).write(store)
-
-
-def _write_with_base(store: SnapshotStore) -> None:
-    store.write_frozen(shard_of(BASE.meta, BASE.source()), BASE.source(), BASE.digest)
-    Snapshot(3, frozen=FrozenReference(BASE.digest, len(BASE.image))).write(store)
 
 
 def _delete(store: SnapshotStore) -> None:
@@ -75,7 +67,6 @@ def _name(store: SnapshotStore) -> None:
 SCENARIOS = {
     "write": Scenario(_write),
     "write again": Scenario(_write_again),
-    "write with frozen tensors": Scenario(_write_with_base),
     "delete": Scenario(_delete, may_go=frozenset({1})),
     "sweep": Scenario(_sweep, _leave_rests),
     "read": Scenario(_read),
@@ -105,7 +96,7 @@ def _concerns(fault: Fault, operation: str) -> bool:
 def _needed(store: SnapshotStore) -> list[str]:
     """The objects of all that is offered."""
     inventory = inventory_of(store)
-    directories = {entry.location for entry in inventory.entries} | {image.location for image in inventory.frozen}
+    directories = {entry.location for entry in inventory.entries}
     objects = {f"{name}/node-00000-of-00001.{kind}" for name in directories for kind in ("safetensors", "json")}
     names = {f"{entry.location}/keep-{given}" for entry in inventory.entries for given in entry.names}
     return sorted(objects | names)

@@ -29,7 +29,6 @@ NAMES = (
     "step-00000002/keep-before-anneal",
     "step-00000002/keep-Epoch_3.v2-final..x",
     "step-00000002/keep-" + "n" * 64,
-    "frozen-0123456789abcdef0123456789abcdef/node-00000-of-00001.safetensors",
 )
 """All kinds of names that lazysnap gives."""
 SIZES = (0, 1, PAGE - 1, PAGE, PAGE + 1, 300_000)

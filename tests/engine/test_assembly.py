@@ -27,10 +27,10 @@ def shard(rank, tensors, *, scopes=(), aliases=None):
 
 def state_of(own, *others, box=whole_box):
     assembly = Assembly(own.rank, box)
-    assembly.add([own])
+    assembly.add(own)
     assembly.want(own.meta.state)
     for other in others:
-        assembly.add([other])
+        assembly.add(other)
     assert list(assembly.missing) == []
     reads, made = Reads(), {}
     for tensor in map(assembly.tensor, own.meta.state):

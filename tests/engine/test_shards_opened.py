@@ -32,14 +32,14 @@ def opened(wanted, rows_of, *, lost=(), near=0, neighbours=()):
     box = ((wanted[0], 0), (len(wanted), 2))
     assembly = Assembly(0, lambda name, shape: box if name == "x" else whole_box(name, shape))
     order = [0]
-    assembly.add([shard(0, rows_of(0))])
+    assembly.add(shard(0, rows_of(0)))
     assembly.want(["x", "own"])
     left = nearest_first(chosen, near, neighbours)
     left.remove(0)
 
     def add(rank):
         order.append(rank)
-        assembly.add([shard(rank, rows_of(rank))])
+        assembly.add(shard(rank, rows_of(rank)))
 
     return order, complete(assembly, left, add)
 

@@ -7,7 +7,7 @@ from support.names import directory_of
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.levels.listing import Directory, Listing
-from lazysnap.resolver import Entry, FrozenEntry, Inventory, candidates
+from lazysnap.resolver import Entry, Inventory, candidates
 from lazysnap.restore.offers import (
     numbers_in,
     pack_files,
@@ -107,15 +107,13 @@ def test_of_each_run_that_is_wanted_one_snapshot_comes_first():
     assert SnapshotName("aa" * 8, 2, START).directory in selection.first
 
 
-def test_frozen_tensors_come_first_and_a_directory_without_manifest_never():
+def test_a_directory_without_manifest_is_never_read():
     place = site_with([1])
-    frozen = Directory("frozen-" + "cd" * 16, ((1, 0, 0),))
     bare = Directory(directory_of(9), (), bare="node-00000-of-00001.safetensors")
-    place = Site(URL, None, Listing((*place.listing.directories, frozen, bare)), (0,))
+    place = Site(URL, None, Listing((*place.listing.directories, bare)), (0,))
 
     selection = Selection.of([place], None, NEWEST)
 
-    assert frozen.name in selection.first
     assert bare.name not in selection.first | selection.rest
 
 
@@ -156,18 +154,17 @@ def test_parity_is_told_without_loss():
 def test_files_of_a_level_are_told_without_loss(label):
     directories = [Directory(SnapshotName(RUN, step, START).directory, (), names=("best",)) for step in (3, 4)]
     entries = []
-    for rank, digest in ((0, None), (1, None), (2, "cd" * 16), (5, None)):
+    for rank in (0, 1, 2, 5):
         of_file = NodeName(1, 2).text
-        entry = Entry(URL, 2, RUN, START, 4, rank, 8, directories[1].name, digest, label, names=("best",), file=of_file)
+        entry = Entry(URL, 2, RUN, START, 4, rank, 8, directories[1].name, label, names=("best",), file=of_file)
         entries.append(entry)
-    image = FrozenEntry(URL, 2, "cd" * 16, "frozen-" + "cd" * 16)
-    inventory = Inventory(URL, tuple(entries), (image,), ("damaged",))
+    inventory = Inventory(URL, tuple(entries), ("damaged",))
 
     packed = through_json(pack_files(inventory, directories))
     found = unpack_files(packed, directories, URL, 2, label)
 
     assert {*found.entries} == {*entries}
-    assert (found.frozen, found.problems) == ((image,), ("damaged",))
+    assert found.problems == ("damaged",)
 
 
 def through_json(value):

@@ -183,23 +183,6 @@ def test_ranks_that_number_their_parameters_differently_are_refused(tmp_path, ou
         lazysnap.export(tmp_path, out, which=10)
 
 
-def test_frozen_tensors_that_are_gone_are_named(tmp_path, out):
-    snapshot = Snapshot(str(tmp_path), 1)
-    skeleton = {"base": {"$": "tensor", "v": "base"}}
-    write(snapshot, 0, {}, skeleton, frozen={"base": torch.randn(4)})
-    (image,) = tmp_path.glob("frozen-*/*.safetensors")
-    flip(image, image.stat().st_size - 1)
-    with refused(out, image.name, "block 0"):
-        lazysnap.export(tmp_path, out)
-    (folder,) = tmp_path.glob("frozen-*")
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-
-    with refused(out, "frozen tensors", "which are not there"):
-        lazysnap.export(tmp_path, out)
-
-
 def tampered(folder, rank, change):
     """A manifest with a right checksum and wrong contents, as only an attacker writes it."""
     path = manifest(folder, rank)

@@ -42,7 +42,7 @@ def test_the_golden_snapshot_is_read_value_by_value():
     }
 
 
-def test_frozen_tensors_are_read_from_their_own_file():
+def test_tied_and_complex_weights_of_the_golden_snapshot_are_read():
     state = format_reader.newest(ROOT / "golden" / "v1").state()
 
     assert np.array_equal(state["model"]["weight"], np.arange(12.0).reshape(3, 4))

@@ -14,7 +14,6 @@ from torch import nn
 import lazysnap
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import ConfigError, FormatError, SnapshotNotFound, StateError
-from lazysnap.state.walk import walk
 
 
 class Model(nn.Module):
@@ -225,19 +224,3 @@ def test_the_weights_of_a_run_are_those_of_its_newest_snapshot_or_of_one_step_of
         lazysnap.load_weights(url, "run:abc")
     with pytest.raises(ConfigError, match="first digits"):
         lazysnap.load_weights(url, "run:x")
-
-
-def test_a_snapshot_whose_frozen_tensors_are_not_committed_is_not_complete(tmp_path):
-    url, base = str(tmp_path), {"model.base": torch.ones(5)}
-    state = walk({"model": {"base": base["model.base"], "w": torch.zeros(3)}})
-    for step in (10, 20):
-        write(Snapshot(url, 1, step=step), 0, {"model.w": (torch.zeros(3), None)}, state.skeleton, frozen=base)
-    write_all(Snapshot(url, 1, step=5), {"model": {"w": torch.ones(3)}}, rows(1))
-    assert list(lazysnap.load_weights(tmp_path, f"run:{RUN}")) == ["base", "w"]
-
-    next(tmp_path.glob("frozen-*/*.json")).unlink()
-    for which in (20, f"run:{RUN}@10"):
-        with pytest.raises(SnapshotNotFound, match="needs the frozen tensors"):
-            lazysnap.load_weights(tmp_path, which)
-    for which in ("latest", f"run:{RUN}"):
-        assert lazysnap.load_weights(tmp_path, which)["w"].tolist() == [1.0] * 3

@@ -102,7 +102,7 @@ def test_a_reader_finds_every_rank_and_its_tensors(shards, tmp_path):
     assert [entry.rank for entry in inventory_of(store).entries] == [0, 1, 2]
     for number, rank in enumerate(RANKS):
         image, size = shards[rank]
-        stored = snapshot.ranks[number][0].find("rng")
+        stored = snapshot.shards[number].find("rng")
         got = bytearray(rank)
         read(
             {stored.shard: [Wanted(stored.offset, stored.offset + rank, lambda at, data, got=got: _put(got, at, data))]}

@@ -76,7 +76,7 @@ def check(store, rank, image):
     catalogue = Catalogue(store)
     plan = catalogue.find("7")
     snapshot = open_snapshot(catalogue, plan, verify=True)
-    shard = snapshot.ranks[rank][0]
+    shard = snapshot.shards[rank]
     found = {}
     for spec in shard.layout.specs:
         stored = shard.stored(spec.name)

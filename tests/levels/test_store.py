@@ -208,7 +208,7 @@ def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp
     (plan,) = catalogue.plans()
     with contextlib.closing(open_snapshot(catalogue, plan)) as found:
         assert snapshot.delete(store)
-        shard = found.ranks[0][0]
+        [shard] = found.shards
         for _ in range(2):
             out = bytearray(len(snapshot.image))
 

@@ -97,7 +97,7 @@ def test_a_state_is_decoded_from_an_image_of_more_than_4_gib(large, slot):
 
     shard = OpenShard(0, large.meta(), layout, MemoryBlocks(image, None, "slot"))
     assembly = Assembly(0)
-    found = assembly.add([shard])
+    found = assembly.add(shard)
     facts = {name: facts_of(stored) for name, stored in found.items()}
     check_fits(facts, large.source.expected(), "slot", casts=False)
     names = ("small", "turned", "bytes")

@@ -1,21 +1,20 @@
-"""The objects that the golden bytes of the format hold: one snapshot, with frozen tensors in a file of their own."""
+"""The objects that the golden bytes of the format hold: one snapshot."""
 
 import contextlib
 import pathlib
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from support.snapshots import lone_manifest
 
-from lazysnap.capture.dtypes import DTYPE_NAMES, stored_form
+from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.plan import CapturePlan, make_plan, view_of
 from lazysnap.exports.states import read_state
 from lazysnap.levels import open_store
 from lazysnap.shard.checksum import Checksums
-from lazysnap.shard.layout import PAGE, Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference
-from lazysnap.shard.names import NodeName, SnapshotName, frozen_directory_name
+from lazysnap.shard.layout import PAGE
+from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.names import NodeName, SnapshotName
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot
@@ -28,11 +27,6 @@ RUN, START, STEP = "0123456789abcdef", "00000000deadbeef", 1000
 DIRECTORY = SnapshotName(RUN, STEP, START).directory
 SHARD_PATH = FOLDER / DIRECTORY / NodeName(0, 1).file
 MANIFEST_PATH = FOLDER / DIRECTORY / NodeName(0, 1).manifest
-
-
-BASE = ("model.tied", "model.wide")
-"""Names of the frozen tensors."""
-BASE_ALIASES = {"model.weight": "model.tied"}
 
 
 class Base(torch.nn.Module):
@@ -80,21 +74,12 @@ class GoldenState(ObjectState):
 
 
 def make() -> dict[str, bytes]:
-    """The four files as this version writes them, by path."""
+    """The two files as this version writes them, by path."""
     source = GoldenState({"model": Base()})
-    everything = walk(source.collect())
-    base = _base_image(everything)
-    walked = _without_base(everything)
+    walked = walk(source.collect())
     plan = make_plan(walked, source)
     image = _image_of(plan, walked)
     run = {"run_id": RUN, "start": START, "rank": 0, "world_size": 1}
-    base_meta = CaptureMeta(
-        **run,
-        step=0,
-        captured_ns=1_700_000_000_500_000_000,
-        tensors={"model.wide": {"dtype": "complex128"}},
-        aliases=BASE_ALIASES,
-    )
     meta = CaptureMeta(
         **run,
         step=STEP,
@@ -103,38 +88,9 @@ def make() -> dict[str, bytes]:
         aliases=plan.aliases,
         state=walked.skeleton,
         packages={"lazysnap": "0.1.0"},
-        frozen=FrozenReference(Checksums.of(memoryview(base)).whole, len(base)),
         parameters={"optimizer": ["adapter"]},
     )
-    base_directory = frozen_directory_name(meta.frozen.digest)
-    return {
-        **_files(base_directory, base, base_meta, Checksums.of(memoryview(base))),
-        **_files(DIRECTORY, image, meta, Checksums.of(memoryview(image), BLOCK_BYTES)),
-    }
-
-
-def _base_image(everything: Walk) -> bytearray:
-    """The file of the frozen tensors, which stand there in the order of their names."""
-    tensors = dict(zip(everything.names, everything.tensors, strict=True))
-    stored = {name: stored_form(tensors[name].detach()) for name in BASE}
-    specs = [TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in stored.items()]
-    layout = Layout.plan(specs, BASE_ALIASES)
-    image = bytearray(layout.header)
-    for spec in layout.specs:
-        image += stored[spec.name].numpy().tobytes()
-    return image
-
-
-def _without_base(everything: Walk) -> Walk:
-    """The tensors that are not frozen."""
-    frozen = (*BASE, *BASE_ALIASES)
-    chosen = [index for index, name in enumerate(everything.names) if name not in frozen]
-    return replace(
-        everything,
-        tensors=[everything.tensors[index] for index in chosen],
-        names=[everything.names[index] for index in chosen],
-        paths=[everything.paths[index] for index in chosen],
-    )
+    return _files(image, meta, Checksums.of(memoryview(image), BLOCK_BYTES))
 
 
 def _image_of(plan: CapturePlan, walked: Walk) -> bytearray:
@@ -150,13 +106,13 @@ def _image_of(plan: CapturePlan, walked: Walk) -> bytearray:
     return image
 
 
-def _files(directory: str, data: bytearray, meta: CaptureMeta, checksums: Checksums) -> dict[str, bytes]:
+def _files(data: bytearray, meta: CaptureMeta, checksums: Checksums) -> dict[str, bytes]:
     """A file of tensors and its manifest, by path."""
     header_bytes = 8 + int.from_bytes(data[:8], "little")
     manifest = lone_manifest(meta, header_bytes, checksums, 1_700_000_002_000_000_000)
     return {
-        f"{directory}/{NodeName(0, 1).file}": bytes(data),
-        f"{directory}/{NodeName(0, 1).manifest}": manifest.encode(),
+        f"{DIRECTORY}/{NodeName(0, 1).file}": bytes(data),
+        f"{DIRECTORY}/{NodeName(0, 1).manifest}": manifest.encode(),
     }
 
 

@@ -9,14 +9,13 @@ from torch.distributed.tensor import DTensor
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.capture.plan import view_of
 from lazysnap.levels import open_store
-from lazysnap.levels.source import MemorySource, map_anonymous, shard_of
+from lazysnap.levels.source import MemorySource, map_anonymous
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest
+from lazysnap.shard.manifest import CaptureMeta, Manifest
 from lazysnap.shard.names import SnapshotName
 from lazysnap.state.walk import walk
 from support.image import write_shard
-from support.names import START
 from support.snapshots import lone_manifest
 
 RUN = "1" * 16
@@ -72,13 +71,12 @@ def image_of(tensors: dict, aliases=None) -> tuple[Layout, memoryview]:
     return layout, room
 
 
-def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None, frozen: dict | None = None) -> Manifest:
+def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None) -> Manifest:
     """One rank's shard. ``boxes``: by name the tensor, and ``(global shape, offsets, scope)`` or None."""
     store = open_store(snapshot.url)
     facts = {name: _facts(tensor, place) for name, (tensor, place) in boxes.items()}
     facts = {name: fields for name, fields in facts.items() if fields}
-    reference = _write_frozen(store, snapshot, frozen) if frozen else None
-    meta = snapshot.meta(rank, tensors=facts, aliases=aliases or {}, state=state, frozen=reference)
+    meta = snapshot.meta(rank, tensors=facts, aliases=aliases or {}, state=state)
     layout, room = image_of({name: tensor for name, (tensor, _) in boxes.items()}, aliases)
     if snapshot.block_bytes is None:
         return write_shard(store, meta, MemorySource(room, layout.size_bytes))
@@ -97,16 +95,6 @@ def _facts(tensor, place):
         shape, offsets, scope = place
         facts |= {"scope": scope, "global_shape": list(shape), "offsets": list(offsets)}
     return facts
-
-
-def _write_frozen(store, snapshot, tensors):
-    layout, room = image_of(tensors)
-    digest = Checksums.of(room[: layout.size_bytes]).whole
-    facts = {name: fields for name, tensor in tensors.items() if (fields := _facts(tensor, None))}
-    meta = CaptureMeta(snapshot.run, START, 0, 0, 1, 3, tensors=facts)
-    source = MemorySource(room, layout.size_bytes)
-    store.write_frozen(shard_of(meta, source), source, digest)
-    return FrozenReference(digest, layout.size_bytes)
 
 
 def write_all(snapshot: Snapshot, state, cut, aliases=None) -> list[Manifest]:

@@ -11,10 +11,10 @@ from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
 from lazysnap.levels.source import MemorySource, Progress, map_anonymous, no_progress
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import Entry, FrozenEntry
+from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, FrozenReference, Manifest, Shard
+from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
 from lazysnap.shard.names import NodeName, SnapshotName
 from support.catalogue import inventory_of
 from support.image import write_shard
@@ -53,7 +53,6 @@ class Snapshot:
     elements: int = 5000
     rank: int = 0
     world_size: int = 1
-    frozen: FrozenReference | None = None
     start: str = START
     seed: int | None = None
     """Of the bytes; else they follow from run, step and rank."""
@@ -78,7 +77,7 @@ class Snapshot:
         """What the manifest says; ``state`` tells the fields, so that a reader can make the same image."""
         state = {"elements": self.elements}
         where = (self.run_id, self.start, self.step, self.rank, self.world_size)
-        return CaptureMeta(*where, captured_ns=3, state=state, frozen=self.frozen)
+        return CaptureMeta(*where, captured_ns=3, state=state)
 
     def source(self) -> MemorySource:
         """What it is written from."""
@@ -111,14 +110,12 @@ def key_of(manifest: Manifest, rank: int, name: str) -> str:
     return name if len(manifest.shards) == 1 else f"rank-{rank:05d}/{name}"
 
 
-def verified(store: SnapshotStore, entry: Entry | FrozenEntry) -> Manifest:
+def verified(store: SnapshotStore, entry: Entry) -> Manifest:
     """The manifest of an entry's file, of which every byte was compared. Raises: as ``SnapshotStore.verify``."""
     return store.verify(store.place(entry))
 
 
-def read_image(
-    store: SnapshotStore, entry: Entry | FrozenEntry, out: memoryview, progress: Progress = no_progress
-) -> Manifest:
+def read_image(store: SnapshotStore, entry: Entry, out: memoryview, progress: Progress = no_progress) -> Manifest:
     """The file of an entry, verified. Raises: as ``fill``."""
     manifest, place = store.read_manifest(entry), store.place(entry)
     place.check_size(manifest.size_bytes)
@@ -141,7 +138,7 @@ def read_whole(store: SnapshotStore, entry: Entry, progress: Progress = no_progr
     out = map_anonymous(manifest.size_bytes)
     read_image(store, entry, out, progress)
     meta = manifest.meta
-    was = Snapshot(meta.step, meta.run_id, meta.state["elements"], meta.rank, meta.world_size, meta.frozen, meta.start)
+    was = Snapshot(meta.step, meta.run_id, meta.state["elements"], meta.rank, meta.world_size, meta.start)
     assert (meta.step, meta.run_id, meta.rank) == (entry.step, entry.run_id, entry.rank)
     assert out == was.image, f"{entry.location} was read without complaint, and is not what was written"
 
