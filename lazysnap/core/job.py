@@ -202,7 +202,7 @@ class JobCore:
                 break
             self.node.obey(order)
             self.is_preempted = order.is_preempted
-        self._set_awaited_step(self.node.unanswered(wants.required, wants.names))
+        self._set_awaited_step(self.node.unanswered(wants.required, wants.names), ranks)
         self._note_protection(ranks, now)
         return self._actions
 
@@ -275,13 +275,16 @@ class JobCore:
             given |= faster.names
         return Wishes(frozenset(given), wants.released)
 
-    def _set_awaited_step(self, unanswered: list[StepKey]) -> None:
-        """Tell trainers from which step on the keeper wants to see captures begin."""
+    def _set_awaited_step(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> None:
+        """Tell trainers from which step on the keeper wants to see captures begin.
+
+        It wants to see the first one of a start in any case: people are told when training began.
+        """
         steps = [key.step for key in unanswered]
         for level in self.node.levels:
             if level.progress is Progress.WAITING and level.grant is not None and level.source is None:
                 steps.append(level.grant.step)
-        if self.is_preempted:
+        if self.is_preempted or any(rank.awaits_first for rank in ranks):
             steps.append(0)
         step = min(steps, default=None)
         if step != self._awaited_step or not self._is_awaited_step_set:

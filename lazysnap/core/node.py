@@ -50,6 +50,11 @@ class RankView:
         """Return True if the capture stays: it is held already, or can be held in time."""
         return slot.is_held or not self.is_capturing or is_untouchable(slot, self.slots, self.num_kept)
 
+    @property
+    def awaits_first(self) -> bool:
+        """True if this start began no capture yet, and may still do so."""
+        return self.is_capturing and all(slot.start != self.start for slot in self.slots)
+
     def whole(self) -> set[StepKey]:
         """Return the captures that the rank has whole."""
         return {key_of(slot) for slot in self.slots if slot.is_whole}

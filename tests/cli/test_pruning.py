@@ -113,6 +113,16 @@ def test_nothing_is_deleted_in_favour_of_a_damaged_snapshot(five, capsys):
     assert "step 50 does not count" in result["problems"][0]
 
 
+def test_newer_damaged_snapshots_do_not_count_however_many_there_are(five, capsys):
+    change(five, f"{at(40)}/{SHARD}", lambda data: data.pop())
+    remove(five, f"{at(50)}/{SHARD}")
+
+    code, _ = run_json(capsys, "prune", five, "--keep-last", "1", "--yes")
+
+    assert code == 1
+    assert {30} <= {*steps(five)} <= {30, 40}
+
+
 def test_other_runs_are_left_alone_if_one_is_named(url):
     for step in (10, 20):
         put(url, step)

@@ -229,8 +229,8 @@ class SimJob:
             piece_s = min(1.0, seconds_left)
             self._after(piece_s, lambda: self._write(seconds_left - piece_s))
 
-    def _withdraw(self, event: actions.JobEnded) -> None:
-        self.world.delete(self.keeper, self.job.level, self.job.key)
+    def _withdraw(self, event: actions.JobEnded, *, is_damaged: bool = False) -> None:
+        self.world.delete(self.keeper, self.job.level, self.job.key, is_damaged=is_damaged)
         self._end(event)
 
     def _commit(self) -> None:
@@ -240,7 +240,8 @@ class SimJob:
 
     def _verify(self) -> None:
         if self.world.draws_failure():
-            self._withdraw(actions.Failed(self.job.level, self.job.job, "read back other bytes"))
+            failed = actions.Failed(self.job.level, self.job.job, "read back other bytes")
+            self._withdraw(failed, is_damaged=True)
             return
         self._end(actions.Stored(self.job.level, self.job.job))
 
@@ -757,7 +758,8 @@ class World:
         if level < len(self.setting.levels) and key in self._stored_by_all(level):
             self.was_complete[level].add(key)
 
-    def delete(self, keeper: SimKeeper, level: int, key: StepKey) -> None:
+    def delete(self, keeper: SimKeeper, level: int, key: StepKey, *, is_damaged: bool = False) -> None:
+        """``is_damaged``: what was committed just now does not read back. It counts nowhere yet, whatever its name."""
         disk = keeper.disk(level)
         if level < len(self.setting.levels):
             if key == self.newest_reported[level]:
@@ -766,7 +768,7 @@ class World:
                     bool(newer), f"node {keeper.node.number} deletes {key}, the newest complete of level {level}"
                 )
                 self.newest_reported[level] = max(newer)
-            is_named = any(named.key == key for named in self.names[level])
+            is_named = not is_damaged and any(named.key == key for named in self.names[level])
             self.check(not is_named or key not in self._stored_by_all(level), f"{key} has a name and is deleted")
         disk.committed.discard(key)
         disk.leftovers.discard(key)

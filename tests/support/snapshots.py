@@ -26,10 +26,6 @@ START = "1" * 16
 SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
 
 
-def _seed(step: int, run_id: str, rank: int) -> int:
-    return int(run_id, 16) * 1_000_003 + step * 1009 + rank
-
-
 @functools.lru_cache(maxsize=8)
 def _image(seed: int, elements: int) -> tuple[memoryview, int]:
     layout = Layout.plan([TensorSpec("weight", "U8", (elements,))])
@@ -54,8 +50,6 @@ class Snapshot:
     rank: int = 0
     world_size: int = 1
     start: str = START
-    seed: int | None = None
-    """Of the bytes; else they follow from run, step and rank."""
 
     @property
     def image(self) -> memoryview:
@@ -65,12 +59,7 @@ class Snapshot:
 
     @property
     def _seed(self) -> int:
-        return _seed(self.step, self.run_id, self.rank) if self.seed is None else self.seed
-
-    @property
-    def digest(self) -> str:
-        """``Checksums.whole`` of the image."""
-        return Checksums.of(self.image).whole
+        return int(self.run_id, 16) * 1_000_003 + self.step * 1009 + self.rank
 
     @property
     def meta(self) -> CaptureMeta:
@@ -108,11 +97,6 @@ def lone_manifest(meta: CaptureMeta, header_bytes: int, checksums: Checksums, cr
 def key_of(manifest: Manifest, rank: int, name: str) -> str:
     """What a rank's tensor is called in the file of its node."""
     return name if len(manifest.shards) == 1 else f"rank-{rank:05d}/{name}"
-
-
-def verified(store: SnapshotStore, entry: Entry) -> Manifest:
-    """The manifest of an entry's file, of which every byte was compared. Raises: as ``SnapshotStore.verify``."""
-    return store.verify(store.place(entry))
 
 
 def read_image(store: SnapshotStore, entry: Entry, out: memoryview, progress: Progress = no_progress) -> Manifest:
