@@ -37,7 +37,7 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
 
     with contextlib.ExitStack() as stack:
         try:
-            sources = Sources(Places(None, None, None, {entry.level: Level(level, 1)}), stack, print)
+            sources = Sources(Places(None, None, None, {entry.level: Level(level, 1)}), stack)
             failure = sources.open(entry)
             assert isinstance(failure, Failure)
             assert "did not move for 3 s" in failure.text
