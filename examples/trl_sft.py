@@ -3,7 +3,7 @@
     pip install trl peft
     python examples/trl_sft.py
 
-The base model is frozen: lazysnap stores it once, and each snapshot holds the adapters and their optimizer only.
+The base model is frozen. It is part of every snapshot, as the adapters and their optimizer are.
 """
 
 import argparse

@@ -321,6 +321,31 @@ class TestTheEnd:
 
         assert (driver.core.phase is Phase.LINGERING) == (phase is SlotPhase.WHOLE)
 
+    def test_a_new_keeper_gives_nothing_up_before_it_knows_slots_and_files(self):
+        sealed = structs.replace(STATE, slots=(0,), required=(4,), is_sealed=True)
+        driver = Driver()
+        done = driver.report(sealed)
+        assert driver.sent(done).lost == ()
+        [job] = of_kind(done, ListLevel)
+        done = driver.step(Listed(0, job.job, ()))
+        assert not of_kind(done, WriteLevel)
+        assert not driver.core.job.node.lost
+
+        driver.see((slot(0, 4), empty(1), empty(2)))
+        done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
+
+        assert [job.key.step for job in of_kind(done, WriteLevel)] == [4]
+
+    def test_a_step_that_memory_lacks_is_not_lost_before_all_levels_are_listed(self):
+        driver = Driver()
+        [job] = of_kind(driver.report(structs.replace(STATE, required=(4,), is_sealed=True)), ListLevel)
+        driver.see((slot(0, 7), empty(1), empty(2)))
+        assert not driver.core.job.node.lost
+
+        driver.step(Listed(0, job.job, (StepKey(START, 4),)))
+
+        assert not driver.core.job.node.lost
+
 
 class TestSeveralLevels:
     @pytest.mark.parametrize(("is_shared", "copies"), [(True, True), (False, False)])
