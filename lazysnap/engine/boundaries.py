@@ -71,13 +71,7 @@ class Boundaries:
         self.listen()
 
     def listen(self, exception: type[BaseException] = SystemExit, *, overrules_handler: bool = False) -> None:
-        """React to preemption from now on; ``prepare`` and the first ``boundary`` do that, too. Idempotent.
-
-        Args:
-            exception: type that is raised at the last boundary, with the exit code.
-            overrules_handler: a handler of SIGTERM that is there now is called, but does not keep the training from
-                ending.
-        """
+        """See ``Preemption.listen``. ``prepare`` and the first ``boundary`` do that, too."""
         self._preemption.listen(self._parts.client, exception, overrules_handler=overrules_handler)
 
     @property

@@ -225,7 +225,7 @@ class Preemption:
         Called for each signal. After one that the program handles, another one may end the training.
         """
         client = self._client
-        if client is None or not self._take(number):
+        if client is None or not self._choose_ending(number):
             return
         self._deadline_s = time.monotonic() + self._config.preemption_timeout_s
         if self._ending is not _Ending.PROGRAM:
@@ -248,7 +248,7 @@ class Preemption:
         if not do_others_end_it:
             _exit()
 
-    def _take(self, number: signal.Signals | None) -> bool:
+    def _choose_ending(self, number: signal.Signals | None) -> bool:
         """Choose what ends the process. Returns: False if there is nothing to be done beyond that."""
         with self._choosing:
             if self._ending in (_Ending.PREEMPTION, _Ending.CLOSE):
@@ -314,7 +314,7 @@ class Preemption:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def _line(self, client: KeeperClient, *, is_stored: bool) -> str:
-        """Return the last line: the step that was cut, the durable one, and what is not durable."""
+        """Return the last line: the step that was running, the durable one, and what is not durable."""
         captures = self._captures()
         cause = "preemption of another rank" if self._signal is None else self._signal.name
         verb = "asks this training to end" if self._ending is _Ending.PROGRAM else "ended this training"
