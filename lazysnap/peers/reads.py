@@ -87,9 +87,15 @@ class ReadThreads:
         self._loop = loop
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
         self._num_threads = 0
+        self._is_closed = False
 
     def run(self, work: Callable[[], Result]) -> "asyncio.Future[Result]":
-        """Return a future of what ``work`` returns. If it is cancelled before its turn, the work is not done."""
+        """Return a future of what ``work`` returns. If it is cancelled before its turn, the work is not done.
+
+        Raises: ConnectionAbortedError, after ``close``: nothing would end a thread that is started then.
+        """
+        if self._is_closed:
+            raise ConnectionAbortedError("this keeper serves no reads any more")
         future: asyncio.Future[Result] = self._loop.create_future()
         if self._num_threads < NUM_THREADS:
             self._num_threads += 1
@@ -99,6 +105,7 @@ class ReadThreads:
 
     def close(self) -> None:
         """End the threads when their work has ended, whenever that is."""
+        self._is_closed = True
         for _ in range(self._num_threads):
             self._work.put(None)
         self._num_threads = 0

@@ -583,27 +583,34 @@ def test_a_server_that_answers_what_is_no_answer_is_left(impostor, connect, sent
 # --- the end ---
 
 
-def of_this_process():
-    """Threads of reads, and sockets."""
-    threads = sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("lazysnap-peer"))
-    sockets = set()
+def read_threads():
+    """The threads of this process that make the bytes of reads."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("lazysnap-peer")}
+
+
+def sockets_at(port):
+    """The TCP sockets of this process that one end of has this port."""
+    suffix = f":{port:04X}"
+    rows = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    at_port = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(suffix) or row[2].endswith(suffix)}
+    own = set()
     for descriptor in pathlib.Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            target = os.readlink(descriptor)
-            if target.startswith("socket:"):
-                sockets.add(target)
-    return threads, sockets
+            own.add(os.readlink(descriptor))
+    return own & at_port
 
 
-def test_close_leaves_no_thread_and_no_socket(loop_thread, serve, connect, address):
-    until(lambda: not of_this_process()[0])  # those of the test before
-    _, sockets_before = of_this_process()
+def test_close_leaves_no_thread_and_no_socket(serve, connect, address):
+    threads_before = read_threads()
+    sockets_before = sockets_at(address[1])  # the port is reserved
     end = serve({SLOT: whole()})
     readers = [connect() for _ in range(5)]
     for reader in readers:
         reader.size(SLOT)
     plain = socket.create_connection(address)
-    until(lambda: len(of_this_process()[0]) == 2)
+    threads = read_threads() - threads_before
+    assert len(threads) == 2
+    assert len(sockets_at(address[1]) - sockets_before) >= 1 + len(readers)
 
     end.close()
 
@@ -611,10 +618,37 @@ def test_close_leaves_no_thread_and_no_socket(loop_thread, serve, connect, addre
         with pytest.raises(KeeperError):
             reader.size(SLOT)
     plain.close()
-    until(lambda: not of_this_process()[0])
-    until(lambda: of_this_process()[1] <= sockets_before)
+    until(lambda: not threads & read_threads())
+    until(lambda: sockets_at(address[1]) <= sockets_before)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
+
+
+@pytest.mark.parametrize("num_turns", range(7))
+def test_close_leaves_no_thread_when_a_read_arrives_at_that_moment(serve, loop_thread, address, secret, num_turns):
+    """The read is handled in one of the turns of the loop behind its arrival; in each of them ``close`` may come."""
+    threads_before = read_threads()
+    end = serve({SLOT: whole()})
+    is_closed_now = threading.Event()
+
+    def close_after(turns):
+        if turns:
+            loop_thread.loop.call_soon(close_after, turns - 1)
+            return
+        end.peers.close()
+        is_closed_now.set()
+
+    with authenticated(address, secret) as peer:
+
+        def send():
+            peer.sendall(frame(Read(SLOT, 0, 1)))
+            close_after(num_turns)
+
+        loop_thread.call(send)
+        assert is_closed_now.wait(TIMEOUT_S)
+        assert is_closed(peer)
+    loop_thread.wait_tasks()
+    until(lambda: read_threads() <= threads_before)
 
 
 def is_viewed(memory):

@@ -40,9 +40,13 @@ class LoopThread:
 
         return asyncio.run_coroutine_threadsafe(work(), self.loop).result(TIMEOUT_S)
 
+    def wait_tasks(self) -> None:
+        """Block until all tasks of the loop have ended."""
+        asyncio.run_coroutine_threadsafe(_others_end(), self.loop).result(TIMEOUT_S)
+
     def close(self) -> None:
         """End the loop, once all of its tasks have ended."""
-        asyncio.run_coroutine_threadsafe(_others_end(), self.loop).result(TIMEOUT_S)
+        self.wait_tasks()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(TIMEOUT_S)
         self.loop.close()
