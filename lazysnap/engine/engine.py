@@ -397,7 +397,8 @@ class SnapshotEngine:
 
         ``step``: default: the last begun. ``until``: ``"captured"``: it is whole in the memory of this rank.
         ``"protected"``: it, or a later one, survives the loss of a node. ``"durable"``: it, or a later one, is complete
-        at the first level. The latter two are for all ranks, so all are to wait for it.
+        at the first level. The latter two are for all ranks, so all are to wait for it, and all must have captured it:
+        a step that one rank left out for want of a slot is ``False`` on the others.
         Raises: ConfigError, if nothing could make it so.
         """
         self._check_open("wait")

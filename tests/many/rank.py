@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.waiting import until
+from support.waiting import capture_for_all, until
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -380,6 +380,7 @@ def main() -> None:
         if settings.get("stop_at") == step:
             write("stopped", step, digest(model, optimizer), *own(model, loop))
             if settings.get("wait_protected"):
+                capture_for_all(engine, step)
                 write("protected", step, engine.wait(step, until="protected", timeout_s=settings.get("wait_s", 20)))
             if settings.get("wait_durable"):
                 write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", 20)))

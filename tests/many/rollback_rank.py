@@ -15,6 +15,7 @@ import sys
 import torch
 import torch.distributed as dist
 from support.bits import digest
+from support.waiting import capture_for_all
 from support.watching import Watch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -79,6 +80,7 @@ def main() -> None:
         engine.gate()
         write("trained", step, digest([list(model.parameters()), list(optimizer.state.values())]))
     if "nodes" in settings:
+        capture_for_all(engine, step)
         write("protected", step, engine.wait(step, until="protected", timeout_s=30))
     if settings.get("back"):
         step = engine.rollback(steps=settings["back"]).step

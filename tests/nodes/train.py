@@ -23,7 +23,7 @@ import time
 import torch
 import torch.distributed as dist
 from support.bits import digest
-from support.waiting import until
+from support.waiting import capture_for_all, until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -107,6 +107,8 @@ def main() -> None:
                 if len(phases) < 7:
                     phases.append(time.time())
                     write("phases", *phases)
+                if engine.step in (settings.get("durable_at"), settings.get("protected_at")):
+                    capture_for_all(engine, engine.step)
                 if engine.step == settings.get("durable_at"):
                     write("durable", engine.wait(until="durable", timeout_s=60))
                 if engine.step == settings.get("protected_at"):

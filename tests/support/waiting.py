@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -24,6 +24,20 @@ def until(
         assert time.monotonic() < deadline, tell()
         time.sleep(0.005)
     return value
+
+
+def capture_for_all(engine: Any, step: int) -> None:
+    """Repeat the boundary of ``step`` until this rank has captured it.
+
+    A capture that finds no slot while two steps are held for other nodes is left out. A step that one rank left out is
+    neither protected nor durable, so no other rank could wait for it.
+    """
+
+    def is_captured() -> bool:
+        engine.boundary(step)  # does nothing for a step that is captured
+        return engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
+
+    until(is_captured)
 
 
 def stop(process: subprocess.Popen) -> None:
