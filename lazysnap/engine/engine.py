@@ -458,6 +458,7 @@ class SnapshotEngine:
         stays, as after a crash, and a restart finds it. ``True`` if there was no step. Memory of earlier starts stays
         if this one captured nothing. With several ranks collective; where one is missing at the deadline memory stays
         likewise, for the restart of all.
+        Raises: SystemExit, if the training is preempted.
         """
         return self._shutdown.close(drain=drain, progress=progress)
 
@@ -465,6 +466,7 @@ class SnapshotEngine:
         """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart.
 
         ``error``: the exception that ends the training, for the line that the user sees.
+        Raises: SystemExit, if the training is preempted and there is no ``error``.
         """
         self._shutdown.abandon(error)
 

@@ -123,7 +123,6 @@ class Shutdown:
             return self._has_ended_well
         if not self._preemption.begin_close():  # the training is not over, whatever the program makes of the end
             self.abandon(None)
-            self._preemption.end_training()
             return False
         try:
             return self._close(drain=drain, progress=progress)
@@ -256,6 +255,8 @@ class Shutdown:
                 self._tell_end(report.Ending.ABANDONED, error)
         finally:
             self._preemption.leave()
+        if error is None:  # else that ends the training
+            self._preemption.end_training()
 
     def give_way(self) -> None:
         """A later engine of this process takes the place of this one, which is left as after a crash."""

@@ -11,11 +11,13 @@ import sys
 import uuid
 
 import pytest
-from support.catalogue import newest_directory
+from support.catalogue import inventory_of, newest_directory
 from support.keepers import keeper_of
 
 from lazysnap import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.levels import open_store
+from lazysnap.resolver import candidates
 
 HERE = pathlib.Path(__file__).parent
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -113,6 +115,10 @@ class Trainings:
         """The newest complete step on storage."""
         path = newest_directory(self.url)
         return path and int(re.search(r"step-(\d+)-", path)[1])
+
+    def all_durable(self):
+        """The complete steps on storage."""
+        return {plan.step for plan in candidates([inventory_of(open_store(self.url))])}
 
     def keeper(self, node=None):
         """The keeper of this machine, or of one that a rank takes itself to be on."""

@@ -1,20 +1,27 @@
-"""A training that says on stdout where it is: ``preempted.py INTEGRATION DIRECTORY PHASE STEP``.
+"""A training that says on stdout where it is: ``preempted.py PROGRAM DIRECTORY PHASE STEP``.
 
-At PHASE of STEP it stays: as a long step, evaluation or save would, until preemption ends it; with a sign after STEP
-(``7+``) it goes on. ``boundary N`` is written when the boundary of step N is over.
+At PHASE of STEP it stays: as a long step, evaluation or save would, until preemption ends it, or the test makes the
+file ``go``; with a sign after STEP (``7+``) it goes on. ``boundary N`` is written when the boundary of step N is over.
 """
 
+import contextlib
+import functools
+import itertools
+import json
 import os
 import pathlib
+import signal
 import socket
 import sys
 import threading
-import time
 
 import torch
 import torch.distributed as dist
 
-INTEGRATION, DIRECTORY, PHASE, AT = sys.argv[1:5]
+from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.engine import preemption, preemption_signals
+
+PROGRAM, DIRECTORY, PHASE, AT = sys.argv[1:5]
 STEPS, EVERY = 4000, 5
 ROWS, EPOCHS = 64, STEPS // 8
 
@@ -30,7 +37,7 @@ def at(phase, step):
         if "LAZYSNAP_TEST_FILLS_PIPE" in os.environ:
             say("full")
             threading.Thread(target=fill_pipe, daemon=True).start()
-        while True:
+        while not os.path.exists(os.path.join(DIRECTORY, "go")):
             sum(range(1000))
 
 
@@ -38,13 +45,6 @@ def fill_pipe():
     """Write until the reader's pipe is full; the last call does not return."""
     while True:
         os.write(1, b"-" * 4096)
-
-
-def stay_until_allowed(step):
-    """A step that lasts until the test makes a file: what is stored meanwhile was not stored by an end."""
-    say(f"step {step}")
-    while str(step) == AT and not os.path.exists(os.path.join(DIRECTORY, "go")):
-        time.sleep(0.01)
 
 
 def net():
@@ -72,42 +72,64 @@ def make_ready(engine):
     assert engine._wait_ready(60)
 
 
-def plain(url):
-    from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+def config_of(url):
+    """The settings that the test gives."""
+    timeout_s = float(os.environ.get("LAZYSNAP_TEST_PREEMPTION_S", "25"))
+    levels = [{"url": url, "every_n_steps": 1000}]
+    if "LAZYSNAP_TEST_LEVELS" in os.environ:
+        levels = json.loads(os.environ["LAZYSNAP_TEST_LEVELS"])
+    return SnapshotConfig(
+        levels=tuple(PersistentLevel(**level) for level in levels),
+        preemption_timeout_s=timeout_s,
+        drain_timeout_s=5.0,
+    )
 
+
+@contextlib.contextmanager
+def training(place):
+    """An engine that is ready, and a function that trains a step. ``place``: its settings, or a URL."""
     model = net()
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = torch.optim.AdamW(model.parameters())
-    timeout_s = float(os.environ.get("LAZYSNAP_TEST_PREEMPTION_S", "25"))
-    levels = (PersistentLevel(url, every_n_steps=1000),)
-    if "LAZYSNAP_TEST_NO_LEVELS" in os.environ:
-        levels = ()
-    config = SnapshotConfig(levels=levels, preemption_timeout_s=timeout_s)
-    engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "state": State()})
+    engine = SnapshotEngine(place, {"model": model, "optimizer": optimizer, "state": State()})
     engine.restore("latest")
     with engine:
         make_ready(engine)
+        yield engine, functools.partial(train, engine, wrapped, optimizer)
+
+
+def train(engine, model, optimizer, step=None):
+    """Train a step, and return its number: the next one if it is not given."""
+    STEP[0] = step = engine.step + 1 if step is None else step
+    at("step", step)
+    if dist.is_initialized() and dist.get_rank() == 0:
+        at("collective", step)  # the others wait in theirs
+    model(torch.randn(4, 8)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    engine.boundary(step)
+    say(f"boundary {step}")
+    return step
+
+
+def plain(url):
+    with training(config_of(url)) as (engine, train_step):
         at("before", 0)
         while engine.step < STEPS:
-            STEP[0] = step = engine.step + 1
-            at("step", step)
-            if dist.is_initialized() and dist.get_rank() == 0:
-                at("collective", step)  # the others wait in theirs
-            wrapped(torch.randn(4, 8)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.boundary()
-            say(f"boundary {step}")
+            step = train_step()
             if step % EVERY == 0:
                 at("evaluation", step)
 
 
+def beginning_again(url):
+    """A program that counts its steps from one at each start, whatever it resumed."""
+    with training(config_of(url)) as (_, train_step):
+        for step in itertools.count(1):
+            train_step(step)
+
+
 def handling(url, *, is_for_one_time=False):
     """A program that handles the signal itself."""
-    import signal
-
-    from lazysnap import SnapshotEngine
-
     seen = []
 
     def handle(number, frame):
@@ -116,17 +138,9 @@ def handling(url, *, is_for_one_time=False):
             signal.signal(number, signal.SIG_DFL)
 
     signal.signal(signal.SIGTERM, handle)
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
-        make_ready(engine)
+    with training(url) as (_, train_step):
         while not seen:
-            step = engine.step + 1
-            stay_until_allowed(step)
-            model(torch.randn(4, 8)).pow(2).mean().backward()
-            optimizer.step()
-            engine.boundary()
-            say(f"boundary {step}")
+            train_step()
     say(f"handled {seen[0]} {'once' if len(seen) == 1 else len(seen)}")
     sys.exit(5)
 
@@ -138,28 +152,26 @@ def handling_once(url):
 
 def printing(url):
     """A program that says something on SIGUSR1, and has no handler of SIGTERM."""
-    import signal
-
     signal.signal(signal.SIGUSR1, lambda number, frame: say("asked for figures"))
     plain(url)
 
 
+def hanging(url):
+    """A program that hangs while it cleans up behind its last step."""
+    with training(config_of(url)) as (_, train_step):
+        try:
+            while True:
+                train_step()
+        finally:
+            say("cleaning up")
+            threading.Event().wait()
+
+
 def forking(url):
     """A program whose forked child is ended by SIGTERM."""
-    import signal
-
-    from lazysnap import SnapshotEngine
-
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
-        make_ready(engine)
+    with training(url) as (_, train_step):
         while True:
-            step = engine.step + 1
-            model(torch.randn(4, 8)).pow(2).mean().backward()
-            optimizer.step()
-            engine.boundary()
-            say(f"boundary {step}")
+            step = train_step()
             if step == 3:
                 if not (child := os.fork()):
                     signal.pause()
@@ -169,44 +181,22 @@ def forking(url):
 
 def left_open(url):
     """A training beside the engine of an earlier one, which nobody closed."""
-    from lazysnap import SnapshotConfig, SnapshotEngine
-
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
     earlier = SnapshotEngine(SnapshotConfig(job_id=f"{os.environ['LAZYSNAP_JOB_ID']}-1"), {"model": net()})
     earlier.boundary(1)
-    with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
-        make_ready(engine)
+    with training(url) as (_, train_step):
         while True:
-            step = engine.step + 1
-            at("step", step)
-            model(torch.randn(4, 8)).pow(2).mean().backward()
-            optimizer.step()
-            engine.boundary()
-            say(f"boundary {step}")
+            train_step()
 
 
 def waking(url):
     """A program with a wake-up descriptor of its own, as one in a loop of asyncio."""
-    import signal
-
-    from lazysnap import SnapshotEngine
-
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
     try:
-        with SnapshotEngine(url, {"model": model, "optimizer": optimizer}) as engine:
-            make_ready(engine)
+        with training(url) as (_, train_step):
             while True:
-                step = engine.step + 1
-                at("step", step)
-                model(torch.randn(4, 8)).pow(2).mean().backward()
-                optimizer.step()
-                engine.boundary()
-                say(f"boundary {step}")
+                train_step()
     finally:
         kept = signal.set_wakeup_fd(-1) == writer
         say(f"woken by {os.read(reader, 1)[0]}, descriptor {'kept' if kept else 'lost'}")
@@ -214,33 +204,48 @@ def waking(url):
 
 def closing(url):
     """A training that is closed while its level does not answer."""
-    from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+    with training(config_of(url)) as (_, train_step):
+        train_step()
+        say("closing 0")
 
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    config = SnapshotConfig(levels=(PersistentLevel(url),), drain_timeout_s=5.0)
-    with SnapshotEngine(config, {"model": model, "optimizer": optimizer}) as engine:
-        model(torch.randn(4, 8)).pow(2).mean().backward()
-        optimizer.step()
-        engine.boundary()
-        say("boundary 1")
-        os.write(1, b"closing 0\n")
+
+class SignalAtLine:
+    """Counts the lines that preemption executes on this thread, and raises SIGTERM before one of them."""
+
+    FILES = (preemption.__file__, preemption_signals.__file__)
+
+    def __init__(self, number):
+        """``number``: of the line; 0: no signal is raised."""
+        self.num_lines = 0
+        self._number = number
+
+    def trace(self, frame, event, argument):
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self._number:
+                signal.raise_signal(signal.SIGTERM)
+        return self.trace
+
+
+def ending(url):
+    """A training that ends as PHASE says, ``close`` or ``abandon``; a signal comes before line STEP of preemption."""
+    signal_at_line = SignalAtLine(int(AT))
+    with training(config_of(url)) as (engine, train_step):
+        train_step()
+        sys.settrace(signal_at_line.trace)
+        getattr(engine, PHASE)()
+        sys.settrace(None)
+    say(f"lines {signal_at_line.num_lines}")
 
 
 def twice(url):
     """Two trainings, one after the other; then the default action."""
-    import signal
-
-    from lazysnap import SnapshotEngine
-
     for number in range(2):
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters())
         before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
-        with SnapshotEngine(f"{url}{number}", {"model": model, "optimizer": optimizer}) as engine:
-            model(torch.randn(4, 8)).pow(2).mean().backward()
-            optimizer.step()
-            engine.boundary()
+        with training(f"{url}{number}") as (_, train_step):
+            train_step()
         after = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
         say(f"handlers {'as before' if before == after else after}")
     signal.raise_signal(signal.SIGTERM)
@@ -356,5 +361,5 @@ if __name__ == "__main__":
             socket.gethostname = lambda: f"node-{os.environ['RANK']}"
         dist.init_process_group("gloo")
         say(f"rank {dist.get_rank()} {os.getpid()}")
-    globals()[INTEGRATION](str(pathlib.Path(DIRECTORY) / "snapshots"))
+    globals()[PROGRAM](str(pathlib.Path(DIRECTORY) / "snapshots"))
     say("over")

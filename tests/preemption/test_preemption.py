@@ -163,6 +163,50 @@ def test_a_signal_while_a_training_is_closed_ends_the_program_after_the_close(tr
     assert "over" not in run.lines
 
 
+@pytest.mark.timeout(900)  # a process for each line
+@pytest.mark.parametrize("ending", ["close", "abandon"])
+def test_no_signal_is_lost_at_any_line_of_the_end_of_a_training(trainings, ending):
+    """Some lines come before the end has begun, some right before and right after the handlers are put back."""
+    dry = trainings.start("ending", ending, "0", LAZYSNAP_TEST_LEVELS="[]")
+    assert dry.end() == 0, dry.lines
+    assert dry.lines[-1] == "over"
+    [num_lines] = dry.steps("lines")
+    assert num_lines > 20
+
+    for number in range(1, num_lines + 1):
+        run = trainings.start("ending", ending, str(number), LAZYSNAP_TEST_LEVELS="[]")
+        assert run.end() == ENDED, f"at line {number}: {run.lines}"
+        assert "over" not in run.lines
+
+
+@pytest.mark.parametrize("fault", ["", "level.store.begin:1:hang"], ids=["the level works", "the level hangs"])
+def test_a_program_that_hangs_while_it_cleans_up_is_ended_in_time(trainings, fault):
+    """The training thread was told to end the training, and never does."""
+    run = trainings.start("hanging", "step", "5+", LAZYSNAP_TEST_PREEMPTION_S="4", LAZYSNAP_FAULT=fault)
+    run.await_line("boundary 5")
+    os.kill(run.pid(), signal.SIGTERM)
+    run.await_line("cleaning up")
+    assert run.process.wait(60) == ENDED
+    run.end()
+    assert run.cut()[1] == trainings.durable()
+
+
+def test_a_loop_that_begins_again_stores_its_own_step_not_the_one_that_was_resumed(trainings):
+    first = trainings.start("beginning_again", "step", "7")
+    first.await_line("step 7")
+    os.kill(first.pid(), signal.SIGTERM)
+    assert first.end() == ENDED
+    assert first.cut() == (7, 6)
+
+    run = trainings.start("beginning_again", "step", "4")
+    run.await_line("step 4")
+    assert any("resumed step 6" in line for line in run.lines)
+    os.kill(run.pid(), signal.SIGTERM)
+    assert run.end() == ENDED
+    assert run.cut() == (4, 3)
+    assert 3 in trainings.all_durable()
+
+
 def test_a_console_that_nobody_reads_keeps_no_process_alive(trainings):
     run = trainings.start("plain", "step", "6", LAZYSNAP_TEST_PREEMPTION_S="4", LAZYSNAP_TEST_FILLS_PIPE="1")
     run.await_line("step 6")
@@ -198,7 +242,7 @@ def test_a_step_that_was_resumed_from_memory_is_durable_before_another_is_captur
 
 
 def test_without_levels_the_line_names_the_memory_that_has_the_step(trainings):
-    run = trainings.start("plain", "step", "6", LAZYSNAP_TEST_NO_LEVELS="1")
+    run = trainings.start("plain", "step", "6", LAZYSNAP_TEST_LEVELS="[]")
     run.await_line("step 6")
     keeper = trainings.keeper()
     os.kill(run.pid(), signal.SIGTERM)
