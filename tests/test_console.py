@@ -55,18 +55,22 @@ def test_without_logging_every_line_says_whose_it_is_and_with_logging_the_progra
 
 
 @pytest.mark.parametrize("how", ["its reader ended", "closed"])
-def test_a_terminal_that_is_gone_ends_no_training(monkeypatch, how):
+def test_a_terminal_that_is_gone_ends_no_training(monkeypatch, capsys, how):
     unconfigure(monkeypatch)
     reader, writer = os.pipe()
     os.close(reader)
     stream = os.fdopen(writer, "wb", buffering=0)
     if how == "closed":
         stream.close()
-    monkeypatch.setattr(sys, "stderr", Text(stream))
-
-    say("a line")
-
+    with monkeypatch.context() as gone:
+        gone.setattr(sys, "stderr", Text(stream))
+        with pytest.raises((OSError, ValueError)):
+            sys.stderr.write("a line")
+        say("a line")
     stream.close()
+
+    say("the next line")
+    assert capsys.readouterr().err == "lazysnap: the next line\n"
 
 
 class Text:

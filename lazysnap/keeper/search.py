@@ -139,6 +139,7 @@ class KeeperSearch:
     def _start(self) -> Channel | None:
         """Start a keeper, unless the last start was just now."""
         if time.monotonic() < self._start_at_s:
+            faults.point("client.no_start_yet")
             return None
         if self._starting is not None:
             self._outcome = self._starting.failure()

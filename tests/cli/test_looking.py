@@ -206,4 +206,6 @@ for words in (["ls", url], ["verify", url], ["show", url, "latest"], ["prune", u
     assert not {"torch", "numpy", "lightning"} & set(sys.modules), words
 """
     words = [sys.executable, "-c", code, url, str(tmp_path / "copy"), str(tmp_path / "w.safetensors")]
-    subprocess.run(words, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    ran = subprocess.run(words, timeout=60, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "w.safetensors").exists()

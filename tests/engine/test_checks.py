@@ -14,7 +14,15 @@ def settings(*levels, **others):
 
 
 def test_ranks_with_disks_of_their_own_are_alike():
-    check_alike([settings(PersistentLevel(f"/disk{rank}", max_bytes_per_s=1000 + rank)) for rank in range(4)])
+    """Neither the place nor the pace counts: a rank that differs in something else is told of that alone."""
+    levels = [PersistentLevel(f"/disk{rank}", max_bytes_per_s=1000 + rank) for rank in range(4)]
+    check_alike([settings(level) for level in levels])
+
+    levels[3] = dataclasses.replace(levels[3], keep_last=9)
+    with pytest.raises(ConfigError, match="keep_last is 2 and 9") as raised:
+        check_alike([settings(level) for level in levels])
+    assert "disk" not in str(raised.value)
+    assert "max_bytes_per_s" not in str(raised.value)
 
 
 def test_what_may_differ_is_listed_and_exists():
@@ -78,4 +86,11 @@ def test_nodes_protect_each_other_in_one_way(mine, other, text):
 
 
 def test_each_node_has_its_network():
-    check_alike([settings(redundancy=Redundancy(max_bytes_per_s=rank + 1)) for rank in (0, 1)])
+    first = Redundancy(max_bytes_per_s=1)
+    second = Redundancy(max_bytes_per_s=2)
+    check_alike([settings(redundancy=first), settings(redundancy=second)])
+
+    other = dataclasses.replace(second, parity=3)
+    with pytest.raises(ConfigError, match="parity is 1 and 3") as raised:
+        check_alike([settings(redundancy=first), settings(redundancy=other)])
+    assert "max_bytes_per_s" not in str(raised.value)

@@ -181,8 +181,14 @@ def test_a_keeper_that_takes_over_does_not_note_what_earlier_starts_stored(keepe
     assert [one.steps for one in complete] == [[8], [9]]
 
 
-def test_an_error_in_the_notes_reaches_nobody(keeper):
+def test_an_error_in_the_notes_is_logged_and_what_follows_is_noted(keeper, job, noted, caplog):
     keeper.log.look(None, None)
+    assert [record.exc_info[0] for record in caplog.records] == [TypeError]
+
+    state = trainer_state(job, FIRST)
+    keeper.report(state)
+    keeper.capture(state, 1)
+    assert len(of_kind(noted(), events.TrainerStarted)) == 1
 
 
 def test_what_is_no_event_is_left_out(tmp_path):

@@ -1,5 +1,6 @@
 """One end of a connection to a keeper, by hand."""
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -87,3 +88,15 @@ def peak_kib(*, since_now=False):
 
 def refusals(caplog):
     return [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
+
+
+def sockets_at(port):
+    """The TCP sockets of this process that one end of has this port."""
+    suffix = f":{port:04X}"
+    rows = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    at_port = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(suffix) or row[2].endswith(suffix)}
+    own = set()
+    for descriptor in pathlib.Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            own.add(os.readlink(descriptor))
+    return own & at_port

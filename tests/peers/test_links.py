@@ -13,7 +13,18 @@ import sys
 
 import msgspec
 import pytest
-from raw_peer import WAIT_S, announced, authenticated, frame, is_closed, peak_kib, preamble, raw_frame, refusals
+from raw_peer import (
+    WAIT_S,
+    announced,
+    authenticated,
+    frame,
+    is_closed,
+    peak_kib,
+    preamble,
+    raw_frame,
+    refusals,
+    sockets_at,
+)
 from support.peer_ends import HOST, QUICK, End, LoopThread, ports, settings_of
 from support.waiting import until
 
@@ -320,14 +331,17 @@ def test_ends_that_are_closed_while_others_connect_leave_nothing(secret):
     """What is accepted or made just then is closed, too: a warning of an open socket would fail this."""
     thread = LoopThread()
     for _ in range(20):
-        with ports(1) as [port], contextlib.ExitStack() as stack:
+        with ports(1) as [port]:
+            sockets_before = sockets_at(port)
             settings = settings_of(secret, [port, 0])
-            first = End(thread).begin(settings, 0)
-            other = End(thread).begin(settings, 1)
-            for _ in range(5):
-                stack.enter_context(socket.create_connection((HOST, port), timeout=WAIT_S))
-            first.close()
-            other.close()
+            with contextlib.ExitStack() as stack:
+                first = End(thread).begin(settings, 0)
+                other = End(thread).begin(settings, 1)
+                for _ in range(5):
+                    stack.enter_context(socket.create_connection((HOST, port), timeout=WAIT_S))
+                first.close()
+                other.close()
+            until(lambda port=port, before=sockets_before: sockets_at(port) <= before)
     thread.close()
     gc.collect()
 

@@ -4,14 +4,25 @@ import contextlib
 import dataclasses
 import logging
 import os
-import pathlib
 import socket
 import threading
 import time
 
 import pytest
 import xxhash
-from raw_peer import WAIT_S, announced, authenticated, exactly, frame, is_closed, peak_kib, prove, raw_frame, refusals
+from raw_peer import (
+    WAIT_S,
+    announced,
+    authenticated,
+    exactly,
+    frame,
+    is_closed,
+    peak_kib,
+    prove,
+    raw_frame,
+    refusals,
+    sockets_at,
+)
 from support.peer_ends import QUICK, Table
 from support.waiting import TIMEOUT_S, until
 
@@ -586,18 +597,6 @@ def test_a_server_that_answers_what_is_no_answer_is_left(impostor, connect, sent
 def read_threads():
     """The threads of this process that make the bytes of reads."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("lazysnap-peer")}
-
-
-def sockets_at(port):
-    """The TCP sockets of this process that one end of has this port."""
-    suffix = f":{port:04X}"
-    rows = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    at_port = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(suffix) or row[2].endswith(suffix)}
-    own = set()
-    for descriptor in pathlib.Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            own.add(os.readlink(descriptor))
-    return own & at_port
 
 
 def test_close_leaves_no_thread_and_no_socket(serve, connect, address):

@@ -1,5 +1,7 @@
 """An optimizer gets the state of another kind of optimizer never, and of the same kind always."""
 
+import copy
+
 import pytest
 import torch
 
@@ -99,9 +101,12 @@ def test_other_state_of_a_class_by_that_name_is_refused():
 @pytest.mark.parametrize("stepped", [False, True])
 def test_the_same_class_is_taken_however_it_is_configured_wrapped_or_imported(there, of_there, here, of_here, stepped):
     source, _, optimizer = made(here, step=stepped, **of_here)
+    state = saved(there, **of_there)
+    expected = copy.deepcopy(state["optimizer"]["state"])
 
-    source.load(saved(there, **of_there))
+    source.load(state)
 
+    torch.testing.assert_close(optimizer.state_dict()["state"], expected, rtol=0, atol=0)
     optimizer.step()
 
 
@@ -109,9 +114,12 @@ def test_a_switch_that_torch_added_since_may_be_missing():
     state = saved(torch.optim.AdamW)
     for group in state["optimizer"]["param_groups"]:
         del group["foreach"], group["decoupled_weight_decay"]
-    source, _, _ = made(torch.optim.AdamW)
+    expected = copy.deepcopy(state["optimizer"]["state"])
+    source, _, optimizer = made(torch.optim.AdamW, step=False)
 
     source.load(state)
+
+    torch.testing.assert_close(optimizer.state_dict()["state"], expected, rtol=0, atol=0)
 
 
 def test_the_second_of_two_optimizers_is_compared_too():
