@@ -37,7 +37,7 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.job import JobCore
 from lazysnap.core.lifecycle import Lifecycle, Phase
-from lazysnap.core.messages import Alert, KeeperState, NamedStep, PeerSettings
+from lazysnap.core.messages import Alert, KeeperState, PeerSettings
 from lazysnap.core.ranks import Presence, Rank, Ranks, Wants
 
 MAX_TROUBLES = 8
@@ -259,14 +259,11 @@ class Core:
             rank.state is not None and rank.state.is_sealed for rank in self.ranks.all
         )
         alerts += job.alerts(self.now, self._meeting_address())
-        names: set[NamedStep] = set()
-        for level in job.node.storage:
-            names |= level.names
         return KeeperState(
             pid=self._pid,
             levels=job.level_states(has_progress=is_anybody_waiting),
             protected=job.protected,
-            names=tuple(sorted(names)),
+            names=job.given_names(),
             name_refusals=job.name_refusals,
             lost=tuple(sorted(job.node.lost)),
             alerts=tuple(alerts),

@@ -25,7 +25,17 @@ from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send, SetGran
 from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.jobs import LevelJobs, Wishes
 from lazysnap.core.level_grants import LevelGrants
-from lazysnap.core.messages import Alert, JobSettings, LevelState, NameRefusal, Order, Progress, Report, StepKey
+from lazysnap.core.messages import (
+    Alert,
+    JobSettings,
+    LevelState,
+    NamedStep,
+    NameRefusal,
+    Order,
+    Progress,
+    Report,
+    StepKey,
+)
 from lazysnap.core.node import Node, NodeLevel, RankView, key_of, whole_on_all
 from lazysnap.core.ranks import Wants, num_spare_slots
 from lazysnap.core.retention import Retention
@@ -328,6 +338,26 @@ class JobCore:
         for level in self.levels:
             refusals += level.name_refusals
         return tuple(refusals)
+
+    def given_names(self) -> tuple[NamedStep, ...]:
+        """Return the names that are given, without those that a faster level is still to give to its own copy.
+
+        A trainer asks no more for a name that is given. So what is given at a slower level first does not count yet:
+        the copy of a faster one would expire.
+        """
+        names: set[NamedStep] = set()
+        for index, level in enumerate(self.node.storage):
+            for named in level.names:
+                if not any(self._is_to_name(faster, named) for faster in range(index)):
+                    names.add(named)
+        return tuple(sorted(names))
+
+    def _is_to_name(self, index: int, named: NamedStep) -> bool:
+        """Return True if a level works, may have a step, and is still to give it that name."""
+        level = self.node.levels[index]
+        may_have_step = named.key in level.stored or level.progress is Progress.LISTING
+        is_refused = any(refusal.name == named.name for refusal in self.levels[index].name_refusals)
+        return level.is_ready and may_have_step and named not in level.names and not is_refused
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
         """Note whether something is due to be protected, and was not yet."""

@@ -291,6 +291,24 @@ class TestNames:
         assert driver.sent(done).name_refusals == (refusal,)
         assert not of_kind(done, actions.SetNames)
 
+    def test_a_name_is_not_given_before_the_fastest_level_that_has_the_step_gave_it(self):
+        two_levels = structs.replace(SETTINGS, levels=(LEVEL, structs.replace(LEVEL, url="slower")))
+        key = StepKey(START, 5)
+        named = NamedStep("mine", key)
+        driver = Driver()
+        listing = of_kind(driver.report(structs.replace(STATE, job=two_levels, names=(named,))), ListLevel)
+        driver.see(THREE_EMPTY)
+        done = driver.step(Listed(1, listing[1].job, (key,)))
+        [slower] = of_kind(done, actions.SetNames)
+        driver.step(actions.NamesSet(1, slower.job))
+        assert driver.core.state_of(driver.core.ranks.rank(0)).names == ()
+
+        done = driver.step(Listed(0, listing[0].job, (key,)))
+        [faster] = of_kind(done, actions.SetNames)
+        done = driver.step(actions.NamesSet(0, faster.job))
+
+        assert driver.sent(done).names == (named,)
+
 
 class TestTheEnd:
     def test_a_keeper_that_nobody_comes_to_ends(self):

@@ -32,6 +32,13 @@ def connected_client(config):
     return client
 
 
+def end(training):
+    """Close a training, and wait for its keeper: a restart that comes before finds memory."""
+    pid = training.engine._client.keeper_pid
+    assert training.engine.close()
+    until(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
 class OtherTrainer:
     """A process that is the trainer of a job until ``leave``."""
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from small_training import TIMEOUT_S, Training
+from small_training import TIMEOUT_S, Training, end
 from support.waiting import until
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine, register_type
@@ -41,7 +41,7 @@ def test_a_restart_from_memory_continues_bit_for_bit(job, expected):
 def test_a_restart_from_storage_continues_bit_for_bit(job, expected, tmp_path):
     first = job.start(tmp_path)
     first.run(1, 4)
-    assert first.engine.close()
+    end(first)
 
     second = job.start(tmp_path, ready=False)
     snapshot = second.engine.restore("latest")

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_training import TIMEOUT_S, Training, damage_newest_at_rest
+from small_training import TIMEOUT_S, Training, damage_newest_at_rest, end
 from support.damage import flip
 
 from lazysnap import (
@@ -32,7 +32,7 @@ def saved(job, *directories, steps=3):
     for step in range(1, steps + 1):
         training.run(step, step)
         assert training.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
-    assert training.engine.close()
+    end(training)
     return training
 
 

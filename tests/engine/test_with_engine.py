@@ -1,12 +1,14 @@
 """The plain loop: an engine over a path, steps that it counts itself, and a block that ends it well or as a crash."""
 
 import contextlib
+import os
 import threading
 
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
+from support.waiting import until
 from torch.utils.data import DataLoader, TensorDataset
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig
@@ -186,10 +188,14 @@ ENDINGS = [(RuntimeError("no"), False), (KeyboardInterrupt(), False), (SystemExi
 @pytest.mark.parametrize(("error", "is_clean"), [*ENDINGS, (SystemExit(), True), (SystemExit("no"), False)])
 def test_after_an_exception_memory_stays_for_the_next_start(start, tmp_path, error, is_clean):
     training = start(tmp_path)
+    assert training.engine._wait_ready(TIMEOUT_S)
+    pid = training.engine._client.keeper_pid
     with pytest.raises(type(error)), training.engine:
         train(training, 3, error)
 
     facts = training.facts()
+    if is_clean:
+        until(lambda: not os.path.exists(f"/proc/{pid}"))  # a restart that comes before finds memory
     again = start(tmp_path)
     snapshot = again.engine.restore("latest")
     assert snapshot.step == 3

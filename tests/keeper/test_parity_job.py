@@ -295,10 +295,10 @@ def test_a_node_that_is_dead_is_named_once_and_probed(group, caplog):
     assert [record.levelno for record in texts] == [logging.WARNING, logging.INFO, logging.INFO]
 
     assert isinstance(group.nodes[0].run(ProbeLevel(LEVEL, 2)), Failed)
-    group.nodes[1].end.begin(group.peers, 1)
+    group.nodes[1].come_back(group.peers)
     assert group.nodes[0].run(ProbeLevel(LEVEL, 3)) == JobEnded(LEVEL, 3)
     assert isinstance(group.nodes[0].run(job), Stored)
-    group.nodes[1].end.close()
+    group.nodes[1].die()
     group.nodes[0].run(job)
     assert caplog.records[-1].levelno == logging.WARNING, "it worked meanwhile"
 

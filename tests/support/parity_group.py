@@ -110,6 +110,7 @@ class Node:
         self.store = ParityStore()
         self.context = ParityContext(job, peers, self.store, RateLimiter(None))
         self.sources = KeeperSources(self.slots, lambda start: len(self.ranks), self.store)
+        self._thread = thread
         self.end = End(thread, self.sources).begin(peers, number)
         self.is_dead = False
 
@@ -134,6 +135,11 @@ class Node:
         if not self.is_dead:
             self.is_dead = True
             self.end.close()
+
+    def come_back(self, peers: PeerSettings) -> None:
+        """Another keeper serves what the one that died did."""
+        self.is_dead = False
+        self.end = End(self._thread, self.sources).begin(peers, self.number)
 
     def close(self) -> None:
         self.die()
