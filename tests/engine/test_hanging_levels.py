@@ -1,7 +1,6 @@
 """A level that hangs is passed over by a restart, and keeps no process from ending."""
 
 import dataclasses
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from small_training import TIMEOUT_S, Training, damage_newest_at_rest
+from support.ports import silent_server
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
@@ -21,11 +21,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def dead():
-    """The URL of a server that takes connections and never says a word."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield f"ftp://127.0.0.1:{listener.getsockname()[1]}/run"
+    with silent_server() as url:
+        yield url
 
 
 def config(job, *levels):
@@ -97,9 +94,9 @@ def late():
     fsspec.register_implementation("webhdfs", "fsspec.implementations.webhdfs.WebHDFS", clobber=True)
 
 
-def upload(directory, place):
-    """Copy a level into the late one."""
-    for path in directory.rglob("*.*"):
+def upload(directory, place, step):
+    """Copy a durable step of a level into the late one. A keeper may still write and delete others."""
+    for path in directory.glob(f"step-{step:08d}-*/*.*"):
         Late.store[f"webhdfs://{place}/{path.relative_to(directory)}"] = MemoryFile(Late, "", path.read_bytes())
 
 
@@ -116,7 +113,7 @@ def test_what_memory_has_is_restored_before_a_level_answers_and_what_is_newer_th
     caplog.set_level("INFO", "lazysnap")
     trained(job, tmp_path / "old", 3).engine.abandon()
     assert trained(other_job, tmp_path / "new", 2).engine.close()
-    upload(tmp_path / "new", "run")
+    upload(tmp_path / "new", "run", 2)
     levels = [PersistentLevel(f"webhdfs://{place}", timeout_s=600) for place in ("run", "nothing", "down")]
 
     second = Training(config(job, *levels))
@@ -137,7 +134,7 @@ def test_what_memory_has_is_restored_before_a_level_answers_and_what_is_newer_th
 def test_a_late_level_is_waited_for_if_what_memory_has_is_damaged(job, tmp_path, late):
     training = trained(job, tmp_path, 2)
     assert training.engine.wait(2, until="durable", timeout_s=TIMEOUT_S)
-    upload(tmp_path, "run")
+    upload(tmp_path, "run", 2)
     training.engine.abandon()
     damage_newest_at_rest(job, -1)
     second = Training(config(job, PersistentLevel("webhdfs://run", timeout_s=600)))

@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-import socket
 
 import pytest
 from support.listing import files_below
+from support.ports import silent_server
 from support.waiting import until
 
 RARELY = {"every_n_steps": 1000}
@@ -31,11 +31,8 @@ def preempted(run):
 
 @pytest.fixture
 def silent():
-    """The URL of a server that takes connections and never says a word."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield f"ftp://127.0.0.1:{listener.getsockname()[1]}/run"
+    with silent_server() as url:
+        yield url
 
 
 @pytest.mark.parametrize("first", ["a file", "a silent server"])

@@ -1,7 +1,9 @@
-"""Ports for ranks to meet at."""
+"""Ports for ranks to meet at, and one that nobody answers at."""
 
+import contextlib
 import random
 import socket
+from collections.abc import Iterator
 
 _CHANCE = random.SystemRandom()
 
@@ -16,3 +18,12 @@ def free_port() -> int:
             except OSError:
                 continue
         return port
+
+
+@contextlib.contextmanager
+def silent_server() -> Iterator[str]:
+    """The URL of a server that takes connections and never says a word."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"ftp://127.0.0.1:{listener.getsockname()[1]}/run"
