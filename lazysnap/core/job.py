@@ -355,9 +355,9 @@ class JobCore:
     def _is_to_name(self, index: int, named: NamedStep) -> bool:
         """Return True if a level works, may have a step, and is still to give it that name."""
         level = self.node.levels[index]
-        may_have_step = named.key in level.stored or level.progress is Progress.LISTING
-        is_refused = any(refusal.name == named.name for refusal in self.levels[index].name_refusals)
-        return level.is_ready and may_have_step and named not in level.names and not is_refused
+        if not level.is_ready or named in level.names:
+            return False
+        return level.progress is Progress.LISTING or self.levels[index].may_give(named)
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
         """Note whether something is due to be protected, and was not yet."""

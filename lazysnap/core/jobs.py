@@ -239,16 +239,19 @@ class LevelJobs:
     def _names_to_set(self, wishes: Wishes) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
         """Return the names to give and to take away; None if all is as it should be."""
         level = self.level
-        refused = {refusal.name for refusal in self.name_refusals}
         given = []
         for named in sorted(wishes.given - level.names):
-            is_wanted = named.name not in wishes.released and named.name not in refused
-            if named.key in level.stored and is_wanted:
+            if named.name not in wishes.released and self.may_give(named):
                 given.append(named)
         released = [named for named in sorted(level.names) if named.name in wishes.released]
         if not given and not released:
             return None
         return tuple(given), tuple(released)
+
+    def may_give(self, named: NamedStep) -> bool:
+        """Return True if the level has the step, and did not refuse the name."""
+        is_refused = any(refusal.name == named.name for refusal in self.name_refusals)
+        return named.key in self.level.stored and not is_refused
 
     def _keys_to_delete(self) -> tuple[StepKey, ...]:
         hanging = self._keys_of_hanging_threads()

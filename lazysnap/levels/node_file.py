@@ -18,11 +18,7 @@ from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import Manifest, Shard
-from lazysnap.shard.names import (
-    NodeName,
-    SnapshotName,
-    parse_keep_file_name,
-)
+from lazysnap.shard.names import NodeName, SnapshotName, parse_keep_file_name
 
 logger = logging.getLogger(__name__)
 

@@ -29,12 +29,7 @@ from lazysnap.levels.watchdog import Beat
 from lazysnap.levels.watched import RateLimiter, WatchedStorage
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import Manifest, Shard
-from lazysnap.shard.names import (
-    NodeName,
-    SnapshotName,
-    check_name,
-    keep_file_name,
-)
+from lazysnap.shard.names import NodeName, SnapshotName, check_name, keep_file_name
 
 logger = logging.getLogger(__name__)
 

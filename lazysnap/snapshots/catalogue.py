@@ -27,9 +27,7 @@ from lazysnap.resolver import (
 )
 from lazysnap.runs import MOST_DIGITS, Choice, run_of, short_ids
 from lazysnap.shard.manifest import Manifest
-from lazysnap.shard.names import (
-    SnapshotName,
-)
+from lazysnap.shard.names import SnapshotName
 
 _THREADS = 8
 """Small reads at a time: each is a request to an object store."""
