@@ -39,8 +39,9 @@ class Capture:
         self.step = step
         self.sequence = sequence
         """Number of the capture in its slot."""
-        self.previous_sequence = slot.view().sequence
-        """Number of the capture that was in the slot before; see ``Captures``."""
+        view = slot.view()
+        self.previous_sequence = view.sequence if view.is_whole else 0
+        """Number of the whole capture that was in the slot before, whose bytes are there; 0: there was none."""
         self.sources = list(map(stored_form, tensors)) if plan.is_converting else tensors
         """Kept alive until nothing reads them; empty then."""
         self._versions = [tensors[index]._version for index in plan.lazy]

@@ -3,8 +3,9 @@
 The slot is page-locked where the device knows that, so that its DMA engine writes directly into memory that survives
 the trainer; no second host copy. Sequence at a boundary:
 
-1. on the compute stream: eager tensors (they may change in forward) are copied into a staging buffer on the device;
-   those beyond ``STAGED_BYTES`` to the host;
+1. on the compute stream: frozen tensors are compared with what the slot has of them (``capture.frozen``), and left
+   out below; eager tensors (they may change in forward) are copied into a staging buffer on the device, those beyond
+   ``STAGED_BYTES`` to the host;
 2. the side stream waits for an event recorded behind that; so it also waits for the optimizer's kernels;
 3. on the side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
    to the host, in file order, events in between. The copy thread waits for these events;
@@ -18,7 +19,7 @@ The device writes no control words, and no call here waits for it.
 
 import ctypes
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +27,7 @@ import torch
 
 from lazysnap.capture.capture import Capture
 from lazysnap.capture.devices import event_for_thread
+from lazysnap.capture.frozen import FrozenTensors
 from lazysnap.capture.plan import CapturePlan, view_of
 from lazysnap.capture.reader import pieces_of
 from lazysnap.capture.registration import register
@@ -66,6 +68,7 @@ class DeviceCopier:
         """Tensors that are copied without staging, the lazy ones under ``True``."""
         self._staging: dict[int, torch.Tensor] = {}
         self._run_buffers: list[torch.Tensor] = []
+        self._frozen: FrozenTensors | None = None
         self._done: torch.Event | None = None
         self._has_warned = False
 
@@ -100,9 +103,11 @@ class DeviceCopier:
 
     def _queue(self, capture: Capture, *, is_locked: bool) -> None:
         compute = torch.accelerator.current_stream(self._device)
+        assert self._frozen is not None  # made with the plan
         try:
+            unchanged = self._frozen.unchanged(capture)
             self._stage(capture, lazy=False)
-            eager = self._transfers(capture, lazy=False)
+            eager = self._transfers(capture, unchanged, lazy=False)
             if is_locked:
                 self._send(capture, eager)
             else:
@@ -111,8 +116,9 @@ class DeviceCopier:
         finally:
             self._side.wait_event(compute.record_event())
         with self._side:
+            self._frozen.check(capture, unchanged)
             self._stage(capture, lazy=True)
-            lazy = self._transfers(capture, lazy=True)
+            lazy = self._transfers(capture, unchanged, lazy=True)
             if is_locked:
                 self._send(capture, lazy)
             else:
@@ -129,13 +135,14 @@ class DeviceCopier:
         """Find the runs of adjacent tensors and make their staging buffers, once per plan."""
         # Those of the last plan go back to the compute stream, which passed the gate behind the copies from them.
         self._plan, self._large, self._runs, self._staging, self._run_buffers = None, {True: [], False: []}, [], {}, []
+        self._frozen = FrozenTensors(plan, self._device)
         members: list[int] = []
         room = STAGED_BYTES
         for index in plan.order:
             record = plan.records[index]
             if record.device != self._device or not record.nbytes:
                 continue
-            if record.nbytes > (SMALL_BYTES if record.lazy else room):
+            if index in self._frozen or record.nbytes > (SMALL_BYTES if record.lazy else room):
                 self._large[record.lazy].append(index)
                 continue
             room -= 0 if record.lazy else record.nbytes
@@ -146,9 +153,9 @@ class DeviceCopier:
         if members:
             self._close_run(plan, members)
         self._plan = plan  # only now: memory for the buffers may be short
-        if self._large[False] and not self._has_warned:
+        records = [plan.records[index] for index in self._large[False] if index not in self._frozen]
+        if records and not self._has_warned:
             self._has_warned = True
-            records = [plan.records[index] for index in self._large[False]]
             logger.warning(
                 "%d tensors on %s that no optimizer holds (%s, …) are copied while the device waits, at every capture: "
                 "they are %.1f GB. Training is faster if they are on the CPU, or no part of the state",
@@ -195,9 +202,12 @@ class DeviceCopier:
         landed = event_for_thread(self._device)
         capture.arrivals += [(start, landed.synchronize) for start in starts]
 
-    def _transfers(self, capture: Capture, *, lazy: bool) -> Iterator[Transfer]:
-        """Copies to the host in file order: of large tensors, and with the lazy ones those of all that was staged."""
-        large = [(capture.plan.records[index].offset, index) for index in self._large[lazy]]
+    def _transfers(self, capture: Capture, unchanged: Collection[int], *, lazy: bool) -> Iterator[Transfer]:
+        """Copies to the host in file order: of large tensors, and with the lazy ones those of all that was staged.
+
+        ``unchanged``: large tensors whose bytes are in the slot.
+        """
+        large = [(capture.plan.records[index].offset, index) for index in self._large[lazy] if index not in unchanged]
         runs = [(run.start, -1 - number) for number, run in enumerate(self._runs if lazy else ())]
         for start, which in sorted(large + runs):
             if which >= 0:

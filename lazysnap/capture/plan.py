@@ -65,6 +65,8 @@ class TensorRecord:
     stored_dtype: torch.dtype
     is_dense: bool
     """Its bytes lie one behind the other as the shard has them: no kernel of torch is needed to copy it."""
+    is_frozen: bool
+    """It is a parameter without gradient: see ``capture.frozen``."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,16 @@ def lazy_keys(source: StateSource) -> set[Key]:
     return {key for key in keys if key[0] and key[1]}
 
 
+def frozen_keys(source: StateSource) -> set[Key]:
+    """Return the memory of parameters without gradient."""
+    keys = set[Key]()
+    for module in source.modules():
+        for parameter in module.parameters():
+            if not parameter.requires_grad and not is_uninitialised(parameter) and not _problem(parameter):
+                keys.add(key_of(local_of(parameter)))
+    return keys
+
+
 def _is_wrapper(tensor: Any) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor))
 
@@ -311,10 +323,13 @@ def make_plan(
     """
     check_walk(walk)
     lazy = lazy_keys(source) if lazy is None else lazy
+    keys = frozen_keys(source)
+    frozen = [key_of(tensor) in keys for tensor in walk.tensors]
     facts = _facts(walk, lazy)
     chosen = [i for i, (_, primary) in enumerate(facts) if primary == i]
-    # Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early.
-    chosen.sort(key=lambda index: (facts[index][0], walk.tensors[index].nbytes))
+    # Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early. Frozen tensors
+    # last: whole blocks of the file are theirs alone, and a level stores those once.
+    chosen.sort(key=lambda index: (frozen[index], facts[index][0], walk.tensors[index].nbytes))
     logical: dict[str, dict[str, Any]] = {}
     specs = []
     for index in chosen:
@@ -323,12 +338,14 @@ def make_plan(
             logical[name] = {"dtype": kept}
         if (dims := order_of(walk.tensors[index].shape, walk.tensors[index].stride())) is not None:
             logical.setdefault(name, {})["order"] = list(dims)
+        if frozen[index]:
+            logical.setdefault(name, {})["frozen"] = True
         specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
     aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
     aliases.update({name: aliases.get(primary, primary) for name, primary in (tied or {}).items()})
     layout = Layout.plan(specs, aliases)
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
-    records = [_record(walk, facts, index, place) for index in range(len(facts))]
+    records = [_record(walk, facts, index, place, is_frozen=frozen[index]) for index in range(len(facts))]
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
     plan = CapturePlan(
         walk.names,
@@ -360,6 +377,8 @@ def _record(
     facts: Sequence[tuple[bool, int]],
     index: int,
     place: Mapping[str, tuple[int, int]],
+    *,
+    is_frozen: bool,
 ) -> TensorRecord:
     tensor, (is_lazy, primary) = walk.tensors[index], facts[index]
     stored = stored_form(tensor)
@@ -377,4 +396,5 @@ def _record(
         stored_shape=tuple(stored.shape),
         stored_dtype=stored.dtype,
         is_dense=stored.is_contiguous() and not stored.is_conj() and not stored.is_neg(),
+        is_frozen=is_frozen,
     )

@@ -36,7 +36,7 @@ FORMAT_VERSION = 1
 """The version that is written, and the only one that is read."""
 _OPTIONAL = ("parameters", "replicas")
 """Keys that are absent if there is nothing to say."""
-_FACTS = ("dtype", "order", "scope", "global_shape", "offsets", "shared_rows", "nodes")
+_FACTS = ("dtype", "order", "scope", "global_shape", "offsets", "shared_rows", "nodes", "frozen")
 """The keys of a tensor's entry."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
 _MIDDLE = b'","manifest":'

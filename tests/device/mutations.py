@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 AT_ONCE = 2
 SUITES = {
     "gpu": "tests/gpu/test_device_capture.py",
+    "frozen": "tests/gpu/test_frozen_tensors.py",
     "software": "tests/device/suite_on_software.py",
     "ring": "tests/device/suite_without_page_locking.py",
     "copy": "tests/capture/test_copy.py",
@@ -51,7 +52,8 @@ WHOLE, SCHEDULES, CHANGED = (
 )
 HUNG, SHORT, THREADS = "gpu:test_a_device_that_does", "software:test_a_device_without_memory", "software:test_threads"
 DEVICE, COPIER, CAPTURE = "capture/device.py", "capture/copier.py", "capture/capture.py"
-CAPTURES, READER = "capture/captures.py", "capture/reader.py"
+CAPTURES, READER, FROZEN = "capture/captures.py", "capture/reader.py", "capture/frozen.py"
+NO_TRACE = "frozen:test_a_change_without_a_trace"
 MUTANTS = [
     # What orders the work of a device.
     Mutant(DEVICE, "self._side.wait_event(compute.record_event())", WHOLE),
@@ -66,6 +68,18 @@ MUTANTS = [
     # What may change at any time is read on the compute stream.
     Mutant(DEVICE, "if capture.plan.records[index].lazy is lazy]", "gpu:test_buffers_that_change", "if lazy]"),
     Mutant(DEVICE, "self._send(capture, eager)", "gpu:test_a_large", "with self._side: self._send(capture, eager)"),
+    # Frozen tensors that the slot has already.
+    Mutant(
+        DEVICE,
+        "unchanged = self._frozen.unchanged(capture)",
+        "frozen:test_what_changes_behind",
+        "with self._side: unchanged = self._frozen.unchanged(capture)",
+    ),
+    Mutant(DEVICE, "self._frozen.check(capture, unchanged)", NO_TRACE),
+    Mutant(FROZEN, " or before.sequence != capture.previous_sequence", "frozen:test_a_capture_that_was_dropped", ""),
+    Mutant(FROZEN, "mark == mark_before and ", "frozen:test_a_change_that_leaves", ""),
+    Mutant(FROZEN, "landed.synchronize()", "frozen:test_the_result_of_the_comparison"),
+    Mutant(FROZEN, "self._changing.update(changed)", NO_TRACE),
     # What the copy thread waits for.
     Mutant(DEVICE, "(start, landed.synchronize)", SCHEDULES, "(start, lambda: None)"),
     Mutant(COPIER, "behind.synchronize()\n            capture.copy_s", SCHEDULES, "capture.copy_s"),

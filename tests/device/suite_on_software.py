@@ -32,8 +32,10 @@ def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench, m
     it, failed = bench(), 0
     turned = torch.nn.Parameter(torch.randn(600, 300, device=DEVICE).t())
     held = {"turned": turned.detach(), "averages": [torch.randn(200, 200 + i, device=DEVICE).t() for i in range(2)]}
-    it.source = ObjectState({**it.source.named(), "sgd": torch.optim.SGD([turned]), "held": held})
+    frozen = torch.nn.Linear(256, 256, device=DEVICE).requires_grad_(False)
+    it.source = ObjectState({**it.source.named(), "sgd": torch.optim.SGD([turned]), "held": held, "frozen": frozen})
     for number in range(1, 50):
+        it.plan = None  # the buffers are made anew each time
         job = it.prepared(number)
         accelerator.SOFTWARE.configure(seed=number, failing_allocation=number)
         try:

@@ -11,7 +11,7 @@ from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.capture import device
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.captures import Captures
-from lazysnap.capture.plan import make_plan
+from lazysnap.capture.plan import make_plan, optimizer_signature
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.state.objects import ObjectState
@@ -85,11 +85,14 @@ class Bench:
             {"model": self.parts[0], "optimizer": self.parts[1], "extra": extra or {}, **dict(others)}
         )
         self.captures = Captures()
+        self.plan = None
         self.slot = None
 
     def prepared(self, step=1):
         walked = walk(self.source.collect())
-        plan = make_plan(walked, self.source)
+        if self.plan is None or self.plan.mismatch(walked, optimizer_signature(self.source)):
+            self.plan = make_plan(walked, self.source)
+        plan = self.plan
         if self.slot is None:
             self.slot = trainer_slot(1 << 16, plan.layout.size_bytes, ReadSlot)
             self.slot.populate()
