@@ -35,14 +35,31 @@ def manifest_of(path: Path) -> dict:
 
 def shards_of(path: Path, manifest: dict) -> list[tuple[dict, dict[str, np.ndarray]]]:
     """Facts and tensors of the shards in one file, each block compared with its checksum."""
-    facts, data = manifest["file"], (path.parent / manifest["file"]["name"]).read_bytes()
+    facts = manifest["file"]
     size = facts["checksum"]["block_bytes"]
+    data = whole_file(path.parent / facts["name"], facts.get("base", []), size)
     blocks = [xxhash.xxh3_128_hexdigest(data[at : at + size]) for at in range(0, len(data), size)]
     assert len(data) == facts["size_bytes"], f"{path}: another size"
     assert blocks == facts["checksum"]["blocks"], f"{path}: another block"
     places = [shard["place"] for shard in manifest["shards"]]
     parts = [data[place["offset"] : place["offset"] + place["size_bytes"]] for place in places]
     return [(shard, tensors_of(shard, part)) for shard, part in zip(manifest["shards"], parts, strict=True)]
+
+
+def whole_file(path: Path, base: list[list[int]], size: int) -> bytes:
+    """The bytes of a file; of the blocks in ``base`` those of the object beside it."""
+    rest = path.read_bytes()
+    if not base:
+        return rest
+    shared = path.with_suffix(".base").read_bytes()
+    data = b""
+    for first, behind_last in base:
+        count = first * size - len(data)
+        data, rest = data + rest[:count], rest[count:]
+        count = (behind_last - first) * size
+        data, shared = data + shared[:count], shared[count:]
+    assert not shared, f"{path}: a base of another size"
+    return data + rest
 
 
 def tensors_of(shard: dict, data: bytes) -> dict[str, np.ndarray]:

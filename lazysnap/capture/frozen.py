@@ -127,7 +127,11 @@ class FrozenTensors:
         self._differences = None
 
     def _compare(
-        self, capture: Capture, unchanged: list[int], differences: tuple[torch.Tensor, torch.Tensor], landed: torch.Event
+        self,
+        capture: Capture,
+        unchanged: list[int],
+        differences: tuple[torch.Tensor, torch.Tensor],
+        landed: torch.Event,
     ) -> None:
         """Drop the capture if a tensor changed. Blocks: until the device added it up. On the copy thread."""
         landed.synchronize()

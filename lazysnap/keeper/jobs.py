@@ -122,16 +122,16 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
         faults.point("keeper.persist.copy")
         manifest = _copy(job, files, files.faster[job.source], store, control)
     seconds = time.monotonic() - began
-    size_bytes = manifest.size_bytes
+    size_bytes = manifest.written_bytes
     logger.info("step %d committed to %s: %d bytes in %.2f s", job.key.step, files.url, size_bytes, seconds)
     faults.point("keeper.persist.committed")
-    read_back_s = _read_back(job, files, store)
+    read_back_s = _read_back(job, files, store, manifest)
     faults.point("keeper.persist.verified")
     files.end_write(job.key)
     return Stored(job.level, job.job, size_bytes, seconds, manifest.checksums.seconds, read_back_s)
 
 
-def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore) -> float:
+def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:
     """Read the file back, if the level does that (``verify``). Return the seconds that it took.
 
     Raises: FormatError, and it is no snapshot any more; LevelError.
@@ -142,7 +142,7 @@ def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore) -> floa
     if not is_wanted:
         return 0.0
     began = time.monotonic()
-    files.read_back(store, job.key)
+    files.read_back(store, job.key, is_base_new=manifest.written_bytes == manifest.size_bytes)
     return time.monotonic() - began
 
 
@@ -262,7 +262,8 @@ def _write_blocks(store: SnapshotStore, files: LevelFiles, blocks: FileBlocks, c
     source = VerifiedSource(blocks)
     is_cut = files.is_shared and any(has_shared_rows(shard.meta) for shard in manifest.shards)
     if not is_cut:
-        return store.write_file(manifest.name, manifest.shards, source, _ByteCounter(control).add)
+        progress = _ByteCounter(control).add
+        return store.write_file(manifest.name, manifest.shards, source, progress, former=files.newest_directory)
     parts: list[tuple[CaptureMeta, BlockSource]] = []
     for shard in manifest.shards:
         part = SharedPart(shard.meta, source, shard.offset, shard.size_bytes)
@@ -284,6 +285,6 @@ def _write_shards(
     progress = _ByteCounter(control).add
     if len(shards) == 1:
         meta, source = shards[0]
-        return store.write_file(files.name, [shard_of(meta, source)], source, progress)
+        return store.write_file(files.name, [shard_of(meta, source)], source, progress, former=files.newest_directory)
     together = NodeSource(shards)
-    return store.write_file(files.name, together.shards, together, progress)
+    return store.write_file(files.name, together.shards, together, progress, former=files.newest_directory)

@@ -78,6 +78,10 @@ class LevelFiles:
         self._is_swept = False
         self._uncommitted: set[StepKey] = set()
         """Steps that this keeper began to write, and that were not read back since."""
+        self.newest_directory: str | None = None
+        """The directory of the newest snapshot that this node stored here: the next one may share its base."""
+        self._has_read_base = False
+        """True once this keeper read the base of that snapshot, and found it whole."""
         self._other_runs: dict[StepKey, str] = {}
         """The run of captures that were made before this job, in another run, and are stored all the same."""
 
@@ -172,18 +176,25 @@ class LevelFiles:
             file_names = store.storage.list(directory)
             if self._is_stored(store, directory, file_names):
                 stored.append(key)
-            elif self.name.file in file_names and self.name.manifest not in file_names:
+            elif self._is_uncommitted(file_names):
                 leftovers.append(key)
             elif self._manifests_to_delete(file_names):
                 unusable.append(key)
             if self.settings.node == 0:
                 names += self._names_given(store.storage, directory, key, file_names)
+        if stored and self.newest_directory is None:
+            self.newest_directory = self.directory(max(stored))
         return LevelContents(
             stored=tuple(sorted(stored)),
             leftovers=tuple(sorted(leftovers)),
             unusable=tuple(sorted(unusable)),
             names=tuple(sorted(names)),
         )
+
+    def _is_uncommitted(self, file_names: Sequence[str]) -> bool:
+        """True if a directory has bytes of this node, and no manifest of it."""
+        has_bytes = self.name.file in file_names or self.name.base in file_names
+        return has_bytes and self.name.manifest not in file_names
 
     def _parse_directory_name(self, directory: str) -> StepKey | None:
         """Return the snapshot of this run in a directory; None for any other directory."""
@@ -255,15 +266,20 @@ class LevelFiles:
             raise FileNotFoundError(f"{place.where}: nothing of rank {min(missing)}")
         return manifest
 
-    def read_back(self, store: SnapshotStore, key: StepKey) -> None:
+    def read_back(self, store: SnapshotStore, key: StepKey, *, is_base_new: bool) -> None:
         """Compare every byte of the file of this node with its checksums.
+
+        A base that was there before is read once by each keeper, and written anew if it is damaged.
 
         Raises: FormatError, and it is no snapshot any more; LevelError.
         """
         place = self.place(store.storage, key)
         try:
-            store.verify(place)
+            store.verify(place, skips_base=self._has_read_base and not is_base_new)
+            self._has_read_base = True
         except (FormatError, FileNotFoundError) as error:
+            self.newest_directory = None
+            self._has_read_base = False
             with contextlib.suppress(FileNotFoundError):
                 place.withdraw()
             if not place.is_link():
@@ -273,6 +289,7 @@ class LevelFiles:
     def end_write(self, key: StepKey) -> None:
         """The file of this step counts from now on."""
         self._uncommitted.discard(key)
+        self.newest_directory = self.directory(key)
 
     # Deleting
 
@@ -294,7 +311,7 @@ class LevelFiles:
         file_names = storage.list(directory)
         if any(parse_keep_file_name(file_name) is not None for file_name in file_names):
             return
-        if self.name.file in file_names and self.name.manifest not in file_names:
+        if self._is_uncommitted(file_names):
             self._delete_uncommitted(storage, key)
         places = [FilePlace(storage, directory, name) for name in self._manifests_to_delete(file_names)]
         if delete_files(places):
@@ -308,8 +325,12 @@ class LevelFiles:
         place = self.place(storage, key)
         if place.is_link():
             return
-        if key in self._uncommitted or is_settled(storage, place.file_path):
-            storage.delete(place.file_path)
+        if key in self._uncommitted:
+            place.delete_bytes()
+            return
+        for path in (place.file_path, place.base_path):
+            if is_settled(storage, path):
+                storage.delete(path)
 
     # Names that users give
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from lazysnap.levels.base import places_of
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import Progress, map_anonymous, no_progress
 from lazysnap.levels.storage import Reader
@@ -85,7 +86,9 @@ class FileBlocks(Blocks):
         self.block_bytes = manifest.checksums.block_bytes
         self.manifest = manifest
         self._place = place
-        self._reader: Reader | None = None
+        self._places = places_of(manifest)
+        self._readers: tuple[Reader, ...] = ()
+        """Of the file, and of its base if it has one."""
         self._opening = threading.Lock()
         self._kept: dict[int, memoryview] = {}
 
@@ -98,7 +101,7 @@ class FileBlocks(Blocks):
             return
         start = index * self.block_bytes
         with buffers.buffer(min(self.block_bytes, self.size_bytes - start)) as data:
-            self._opened().read_into(start, data)
+            self._read_into(start, data)
             self.manifest.checksums.verify_block(index, data, self.where)
             yield data
 
@@ -117,14 +120,29 @@ class FileBlocks(Blocks):
     def unverified(self, shard: Shard) -> memoryview:
         """Return the header of a shard without comparing it with its checksum. Raises: as ``block``."""
         header = map_anonymous(shard.header_bytes)
-        self._opened().read_into(shard.offset, header)
+        self._read_into(shard.offset, header)
         return header
 
-    def _opened(self) -> Reader:
+    def _read_into(self, start: int, out: memoryview) -> None:
+        """Fill ``out`` with bytes of the file from ``start``, out of the objects in which their blocks stand."""
+        readers = self._opened()
+        while len(out):
+            index, offset_in_block = divmod(start, self.block_bytes)
+            is_in_base, offset = self._places.find(index)
+            length = min(len(out), self.block_bytes - offset_in_block)
+            readers[is_in_base].read_into(offset + offset_in_block, out[:length])
+            out = out[length:]
+            start += length
+
+    def _opened(self) -> tuple[Reader, ...]:
         with self._opening:
-            if self._reader is None:
-                self._reader = self._place.storage.reader(self._place.file_path)
-            return self._reader
+            if not self._readers:
+                storage = self._place.storage
+                reader = storage.reader(self._place.file_path)
+                self._readers = (reader,)
+                if self.manifest.base:
+                    self._readers = (reader, storage.reader(self._place.base_path))
+            return self._readers
 
     def rest(self) -> None:
         """See ``Blocks``."""
@@ -135,8 +153,9 @@ class FileBlocks(Blocks):
         """See ``Blocks``."""
         self._kept.clear()
         with self._opening:
-            reader, self._reader = self._reader, None
-        if reader is not None:
+            readers = self._readers
+            self._readers = ()
+        for reader in readers:
             reader.close()
 
 
@@ -202,17 +221,30 @@ class VerifiedSource:
         """Nothing to do: every block was compared when it was read."""
 
 
-def read_node_file(place: FilePlace, manifest: Manifest, *, progress: Progress = no_progress) -> None:
-    """Read a whole committed file, and compare every block with its checksum.
+def read_node_file(
+    place: FilePlace, manifest: Manifest, *, skips_base: bool = False, progress: Progress = no_progress
+) -> None:
+    """Read a whole committed file, and compare every block with its checksum; with ``skips_base`` not its base.
 
     Blocks. Raises: FormatError, naming file and block; FileNotFoundError; LevelError; what ``progress`` raises.
     """
-    place.check_size(manifest.size_bytes)
+    place.check_sizes(manifest)
     blocks = FileBlocks(place, manifest)
     with contextlib.closing(blocks):
         for shard in manifest.shards:
             shard.layout(blocks.header(shard), place.where)
-        fill({blocks: [Wanted(0, manifest.size_bytes, lambda at, data: None)]}, progress=progress)
+        fill({blocks: _all_bytes(manifest, skips_base=skips_base)}, progress=progress)
+
+
+def _all_bytes(manifest: Manifest, *, skips_base: bool) -> list[Wanted]:
+    """Want every byte of a file, and nothing with it."""
+    wanted = []
+    start = 0
+    if skips_base:
+        for first, behind_last in manifest.base:
+            wanted.append(Wanted(start, first * manifest.checksums.block_bytes, lambda at, data: None))
+            start = behind_last * manifest.checksums.block_bytes
+    return [*wanted, Wanted(start, manifest.size_bytes, lambda at, data: None)]
 
 
 def fill(jobs: Mapping[Blocks, Sequence[Wanted]], *, progress: Progress = no_progress) -> None:

@@ -43,10 +43,10 @@ class Leftover:
 
 
 def is_node_file_path(path: str) -> bool:
-    """True if the path is one of a node's file."""
+    """True if the path is one of a node's file, or of its base."""
     directory, _, name = path.rpartition("/")
     parsed = parse_file_name(name)
-    return is_directory_of_ours(directory) and parsed is not None and parsed[1] == "safetensors"
+    return is_directory_of_ours(directory) and parsed is not None and parsed[1] != "json"
 
 
 def _owner_of(name: str) -> NodeName | None:
@@ -85,7 +85,7 @@ def _in_directory(storage: Storage, directory: str, is_ours: IsOurs | None) -> I
         parsed, owner, path = parse_file_name(name), _owner_of(name), f"{directory}/{name}"
         if owner is not None and is_wanted(owner):
             yield Leftover(path)
-        if parsed is None or parsed[1] != "safetensors" or parsed[0].manifest in names:
+        if parsed is None or parsed[1] == "json" or parsed[0].manifest in names:
             continue
         if is_wanted(parsed[0]) and is_settled(storage, path):
             yield Leftover(path, f"{directory}/{parsed[0].manifest}")

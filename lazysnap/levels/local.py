@@ -23,6 +23,7 @@ fsync would succeed. No descriptor outlives one file, so the next snapshot sees 
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import tempfile
@@ -47,6 +48,8 @@ from lazysnap.levels.files import (
 )
 from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage
 from lazysnap.shard.layout import PAGE
+
+logger = logging.getLogger(__name__)
 
 _CREATE_ATTEMPTS = 5
 _NOT_OURS = (
@@ -282,6 +285,27 @@ class LocalStorage(Storage):
             writer.publish()
         finally:
             writer.close()
+
+    def link(self, path: str, target: str) -> bool:
+        """Make a hard link: first under a temporary name, for the target may exist. Durable on return."""
+        if not self.exists(path) or self.is_link(path) or self.is_link(target):
+            return False
+        directory = os.path.dirname(self._path(target))
+        temp = os.path.join(directory, temp_name(os.path.basename(target)))
+        try:
+            make_directories(directory)
+            faults.point("level.local.link")
+            os.link(self._path(path), temp)
+            try:
+                os.rename(temp, self._path(target))
+                sync_directory(directory)
+            finally:
+                with contextlib.suppress(FileNotFoundError):  # rename leaves it if both are one file already
+                    os.unlink(temp)
+        except OSError as error:
+            logger.info("%s: %s is written once more: %s", self.url, target, error)
+            return False
+        return True
 
     def get(self, path: str) -> bytes:
         """Read a small file whole."""

@@ -4,23 +4,27 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelError
+from lazysnap.levels.base import BlockPlaces, Ranges, base_of, places_of
 from lazysnap.levels.leftovers import is_settled
 from lazysnap.levels.source import BlockSource, Progress, no_progress
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads
 from lazysnap.memory.failures import CaptureAborted
 from lazysnap.resolver import Entry
-from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
+from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, digest
 from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import Manifest, Shard
 from lazysnap.shard.names import NodeName, SnapshotName, parse_keep_file_name
 
 logger = logging.getLogger(__name__)
+
+_DIGEST_THREADS = 2
+"""Threads that compare a base with that of the snapshot before: training goes on beside them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,11 @@ class FilePlace:
     def file_path(self) -> str:
         """The file's path in the storage."""
         return f"{self.directory}/{self.name.file}"
+
+    @property
+    def base_path(self) -> str:
+        """The path of the file's base in the storage; many files have none."""
+        return f"{self.directory}/{self.name.base}"
 
     @property
     def manifest_path(self) -> str:
@@ -55,27 +64,38 @@ class FilePlace:
             raise FormatError(f"{where}: holds {name.directory} in {manifest.name.file}, its name says otherwise")
         return manifest
 
-    def check_size(self, size_bytes: int) -> None:
-        """Raises: FormatError, if the file has another size; FileNotFoundError; LevelError."""
-        size = self.storage.size(self.file_path)
+    def check_sizes(self, manifest: Manifest) -> None:
+        """Raises: FormatError, if the file or its base has another size; FileNotFoundError; LevelError."""
+        blocks = places_of(manifest)
+        self._check_size(self.file_path, blocks.file_bytes)
+        if manifest.base:
+            self._check_size(self.base_path, blocks.base_bytes)
+
+    def _check_size(self, path: str, size_bytes: int) -> None:
+        size = self.storage.size(path)
         if size != size_bytes:
-            raise FormatError(f"{self.where}: {size} bytes, the manifest says {size_bytes}")
+            raise FormatError(f"{self.storage.url}/{path}: {size} bytes, the manifest says {size_bytes}")
 
     def is_link(self) -> bool:
         """True if a file is a symbolic link, or is behind one: then it is not deleted."""
-        return self.storage.is_link(self.file_path) or self.storage.is_link(self.manifest_path)
+        return any(map(self.storage.is_link, (self.file_path, self.base_path, self.manifest_path)))
 
     def is_settled(self) -> bool:
         """True if neither manifest nor file changed for a day."""
         return is_settled(self.storage, self.manifest_path) and is_settled(self.storage, self.file_path)
 
     def delete(self) -> None:
-        """Delete the manifest, then the file: a crash leaves garbage, not a snapshot."""
+        """Delete the manifest, then the file and its base: a crash leaves garbage, not a snapshot."""
         self.storage.delete(self.manifest_path)
         faults.point("level.store.uncommitted")
-        self.storage.delete(self.file_path)
+        self.delete_bytes()
         faults.point("level.store.deleted")
         self.storage.delete_directory(self.directory)
+
+    def delete_bytes(self) -> None:
+        """Delete the file and its base, which have no manifest."""
+        self.storage.delete(self.file_path)
+        self.storage.delete(self.base_path)
 
     def withdraw(self) -> None:
         """Delete the manifest of a damaged file."""
@@ -125,7 +145,7 @@ def read_committed(place: FilePlace) -> Manifest:
     """
     manifest = place.read_manifest()
     try:
-        place.check_size(manifest.size_bytes)
+        place.check_sizes(manifest)
     except FileNotFoundError as error:
         # The manifest is deleted first: only one that is still there says that something is lost.
         place.storage.size(place.manifest_path)
@@ -141,60 +161,141 @@ def _loss(manifest: Manifest) -> str:
 
 
 def write_node_file(
-    place: FilePlace, shards: Sequence[Shard], source: BlockSource, *, progress: Progress = no_progress
+    place: FilePlace,
+    shards: Sequence[Shard],
+    source: BlockSource,
+    *,
+    former: str | None = None,
+    progress: Progress = no_progress,
 ) -> Manifest:
     """Write and commit a node's file. On return file and manifest are durable.
 
     Existing files of these names are replaced: they hold the same bytes, or were not committed.
+
+    Args:
+        place: where.
+        shards: those in the file, in order.
+        source: the bytes of the file.
+        former: directory of a snapshot of this node; its base is taken over if it has the same bytes.
+        progress: called with the number of bytes after each block.
+
     Raises: LevelError; CaptureAborted; OSError. On an error nothing of the file stays, unless the caller of the job
-    gave up: a watched storage refuses to delete then, because another writer may have written the file by now. A
-    cancelled write deletes it: its caller waits, so there is no other writer.
+        gave up: a watched storage refuses to delete then, because another writer may have written the file by now. A
+        cancelled write deletes it: its caller waits, so there is no other writer.
     """
     faults.point("level.store.begin")
-    try:
-        writer = place.storage.create(place.file_path, source.size_bytes)
-    except BaseException:
-        place.remove_if_empty()
-        raise
-    is_published = False
-    # Until it is closed, no sweep of another process takes the file for garbage.
-    with contextlib.closing(writer):
+    return _FileWriter(place, source, progress).write(shards, former)
+
+
+class _FileWriter:
+    """Writes one file of a node: its base, the file itself, the manifest."""
+
+    def __init__(self, place: FilePlace, source: BlockSource, progress: Progress) -> None:
+        self._place = place
+        self._source = source
+        self._progress = progress
+        self._digests: dict[int, str] = {}
+        """By block."""
+        self._checksum_s: list[float] = []
+        self._written_bytes = 0
+        self._is_published = False
+        """True once an object has its name."""
+
+    def write(self, shards: Sequence[Shard], former: str | None) -> Manifest:
+        """See ``write_node_file``."""
+        size_bytes = self._source.size_bytes
+        # Until they are closed, no sweep of another process takes the objects for garbage.
+        with contextlib.ExitStack() as writers:
+            try:
+                base = base_of(shards, self._source)
+                blocks = BlockPlaces(base, size_bytes, BLOCK_BYTES)
+                if base and not self._take_over(former, base, blocks):
+                    writer = self._open(writers, self._place.base_path, blocks.base_bytes)
+                    self._write_blocks(writer, blocks.in_base)
+                    self._publish(writer, blocks.base_bytes)
+                writer = self._open(writers, self._place.file_path, blocks.file_bytes)
+                self._write_blocks(writer, blocks.in_file)
+                self._source.finish()
+                faults.point("level.store.publish_shard")
+                self._publish(writer, blocks.file_bytes)
+                manifest = self._manifest(shards, base)
+                faults.point("level.store.commit")
+                # A watched storage raises, if the caller gave up while the write hung: then nothing is committed.
+                self._place.storage.put(self._place.manifest_path, manifest.encode())
+            except BaseException:
+                writers.close()
+                if self._is_published:
+                    self._place.delete_or_leave()
+                else:
+                    self._place.remove_if_empty()
+                raise
+        return manifest
+
+    def _manifest(self, shards: Sequence[Shard], base: Ranges) -> Manifest:
+        digests = tuple(self._digests[index] for index in sorted(self._digests))
+        checksums = Checksums(self._source.size_bytes, BLOCK_BYTES, digests, sum(self._checksum_s))
+        return Manifest(self._place.name, tuple(shards), checksums, time.time_ns(), base, self._written_bytes)
+
+    # The base
+
+    def _take_over(self, former: str | None, base: Ranges, blocks: BlockPlaces) -> bool:
+        """Give the base of another snapshot a name here; ``False`` if there is none with the same bytes."""
+        if former is None or former == self._place.directory:
+            return False
+        other = replace(self._place, directory=former)
         try:
-            checksums = _write_blocks(place, writer, source, progress)
-            source.finish()
-            faults.point("level.store.publish_shard")
-            writer.publish()
-            is_published = True
-            manifest = Manifest(place.name, tuple(shards), checksums, time.time_ns())
-            faults.point("level.store.commit")
-            # A watched storage raises, if the caller gave up while the write hung: then nothing is committed.
-            place.storage.put(place.manifest_path, manifest.encode())
-        except BaseException:
-            writer.close()
-            if not is_published:
-                place.remove_if_empty()
-            else:
-                place.delete_or_leave()
-            raise
-    return manifest
+            manifest = other.read_manifest()
+            if manifest.base != base or manifest.checksums.block_bytes != BLOCK_BYTES:
+                return False
+            digests = in_threads(
+                (partial(self._digest, index) for index in blocks.in_base), _DIGEST_THREADS, "lazysnap-base"
+            )
+            if digests != [manifest.checksums.blocks[index] for index in blocks.in_base]:
+                return False
+            faults.point("level.store.take_over")
+            is_taken = other.storage.link(other.base_path, self._place.base_path)
+        except (FileNotFoundError, FormatError):
+            return False  # it is being deleted, or damaged
+        self._is_published = self._is_published or is_taken
+        if is_taken:
+            self._digests.update(zip(blocks.in_base, digests, strict=True))
+        return is_taken
 
+    def _digest(self, index: int) -> str:
+        checksum, _ = self._read(index)
+        return checksum
 
-def _write_blocks(place: FilePlace, writer: Writer, source: BlockSource, progress: Progress) -> Checksums:
-    """Write from ``parallel_writes`` threads; each block's checksum is computed by the thread that writes it."""
-    size = source.size_bytes
+    # Objects
 
-    def one(offset: int, length: int) -> tuple[str, float]:
-        block = source.view(offset, -(-length // PAGE) * PAGE)
+    def _open(self, writers: contextlib.ExitStack, path: str, size_bytes: int) -> Writer:
+        return writers.enter_context(contextlib.closing(self._place.storage.create(path, size_bytes)))
+
+    def _publish(self, writer: Writer, size_bytes: int) -> None:
+        writer.publish()
+        self._is_published = True
+        self._written_bytes += size_bytes
+
+    def _write_blocks(self, writer: Writer, blocks: Sequence[int]) -> None:
+        """Write blocks one behind the other, from ``parallel_writes`` threads."""
+        tasks = (partial(self._write_block, writer, position, index) for position, index in enumerate(blocks))
+        in_threads(tasks, self._place.storage.parallel_writes, "lazysnap-write")
+
+    def _write_block(self, writer: Writer, position: int, index: int) -> None:
+        """Write a block. Its checksum is computed by the thread that writes it."""
+        checksum, block = self._read(index)
+        self._digests[index] = checksum
+        # The padding of the last page is cut off again when the object is published.
+        writer.write(position * BLOCK_BYTES, block)
+        self._progress(min(BLOCK_BYTES, self._source.size_bytes - index * BLOCK_BYTES))
+
+    def _read(self, index: int) -> tuple[str, memoryview]:
+        """Return a block and its checksum. Blocks: until it was captured. Raises: CaptureAborted; FormatError."""
+        offset = index * BLOCK_BYTES
+        length = min(BLOCK_BYTES, self._source.size_bytes - offset)
+        block = self._source.view(offset, -(-length // PAGE) * PAGE)
         if len(block) < length:
-            raise FormatError(f"{place.where}: {len(block)} bytes at {offset}, expected {length}")
+            raise FormatError(f"{self._place.where}: {len(block)} bytes at {offset}, expected {length}")
         began = time.perf_counter()
         checksum = digest(block[:length])
-        took_s = time.perf_counter() - began
-        # The padding of the last page is cut off again when the file is published.
-        writer.write(offset, block)
-        progress(length)
-        return checksum, took_s
-
-    tasks = (partial(one, *block) for block in block_ranges(size))
-    blocks = in_threads(tasks, place.storage.parallel_writes, "lazysnap-write")
-    return Checksums(size, BLOCK_BYTES, tuple(text for text, _ in blocks), sum(took_s for _, took_s in blocks))
+        self._checksum_s.append(time.perf_counter() - began)
+        return checksum, block

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,10 +25,13 @@ from lazysnap.errors import LevelError
 from lazysnap.levels.fsspec_storage import Abilities, FsspecStorage
 from lazysnap.levels.leftovers import is_node_file_path
 from lazysnap.levels.storage import SETTLED, is_probe, probe_name
+from lazysnap.levels.threads import in_threads
 
 logger = logging.getLogger(__name__)
 
 PARTS_AT_A_TIME = 4
+COPIED_PART_BYTES = 256 << 20
+"""Bytes that the server is asked to copy with one request."""
 LIMITS_S = {"connect_timeout": 10.0, "read_timeout": 60.0}
 """Deadlines of a connection and of a request, unless ``config_kwargs`` gives others."""
 PATIENCE_S = 45.0
@@ -136,6 +140,8 @@ class S3Driver(FsspecStore):
             arguments["credential_provider"] = self._credentials
         super().__init__("s3", **arguments)
         self._storage_class = extra.get("StorageClass")
+        self._attributes = extra
+        """What each new object gets."""
         self._store = self._construct_store(bucket)
 
     def _credentials(self) -> dict[str, Any]:
@@ -164,6 +170,27 @@ class S3Driver(FsspecStore):
         return Upload(
             obstore.open_writer(self._store, key, attributes=attributes, **size), lambda: self.abort_uploads(key)
         )
+
+    def copy_object(self, path: str, target: str) -> None:
+        """Have the server copy an object. Blocks. Raises: what botocore raises; then nothing is there."""
+        size_bytes = self._client.head_object(Bucket=self._bucket, Key=self._split_path(path)[1])["ContentLength"]
+        source = {"Bucket": self._bucket, "Key": self._split_path(path)[1]}
+        place = {"Bucket": self._bucket, "Key": self._split_path(target)[1]}
+        upload = {**place, "UploadId": self._client.create_multipart_upload(**place, **self._attributes)["UploadId"]}
+
+        def copy_part(start: int) -> dict[str, Any]:
+            number = start // COPIED_PART_BYTES + 1
+            part = f"bytes={start}-{min(start + COPIED_PART_BYTES, size_bytes) - 1}"
+            done = self._client.upload_part_copy(**upload, PartNumber=number, CopySource=source, CopySourceRange=part)
+            return {"PartNumber": number, "ETag": done["CopyPartResult"]["ETag"]}
+
+        try:
+            tasks = (partial(copy_part, start) for start in range(0, size_bytes, COPIED_PART_BYTES))
+            parts = in_threads(tasks, PARTS_AT_A_TIME, "lazysnap-copy")
+            self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+        except BaseException:
+            self._client.abort_multipart_upload(**upload)
+            raise
 
     def rmdir(self, path: str) -> None:
         """Delete the empty object that some servers keep with the name of an empty directory."""
@@ -267,6 +294,15 @@ class S3Storage(FsspecStorage):
             return _compares[driver.place]
         except (LevelError, FileNotFoundError):
             return False
+
+    def link(self, path: str, target: str) -> bool:
+        """See ``Storage.link``: the server copies the object."""
+        try:
+            self._call(f"copying {path} to {target}", "copy_object", self._path(path), self._path(target))
+        except (LevelError, FileNotFoundError) as error:
+            logger.info("%s is sent once more: %s", target, error)
+            return False
+        return True
 
     def _make_directory(self, path: str, *, is_missing: bool = False) -> None:
         """Do nothing: S3 has no directories."""

@@ -66,7 +66,8 @@ class Storage(ABC):
 
     * Store a step: ``get`` of the manifest, which may exist already; ``create``; ``Writer.write`` for each block, from
       ``parallel_writes`` threads; ``Writer.publish``; ``put`` of the manifest, which commits; ``Writer.close``. On an
-      error: ``Writer.close``; ``delete`` of a published file; ``delete_directory``.
+      error: ``Writer.close``; ``delete`` of a published file; ``delete_directory``. Of a fine-tuning the base comes
+      first: ``get`` of the manifest of another step, and ``link`` of its base; or a new one, ``create`` to ``publish``.
     * Read it back: ``get`` of the manifest; ``size``; ``reader``; ``Reader.read_into`` for each block, from
       ``parallel_reads`` threads; ``Reader.close``. A training skips this if ``checks_writes``. A restart reads the same
       way, after ``list`` of every directory.
@@ -135,6 +136,13 @@ class Storage(ABC):
         except FileNotFoundError:
             return False
         return True
+
+    def link(self, path: str, target: str) -> bool:
+        """Give the bytes of an object another name, without sending them. Both names are objects of their own then.
+
+        Returns: ``False``, if the place cannot do that, now or ever. Then nothing is changed.
+        """
+        return False
 
     def stamp(self, path: str) -> object:
         """Return a value that changes when the object does and is cheap to get; ``None`` if the place has none."""

@@ -3,6 +3,7 @@
 The layout (docs/format.md)::
 
     step-00001000-<run>-<start>/node-00000-of-00001.safetensors     the shards of the ranks of a node
+    step-00001000-<run>-<start>/node-00000-of-00001.base            their frozen tensors (levels.base)
     step-00001000-<run>-<start>/node-00000-of-00001.json
     step-00001000-<run>-<start>/keep-before-anneal
 
@@ -74,9 +75,17 @@ class SnapshotStore:
     # ---------------------------------------------------------------- writing
 
     def write_file(
-        self, name: NodeName, shards: Sequence[Shard], source: BlockSource, progress: Progress = no_progress
+        self,
+        name: NodeName,
+        shards: Sequence[Shard],
+        source: BlockSource,
+        progress: Progress = no_progress,
+        *,
+        former: str | None = None,
     ) -> Manifest:
         """Write and commit a node's file, and return its manifest. The source may still receive later bytes.
+
+        ``former``: directory of a snapshot of this node, whose base may serve this one, too.
 
         On return, file and manifest survive a power cut. A file that is committed already is not written again.
         Raises: LevelError, also if other ranks committed a file of that name, which stays; CaptureAborted; what
@@ -87,7 +96,7 @@ class SnapshotStore:
         with self._naming(f"writing step {meta.step}"):
             manifest = self._committed(place, shards)
             if manifest is None:
-                manifest = write_node_file(place, shards, source, progress=progress)
+                manifest = write_node_file(place, shards, source, former=former, progress=progress)
         # Nothing after the commit may fail the snapshot.
         faults.point("level.store.committed")
         return manifest
@@ -131,13 +140,14 @@ class SnapshotStore:
         """Return the manifest beside the file of an entry. Raises: as ``FilePlace.read_manifest``."""
         return self.place(entry).read_manifest()
 
-    def verify(self, place: FilePlace) -> Manifest:
-        """Read every byte of a node's file, compare it with the checksums, and return its manifest.
+    def verify(self, place: FilePlace, *, skips_base: bool = False) -> Manifest:
+        """Read every byte of a node's file, but with ``skips_base`` those of its base, compare it with the checksums,
+        and return its manifest.
 
         Raises: FormatError, naming file and block; FileNotFoundError; LevelError.
         """
         manifest = place.read_manifest()
-        read_node_file(place, manifest)
+        read_node_file(place, manifest, skips_base=skips_base)
         return manifest
 
     # ---------------------------------------------------------------- keeping and deleting

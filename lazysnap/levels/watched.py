@@ -77,6 +77,11 @@ class WatchedStorage(Storage):
         self._beat()
         self._storage.put(path, data)
 
+    def link(self, path: str, target: str) -> bool:
+        """See ``Storage.link``."""
+        self._beat()
+        return self._storage.link(path, target)
+
     def reader(self, path: str) -> Reader:
         """See ``Storage.reader``."""
         self._beat()

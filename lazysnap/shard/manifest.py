@@ -120,6 +120,7 @@ class _FileFields(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     size_bytes: Count
     checksum: _ChecksumFields
+    base: tuple[tuple[Count, Count], ...] = ()
 
 
 class _PlaceFields(msgspec.Struct, forbid_unknown_fields=True):
@@ -152,10 +153,14 @@ class Manifest:
     """The shards in the order of the file; at least one."""
     checksums: Checksums
     created_ns: int
+    base: tuple[tuple[int, int], ...] = ()
+    """Ranges of blocks, each the first and the one behind the last, that are in the base: see ``levels.base``."""
+    written_bytes: int = field(default=0, compare=False)
+    """Bytes that were written for it just now: the base may have been there. It is not stored."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file."""
+        """Bytes of the file, those of its base included."""
         return self.checksums.size_bytes
 
     @property
@@ -186,6 +191,7 @@ class Manifest:
                         "blocks": list(self.checksums.blocks),
                         "whole": self.checksums.whole,
                     },
+                    **({"base": self.base} if self.base else {}),
                 },
                 "shards": [
                     {
@@ -236,8 +242,10 @@ class Manifest:
         shards = fields.pop("shards", None)
         if fields or not isinstance(shards, list) or not 1 <= len(shards) <= MAX_RANKS:
             raise FormatError(f"{where}: expected a list of shards and no other keys, got {sorted(fields)!s:.500}")
-        manifest = cls(name, tuple(_shard(shard, where) for shard in shards), _checksums(file, where), created_ns)
+        checksums = _checksums(file, where)
+        manifest = cls(name, tuple(_shard(shard, where) for shard in shards), checksums, created_ns, file.base)
         _check_places(manifest, where)
+        _check_base(manifest, where)
         return manifest
 
 
@@ -326,6 +334,15 @@ def _check_places(manifest: Manifest, where: str) -> None:
         raise FormatError(f"{where}: the shards end at byte {end}, the file has {manifest.size_bytes}")
     if len({shard.meta.rank for shard in manifest.shards}) != len(manifest.shards):
         raise FormatError(f"{where}: several shards of one rank")
+
+
+def _check_base(manifest: Manifest, where: str) -> None:
+    """Check that the base is of whole blocks, in order."""
+    end = 0
+    for start, stop in manifest.base:
+        if not end <= start < stop <= manifest.size_bytes // manifest.checksums.block_bytes:
+            raise FormatError(f"{where}: base: blocks {start} to {stop} of {len(manifest.checksums.blocks)}")
+        end = stop
 
 
 def _checksums(file: _FileFields, where: str) -> Checksums:

@@ -16,7 +16,7 @@ _ID = re.compile(r"[0-9a-f]{16}")
 _TIME_DIGITS = 11
 _DIRECTORY = re.compile(r"step-([0-9]{8,19})-([0-9a-f]{16})-([0-9a-f]{16})")
 _FILE = re.compile(r"node-([0-9]{5,7})-of-([0-9]{5,7})")
-_SUFFIXES = ("safetensors", "json")
+_SUFFIXES = ("safetensors", "base", "json")
 _KEEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _EVENTS_FILE = re.compile(r"events-([0-9a-f]{16})-node-([0-9]{5,7})(\.older)?\.jsonl")
 _KEEP_FILE = re.compile(r"keep-([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
@@ -139,13 +139,18 @@ class NodeName:
         return f"{self.text}.safetensors"
 
     @property
+    def base(self) -> str:
+        """``node-00003-of-00008.base``: the part of the file that the snapshots of a run share."""
+        return f"{self.text}.base"
+
+    @property
     def manifest(self) -> str:
         """``node-00003-of-00008.json``."""
         return f"{self.text}.json"
 
 
 def parse_file_name(file: str) -> tuple[NodeName, str] | None:
-    """Return name and suffix (``safetensors`` or ``json``) of a node's file or manifest, ``None`` for other files."""
+    """Return name and suffix (``safetensors``, ``base`` or ``json``) of a file of a node, ``None`` for other files."""
     text, _, suffix = file.rpartition(".")
     name = NodeName.parse(text)
     return (name, suffix) if name is not None and suffix in _SUFFIXES else None

@@ -69,6 +69,33 @@ class ObjectContract(Place):
         assert storage.abort_stale() == []
         assert make_storage().list() == []
 
+    @pytest.mark.parametrize("is_there_before", [False, True])
+    def test_a_linked_object_lives_by_itself(self, make_storage: MakeStorage, is_there_before: bool) -> None:
+        """Where a place can link: in another directory, also over an object, and when the first one is deleted."""
+        storage, data = make_storage(), pattern(300_000)
+        write_object(storage, "step-00000001/object", data)
+        if is_there_before:
+            write_object(storage, "step-00000002/object", b"something else")
+        if not storage.link("step-00000001/object", "step-00000002/object"):
+            assert read_object(storage, "step-00000001/object") == data
+            return
+        assert storage.link("step-00000001/object", "step-00000002/object"), "it is that already"
+
+        write_object(storage, "step-00000001/object", b"another one")
+        storage.delete("step-00000001/object")
+        storage.delete_directory("step-00000001")
+
+        other = make_storage()
+        assert read_object(other, "step-00000002/object") == data
+        assert everything(other) == ["step-00000002/object"]
+
+    def test_nothing_is_linked_from_nowhere(self, storage: Storage) -> None:
+        """Neither is a directory made."""
+        assert not storage.link("step-00000001/object", "step-00000002/object")
+        storage.put("step-00000003/object", b"small")
+        assert not storage.link("step-00000003/other", "step-00000003/target")
+        assert everything(storage) == ["step-00000003/object"]
+
     @pytest.mark.parametrize("size", SIZES)
     def test_a_small_object_is_there_on_return(self, make_storage: MakeStorage, size: int) -> None:
         """With the right bytes, for another client as well, and by every way to read."""

@@ -5,7 +5,7 @@ import errno
 import os
 import pathlib
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from support.damage import flip
@@ -33,10 +33,11 @@ from lazysnap.keeper.jobs import run_level_job
 from lazysnap.keeper.level_files import LevelFiles
 from lazysnap.keeper.worker import JobControl
 from lazysnap.levels import open_store
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.memory.slots import TrainerSlot, make_slot
-from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.shard.names import NodeName, SnapshotName
@@ -871,3 +872,102 @@ def test_metadata_that_is_damaged_in_memory_fails_and_commits_nothing(rig, node,
 
     assert isinstance(ended, Failed)
     assert files_below(level.root) == []
+
+
+# ---------------------------------------------------------------- the base of a fine-tuning
+
+FROZEN_BYTES = 2 * BLOCK_BYTES + 5000
+
+
+def fine_tuned_image(step, version=0):
+    layout = Layout.plan([TensorSpec("x", "U8", (ROWS, 4)), TensorSpec("frozen", "U8", (FROZEN_BYTES,))])
+    return layout.header + pattern(4 * ROWS, step) + pattern(FROZEN_BYTES, version)
+
+
+class FineTuningNode(Node):
+    """A node with one rank, of whose state one tensor is frozen."""
+
+    def capture(self, capture, *, local_rank=0, is_whole=True):
+        image = fine_tuned_image(capture.step)
+        keeper_slot = make_slot(1 << 16, len(image))
+        self.slots = {local_rank: {keeper_slot.slot_id: keeper_slot}}
+        trainer = self._trainers[keeper_slot.slot_id] = TrainerSlot.attach(os.dup(keeper_slot.descriptor))
+        meta = replace(capture.meta, tensors={"frozen": {"frozen": True}})
+        facts = {"sequence": capture.sequence, "image_bytes": len(image), "meta": meta.to_bytes()}
+        trainer.begin(capture.start, capture.step, **facts)
+        self.fill(keeper_slot.slot_id, image)
+        return local_rank, keeper_slot.slot_id
+
+
+@pytest.fixture
+def fine_tuning():
+    with contextlib.closing(FineTuningNode()) as made:
+        yield made
+
+
+def base_at(path):
+    return path / NodeName(0, 1).base
+
+
+def whole_at(path):
+    """The bytes of a committed file with its base."""
+    store = open_store(str(path.parent))
+    place = FilePlace(store.storage, path.name, NodeName(0, 1))
+    manifest = store.verify(place)
+    with contextlib.closing(FileBlocks(place, manifest)) as blocks:
+        return bytes(VerifiedSource(blocks).view(0, manifest.size_bytes))
+
+
+def test_a_base_is_written_once_also_by_a_new_keeper(rig, fine_tuning):
+    levels = rig()
+    first = levels.write(fine_tuning, Capture(1))
+    second = levels.write(fine_tuning, Capture(2))
+    after = rig()  # another keeper
+    after.list()
+    third = after.write(fine_tuning, Capture(3))
+
+    inodes = {base_at(levels.path(step)).stat().st_ino for step in (1, 2, 3)}
+    assert len(inodes) == 1
+    assert second.size_bytes == third.size_bytes == first.size_bytes - BLOCK_BYTES
+    for step in (1, 2, 3):
+        assert whole_at(levels.path(step)) == fine_tuned_image(step)
+
+
+def test_a_new_keeper_reads_the_base_that_it_takes_over_and_replaces_a_damaged_one(rig, fine_tuning):
+    rig().write(fine_tuning, Capture(1))
+    levels = rig()
+    flip(base_at(levels.path(1)))
+    levels.list()
+
+    failed = levels.write(fine_tuning, Capture(2))
+    assert isinstance(failed, Failed)
+    assert "block 1" in failed.text
+    assert not levels.path(2).exists()
+
+    stored = levels.write(fine_tuning, Capture(3))
+    assert isinstance(stored, Stored)
+    assert stored.size_bytes == len(fine_tuned_image(3))
+    assert whole_at(levels.path(3)) == fine_tuned_image(3)
+
+
+def test_a_base_without_a_manifest_is_deleted_by_the_keeper_that_wrote_it(rig, fine_tuning):
+    levels = rig()
+    levels.write(fine_tuning, Capture(1))
+    (levels.path(1) / MANIFEST).unlink()
+    (levels.path(1) / FILE).unlink()
+    levels.files[0].begin_write(key_of(1))
+
+    assert levels.list().leftovers == (key_of(1),)
+    levels.delete(key_of(1))
+    assert not levels.path(1).exists()
+
+
+def test_a_base_without_a_manifest_that_somebody_copies_stays(rig, fine_tuning):
+    levels = rig()
+    levels.write(fine_tuning, Capture(1))
+    (levels.path(1) / MANIFEST).unlink()
+    (levels.path(1) / FILE).unlink()
+
+    after = rig()
+    after.delete(key_of(1))
+    assert base_at(levels.path(1)).exists()

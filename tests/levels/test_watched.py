@@ -28,6 +28,7 @@ OPERATIONS = {
     "write": lambda storage: partial(storage.create(NEW, PAGE).write, 0, BLOCK),
     "publish": lambda storage: storage.create(NEW, PAGE).publish,
     "put": lambda storage: partial(storage.put, NEW, b"small"),
+    "link": lambda storage: partial(storage.link, PATH, NEW),
     "get": lambda storage: partial(storage.get, PATH),
     "reader": lambda storage: partial(storage.reader, PATH),
     "read_into": lambda storage: partial(storage.reader(PATH).read_into, 0, map_anonymous(PAGE)),
@@ -44,7 +45,7 @@ OPERATIONS = {
     "abort_stale": lambda storage: storage.abort_stale,
 }
 """By name a function that prepares an operation, and returns it."""
-END_IF_CANCELLED = {"create", "write", "publish", "put", "reader", "read_into", "list"}
+END_IF_CANCELLED = {"create", "write", "publish", "put", "link", "reader", "read_into", "list"}
 
 
 @pytest.fixture

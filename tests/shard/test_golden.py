@@ -60,7 +60,8 @@ def test_the_manifest_tells_what_a_header_cannot():
     meta = Manifest.decode(golden.MANIFEST_PATH.read_bytes(), "golden").meta
 
     assert meta.tensors == {
-        "model.wide": {"dtype": "complex128"},
+        "model.weight": {"frozen": True},
+        "model.wide": {"dtype": "complex128", "frozen": True},
         "state_dict.double_complex": {"dtype": "complex128"},
         "orders.kernel": {"order": [0, 2, 3, 1]},
         "orders.bases.0": {"order": [1, 0]},

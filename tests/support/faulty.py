@@ -1,8 +1,8 @@
 """A storage that breaks at the n-th operation, in the way that was asked for; over any other storage.
 
-Every call of the protocol is one operation with a name: ``create write publish put get reader read_into size stamp list
-is_link is_settled delete delete_abandoned delete_directory abort_stale``. A dry run counts them, so
-that a test can go through all::
+Every call of the protocol is one operation with a name: ``create write publish put link get reader read_into size stamp
+list is_link is_settled delete delete_abandoned delete_directory abort_stale``. A dry run counts them, so that a test
+can go through all::
 
     plan = FaultPlan()
     work(SnapshotStore(FaultyStorage(storage, plan)))
@@ -177,6 +177,13 @@ class FaultyStorage:
         operation.fail(after=False)
         self.storage.put(path, bytes(operation.damaged(memoryview(data), len(data))))
         operation.end_write()
+
+    def link(self, path: str, target: str) -> bool:
+        operation = _Operation(self, "link", target)
+        operation.fail(after=False)
+        is_linked = self.storage.link(path, target)
+        operation.fail(after=True)
+        return is_linked
 
     def get(self, path: str) -> bytes:
         operation = _Operation(self, "get", path)

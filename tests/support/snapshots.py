@@ -102,7 +102,7 @@ def key_of(manifest: Manifest, rank: int, name: str) -> str:
 def read_image(store: SnapshotStore, entry: Entry, out: memoryview, progress: Progress = no_progress) -> Manifest:
     """The file of an entry, verified. Raises: as ``fill``."""
     manifest, place = store.read_manifest(entry), store.place(entry)
-    place.check_size(manifest.size_bytes)
+    place.check_sizes(manifest)
 
     def put(at: int, data: memoryview) -> None:
         out[at : at + len(data)] = data

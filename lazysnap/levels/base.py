@@ -1,0 +1,100 @@
+"""The base of a node's file: what does not change from one snapshot of a fine-tuning to the next.
+
+A file of many gigabytes of frozen parameters is stored as two objects. The blocks that hold nothing but frozen tensors
+stand in the *base*, all others in the file; the manifest says which is which, and has the checksums of all. A snapshot
+whose base has the same checksums as that of the snapshot before gets the very same object under another name: a hard
+link, or a copy that an object store makes by itself. So each directory is a whole snapshot, nothing refers to another
+one, and what is deleted is nobody else's.
+"""
+
+from collections.abc import Sequence
+
+from lazysnap.levels.source import BlockSource, header_of
+from lazysnap.shard.checksum import BLOCK_BYTES
+from lazysnap.shard.layout import Layout
+from lazysnap.shard.manifest import Manifest, Shard
+
+_LEAST_SHARE = 0.1
+"""Share of a file that its base must have; a smaller one is not worth a second object."""
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges of blocks: the first, and the one behind the last."""
+
+
+def base_of(shards: Sequence[Shard], source: BlockSource) -> Ranges:
+    """Return the blocks of a file that hold nothing but frozen tensors.
+
+    Blocks: until the headers are written. Raises: CaptureAborted; FormatError, if one is no header.
+    """
+    ranges = []
+    num_blocks = 0
+    for start, stop in _frozen_bytes(shards, source):
+        first = -(-start // BLOCK_BYTES)
+        behind_last = stop // BLOCK_BYTES
+        if first < behind_last:
+            ranges.append((first, behind_last))
+            num_blocks += behind_last - first
+    if num_blocks * BLOCK_BYTES < _LEAST_SHARE * source.size_bytes:
+        return ()
+    return tuple(ranges)
+
+
+def _frozen_bytes(shards: Sequence[Shard], source: BlockSource) -> list[tuple[int, int]]:
+    """Return the bytes of frozen tensors in the order of the file; those that stand side by side are one range."""
+    found: list[tuple[int, int]] = []
+    for shard in shards:
+        frozen = {name for name, facts in shard.meta.tensors.items() if facts.get("frozen") is True}
+        if not frozen:
+            continue
+        header = header_of(source, shard.offset, shard.size_bytes)
+        layout = Layout.parse(header, shard.size_bytes, f"rank {shard.meta.rank}")
+        for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+            if spec.name not in frozen:
+                continue
+            start = shard.offset + offset
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, shard.offset + offset + spec.nbytes))
+    return found
+
+
+class BlockPlaces:
+    """Where the blocks of a node's file stand: in its base, or in the file itself.
+
+    Example::
+
+        places = BlockPlaces(manifest)
+        is_in_base, offset = places.find(7)
+    """
+
+    def __init__(self, base: Ranges, size_bytes: int, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._base = base
+        self.in_base: list[int] = []
+        """Numbers of the blocks of the base, in order."""
+        for start, stop in base:
+            self.in_base.extend(range(start, stop))
+        self.base_bytes = len(self.in_base) * block_bytes
+        """Bytes of the base."""
+        self.file_bytes = size_bytes - self.base_bytes
+        """Bytes of the file itself."""
+        in_base = set(self.in_base)
+        num_blocks = -(-size_bytes // block_bytes)
+        self.in_file = [index for index in range(num_blocks) if index not in in_base]
+        """Numbers of the blocks of the file itself, in order."""
+
+    def find(self, index: int) -> tuple[bool, int]:
+        """Return whether a block is in the base, and its offset there or in the file."""
+        before = 0
+        for start, stop in self._base:
+            if start <= index < stop:
+                return True, (before + index - start) * self._block_bytes
+            if index < start:
+                break
+            before += stop - start
+        return False, (index - before) * self._block_bytes
+
+
+def places_of(manifest: Manifest) -> BlockPlaces:
+    """Return where the blocks of a committed file stand."""
+    return BlockPlaces(manifest.base, manifest.size_bytes, manifest.checksums.block_bytes)

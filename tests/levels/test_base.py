@@ -1,0 +1,292 @@
+"""The base of a fine-tuning's file: stored once, taken over by the snapshots behind it, and nobody's but their own."""
+
+import contextlib
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+from support.damage import flip
+from support.listing import files_below
+from support.place import PAGE, pattern
+
+from lazysnap.errors import FormatError
+from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.base import BlockPlaces
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource, Wanted, fill
+from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
+from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous, shard_of
+from lazysnap.shard.checksum import BLOCK_BYTES
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.names import NodeName
+
+RUN, START = "0" * 16, "1" * 16
+NAME = NodeName(0, 1)
+FROZEN_BYTES = 3 * BLOCK_BYTES + 5000
+TRAINED_BYTES = 70_000
+
+
+@functools.lru_cache(maxsize=4)
+def frozen_pattern(num_bytes: int, seed: int) -> bytes:
+    return pattern(num_bytes, seed)
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """A snapshot of two frozen tensors, one behind the other, and of one that is trained."""
+
+    step: int
+    version: int = 0
+    """Of the frozen tensors."""
+    rank: int = 0
+    world_size: int = 1
+    frozen_bytes: int = FROZEN_BYTES
+
+    @property
+    def layout(self) -> Layout:
+        half = self.frozen_bytes // 2
+        return Layout.plan(
+            [
+                TensorSpec("trained", "U8", (TRAINED_BYTES,)),
+                TensorSpec("frozen.0", "U8", (half,)),
+                TensorSpec("frozen.1", "U8", (self.frozen_bytes - half,)),
+            ]
+        )
+
+    @property
+    def meta(self) -> CaptureMeta:
+        tensors = {name: {"frozen": True} for name in ("frozen.0", "frozen.1")}
+        return CaptureMeta(RUN, START, self.step, self.rank, self.world_size, captured_ns=3, tensors=tensors)
+
+    @property
+    def image(self) -> bytes:
+        trained = pattern(TRAINED_BYTES, 100 + self.step + self.rank)
+        return self.layout.header + trained + frozen_pattern(self.frozen_bytes, self.version + 10 * self.rank)
+
+    @property
+    def source(self) -> MemorySource:
+        image = self.image
+        room = map_anonymous(-(-len(image) // PAGE) * PAGE)
+        room[: len(image)] = image
+        return MemorySource(room, len(image))
+
+    @property
+    def directory(self) -> str:
+        return self.meta.name.directory
+
+    def write(self, store: SnapshotStore, former: "FineTuning | None" = None) -> Manifest:
+        source = self.source
+        where = None if former is None else former.directory
+        return store.write_file(NAME, [shard_of(self.meta, source)], source, former=where)
+
+    def place(self, store: SnapshotStore) -> FilePlace:
+        return FilePlace(store.storage, self.directory, NAME)
+
+
+def bytes_of(store, directory, name=NAME):
+    """Every byte of a committed file, each block compared."""
+    place = FilePlace(store.storage, directory, name)
+    manifest = read_committed(place)
+    out = bytearray(manifest.size_bytes)
+
+    def put(at, data):
+        out[at : at + len(data)] = data
+
+    with contextlib.closing(FileBlocks(place, manifest)) as blocks:
+        fill({blocks: [Wanted(0, len(out), put)]})
+    return out
+
+
+@pytest.fixture
+def store(tmp_path):
+    return open_store(str(tmp_path / "level"))
+
+
+def inode(store, snapshot):
+    return os.stat(pathlib.Path(store.url) / snapshot.directory / NAME.base).st_ino
+
+
+def test_the_second_snapshot_takes_the_base_of_the_first_over(store):
+    first, second = FineTuning(1), FineTuning(2)
+    written = first.write(store)
+    assert written.base == ((1, 3),)
+    assert written.written_bytes == written.size_bytes
+
+    written = second.write(store, first)
+
+    assert inode(store, first) == inode(store, second)
+    assert written.written_bytes == written.size_bytes - 2 * BLOCK_BYTES
+    for snapshot in (first, second):
+        assert bytes_of(store, snapshot.directory) == snapshot.image
+        assert store.verify(snapshot.place(store)).base == ((1, 3),)
+    assert not [path for path in files_below(store.url) if ".tmp-" in str(path)]
+
+
+def test_a_snapshot_needs_no_other_one(store):
+    first, second = FineTuning(1), FineTuning(2)
+    first.write(store)
+    second.write(store, first)
+    assert delete_files([first.place(store)])
+
+    assert bytes_of(store, second.directory) == second.image
+    assert store.storage.list() == [second.directory]
+
+
+@pytest.mark.parametrize(
+    "why", ["others bytes", "no such snapshot", "no base there", "base is gone", "damaged manifest"]
+)
+def test_a_base_that_cannot_be_taken_over_is_written_anew(store, why):
+    first, second = FineTuning(1), FineTuning(2, version=1 if why == "others bytes" else 0)
+    if why == "no base there":
+        first = replace(first, frozen_bytes=5000)
+    if why != "no such snapshot":
+        first.write(store)
+    if why == "base is gone":
+        store.storage.delete(first.place(store).base_path)
+    if why == "damaged manifest":
+        flip(pathlib.Path(store.url) / first.place(store).manifest_path)
+
+    written = second.write(store, first)
+
+    assert written.written_bytes == written.size_bytes
+    assert bytes_of(store, second.directory) == second.image
+
+
+def test_a_small_share_of_frozen_tensors_makes_no_base(store):
+    snapshot = FineTuning(1, frozen_bytes=BLOCK_BYTES + 5000)
+
+    assert snapshot.write(store).base == ()
+    assert store.storage.list(snapshot.directory) == [NAME.manifest, NAME.file]
+
+
+def test_several_ranks_share_one_base(store):
+    written = []
+    for step in (1, 2):
+        ranks = [FineTuning(step, rank=rank, world_size=2) for rank in range(2)]
+        together = NodeSource([(each.meta, each.source) for each in ranks])
+        former = FineTuning(1).directory
+        written.append(store.write_file(NAME, together.shards, together, former=former))
+
+    first, second = written
+    assert first.base == second.base
+    assert len(first.base) == 2
+    assert second.written_bytes < second.size_bytes // 2
+    data = bytes_of(store, FineTuning(2).directory)
+    for rank, shard in enumerate(second.shards):
+        image = FineTuning(2, rank=rank, world_size=2).image
+        assert data[shard.offset : shard.offset + shard.size_bytes] == image
+
+
+def test_a_copy_to_another_level_takes_the_base_of_that_level_over(store, tmp_path):
+    other = open_store(str(tmp_path / "other"))
+    former = None
+    for step in (1, 2):
+        snapshot = FineTuning(step)
+        manifest = snapshot.write(store)
+        blocks = FileBlocks(snapshot.place(store), manifest)
+        with contextlib.closing(blocks):
+            copied = other.write_file(NAME, manifest.shards, VerifiedSource(blocks), former=former)
+        assert bytes_of(other, snapshot.directory) == snapshot.image
+        former = snapshot.directory
+    assert copied.written_bytes < copied.size_bytes
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
+def test_a_damaged_base_is_found(store, damage):
+    snapshot = FineTuning(1)
+    snapshot.write(store)
+    path = pathlib.Path(store.url) / snapshot.place(store).base_path
+    if damage == "flipped":
+        flip(path)
+    elif damage == "cut":
+        os.truncate(path, path.stat().st_size - 1)
+    else:
+        path.unlink()
+
+    with pytest.raises((FormatError, FileNotFoundError)):
+        store.verify(snapshot.place(store))
+    if damage != "flipped":
+        with pytest.raises(FormatError):
+            read_committed(snapshot.place(store))
+
+
+@pytest.mark.parametrize("base", [((1, 1),), ((2, 1),), ((1, 3), (2, 3)), ((1, 2), (0, 1)), ((3, 4),), ((1, 10**9),)])
+def test_a_base_that_is_no_part_of_the_file_is_refused(store, base):
+    """The last block is short, so it cannot be in a base."""
+    manifest = FineTuning(1).write(store)
+
+    with pytest.raises(FormatError, match="base: blocks"):
+        Manifest.decode(replace(manifest, base=base).encode(), "hostile")
+
+
+def test_blocks_are_where_both_lists_say():
+    places = BlockPlaces(((1, 3), (5, 6)), 7 * 100 + 30, 100)
+
+    assert places.in_base == [1, 2, 5]
+    assert places.in_file == [0, 3, 4, 6, 7]
+    assert (places.base_bytes, places.file_bytes) == (300, 430)
+    for is_in_base, blocks in ((True, places.in_base), (False, places.in_file)):
+        assert [places.find(index) for index in blocks] == [(is_in_base, 100 * at) for at in range(len(blocks))]
+
+
+def test_a_reader_that_knows_the_page_of_the_format_alone_reads_it(store):
+    first, second = FineTuning(1), FineTuning(2)
+    first.write(store)
+    second.write(store, first)
+    reader = pathlib.Path(__file__).parents[1] / "format_reader.py"
+    program = (
+        f"import pathlib, runpy, sys; found = runpy.run_path({str(reader)!r})['newest'](pathlib.Path(sys.argv[1]))\n"
+        "for name in ('trained', 'frozen.0', 'frozen.1'): sys.stdout.buffer.write(found.tensor(name).tobytes())"
+    )
+    done = subprocess.run([sys.executable, "-c", program, store.url], capture_output=True, check=True)
+
+    assert done.stdout == second.image[len(second.layout.header) :]
+
+
+# ---------------------------------------------------------------- deaths
+
+
+def work(root):
+    """Store, take over, delete; in a fork that dies somewhere."""
+    store = open_store(root)
+    former = None
+    for step in (1, 2, 3):
+        snapshot = small(step)
+        snapshot.write(store, former)
+        with open(f"{root}.committed", "a") as file:
+            file.write(f"{step}\n")
+        if step == 3:
+            delete_files([small(1).place(store)])
+        former = snapshot
+
+
+def small(step):
+    return FineTuning(step, frozen_bytes=2 * BLOCK_BYTES + 5000)
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_what_was_committed_is_whole(tmp_path):
+    from levels.deaths import run_forks
+
+    log = tmp_path / "points"
+    assert run_forks("levels.test_base", [(tmp_path / "dry", "", log)]) == [0]
+    passed = log.read_text().splitlines()
+    points = [f"{name}:{count}" for name in sorted(set(passed)) for count in sorted({1, passed.count(name)})]
+    assert "level.store.take_over:1" in points
+    run_forks("levels.test_base", [(tmp_path / point, f"{point}:kill", "") for point in points])
+    for point in points:
+        root = tmp_path / point
+        committed = tmp_path / f"{point}.committed"
+        steps = [int(line) for line in committed.read_text().split()] if committed.exists() else []
+        store = open_store(str(root))
+        for step in steps[-2:]:
+            assert bytes_of(store, small(step).directory) == small(step).image, point
+        # A new keeper goes on, from whatever is there.
+        small(4).write(store, small(max(steps, default=1)))
+        assert bytes_of(store, small(4).directory) == small(4).image, point
+        store.sweep()
+        assert not [path for path in files_below(store.url) if ".tmp-" in str(path)], point
