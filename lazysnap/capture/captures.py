@@ -1,6 +1,7 @@
 """Begins captures, holds training at the gate until their sources may change, and remembers the newest of them."""
 
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -8,6 +9,7 @@ from lazysnap import faults
 from lazysnap.capture.capture import Capture, Phase
 from lazysnap.capture.copier import CopyThread, copy_eager
 from lazysnap.capture.device import DeviceCopier
+from lazysnap.memory.slot_choice import SlotPhase, SlotView
 from lazysnap.memory.slots import TrainerSlot
 
 
@@ -21,6 +23,8 @@ class Captures:
     def __init__(self) -> None:
         self.history: list[Capture] = []
         """Oldest first: the newest capture, and earlier ones that their slots still hold or that still write there."""
+        self._past_sequence = 0
+        """Captures up to this number are of another past: another state was loaded since."""
         self._thread = CopyThread()
         self._copiers: dict[torch.device, DeviceCopier] = {}
         self._device_waits: list[tuple[torch.Event, torch.Event]] = []
@@ -29,6 +33,57 @@ class Captures:
         """The header that this process wrote last into each slot, by slot id, and the number of that capture."""
         self._is_hung = False
         """True after a wait for a capture failed, until nothing writes for it any more."""
+
+    # The outcome of captures
+
+    def leave_past(self) -> None:
+        """Another state is loaded: no capture until now counts any more. Their slots may still be written to."""
+        if self.history:
+            self._past_sequence = self.history[-1].sequence
+
+    def _newest_first(self) -> Iterator[Capture]:
+        for capture in reversed(self.history):
+            if capture.phase is not Phase.ABORTED and capture.sequence > self._past_sequence:
+                yield capture
+
+    @property
+    def newest(self) -> Capture | None:
+        """The capture that began last."""
+        return next(self._newest_first(), None)
+
+    def of_step(self, step: int) -> Capture | None:
+        """Return the capture of ``step`` that began last."""
+        for capture in self._newest_first():
+            if capture.step == step:
+                return capture
+        return None
+
+    def whole_steps(self) -> list[int]:
+        """Return the steps of captures that are whole and still in memory, the newest first.
+
+        May be called on any thread. The keeper may just have died.
+        """
+        return [capture.step for capture in self._newest_first() if _is_whole_in_slot(capture)]
+
+    def newest_whole_step(self) -> int | None:
+        """Return the step of the newest capture that is whole and still in memory. As ``whole_steps``."""
+        return next(iter(self.whole_steps()), None)
+
+    def is_held(self, step: int) -> bool:
+        """True if the keeper holds the capture of ``step``: it is not written over before it is stored."""
+        capture = self.of_step(step)
+        if capture is None:
+            return False
+        view = _slot_view(capture)
+        return view is not None and view.is_held
+
+    @property
+    def has_lost_newest(self) -> bool:
+        """True if the capture that began last was dropped, then or later; behind the gate."""
+        newest = self.newest
+        return newest is not None and not _is_whole_in_slot(newest)
+
+    # Copies
 
     @property
     def before_gate(self) -> Capture | None:
@@ -162,6 +217,27 @@ class Captures:
         self._thread.close(timeout_s)
         self.history = []
         self._headers.clear()
+
+
+def _slot_view(capture: Capture) -> SlotView | None:
+    """Return the words of a capture's slot; ``None`` if the slot has another one, or was returned."""
+    try:
+        view = capture.slot.view()
+    except ValueError:  # it is unmapped
+        return None
+    return view if view.sequence == capture.sequence else None
+
+
+def slot_phase(capture: Capture) -> SlotPhase:
+    """Return the phase of a capture in its slot; EMPTY if it was dropped, or is not in the slot any more."""
+    if capture.is_dropped:
+        return SlotPhase.EMPTY
+    view = _slot_view(capture)
+    return SlotPhase.EMPTY if view is None else view.phase
+
+
+def _is_whole_in_slot(capture: Capture) -> bool:
+    return capture.phase is Phase.WHOLE and slot_phase(capture) is SlotPhase.WHOLE
 
 
 def _is_needed(capture: Capture) -> bool:

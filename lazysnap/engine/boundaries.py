@@ -10,17 +10,18 @@ from lazysnap import faults
 from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.capture.plan import check_kinds
-from lazysnap.engine import report
-from lazysnap.engine.history import CaptureState
+from lazysnap.config import SnapshotConfig
 from lazysnap.engine.messages import Event
-from lazysnap.engine.parts import Parts
 from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, StateError
+from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.checks import together
+from lazysnap.ranks.world import World
 from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.modules import is_uninitialised
 from lazysnap.state.sharding import local_of
+from lazysnap.state.source import StateSource
 from lazysnap.warm.steps import Steps
 
 logger = logging.getLogger(__name__)
@@ -35,49 +36,45 @@ class Boundaries:
     It is large because boundary, gate, the last boundary and sealing hold one lock and count the same steps.
     """
 
-    def __init__(self, parts: Parts, run: Run, preemption: Preemption) -> None:
-        self._parts = parts
+    def __init__(
+        self, config: SnapshotConfig, source: StateSource, world: World, run: Run, preemption: Preemption
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._world = world
         self._run = run
         self._preemption = preemption
-        self._reached = Steps()
-        self._recorder = parts.recorder
-        self._captures = parts.recorder.captures
+        self._recorder = run.recorder
+        self._memory = run.recorder.memory
+        self._captures = run.recorder.captures
+        self._messages = run.recorder.messages
+        self._statistics = run.recorder.messages.statistics
+        self._supervisor = Steps()
+        """Where ``lazysnap run`` reads which step was reached."""
         self.lock = threading.RLock()
         self.gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
-        self._steps = 0
+        self._optimizer_steps = 0
         """Steps of optimizers up to the last boundary."""
-        self._is_past_first = False
-        """True if the first boundary is over."""
+        self._first_boundary_done = False
+        self._awaits_gradients = False
+        """True if a boundary that was due is not captured yet, since gradients waited there."""
         self._weights: list[torch.Tensor] = []
         """The optimizers' weights at the last capture, if not every boundary is due, or at the last one that failed."""
         self._pointers: list[int] = []
         """Their addresses then."""
-        self._awaits_gradients = False
-        """True if a boundary that was due is not captured yet, since gradients waited there."""
-        self._facts: list[int] | None = None
-        """See ``_weights_now``, at the last boundary, if that captured nothing."""
+        self._versions: list[int] | None = None
+        """See ``_versions_now``, at the last boundary, if that captured nothing."""
 
     # ---------------------------------------------------------------- memory
 
     def prepare(self) -> None:
         """See ``SnapshotEngine._prepare``, without ``check_memory``. Does not block."""
-        check_kinds(self._parts.source.expected().items())
-        self._run.tell_start()
+        check_kinds(self._source.expected().items())
         self._run.begin_once()
-        self._recorder.slots.register()  # before slots that an earlier start left are made ready
-        self._parts.client.start()
-        self.gates.install(self._parts.source.optimizers())
-        self._recorder.prepare()
-        self.listen()
-
-    def listen(self, exception: type[BaseException] = SystemExit, *, overrules_handler: bool = False) -> None:
-        """See ``Preemption.listen``. ``prepare`` and the first ``boundary`` do that, too."""
-        self._preemption.listen(self._parts.client, exception, overrules_handler=overrules_handler)
-
-    @property
-    def listens(self) -> bool:
-        """True after ``listen``."""
-        return self._preemption.listens
+        self._memory.start()
+        self.gates.install(self._source.optimizers())
+        self._memory.prepare()
+        self._preemption.listen()
 
     def check_memory(self) -> None:
         """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
@@ -85,83 +82,67 @@ class Boundaries:
         Blocks: until it is there. Raises: KeeperError, JobBusy or MemoryBoundExceeded, if there is none; with
         several ranks an error on one of them is raised on all.
         """
-        if self._parts.config.require_memory:
-            together(self._parts.world, "making sure of memory", self._await_memory)
+        if self._config.require_memory:
+            together(self._world, "making sure of memory", self._await_memory)
 
     def _await_memory(self) -> None:
         self.prepare()
-        config = self._parts.config
-        if self._await_slots(config.io_timeout_s + config.collective_timeout_s):
+        if self._memory.await_all(self._config.io_timeout_s + self._config.collective_timeout_s):
             return
-        error = self._memory_error() or KeeperError("the keeper did not make its slots ready in time")
+        error = self._memory.error() or KeeperError("the keeper did not make its slots ready in time")
         raise type(error)(f"SnapshotConfig(require_memory=True): {error}")
-
-    def _memory_error(self) -> LazySnapError | None:
-        return self._parts.client.refusal() or self._recorder.memory_error()
-
-    def _await_slots(self, timeout_s: float) -> bool:
-        """Block until all slots are there; ``False`` after the deadline, or once there is no memory for them."""
-        deadline_s = time.monotonic() + timeout_s
-        while not self._recorder.is_ready():
-            self._recorder.drain_events()
-            self._recorder.slots.return_surplus()
-            if self._memory_error() is not None or time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.005)
-        return True
 
     def wait_ready(self, timeout_s: float) -> bool:
         """See ``SnapshotEngine._wait_ready``. Blocks; ``prepare`` was called."""
-        is_ready = self._await_slots(timeout_s)
-        self._recorder.waits_for_memory = self._recorder.waits_for_memory or is_ready
+        is_ready = self._memory.await_all(timeout_s)
+        if is_ready:
+            self._memory.is_awaited = True
         return is_ready
 
     # ---------------------------------------------------------------- boundary
 
     def boundary(self, step: int, *, force: bool) -> bool:
         """See ``SnapshotEngine.boundary``. Blocks."""
-        began = self._pass(step, force=force or self._preemption.ends_training)
+        with self.lock:
+            self._preemption.listen()
+            began = self._pass(step, is_forced=force)
         for optimizer in self.gates.take_replacements():
-            self._parts.messages.tell(Event.OTHER_OPTIMIZER, kind=type(optimizer).__qualname__)
-        self._steps = self.gates.steps
-        self._reached.reached(step)
+            self._messages.tell(Event.OTHER_OPTIMIZER, kind=type(optimizer).__qualname__)
+        self._optimizer_steps = self.gates.steps
+        self._supervisor.reached(step)
         self._preemption.boundary_passed()
         return began
 
-    def _pass(self, step: int, *, force: bool) -> bool:
-        with self.lock:
-            self.listen()
-            if is_capturing_graph():
-                raise ConfigError(
-                    "engine.boundary() is being captured into a graph, where it would run once and never again: call "
-                    "it behind replay(), and engine.gate() before it"
-                )
-            self.gate()
-            started = time.perf_counter()
-            self._recorder.drain_events()
-            refusal = self._parts.client.refusal()
-            if refusal is not None:
-                raise refusal
-            last = self._recorder.seen_step or 0
-            if step < last:  # a loop that begins again
-                self._parts.messages.tell(Event.BEGINS_AGAIN, step=step, last=last)
-                self._run.begin_again(step)
-            if not self._recorder.is_due(step, force=force or self._awaits_gradients):
-                self._note()
-                return False
-            self._run.tell_start()
-            self._run.begin_once()
-            if self._has_waiting_gradients(step, is_forced=force and not self._preemption.ends_training):
-                self._look_at_weights()
-                self._note()
-                return False
-            began = self.capture(step, started) if self._is_past_first else self._capture_first(step, started)
-            if not began:
-                self._facts = None
-                if self._recorder.may_retry:  # else ``capture_last`` does not try again
-                    self._look_at_weights()
-                    self._note()
-            return began
+    def _pass(self, step: int, *, is_forced: bool) -> bool:
+        """Pass the boundary behind ``step``. Returns: True if a capture of it began. Under ``lock``."""
+        is_last = self._preemption.ends_training
+        self._check_boundary_in_graph()
+        self.gate()
+        started = time.perf_counter()
+        self._memory.look_at_keeper()
+        self._check_job()
+        self._run.begin_again_if_earlier(step)
+        if not self._recorder.is_due(step, force=is_forced or is_last or self._awaits_gradients):
+            self._note_uncaptured()
+            return False
+        self._run.begin_once()
+        if self._has_waiting_gradients(step, is_forced=is_forced and not is_last):
+            self._note_weights()
+            self._note_uncaptured()
+            return False
+        return self._capture_due(step, started)
+
+    def _check_boundary_in_graph(self) -> None:
+        if is_capturing_graph():
+            raise ConfigError(
+                "engine.boundary() is being captured into a graph, where it would run once and never again: call "
+                "it behind replay(), and engine.gate() before it"
+            )
+
+    def _check_job(self) -> None:
+        refusal = self._memory.client.refusal()
+        if refusal is not None:
+            raise refusal
 
     def _has_waiting_gradients(self, step: int, *, is_forced: bool) -> bool:
         """True if gradients wait for the next step of their optimizer, so that ``step`` is not captured. Hot.
@@ -169,91 +150,91 @@ class Boundaries:
         ``is_forced``: it is captured all the same.
         """
         self._awaits_gradients = False
-        if self._parts.messages.is_known("graph"):
+        if self._messages.is_known("graph"):
             return False  # a graph that is replayed steps without a hook
         gradients = self.gates.gradients
-        optimizers = self._parts.source.optimizers()
-        if not self._is_past_first:
+        optimizers = self._source.optimizers()
+        if not self._first_boundary_done:
             self.gates.install(optimizers)  # without its hooks no step is seen, and all gradients seem to wait
         awaited = gradients.awaited(optimizers)
         if not awaited:
             return False
-        named = self._parts.source.named_optimizers().items()
+        named = self._source.named_optimizers().items()
         names = ", ".join(name for name, optimizer in named if optimizer in awaited)
         if is_forced or gradients.abandon_late(awaited):
-            self._parts.messages.tell(Event.GRADIENTS_LOST, step=step, names=names)
+            self._messages.tell(Event.GRADIENTS_LOST, step=step, names=names)
             return False
         if any(gradients.is_kept_long(optimizer) for optimizer in awaited):
-            self._parts.messages.tell(Event.GRADIENTS_WAIT, step=step, names=names)
-        self._parts.statistics.skipped["gradients wait for an optimizer step"] += 1
+            self._messages.tell(Event.GRADIENTS_WAIT, step=step, names=names)
+        self._statistics.skipped["gradients wait for an optimizer step"] += 1
         self._awaits_gradients = True
         return True
 
-    def _capture_first(self, step: int, started: float) -> bool:
+    def _capture_due(self, step: int, started: float) -> bool:
         began = self.capture(step, started)
-        self._is_past_first = True
+        if not self._first_boundary_done:
+            self._first_boundary_done = True
+            self._report_sizes()
+            self.check_memory()
+            if not began and self._config.require_memory:
+                began = self.capture(step, started)
+        if not began:
+            self._versions = None
+            if self._recorder.may_retry:  # else ``capture_last`` does not try again
+                self._note_weights()
+                self._note_uncaptured()
+        return began
+
+    def _report_sizes(self) -> None:
         try:
-            self._tell_sizes()
+            self._recorder.report_sizes()
         except (OSError, ValueError) as error:  # the machine does not say, and training needs no answer
             logger.info("what the training takes is not known: %s", error)
-        self.check_memory()
-        return began or (self._parts.config.require_memory and self.capture(step, started))
-
-    def _tell_sizes(self) -> None:
-        sizes, parts = self._recorder.sizes(), self._parts
-        if sizes is None:
-            return  # nothing could be planned
-        is_protected = self._recorder.protection.cause is None
-        line = report.opening(parts.config, sizes, parts.world.size, is_protected=is_protected)
-        parts.messages.tell(Event.TAKES, line=line)
-        for lack in report.shortages(parts.config, sizes.state_bytes, len(parts.world.node_ranks)):
-            parts.messages.tell(Event.NO_ROOM, **lack)
 
     def capture(self, step: int, started: float) -> bool:
         """Capture ``step``; ``True`` if that began. ``started``: when this boundary began. Under ``lock``.
 
         Raises: StateError, at the first capture; JobBusy; what code of the program raises.
         """
-        recorder, statistics, tell = self._recorder, self._parts.statistics, self._parts.messages.tell
-        waited_before_s = statistics.memory_wait_s
+        waited_before_s = self._statistics.memory_wait_s
+        began = False
         try:
-            optimizers = self._parts.source.optimizers()
-            self.gates.install(optimizers)
-            if self._parts.config.every_n_steps != 1:
-                self._look_at_weights()
+            self.gates.install(self._source.optimizers())
+            if self._config.every_n_steps != 1:
+                self._note_weights()
             with collector_paused():
-                began = recorder.begin(step)
+                began = self._recorder.begin(step)
         except StateError as error:
-            began = recorder.skip("unsupported state")
-            if not recorder.encoded_once:
+            self._recorder.skip("unsupported state")
+            if not self._recorder.encoded_once:
                 raise
-            tell(Event.UNSUPPORTED, step=step, text=error)
+            self._messages.tell(Event.UNSUPPORTED, step=step, text=error)
         except JobBusy:
             raise
         except Exception as error:
             if not _is_of_capture(error):
                 raise
-            tell(Event.NOT_CAPTURED, step=step, text=f"{type(error).__name__}: {error}")
-            began = recorder.skip("error")
+            self._messages.tell(Event.NOT_CAPTURED, step=step, text=f"{type(error).__name__}: {error}")
+            self._recorder.skip("error")
         seconds = time.perf_counter() - started
-        statistics.waited_s += seconds
+        self._statistics.waited_s += seconds
         if began:
-            statistics.boundary.add(seconds - (statistics.memory_wait_s - waited_before_s))
+            self._statistics.boundary.add(seconds - (self._statistics.memory_wait_s - waited_before_s))
         return began
 
     @property
     def has_stepped(self) -> bool:
         """True if an optimizer stepped since the last boundary."""
-        return self.gates.steps != self._steps
+        return self.gates.steps != self._optimizer_steps
 
     # ---------------------------------------------------------------- the last boundary
 
     def last_boundary(self, step: int) -> bool:
         """See ``SnapshotEngine._last_boundary``. Blocks."""
-        deadline = time.monotonic() + self._parts.config.io_timeout_s
+        deadline_s = time.monotonic() + self._config.io_timeout_s
         # A short training may end before all memory is there.
         while self._recorder.last_step != step and not self.boundary(step, force=True):
-            left_s = deadline - time.monotonic()
+            left_s = deadline_s - time.monotonic()
             if left_s < 0 or not self._recorder.may_retry:
                 break  # ``close`` says so
             self.prepare()
@@ -267,34 +248,43 @@ class Boundaries:
         """Capture the state of the last boundary, if that was not due, or found no slot. Not where weights changed
         since. Collective. Blocks: as ``last_boundary``.
         """
-        recorder, world = self._recorder, self._parts.world
+        recorder = self._recorder
         step = recorder.seen_step
-        is_open = step is not None and step != recorder.last_step and (step != recorder.last_due or recorder.may_retry)
-        is_same = is_open and self._facts is not None and self._facts == self._weights_now()
-        is_same = is_same and self._pointers == [weight.data_ptr() for weight in self._weights]
-        told = world.exchange("the last step", [step, is_same or step == recorder.last_step])
-        if step is not None and all(other == [step, True] for other in told):
-            self._parts.source.end()
+        is_captured = step == recorder.last_step
+        is_open = step is not None and not is_captured and (step != recorder.last_due or recorder.may_retry)
+        can_be_captured = is_captured or (is_open and self._is_unchanged())
+        votes = self._world.exchange("the last step", [step, can_be_captured])
+        if step is not None and all(vote == [step, True] for vote in votes):
+            self._source.end()
             self.last_boundary(step)
         elif is_open:
             logger.info("step %d, which was not captured, is not captured at the end: weights changed since", step)
 
-    def _note(self) -> None:
+    def _note_uncaptured(self) -> None:
         """Note what ``capture_last`` needs of a boundary that captured nothing. Hot."""
-        self._facts = self._weights_now()
-        self._parts.source.note_boundary()
+        self._versions = self._versions_now()
+        self._source.note_boundary()
 
-    def _look_at_weights(self) -> None:
-        optimizers = self._parts.source.optimizers()
-        held = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
-        self._weights = [local_of(one) for one in held if not is_uninitialised(one)]
+    def _note_weights(self) -> None:
+        self._weights = []
+        for optimizer in self._source.optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if not is_uninitialised(parameter):
+                        self._weights.append(local_of(parameter))
         self._pointers = [weight.data_ptr() for weight in self._weights]
 
-    def _weights_now(self) -> list[int] | None:
+    def _versions_now(self) -> list[int] | None:
         """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""
-        if self._parts.messages.is_known("graph"):
+        if self._messages.is_known("graph"):
             return None  # a graph that is replayed changes them without any sign
         return [self.gates.steps, *(weight._version for weight in self._weights)]
+
+    def _is_unchanged(self) -> bool:
+        """True if weights are those of the last boundary, which captured nothing."""
+        if self._versions is None or self._versions != self._versions_now():
+            return False
+        return self._pointers == [weight.data_ptr() for weight in self._weights]
 
     # ---------------------------------------------------------------- gate
 
@@ -302,31 +292,31 @@ class Boundaries:
         """See ``SnapshotEngine.gate``. Blocks. Hot."""
         with self.lock:
             if is_capturing_graph():
-                self._check_graph()
+                self._check_step_in_graph()
             if not self._captures.is_copying:
                 return
             started = time.perf_counter()
-            has_finished = self._captures.finish(self._parts.config.io_timeout_s) is not None
+            has_finished = self._captures.finish(self._config.io_timeout_s) is not None
             if has_finished:
                 faults.point("engine.gated")
             self._recorder.count_ended()
             seconds = time.perf_counter() - started
-            self._parts.statistics.waited_s += seconds
+            self._statistics.waited_s += seconds
             if has_finished:
-                self._parts.statistics.gate.add(seconds)
+                self._statistics.gate.add(seconds)
 
-    def _check_graph(self) -> None:
+    def _check_step_in_graph(self) -> None:
         if self._captures.is_copying:
             raise ConfigError(
                 "an optimizer step is being captured into a graph while lazysnap copies the weights: the graph cannot "
                 'wait for that. Call engine.wait(until="captured", timeout_s=60) right before the capture, and '
                 "engine.gate() before every replay()"
             )
-        self._parts.messages.tell(Event.IN_GRAPH)
+        self._messages.tell(Event.IN_GRAPH)
 
     def _stepped_beside(self) -> None:
         if self._captures.discard("an optimizer stepped without passing the gate"):
-            self._parts.messages.tell(Event.STEPPED_BESIDE)
+            self._messages.tell(Event.STEPPED_BESIDE)
             self.gate()
 
     def finish_copies(self) -> None:
@@ -340,15 +330,14 @@ class Boundaries:
         """
         self.finish_copies()
         deadline_s = time.monotonic() + timeout_s
-        history = self._recorder.history
-        state = history.state_of(step)
+        phase = self._memory.phase_of(step)
         # A copy that hangs may still end. A keeper that was lost is being replaced.
-        while state in (CaptureState.COPYING, CaptureState.ALONE):
+        while phase is SlotPhase.CAPTURING or (phase is SlotPhase.WHOLE and not self._memory.client.is_connected):
             if time.monotonic() > deadline_s:
                 return False
             time.sleep(0.001)
-            state = history.state_of(step)
-        return state is CaptureState.HELD
+            phase = self._memory.phase_of(step)
+        return phase is SlotPhase.WHOLE
 
     def seal(self, timeout_s: float) -> None:
         """Capture nothing any more. Blocks: until the copies are done, at most ``timeout_s``.
@@ -368,9 +357,9 @@ class Boundaries:
     def close(self) -> None:
         """Take the hooks off, stop the copy thread, let go of state and slots. Blocks: at most some seconds."""
         self.gates.remove()
-        self._captures.close(self._parts.config.io_timeout_s)
-        self._recorder.close()
-        self._parts.source.release()
+        self._captures.close(self._config.io_timeout_s)
+        self._recorder.forget_plan()
+        self._source.release()
         self._weights = []
 
 

@@ -12,17 +12,24 @@ from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.core.messages import StepKey
 from lazysnap.engine.boundaries import Boundaries
-from lazysnap.engine.parts import Parts, source_of
+from lazysnap.engine.level_checks import shared_levels
+from lazysnap.engine.messages import Messages
 from lazysnap.engine.preemption import Preemption, RankCaptures
-from lazysnap.engine.rollback import Rollback, Rollbacks
+from lazysnap.engine.recorder import Recorder
+from lazysnap.engine.rollback import Rollback, roll_back
 from lazysnap.engine.run import Run
 from lazysnap.engine.shutdown import Progress, Shutdown
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError, JobBusy
+from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.ranks.checks import together
+from lazysnap.ranks.checks import check_places, together
+from lazysnap.ranks.discovery import discover_keepers
+from lazysnap.ranks.world import World
+from lazysnap.restore.restart import Restart
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.shard.names import check_name
+from lazysnap.state.objects import ObjectState
 from lazysnap.state.source import StateSource
 
 _Arguments = ParamSpec("_Arguments")
@@ -93,19 +100,47 @@ class SnapshotEngine:
         identity = JobIdentity.from_config(self.config, default_url)
         if takes_over:
             _end_earlier(identity)
-        preemption = Preemption(self.config, self._captures, self._seal)
-        self._parts = Parts.of(self.config, source_of(state), identity)
-        self._run = Run(self._parts)
-        self._boundaries = Boundaries(self._parts, self._run, preemption)
-        self._shutdown = Shutdown(self._parts, self._run, self._boundaries, preemption)
-        self._rollbacks = Rollbacks(self._parts, self._run, self._boundaries)
-        self._client = self._parts.client
-        self._recorder = self._parts.recorder
+        self._identity = identity
+        self._source = _source_of(state)
+        self._world = World(self.config.collective_timeout_s, self._source.optimizers())
+        place = self._world.place
+        self._client = KeeperClient(
+            identity,
+            place.local_rank,
+            linger_s=self.config.memory.linger_s,
+            io_timeout_s=self.config.io_timeout_s,
+        )
+        messages = Messages(Statistics(), is_first=self._world.rank == 0, speaks_for_node=place.local_rank == 0)
+        self._recorder = Recorder(self.config, self._source, self._client, messages, self._world)
+        self._run = self._new_run()
+        self._preemption = Preemption(self.config, self._client, self._captures, self._seal)
+        self._boundaries = Boundaries(self.config, self._source, self._world, self._run, self._preemption)
+        self._shutdown = Shutdown(self.config, self._world, self._run, self._boundaries, self._preemption)
         self._is_training = False
         """True if the ``with`` block was entered."""
         self._pid = os.getpid()
         """The process that made it: in a forked child it is of no use."""
         _engines.add(self)
+
+    def _new_run(self) -> Run:
+        """Agree with the other ranks on how they reach each other, and make the run. Collective. Blocks.
+
+        Raises: ConfigError; WaitTimeout.
+        """
+        check_places(self._world, self.config, self._identity.job_id)
+        discovery = discover_keepers(self._world, self._client, self.config, self._identity.job_id)
+        self._recorder.memory.group = discovery.group
+        shared = shared_levels(self._world, self.config.levels)
+        restart = Restart(
+            self.config,
+            self._source,
+            self._client,
+            self._identity,
+            self._world,
+            discovery,
+            start=self._recorder.meta.start,
+        )
+        return Run(restart, self._recorder, shared)
 
     def _captures(self) -> RankCaptures:
         return self._shutdown.captures()
@@ -212,9 +247,9 @@ class SnapshotEngine:
         several ranks, an error on one of them is raised on all; one that is not of this package as StateError.
         """
         self._check_open("restore")
-        self._together("checking the model", lambda: check_kinds(self._parts.source.expected().items()))
+        self._together("checking the model", lambda: check_kinds(self._source.expected().items()))
         # Before the first step: from here on it is known which gradients a step has used.
-        self._boundaries.gates.install(self._parts.source.optimizers())
+        self._boundaries.gates.install(self._source.optimizers())
         snapshot = self._run.restore(which)
         if self._is_training:
             self._prepare()
@@ -248,7 +283,7 @@ class SnapshotEngine:
 
     def _together(self, what: str, work: Callable[[], object]) -> None:
         """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
-        together(self._parts.world, what, work)
+        together(self._world, what, work)
 
     # ---------------------------------------------------------------- training
 
@@ -263,7 +298,7 @@ class SnapshotEngine:
         """
         self._check_open("prepare")
         self._boundaries.prepare()
-        if self._parts.world.is_alone:
+        if self._world.is_alone:
             self._boundaries.check_memory()
 
     def _wait_ready(self, timeout_s: float) -> bool:
@@ -314,7 +349,7 @@ class SnapshotEngine:
         """
         self._check_open("replan")
         with self._boundaries.lock:
-            self._recorder.planner.forget()
+            self._recorder.forget_plan()
 
     def gate(self) -> None:
         """Return when parameters and optimizer state may change again: the last capture's copies are done.
@@ -347,7 +382,7 @@ class SnapshotEngine:
         raises; WaitTimeout.
         """
         self._check_open("rollback")
-        return self._rollbacks.go_back(steps, reason)
+        return roll_back(self._run, self._boundaries, steps, reason)
 
     # ---------------------------------------------------------------- names
 
@@ -372,7 +407,7 @@ class SnapshotEngine:
     @property
     def _lost_names(self) -> Mapping[str, str]:
         """Names that ``keep`` gave whose snapshot the first level will never have, and why, if that is known."""
-        return self._recorder.events.lost_names
+        return self._recorder.memory.events.lost_names
 
     def release(self, name: str) -> None:
         """Take ``name`` from this run's snapshots: retention treats them as any other. Does not block.
@@ -404,7 +439,7 @@ class SnapshotEngine:
         self._check_open("wait")
         if until not in ("captured", "protected", "durable"):
             raise ConfigError(f'wait: until must be "captured", "protected" or "durable", got {until!r}')
-        if until == "protected" and self._parts.discovery.redundancy is None:
+        if until == "protected" and self._run.restart.discovery.redundancy is None:
             raise ConfigError("wait: nodes do not protect each other: there is only one, or redundancy is None")
         if until == "durable" and not self.config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")
@@ -414,8 +449,9 @@ class SnapshotEngine:
             return False
         if until == "captured":
             return self._boundaries.wait_captured(step, timeout_s)
-        shutdown = self._shutdown
-        return (shutdown.wait_durable if until == "durable" else shutdown.wait_protected)(step, timeout_s)
+        if until == "protected":
+            return self._shutdown.wait_protected(step, timeout_s)
+        return self._shutdown.wait_durable(step, timeout_s)
 
     def _is_to_be_stored(self, step: int, timeout_s: float) -> bool:
         """Block until the first level has ``step``, or memory keeps it for that level, which has got a name for it.
@@ -427,7 +463,7 @@ class SnapshotEngine:
         while time.monotonic() < deadline_s:
             levels = self._client.state.levels
             is_stored = bool(levels) and key in levels[0].complete
-            if is_stored or self._recorder.history.is_kept(step):
+            if is_stored or self._recorder.captures.is_held(step):
                 return True
             time.sleep(0.001)
         return False
@@ -471,6 +507,17 @@ class SnapshotEngine:
         self._shutdown.abandon(error)
 
 
+def _source_of(state: StateSource | Mapping[str, Any]) -> StateSource:
+    """Return the state as a source. Raises: ConfigError, if it is none."""
+    source = ObjectState(state) if isinstance(state, Mapping) and state else state
+    if not isinstance(source, StateSource):
+        raise ConfigError(
+            'SnapshotEngine: the state must be a dict of names to objects, as in {"model": model, "optimizer": '
+            f"optimizer}}, or a StateSource; got {'an empty one' if state == {} else type(state).__qualname__}"
+        )
+    return source
+
+
 _engines: "weakref.WeakSet[SnapshotEngine]" = weakref.WeakSet()
 """All engines of this process. One that is connected to a keeper stays here: the thread of its connection needs it."""
 
@@ -478,5 +525,5 @@ _engines: "weakref.WeakSet[SnapshotEngine]" = weakref.WeakSet()
 def _end_earlier(identity: JobIdentity) -> None:
     """Leave all engines of this process and this job, as after a crash: a cell of a notebook is run again."""
     for engine in list(_engines):
-        if engine._parts.identity == identity and engine._pid == os.getpid():
+        if engine._identity == identity and engine._pid == os.getpid():
             engine._shutdown.give_way()

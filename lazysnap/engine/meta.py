@@ -5,13 +5,15 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazysnap.capture.plan import CapturePlan
+from lazysnap.capture.plan import CapturePlan, storage_of
 from lazysnap.config import SnapshotConfig
+from lazysnap.engine.messages import Event, Messages
 from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.world import World
 from lazysnap.restore.level import newest_id
 from lazysnap.shard.manifest import json_text
 from lazysnap.shard.names import id_after, new_id
+from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 _LISTING_S = 3.0
@@ -41,6 +43,7 @@ class MetaWriter:
     newest: str = ""
     """The greatest id at the levels when this was made; empty, if there was none."""
     parameters: dict[str, list[str]] | None = None
+    """See ``names_of_parameters``."""
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
     _written: tuple[dict[str, list[str]], str] | None = field(default=None, init=False, repr=False)
     """See ``_parameters_text``: the ``parameters`` that it wrote, and the text."""
@@ -110,3 +113,30 @@ class MetaWriter:
         if self._written is None or self._written[0] is not self.parameters:
             self._written = self.parameters, f'"parameters":{json_text(self.parameters)},'
         return self._written[1]
+
+
+def names_of_parameters(source: StateSource, everything: Walk, messages: Messages) -> dict[str, list[str]] | None:
+    """Return the names of each optimizer's parameters, in its order, by the optimizer's path in the state.
+
+    An optimizer's own state knows parameters by number alone.
+
+    Optimizers of which one parameter has no name are left out. Warns of parameters whose values are in no part of the
+    state.
+    """
+    names = source.parameter_names()
+    optimizers = source.optimizer_parameters()
+    listed = {}
+    for path, parameters in optimizers.items():
+        listed[path] = [names.get(id(parameter), "") for parameter in parameters]
+    complete = {path: listed_names for path, listed_names in listed.items() if all(listed_names)}
+    if len(complete) < len(listed):
+        held = {storage_of(tensor) for tensor in everything.tensors}
+        for path, listed_names in listed.items():
+            nameless = []
+            for name, parameter in zip(listed_names, optimizers[path], strict=True):
+                if not name and parameter.numel() > 0:
+                    nameless.append(parameter)
+            count = sum(storage_of(parameter) not in held for parameter in nameless)
+            if count:
+                messages.tell(Event.VALUES_MISSING, count=count, path=path)
+    return complete or None

@@ -72,27 +72,34 @@ class Preemption:
 
     Example::
 
-        preemption = Preemption(config, captures, seal)
-        preemption.listen(client)
+        preemption = Preemption(config, client, captures, seal)
+        preemption.listen()
         preemption.boundary_passed()  # behind each boundary; raises SystemExit(143) once the training is preempted
         preemption.leave()
     """
 
     def __init__(
-        self, config: SnapshotConfig, captures: Callable[[], RankCaptures], seal: Callable[[float], None]
+        self,
+        config: SnapshotConfig,
+        client: KeeperClient,
+        captures: Callable[[], RankCaptures],
+        seal: Callable[[float], None],
     ) -> None:
         """Nothing happens before ``listen``.
 
         Args:
             config: settings of the training.
+            client: the connection to the keeper.
             captures: returns what is captured by now. It is called on another thread.
             seal: lets nothing be captured any more, and waits for copies, at most the given seconds. As ``captures``.
         """
         self._config = config
+        self._client = client
         self._captures = captures
         self._seal = seal
         self._signals = PreemptionSignals(self._become_preempted)
-        self._client: KeeperClient | None = None
+        self.listens = False
+        """True after ``listen``."""
         self._exception: type[BaseException] = SystemExit
         self._overrules_handler = False
         self._step_s: float | None = None
@@ -118,36 +125,28 @@ class Preemption:
 
     # The training thread
 
-    def listen(
-        self, client: KeeperClient, exception: type[BaseException] = SystemExit, *, overrules_handler: bool = False
-    ) -> None:
-        """React to preemption from now on. Idempotent. Does not block.
+    def listen(self, exception: type[BaseException] = SystemExit, *, overrules_handler: bool = False) -> None:
+        """React to preemption from now on. Idempotent: the first call counts. Does not block.
 
         Args:
-            client: the connection to the keeper.
             exception: type that is raised at the last boundary, with the exit code.
             overrules_handler: a handler of SIGTERM that is there now is called, but does not keep the training from
                 ending.
         """
         if self.listens:
             return
-        self._client = client
+        self.listens = True
         self._exception = exception
         self._overrules_handler = overrules_handler
         self._last_boundary_s = time.monotonic()
         self._signals.start()
-        client.when_preempted(self._signals.report_other_rank)
+        self._client.when_preempted(self._signals.report_other_rank)
         if os.getpid() == 1 and not self._signals.is_installed:
             logger.warning(
                 "SIGTERM can neither end this training nor store its newest step: it is process number 1, and does not "
                 "train on its main thread, where alone Python handles signals. Train on the main thread, or start the "
                 "container with an init process (docker run --init)"
             )
-
-    @property
-    def listens(self) -> bool:
-        """True after ``listen``."""
-        return self._client is not None
 
     @property
     def ends_training(self) -> bool:
@@ -224,21 +223,20 @@ class Preemption:
 
         Called for each signal. After one that the program handles, another one may end the training.
         """
-        client = self._client
-        if client is None or not self._choose_ending(number):
+        if not self._choose_ending(number):
             return
         self._deadline_s = time.monotonic() + self._config.preemption_timeout_s
         if self._ending is not _Ending.PROGRAM:
             with contextlib.suppress(RuntimeError):  # no thread can be started: this one has to do
                 threading.Thread(target=self._guard, name="lazysnap-preemption-end", daemon=True).start()
-        client.preempt()
+        self._client.preempt()
         is_stored = False
         try:
-            is_stored = self._store_newest(client)
+            is_stored = self._store_newest()
         except Exception:  # the process must end in time, whatever fails
             logger.warning("preemption: the newest step is not stored", exc_info=True)
         if not self._left.is_set():
-            line = self._line(client, is_stored=is_stored)
+            line = self._line(is_stored=is_stored)
             if is_stored and self._config.levels:
                 _write_in_time(lambda: say(line))
             else:
@@ -271,7 +269,7 @@ class Preemption:
         if not self._left.wait(self._remaining_s() + 2 * _WRITE_S):
             _exit()
 
-    def _store_newest(self, client: KeeperClient) -> bool:
+    def _store_newest(self) -> bool:
         """Block until the newest step that all ranks hold is durable; False if it is not in time.
 
         While the training is being closed, block until that is over.
@@ -281,13 +279,13 @@ class Preemption:
         if self._ending is _Ending.PREEMPTION:
             self._stopped.wait(self._patience_s())
             self._seal(self._remaining_s())
-            client.seal()
+            self._client.seal()
         captures = self._captures()
         if not self._config.levels or not captures.steps:
             return True
         newest_step = captures.steps[0]
         if self._ending is _Ending.PREEMPTION and not captures.is_resumed:
-            client.require(newest_step)
+            self._client.require(newest_step)
 
         def is_settled(state: KeeperState) -> bool:
             durable = self._captures().durable
@@ -301,7 +299,7 @@ class Preemption:
             is_newest_lost = any(key.step == newest_step for key in state.lost)
             return step >= newest_step or (is_newest_lost and step >= captures.steps[-1])
 
-        return client.wait(is_settled, self._remaining_s())
+        return self._client.wait(is_settled, self._remaining_s())
 
     def _patience_s(self) -> float:
         """Return the seconds within which the next boundary is expected."""
@@ -313,7 +311,7 @@ class Preemption:
     def _remaining_s(self) -> float:
         return max(0.0, self._deadline_s - time.monotonic())
 
-    def _line(self, client: KeeperClient, *, is_stored: bool) -> str:
+    def _line(self, *, is_stored: bool) -> str:
         """Return the last line: the step that was running, the durable one, and what is not durable."""
         captures = self._captures()
         cause = "preemption of another rank" if self._signal is None else self._signal.name
@@ -327,7 +325,7 @@ class Preemption:
                 return f"{head}; {durable}"
         elif not captures.steps:
             return f"{head}: no step of it was captured, a restart begins as this one did"
-        place = f"step {captures.steps[0]} is in the memory of {self._place(client)}"
+        place = f"step {captures.steps[0]} is in the memory of {self._place()}"
         if not self._config.levels:
             return f"{head}; {place}: there is no storage level"
         late = ""
@@ -335,9 +333,9 @@ class Preemption:
             late = f" after {self._config.preemption_timeout_s:g} s (preemption_timeout_s)"
         return f"{head}; NOT DURABLE{late}: {place}; {durable}"
 
-    def _place(self, client: KeeperClient) -> str:
+    def _place(self) -> str:
         """Return where captures are, and what becomes of them."""
-        keeper = client.keeper_pid
+        keeper = self._client.keeper_pid
         place = "this process alone"
         if keeper is not None:
             place = f"the keeper (process {keeper})"

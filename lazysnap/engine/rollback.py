@@ -15,7 +15,7 @@ from lazysnap import faults
 from lazysnap.console import duration
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.messages import Event
-from lazysnap.engine.parts import Parts
+from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.report import places
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, SnapshotNotFound
@@ -43,110 +43,120 @@ class Rollback:
     """Duration of the call."""
 
 
-class Rollbacks:
-    """Goes back in place. Used on the training thread."""
+def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Rollback:
+    """See ``SnapshotEngine.rollback``. Collective. Blocks."""
+    started = time.perf_counter()
+    recorder = run.recorder
+    world = run.restart.world
+    _await_newest(run, boundaries)
+    from_step = _step_in_progress(recorder)
+    snapshot = _find(run, steps)
+    branch = _branch(run, snapshot)
+    faults.point("engine.rollback.found")
+    if branch is not None:
+        kept = snapshot.run_id, snapshot.step
+        run.drop("engine.rollback.drop", lambda entry: (entry.run_id, entry.step) > kept)
+    faults.point("engine.rollback.load")
+    together(world, "rolling back", lambda: _load(run.restart.source, snapshot))
+    faults.point("engine.rollback.loaded")
+    if snapshot.world_size != world.size:
+        reseed(snapshot, world)
+    if branch is None:
+        recorder.go_back(snapshot.step)
+    else:
+        recorder.memory.look_at_keeper()  # what became durable by now is counted as of the run that is left
+        run.go_on(snapshot, branch)
+        run.begin()
+        _capture_branch(run, boundaries, snapshot.step)
+    done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
+    recorder.messages.tell(
+        Event.ROLLED_BACK,
+        reason=f" ({reason})" if reason else "",
+        took=duration(done.seconds),
+        from_step=from_step,
+        step=done.step,
+        level=done.level,
+    )
+    return done
 
-    def __init__(self, parts: Parts, run: Run, boundaries: Boundaries) -> None:
-        self._parts = parts
-        self._run = run
-        self._boundaries = boundaries
-        self._recorder = parts.recorder
 
-    def go_back(self, steps: int, reason: str) -> Rollback:
-        """See ``SnapshotEngine.rollback``. Collective. Blocks."""
-        parts, recorder, started = self._parts, self._recorder, time.perf_counter()
-        self._boundaries.gate()
-        if recorder.last_step is not None:  # a device may still be copying
-            self._boundaries.wait_captured(recorder.last_step, parts.config.io_timeout_s)
-        from_step, snapshot = self._from_step, self._find(steps)
-        branch = self._branch(snapshot)
-        faults.point("engine.rollback.found")
-        if branch is not None:
-            kept = snapshot.run_id, snapshot.step
-            self._run.drop("engine.rollback.drop", lambda item: (item.run_id, item.step) > kept)
-        faults.point("engine.rollback.load")
-        together(parts.world, "rolling back", lambda: self._load(snapshot))
-        faults.point("engine.rollback.loaded")
-        if snapshot.world_size != parts.world.size:
-            reseed(snapshot, parts.world)
-        if branch is None:
-            recorder.go_back(snapshot.step)
-        else:
-            recorder.drain_events()  # what became durable by now is counted as of the run that is left
-            self._run.go_on(snapshot, branch)
-            self._run.begin()
-            self._capture_branch(snapshot.step)
-        done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
-        why, took = f" ({reason})" if reason else "", duration(done.seconds)
-        where = {"from_step": from_step, "step": done.step, "level": done.level}
-        parts.messages.tell(Event.ROLLED_BACK, reason=why, took=took, **where)
-        return done
+def _await_newest(run: Run, boundaries: Boundaries) -> None:
+    """Block until the newest capture is whole: a device may still be copying it."""
+    boundaries.gate()
+    newest_step = run.recorder.last_step
+    if newest_step is not None:
+        boundaries.wait_captured(newest_step, run.restart.config.io_timeout_s)
 
-    def _capture_branch(self, step: int) -> None:
-        """Make the state that was loaded the newest snapshot. Collective. Blocks: until it is whole in memory."""
-        self._recorder.stores_next = True
-        faults.point("engine.rollback.capture")
-        with self._boundaries.lock:
-            began = self._boundaries.capture(step, time.perf_counter())
-        is_held = began and self._boundaries.wait_captured(step, self._parts.config.io_timeout_s)
-        faults.point("engine.rollback.captured")
-        if not all(self._parts.world.exchange("capturing after a rollback", is_held)):
-            self._parts.messages.tell(Event.NOT_CAPTURED_BACK, step=step)
 
-    @property
-    def _from_step(self) -> int:
-        """The step in progress."""
-        return (self._recorder.seen_step or 0) + 1
+def _step_in_progress(recorder: Recorder) -> int:
+    return (recorder.seen_step or 0) + 1
 
-    def _find(self, steps: int) -> Snapshot:
-        """Return the newest snapshot at least ``steps`` older than the step in progress: in memory, else on storage.
 
-        One whose trained weights or optimizer state are not finite is passed over. Collective. Blocks.
-        Raises: ConfigError; SnapshotNotFound; as ``SnapshotEngine._fetch``.
-        """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
-        limit, present, lineage = self._from_step - steps, self._recorder.meta.run_id, self._run.lineage
+def _find(run: Run, steps: int) -> Snapshot:
+    """Return the newest snapshot at least ``steps`` older than the step in progress: in memory, else on storage.
 
-        def is_wanted(plan: RestartPlan) -> bool:
-            return plan.step <= limit and lineage.has(plan, present)
+    One whose trained weights or optimizer state are not finite is passed over. Collective. Blocks.
+    Raises: ConfigError; SnapshotNotFound; as ``SnapshotEngine._fetch``.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
+    from_step = _step_in_progress(run.recorder)
+    present = run.meta.run_id
 
-        def flaw(snapshot: Snapshot) -> str:
-            name = first_not_finite(self._parts.source, snapshot.state)
-            return f"{name} holds NaN or infinity" if name else ""
+    def is_wanted(plan: RestartPlan) -> bool:
+        return plan.step <= from_step - steps and run.lineage.has(plan, present)
 
-        levels = self._parts.config.levels
-        # Storage only where memory has none: listing it takes longer than the rest.
-        for has_storage in (False, True) if levels else (False,):
-            restart = dataclasses.replace(self._run.restart, has_storage=has_storage)
-            snapshot = fetch_back(restart, is_wanted, flaw)
-            if snapshot is not None:
-                return snapshot
-        where, age = places(level.url for level in levels), f"{steps} step{'s' * (steps != 1)}"
-        raise SnapshotNotFound(
-            f"rollback: this training has no usable snapshot that is {age} older than step {self._from_step}, "
-            f"which is in progress, {where} (every_n_steps is {self._parts.config.every_n_steps}). There is none "
-            "right after a fresh start, or if memory was lost before storage had one. Nothing was changed; a restart "
-            'with "latest" takes what storage has'
-        )
+    def flaw(snapshot: Snapshot) -> str:
+        name = first_not_finite(run.restart.source, snapshot.state)
+        return f"{name} holds NaN or infinity" if name else ""
 
-    def _branch(self, snapshot: Snapshot) -> str | None:
-        """Return the id of the run that has to begin at ``snapshot``, the same on all ranks; ``None``, if no rank
-        captured anything newer. Collective.
-        """
-        meta, last = self._recorder.meta, self._recorder.last_step
-        is_newest = snapshot.run_id == meta.run_id and (last is None or last <= snapshot.step)
-        told = self._parts.world.exchange("rolling back", [is_newest, new_id()])
-        if all(newest for newest, _ in told):
-            return None
-        _, run_id = told[0]
-        return id_after(run_id, meta.run_id)
+    config = run.restart.config
+    # Storage only where memory has none: listing it takes longer than the rest.
+    for has_storage in (False, True) if config.levels else (False,):
+        restart = dataclasses.replace(run.restart, has_storage=has_storage)
+        snapshot = fetch_back(restart, is_wanted, flaw)
+        if snapshot is not None:
+            return snapshot
+    where = places(level.url for level in config.levels)
+    age = f"{steps} step{'s' * (steps != 1)}"
+    raise SnapshotNotFound(
+        f"rollback: this training has no usable snapshot that is {age} older than step {from_step}, "
+        f"which is in progress, {where} (every_n_steps is {config.every_n_steps}). There is none "
+        "right after a fresh start, or if memory was lost before storage had one. Nothing was changed; a restart "
+        'with "latest" takes what storage has'
+    )
 
-    def _load(self, snapshot: Snapshot) -> None:
-        """Put the state back in place but for the data, and clear the gradients. Raises: what its objects raise."""
-        self._parts.source.load(snapshot.state, data=False)
-        for optimizer in self._parts.source.optimizers():
-            optimizer.zero_grad()
+
+def _branch(run: Run, snapshot: Snapshot) -> str | None:
+    """Return the id of the run that has to begin at ``snapshot``, the same on all ranks; ``None``, if no rank
+    captured anything newer. Collective.
+    """
+    newest_step = run.recorder.last_step
+    is_newest = snapshot.run_id == run.meta.run_id and (newest_step is None or newest_step <= snapshot.step)
+    answers = run.restart.world.exchange("rolling back", [is_newest, new_id()])
+    if all(is_newest_there for is_newest_there, _ in answers):
+        return None
+    _, run_id = answers[0]
+    return id_after(run_id, run.meta.run_id)
+
+
+def _load(source: StateSource, snapshot: Snapshot) -> None:
+    """Put the state back in place but for the data, and clear the gradients. Raises: what its objects raise."""
+    source.load(snapshot.state, data=False)
+    for optimizer in source.optimizers():
+        optimizer.zero_grad()
+
+
+def _capture_branch(run: Run, boundaries: Boundaries, step: int) -> None:
+    """Make the state that was loaded the newest snapshot. Collective. Blocks: until it is whole in memory."""
+    run.recorder.stores_next = True
+    faults.point("engine.rollback.capture")
+    with boundaries.lock:
+        began = boundaries.capture(step, time.perf_counter())
+    is_held = began and boundaries.wait_captured(step, run.restart.config.io_timeout_s)
+    faults.point("engine.rollback.captured")
+    if not all(run.restart.world.exchange("capturing after a rollback", is_held)):
+        run.recorder.messages.tell(Event.NOT_CAPTURED_BACK, step=step)
 
 
 def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lazysnap import faults
@@ -10,7 +10,7 @@ from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.job_settings import job_settings
 from lazysnap.engine.messages import Event
-from lazysnap.engine.parts import Parts
+from lazysnap.engine.recorder import Recorder
 from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
 from lazysnap.keeper.memory_inventory import MemoryEntry
 from lazysnap.memory.slots import TrainerSlot
@@ -49,11 +49,20 @@ class Lineage:
 class Run:
     """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``resume`` goes on with another one."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self.meta = meta = parts.recorder.meta
-        who = parts.identity, parts.world, parts.discovery
-        self.restart = Restart(parts.config, parts.source, parts.client, *who, start=meta.start)
+    def __init__(self, restart: Restart, recorder: Recorder, shared: Sequence[str]) -> None:
+        """Nothing is resumed or begun yet.
+
+        Args:
+            restart: what a restart needs, the settings and the state among it.
+            recorder: captures the steps of this run.
+            shared: URLs of the levels that are one place for all nodes.
+        """
+        self.restart = restart
+        self.recorder = recorder
+        self.meta = recorder.meta
+        self._client = recorder.memory.client
+        self._messages = recorder.messages
+        self._shared = shared
         self.lineage = Lineage()
         self._from_step = -1
         """Captures from now on are of later steps; -1: nothing was resumed."""
@@ -77,7 +86,7 @@ class Run:
 
         Before ``fetch``. Collective. Blocks: for other ranks.
         """
-        id_of_first_rank = self._parts.world.exchange("naming the run", run_id)[0]
+        id_of_first_rank = self.restart.world.exchange("naming the run", run_id)[0]
         if id_of_first_rank:
             self.meta.rename(id_of_first_rank)
 
@@ -95,10 +104,10 @@ class Run:
 
     def steps(self) -> list[int]:
         """See ``SnapshotEngine.all_steps``. Blocks."""
-        parts = self._parts
-        answers = [Level(level, 0).begin_names(marked=False) for level in parts.config.levels]
-        who = parts.client, parts.identity, parts.world.place
-        memory = NodeMemory(*who, parts.config.io_timeout_s, logger.info)
+        restart = self.restart
+        answers = [Level(level, 0).begin_names(marked=False) for level in restart.config.levels]
+        place = restart.world.place
+        memory = NodeMemory(self._client, restart.identity, place, restart.config.io_timeout_s, logger.info)
         try:
             held = {(entry.run_id, entry.step) for found in memory.inventories() for entry in found.entries}
         finally:
@@ -124,7 +133,7 @@ class Run:
             logger.info("the training runs: reading its newest snapshot on storage")
             found = self.fetch(which, replace(restart, client=None))
         if found is None:
-            where = report.places(level.url for level in self._parts.config.levels)
+            where = report.places(level.url for level in self.restart.config.levels)
             raise SnapshotNotFound(
                 f"{which!r}: there is no whole snapshot {where}; train first, or give the path of a checkpoint"
             )
@@ -141,7 +150,9 @@ class Run:
 
     def load(self, snapshot: Snapshot, *, position: str = "") -> None:
         """See ``SnapshotEngine._load``. Collective. Blocks."""
-        source, world, started = self._parts.source, self._parts.world, time.perf_counter()
+        source = self.restart.source
+        world = self.restart.world
+        started = time.perf_counter()
         work = "checking the optimizers"
         together(world, work, lambda: check_optimizers(source, snapshot.state, snapshot.parameters))
         faults.point("restore.load")
@@ -155,7 +166,7 @@ class Run:
     def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
         """See ``SnapshotEngine._resume``. Blocks: asks the keeper."""
         self.go_on(snapshot, (snapshot.new_run or snapshot).run_id)
-        if snapshot.world_size > 1 or not self._parts.world.is_alone:
+        if snapshot.world_size > 1 or not self.restart.world.is_alone:
             self._discard_others(snapshot)
         self.begin()
         self.has_told_start = False
@@ -163,17 +174,17 @@ class Run:
         if snapshot.new_run is not None:
             new, left = snapshot.new_run, snapshot.new_run.left
             run = {"new": new.name, "run": snapshot.run, "left": new.left_name}
-            self._parts.messages.tell(Event.NEW_RUN, step=snapshot.step, newest=left.step, **run)
+            self._messages.tell(Event.NEW_RUN, step=snapshot.step, newest=left.step, **run)
 
     def go_on(self, snapshot: Snapshot, run_id: str) -> None:
         """Captures from here on are of that run, which continues behind ``snapshot``."""
         self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
         self.meta.run_id = run_id
         self.meta.follow(snapshot.newest_start)
-        self._parts.recorder.resume(snapshot.step)
+        self.recorder.resume(snapshot.step)
         self._from_step = snapshot.step
         self._source = report.source_of(snapshot)
-        self.resumed = report.Resumed.of(snapshot, has_levels=bool(self._parts.config.levels))
+        self.resumed = report.Resumed.of(snapshot, has_levels=bool(self.restart.config.levels))
 
     def tell_start(self, line: str | None = None) -> None:
         """Print how this training starts, once: ``line``, or that it starts fresh, and why.
@@ -182,32 +193,39 @@ class Run:
         """
         if not self.has_told_start:
             self.has_told_start = True
-            self._parts.messages.tell(Event.STARTS, line=line or report.fresh(self._absence))
+            self._messages.tell(Event.STARTS, line=line or report.fresh(self._absence))
 
     # ---------------------------------------------------------------- beginning
 
     def begin(self) -> None:
         """Captures are of this run from now on. Does not block."""
         self.is_begun = True
-        parts = self._parts
+        restart = self.restart
         settings = job_settings(
-            parts.config,
-            parts.world,
+            restart.config,
+            restart.world,
             self.meta.run_id,
-            redundancy=parts.discovery.redundancy,
-            shared=parts.shared,
+            redundancy=restart.discovery.redundancy,
+            shared=self._shared,
         )
         start = self.meta.start_number
-        parts.recorder.events.begin(start, max(0, self._from_step))
-        parts.client.begin_start(settings, start, self._from_step, self._source)
+        self.recorder.memory.events.begin(start, max(0, self._from_step))
+        self._client.begin_start(settings, start, self._from_step, self._source)
 
     def begin_once(self) -> None:
-        """``begin``, if that was not done: again would make the client forget which steps are durable."""
+        """Print how this training starts, and ``begin``, unless that was done: beginning again would make the client
+        forget which steps are durable.
+        """
+        self.tell_start()
         if not self.is_begun:
             self.begin()
 
-    def begin_again(self, step: int) -> None:
-        """A loop began again with a lower ``step``: these are other snapshots."""
+    def begin_again_if_earlier(self, step: int) -> None:
+        """If a loop began again with a lower ``step``, what it captures from now on are other snapshots."""
+        last = self.recorder.seen_step or 0
+        if step >= last:
+            return
+        self._messages.tell(Event.BEGINS_AGAIN, step=step, last=last)
         self.meta.follow(None)
         self.resumed = None  # what was resumed is not what these go on from
         self._from_step = max(0, step - 1)
@@ -229,7 +247,7 @@ class Run:
     def drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
         """Drop captures in memory; ``point`` is passed before each. Blocks: asks the keeper."""
         try:
-            entries = self._parts.client.memory(self._parts.config.io_timeout_s).entries
+            entries = self._client.memory(self.restart.config.io_timeout_s).entries
         except KeeperError as error:
             logger.info("nothing in memory to go through: %s", error)
             return

@@ -3,17 +3,19 @@
 import contextlib
 from collections.abc import Callable
 
+from lazysnap.config import SnapshotConfig
 from lazysnap.console import has_terminal, said_after
 from lazysnap.core.messages import Farewell, KeeperState, StepKey
 from lazysnap.engine import report
 from lazysnap.engine.boundaries import Boundaries
+from lazysnap.engine.memory import NO_SLOTS
 from lazysnap.engine.messages import Event
-from lazysnap.engine.parts import Parts
 from lazysnap.engine.preemption import Preemption, RankCaptures
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import Statistics
 from lazysnap.engine.stored import StoredStep, stored_bytes
 from lazysnap.errors import WaitTimeout
+from lazysnap.ranks.world import World
 
 _SILENCE_S = 3.0
 """Seconds that the end of a training waits for storage before it says so."""
@@ -25,13 +27,20 @@ Progress = Callable[[int, int], None]
 class Shutdown:
     """OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
 
-    def __init__(self, parts: Parts, run: Run, boundaries: Boundaries, preemption: Preemption) -> None:
-        self._parts = parts
+    def __init__(
+        self, config: SnapshotConfig, world: World, run: Run, boundaries: Boundaries, preemption: Preemption
+    ) -> None:
+        self._config = config
+        self._world = world
         self._run = run
         self._boundaries = boundaries
         self._preemption = preemption
-        self._recorder = parts.recorder
-        self._history = parts.recorder.history
+        self._recorder = run.recorder
+        self._captures = run.recorder.captures
+        self._memory = run.recorder.memory
+        self._client = run.recorder.memory.client
+        self._messages = run.recorder.messages
+        self._statistics = run.recorder.messages.statistics
         self.is_closed = False
         self.is_replaced = False
         """True if a later engine of this process took the place of this one."""
@@ -43,33 +52,33 @@ class Shutdown:
     def statistics(self) -> Statistics:
         """See ``SnapshotEngine.statistics``."""
         if not self.is_closed:  # else the keeper was left, and nothing that it does is of this training
-            self._recorder.drain_events()
+            self._memory.look_at_keeper()
             with self._boundaries.lock:
                 self._recorder.count_ended()
-            self._parts.statistics.last_whole_step = self._history.last_held_step()
-        return self._parts.statistics.copied()
+            self._statistics.last_whole_step = self._memory.newest_held_step()
+        return self._statistics.copied()
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
         """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.
 
         A level takes captures as it comes to them: the newest is asked for, by all ranks.
         """
-        client = self._parts.client
-        newest = self._history.newest_whole()
+        client = self._client
+        newest = self._captures.newest_whole_step()
         if newest is not None and newest >= step:
-            is_durable = self._parts.world.is_alone and client.is_complete(step, 0)
+            is_durable = self._world.is_alone and client.is_complete(step, 0)
             if not is_durable:
                 client.require(newest)
                 # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
                 client.wait(self._is_settled(step, newest), timeout_s)
-        self._recorder.drain_events()
+        self._memory.look_at_keeper()
         return client.is_complete(step, 0)
 
     def _is_settled(self, step: int, newest: int) -> Callable[[KeeperState], bool]:
         key = StepKey(self._run.meta.start_number, newest)
 
         def is_settled(state: KeeperState) -> bool:
-            return self._parts.client.is_complete(step, 0) or key in state.lost
+            return self._client.is_complete(step, 0) or key in state.lost
 
         return is_settled
 
@@ -81,7 +90,7 @@ class Shutdown:
             newest = state.protected
             return newest is not None and newest.start == start and newest.step >= step
 
-        client = self._parts.client
+        client = self._client
         if not is_protected(client.state):
             client.protect(step)
         return client.wait(is_protected, timeout_s)
@@ -89,10 +98,10 @@ class Shutdown:
     def flush(self, timeout_s: float, progress: Progress | None) -> bool:
         """See ``SnapshotEngine._flush``. Blocks. Without levels: until a keeper has it."""
         self._boundaries.finish_copies()
-        done = self._store_everywhere(self._history.newest_whole(), timeout_s, progress)
-        self._recorder.drain_events()
-        is_captured = self._recorder.last_due is None or self._history.newest_whole() is not None
-        return done and is_captured and not self._history.has_lost_last
+        done = self._store_everywhere(self._captures.newest_whole_step(), timeout_s, progress)
+        self._memory.look_at_keeper()
+        is_captured = self._recorder.last_due is None or self._captures.newest_whole_step() is not None
+        return done and is_captured and not self._captures.has_lost_newest
 
     def _store_everywhere(self, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
         """Block until every level has that step; without levels until a keeper has it. ``None``: nothing is waited for.
@@ -101,15 +110,15 @@ class Shutdown:
         """
         if step is None:
             return True
-        client = self._parts.client
-        levels = range(len(self._parts.config.levels))
+        client = self._client
+        levels = range(len(self._config.levels))
         if not levels:
             return client.wait(lambda state: client.is_connected, timeout_s)
         key = StepKey(self._run.meta.start_number, step)
 
         def show(state: KeeperState) -> None:
             # Every rank of the node has about as much.
-            size_bytes = self._parts.statistics.shard_bytes * len(self._parts.world.node_ranks)
+            size_bytes = self._statistics.shard_bytes * len(self._world.node_ranks)
             if progress is not None and size_bytes:
                 progress(stored_bytes(state, key, size_bytes), size_bytes * len(levels))
 
@@ -130,29 +139,31 @@ class Shutdown:
             self._preemption.leave()  # a signal that came meanwhile ends the process here
 
     def _close(self, *, drain: bool, progress: Progress | None) -> bool:
-        parts = self._parts
-        durable, over, captured, has_own = False, False, True, False
-        self._recorder.events.is_training = False
+        durable = False
+        over = False
+        captured = True
+        has_own = False
+        self._memory.events.is_training = False
         try:
             self._boundaries.finish_copies()
-            over = parts.world.ends()
+            over = self._world.ends()
             if drain and over:
                 self._capture_last()
-            has_own = self._history.newest_whole() is not None
-            parts.client.seal()  # what memory has stays: a step with a name is stored, though newer ones are there
+            has_own = self._captures.newest_whole_step() is not None
+            self._client.seal()  # what memory has stays: a step with a name is stored, though newer ones are there
             durable = not drain or self._drain(progress, is_common=over)
             captured = not drain or self._has_captured_last()
-            self._recorder.protection.sum_up()
+            self._memory.protection.sum_up()
         finally:
             self._leave()
             if over:
-                parts.world.close()
+                self._world.close()
             # What memory holds of an earlier start is not this one's to give up, as long as it captured nothing itself.
             is_last = durable and over and has_own
             if is_last:
-                parts.client.leave(Farewell.OVER, parts.config.io_timeout_s)
+                self._client.leave(Farewell.OVER, self._config.io_timeout_s)
             else:
-                parts.client.leave(Farewell.LEFT, parts.config.io_timeout_s)
+                self._client.leave(Farewell.LEFT, self._config.io_timeout_s)
         self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
         self._has_ended_well = durable and captured
         return self._has_ended_well
@@ -161,49 +172,51 @@ class Shutdown:
         try:
             self._boundaries.capture_last()
         except WaitTimeout as error:  # of a rank that died here no capture would be whole
-            self._parts.messages.tell(Event.END_UNKNOWN, text=error)
+            self._messages.tell(Event.END_UNKNOWN, text=error)
 
     def _drain(self, progress: Progress | None, *, is_common: bool) -> bool:
         """Wait until the newest capture is durable at every level."""
         resumed = self._run.resumed
-        is_there = self._history.newest_whole() is not None or resumed is None or not resumed.only_in_memory
+        is_there = self._captures.newest_whole_step() is not None or resumed is None or not resumed.only_in_memory
         durable = self._drain_all(progress, is_common=is_common) and is_there
-        if durable and self._parts.client.was_connected:
-            self._parts.client.wait(self._recorder.events.are_names_settled, self._parts.config.io_timeout_s)
-        self._recorder.drain_events()
-        if not durable and is_there and self._history.last_held_step() is None:  # else see ``report.not_durable``
-            self._parts.messages.tell(Event.NOT_AT_EVERY_LEVEL, reason=self._reason())
+        if durable and self._client.was_connected:
+            self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
+        self._memory.look_at_keeper()
+        if not durable and is_there and self._memory.newest_held_step() is None:  # else see ``report.not_durable``
+            self._messages.tell(Event.NOT_AT_EVERY_LEVEL, reason=self._reason())
         return durable
 
     def _drain_all(self, progress: Progress | None, *, is_common: bool) -> bool:
         """All ranks wait for each other, and fail if one of them failed. Collective, if ``is_common``: all ranks came
         here.
         """
-        client, world, newest = self._parts.client, self._parts.world, self._history.newest_whole()
+        world = self._world
+        newest = self._captures.newest_whole_step()
 
         def drain(last: int | None) -> bool:
-            if not client.was_connected:
+            if not self._client.was_connected:
                 return True
             with self._telling(last, has_bar=progress is not None and has_terminal()):
-                return self._store_everywhere(last, self._parts.config.drain_timeout_s, progress)
+                return self._store_everywhere(last, self._config.drain_timeout_s, progress)
 
         if world.is_alone or not is_common:
             return drain(newest)
         try:
             steps = world.exchange("the last snapshot", newest)
-            is_same, last = len(set(steps)) == 1, newest
+            is_same = len(set(steps)) == 1
+            last = newest
             if not is_same:  # of different steps there is no whole snapshot: what all have is waited for
                 last = None if newest is None or None in steps else min(steps)
             done = world.exchange_after("making the last snapshot durable", lambda: drain(last))
         except WaitTimeout as error:
-            self._parts.messages.tell(Event.END_UNKNOWN, text=error)
+            self._messages.tell(Event.END_UNKNOWN, text=error)
             return False
         return all(done) and is_same
 
     def _telling(self, step: int | None, *, has_bar: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a long wait for storage is reported."""
-        config = self._parts.config
-        if step is None or has_bar or self._parts.world.rank != 0 or not config.levels:
+        config = self._config
+        if step is None or has_bar or self._world.rank != 0 or not config.levels:
             return contextlib.nullcontext()
 
         def line() -> str:
@@ -214,17 +227,18 @@ class Shutdown:
 
     def _lacking(self, step: int) -> list[str]:
         """Return the URLs of the levels that are not known to have that step, or a later one. Thread-safe."""
-        levels = enumerate(self._parts.config.levels)
-        return [level.url for index, level in levels if not self._parts.client.is_complete(step, index)]
+        levels = enumerate(self._config.levels)
+        return [level.url for index, level in levels if not self._client.is_complete(step, index)]
 
     def _has_captured_last(self) -> bool:
-        last, newest = self._recorder.last_due, self._history.newest_whole()
+        last = self._recorder.last_due
+        newest = self._captures.newest_whole_step()
         if last is None or last == newest:
             return True
-        self._parts.messages.tell(
+        self._messages.tell(
             Event.LAST_NOT_CAPTURED,
             step=last,
-            missing=", ".join(report.missing(self._parts.statistics)) or "none left out, none torn",
+            missing=", ".join(report.missing(self._statistics)) or "none left out, none torn",
             newest="none" if newest is None else f"of step {newest}",
             reason=self._reason(),
         )
@@ -232,10 +246,10 @@ class Shutdown:
 
     def _reason(self) -> str:
         """Return the known reason for missing captures, and what helps."""
-        protection = self._recorder.protection
+        protection = self._memory.protection
         if protection.cause is not None:
             return f"This training is NOT protected in memory: {protection.cause}; {protection.what_is_lost()}"
-        if self._parts.statistics.skipped["no slots yet"]:
+        if self._statistics.skipped[NO_SLOTS]:
             return "Its memory was not ready in time (io_timeout_s)"
         return "The messages above say why"
 
@@ -245,12 +259,12 @@ class Shutdown:
         """See ``SnapshotEngine.abandon``."""
         if self.is_closed:
             return
-        self._preemption.training_failed(error, is_alone=self._parts.world.is_alone)
+        self._preemption.training_failed(error, is_alone=self._world.is_alone)
         try:
-            self._recorder.events.is_training = False
+            self._memory.events.is_training = False
             self._boundaries.finish_copies()
             self._leave()
-            self._parts.client.leave(Farewell.LEFT, self._parts.config.io_timeout_s)
+            self._client.leave(Farewell.LEFT, self._config.io_timeout_s)
             if not self._preemption.ends_training:  # its line says what the end is
                 self._tell_end(report.Ending.ABANDONED, error)
         finally:
@@ -267,17 +281,17 @@ class Shutdown:
     def discard(self) -> None:
         """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""
         if not self.is_closed:
-            self._recorder.events.is_training = False
+            self._memory.events.is_training = False
             self._boundaries.gate()
             self._run.drop("engine.discard", lambda entry: True)
             self._leave()
-            self._parts.client.leave(Farewell.OVER, self._parts.config.io_timeout_s)
+            self._client.leave(Farewell.OVER, self._config.io_timeout_s)
             self._preemption.leave()
 
     def captures(self) -> RankCaptures:
         """Return what is captured by now, for preemption. Does not block. Thread-safe."""
         resumed = self._run.resumed
-        steps = self._history.held_steps()
+        steps = self._captures.whole_steps()
         seen_step = self._recorder.seen_step or 0
         if not steps and resumed is not None and resumed.only_in_memory:
             return RankCaptures((resumed.step,), self._newest_durable(), seen_step, is_resumed=True)
@@ -285,12 +299,12 @@ class Shutdown:
 
     def _newest_durable(self) -> tuple[int, str] | None:
         """Return the newest step of this training that any level has, as far as this process knows, and its URL."""
-        client, resumed = self._parts.client, self._run.resumed
+        resumed = self._run.resumed
         newest: tuple[int, str] | None = None
         if resumed is not None and resumed.durable_at is not None:
             newest = (resumed.step, resumed.durable_at)
-        for index, level in enumerate(self._parts.config.levels):
-            step = client.newest_complete(index)
+        for index, level in enumerate(self._config.levels):
+            step = self._client.newest_complete(index)
             if step < 0 and resumed is not None and self._is_stored(resumed, index):
                 step = resumed.step
             if step >= 0 and (newest is None or step > newest[0]):
@@ -299,7 +313,7 @@ class Shutdown:
 
     def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
         """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
-        levels = self._parts.client.state.levels
+        levels = self._client.state.levels
         return index < len(levels) and StepKey(resumed.start, resumed.step) in levels[index].complete
 
     def _leave(self) -> None:
@@ -309,30 +323,32 @@ class Shutdown:
         self._boundaries.close()
 
     def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
-        config, resumed, statistics = self._parts.config, self._run.resumed, self._parts.statistics
+        config = self._config
+        resumed = self._run.resumed
         end = report.End(
             ending,
             [level.url for level in config.levels],
             config.memory.linger_s,
             config.drain_timeout_s,
-            ranks=self._parts.world.size,
+            ranks=self._world.size,
             untrained=resumed if resumed is not None and resumed.step == self._recorder.seen_step else None,
             failure=self._failure(error) if error and self._run.is_begun else None,
             failing=self._failing(),
         )
-        for line in report.summary(statistics, end):
-            self._parts.messages.tell(Event.ENDS, line=line)
-        if warning := report.not_durable(statistics, end):
-            self._parts.messages.tell(Event.NOT_DURABLE, line=warning)
+        for line in report.summary(self._statistics, end):
+            self._messages.tell(Event.ENDS, line=line)
+        warning = report.not_durable(self._statistics, end)
+        if warning:
+            self._messages.tell(Event.NOT_DURABLE, line=warning)
 
     def _failing(self) -> list[str]:
         """Return the URLs of the levels that fail, as far as the last state of the keeper says."""
-        levels = zip(self._parts.config.levels, self._parts.client.state.levels, strict=False)
+        levels = zip(self._config.levels, self._client.state.levels, strict=False)
         return [level.url for level, state in levels if state.failure]
 
     def _failure(self, error: BaseException) -> report.Failure:
-        statistics, resumed = self._parts.statistics, self._run.resumed
-        held = statistics.last_whole_step
+        resumed = self._run.resumed
+        held = self._statistics.last_whole_step
         if held is None and resumed is not None and resumed.in_memory:
             held = resumed.step
         durable, _ = self._newest_durable() or (None, "")

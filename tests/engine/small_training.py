@@ -100,8 +100,13 @@ class Training:
     def wait_for_io(self, timeout_s):
         """From now on boundaries, gates and names wait for so long; the keeper had as long as it took to start."""
         config = dataclasses.replace(self.engine.config, io_timeout_s=timeout_s)
-        self.engine._recorder._config = self.engine._recorder.slots._config = config
-        object.__setattr__(self.engine._parts, "config", config)
+        for part in (
+            self.engine._recorder,
+            self.engine._recorder.memory,
+            self.engine._boundaries,
+            self.engine._shutdown,
+        ):
+            part._config = config
 
     def facts(self):
         """Everything that must be equal after a restart, as bytes and numbers."""

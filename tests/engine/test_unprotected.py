@@ -194,9 +194,9 @@ def test_memory_that_is_refused_at_first_is_asked_for_again(job, tmp_path, monke
     training = start(job, tmp_path, every=1, memory=MemoryLevel(max_bytes=1 << 16, linger_s=60, spill_dir=""))
     training.run(1, 1)
     # As the keeper finds when another program ends.
-    slots = training.engine._recorder.slots
-    slots._config = dataclasses.replace(slots._config, memory=MemoryLevel(linger_s=60))
-    slots.ask_again()
+    memory = training.engine._recorder.memory
+    memory._config = dataclasses.replace(memory._config, memory=MemoryLevel(linger_s=60))
+    memory.ask_again()
 
     step = train_until(training, lambda statistics: statistics.unprotected is None, 1)
 

@@ -288,14 +288,14 @@ class Door(WithEngine):
                 "starting fresh: free_memory() ended the training that this process began before, and another one "
                 "begins; load_state(STEP) resumes a snapshot of the earlier one"
             )
-            session.engine._boundaries.listen()
+            session.engine._preemption.listen()
             return None
         snapshot = session.engine.restore(which)
         if snapshot is not None:
             self._began_fresh = False
             session.step = snapshot.step
             self.boundaries.passed()
-        session.engine._boundaries.listen()
+        session.engine._preemption.listen()
         return snapshot
 
     # ---------------------------------------------------------------- its end

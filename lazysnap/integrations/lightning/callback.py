@@ -289,7 +289,7 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
     of the batch, and leaves with exit code 0. The handler from before the fit is called, but does not keep the fit from
     ending: with Lightning's in its place it never did. Idempotent.
     """
-    if engine._boundaries.listens:
+    if engine._preemption.listens:
         return
     connector = trainer._signal_connector
     before = getattr(connector, "_original_handlers", {}).get(signal.SIGTERM, signal.SIG_DFL)
@@ -300,7 +300,7 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
         signal.signal(signal.SIGTERM, before)
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
     exception = getattr(loop, "SIGTERMException", SystemExit)
-    engine._boundaries.listen(exception, overrules_handler=is_of_lightning)
+    engine._preemption.listen(exception, overrules_handler=is_of_lightning)
     if trainer.received_sigterm:  # it came after Lightning's handler was installed
         connector.received_sigterm = False
         signal.raise_signal(signal.SIGTERM)

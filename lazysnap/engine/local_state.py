@@ -1,0 +1,100 @@
+"""The state of this rank at a boundary: all that a capture of it holds, collected from the live objects."""
+
+import time
+from dataclasses import replace
+
+from rich.filesize import decimal
+from torch.distributed.tensor import DTensor
+
+from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan
+from lazysnap.engine.messages import Event, Messages
+from lazysnap.ranks.partition import Partition, replicated_keys
+from lazysnap.ranks.world import World
+from lazysnap.state.sharding import local_of
+from lazysnap.state.source import StateSource
+from lazysnap.state.walk import StateWalker, Walk
+
+_SLOW_S = 0.1
+
+
+class LocalState:
+    """Collects the state, and takes the part that this rank captures. Used on the training thread.
+
+    It is a class since three things are kept from one boundary to the next: the walk that the next one is compared
+    with, the partition that all ranks agreed on, and what was slow the last time.
+    """
+
+    def __init__(self, source: StateSource, world: World, messages: Messages) -> None:
+        self._source = source
+        self._world = world
+        self._messages = messages
+        self._walker = StateWalker()
+        self._partition: Partition | None = None
+        """Invariant: ``None`` as long as this rank is alone, which captures all."""
+        self._lazy: set[Key] = set()
+        """Memory that only changes behind the gate, as the partition has it."""
+        self._names_looked_at: list[str] = []
+        """Names of the tensors that were looked through for DTensors."""
+        self._has_dtensors = False
+        """True if there were DTensors among them."""
+        self._collected_slowly = False
+        """True if collecting the state took long at the last capture."""
+        self._encoded_slowly = False
+        """True if encoding the small state took long at the last capture."""
+
+    def forget_partition(self) -> None:
+        """Let ranks agree again on who captures what, at the next capture."""
+        self._partition = None
+
+    def collect(self) -> Walk:
+        """Return the whole present state. Raises: StateError."""
+        started = time.perf_counter()
+        state = self._source.collect()
+        seconds = time.perf_counter() - started
+        # Not the first one alone: a framework may import or set up something there.
+        if seconds > _SLOW_S and self._collected_slowly:
+            self._messages.tell(Event.SLOW_STATE, ms=seconds * 1e3)
+        self._collected_slowly = seconds > _SLOW_S
+        started = time.perf_counter()
+        everything = self._walker.walk(state)
+        seconds = time.perf_counter() - started
+        if seconds > _SLOW_S and self._encoded_slowly:
+            self._messages.tell(Event.SLOW_ENCODING, ms=seconds * 1e3, size=decimal(len(everything.text)))
+        self._encoded_slowly = seconds > _SLOW_S
+        return everything
+
+    def part_of(self, everything: Walk) -> Walk:
+        """Return the part of the state that this rank captures. With several ranks collective the first time."""
+        if self._world.is_alone:
+            return self._without_meshes(everything)
+        if self._partition is None or not self._partition.holds_for(everything):
+            check_walk(everything)
+            parameters = list(self._source.replicated_parameters())
+            replicated = replicated_keys(parameters, self._source.optimizers())
+            self._partition = self._world.agree_partition(everything, replicated)
+            self._lazy = self._partition.lazy_keys(everything, lazy_keys(self._source))
+        return self._partition.apply(everything)
+
+    def _without_meshes(self, everything: Walk) -> Walk:
+        """One rank alone holds all of every DTensor: its mesh is of one."""
+        if everything.names is not self._names_looked_at:
+            self._names_looked_at = everything.names
+            self._has_dtensors = any(isinstance(tensor, DTensor) for tensor in everything.tensors)
+        if not self._has_dtensors:
+            return everything
+        return replace(everything, tensors=list(map(local_of, everything.tensors)))
+
+    def make_plan(self, part: Walk) -> CapturePlan:
+        """Return a new plan for captures of ``part``. Raises: StateError."""
+        partition = self._partition
+        if partition is None:
+            return make_plan(part, self._source)
+        plan = make_plan(part, self._source, lazy=self._lazy, tied=partition.aliases)
+        for name, facts in partition.facts.items():
+            logical = {**plan.logical.get(name, {}), **facts}
+            if name in partition.shared_rows:
+                logical["shared_rows"] = list(partition.shared_rows[name])
+            if name in partition.nodes:
+                logical["nodes"] = partition.nodes[name]
+            plan.logical[name] = logical
+        return replace(plan, replicas=partition.replicas)

@@ -1,0 +1,380 @@
+"""The memory that a trainer captures into: slots asked of the keeper, waited for, chosen and returned."""
+
+import sys
+import time
+from collections.abc import Iterable
+
+from lazysnap.capture.captures import Captures, slot_phase
+from lazysnap.capture.registration import registrar
+from lazysnap.config import SnapshotConfig
+from lazysnap.core.messages import MemoryWish
+from lazysnap.engine import report
+from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
+from lazysnap.engine.events import Connection, KeeperEvents
+from lazysnap.engine.job_settings import num_kept, num_slots
+from lazysnap.engine.messages import Event, Messages
+from lazysnap.engine.protection import Protection
+from lazysnap.errors import JobBusy, KeeperError
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.memory.budget import NODE
+from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.slot_choice import SlotPhase, choose_slot, fits_image, surplus_slots
+from lazysnap.memory.slot_files import spill_dir
+from lazysnap.memory.slots import TrainerSlot, slot_bytes
+from lazysnap.ranks.world import World
+from lazysnap.state.source import StateSource
+
+META_BYTES = 1 << 20
+"""Least room for the small state in a slot."""
+NO_SLOTS = "no slots yet"
+ALL_IN_USE = "all slots are in use"
+NO_MEMORY = "no memory"
+PASSING = (NO_SLOTS, ALL_IN_USE)
+"""Reasons for leaving out a capture that pass by themselves."""
+
+
+class Memory:
+    """The slots of this rank, and why there are none. Used on the training thread.
+
+    The rules are those of ``memory.slot_choice``. It has many attributes: what was asked for, what was refused and what
+    training itself still takes decide together on the next request.
+    """
+
+    def __init__(
+        self, config: SnapshotConfig, source: StateSource, client: KeeperClient, world: World, messages: Messages
+    ) -> None:
+        self._config = config
+        self._source = source
+        self.client = client
+        self._world = world
+        self._messages = messages
+        self._statistics = messages.statistics
+        self.captures = Captures()
+        """The captures that are copied into the slots."""
+        self.events = KeeperEvents(config, messages, world.rank)
+        self.protection = Protection(messages)
+        self.group = (1, 0)
+        """Nodes that protect each other, and how many of them may be lost."""
+        self._spill_dir = spill_dir(config.memory, config.levels)
+        """Directory in which the keeper makes slots as files if memory does not suffice."""
+        self._kept = num_kept(config, world)
+        self._meta_bytes = META_BYTES
+        self._asked: tuple[int, int] | None = None
+        """Bytes of metadata and of the image that were asked for."""
+        self._expects_first_step = True
+        """True while the keeper still leaves room for the memory of the first step."""
+        self._peak_before = 0
+        """The peak of this process's memory before the first step."""
+        self.is_awaited = True
+        """True if the next capture waits for its slot: the first one, also after a resume and ``wait_ready``."""
+        self._ignored_refusal = ""
+        """Text of a refusal of memory that was answered by asking for less."""
+        self._next_retry_s = 0.0
+        """Time from which on a keeper may be started again, if none could be reached."""
+
+    # Numbers
+
+    @property
+    def is_redundant(self) -> bool:
+        """True if other nodes read captures to protect them."""
+        _, num_lost = self.group
+        return num_lost > 0
+
+    @property
+    def needed(self) -> int:
+        """Slots of this rank."""
+        return num_slots(self._config, self._world, is_redundant=self.is_redundant)
+
+    @property
+    def is_asked(self) -> bool:
+        """True once slots were asked for."""
+        return self._asked is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if every slot is there."""
+        return len(self.client.slots()) >= self.needed
+
+    @property
+    def are_enough(self) -> bool:
+        """True if there are as many as captures need at least, of the size that was asked for."""
+        return len(self._fitting(self.client.slots())) > self._kept
+
+    def _fitting(self, slots: Iterable[TrainerSlot]) -> list[int]:
+        """Return the ids of slots of the size that was asked for."""
+        if self._asked is None:
+            return []
+        meta_bytes, image_bytes = self._asked
+        fitting = []
+        for slot in slots:
+            if slot.meta_capacity_bytes >= meta_bytes and fits_image(slot.image_capacity_bytes, image_bytes):
+                fitting.append(slot.slot_id)
+        return fitting
+
+    # Asking and returning
+
+    def start(self) -> None:
+        """Find the keeper, or start one, in the background.
+
+        Slots are registered with CUDA before they count as ready, also those that an earlier start left.
+        """
+        self._register()
+        self.client.start()
+
+    def _register(self) -> None:
+        self.client.make_ready(registrar(self._source.expected().values()))
+
+    def prepare(self) -> None:
+        """Ask for memory before the first boundary. Does not block."""
+        if self._asked is None:
+            size = bytes_of_share(self._source.replicated_parameters(), self._world.node_ranks)
+            self._ask(estimate_image_bytes(self._source, size))
+
+    def _ask(self, image_bytes: int) -> None:
+        wanted = (self._meta_bytes, image_bytes)
+        if self._asked != wanted:
+            self._asked = wanted
+            self._register()
+            self.ask_again()
+
+    def ask_again(self) -> None:
+        """Ask for the same slots: their number, or what training still takes, may be another one now.
+
+        Does not block.
+        """
+        if self._asked is None:
+            return
+        if not self._peak_before:
+            _, self._peak_before = resident_bytes()
+        # Several ranks get no fewer: there would be no capture that all of them have.
+        least = self.needed
+        if self._world.is_alone:
+            least = self._kept + 1
+        meta_bytes, image_bytes = self._asked
+        self.client.ask_memory(
+            MemoryWish(
+                num_slots=self.needed,
+                meta_bytes=meta_bytes,
+                image_bytes=image_bytes,
+                least=least,
+                growth_bytes=growth_bytes(self._source, self._peak_before),
+                max_bytes=self._config.memory.max_bytes,
+                spill_directory=self._spill_dir,
+            )
+        )
+
+    def _ask_for(self, image_bytes: int, meta_bytes: int) -> None:
+        """Ask for slots that a capture fits, if others were asked for. Does not block.
+
+        The first step is over by then: the keeper is asked once more, as training takes less from now on.
+        """
+        if meta_bytes > self._meta_bytes:
+            self._meta_bytes = 2 * meta_bytes
+        before = self._asked
+        # Decided by what was asked for, not by the slots that fit: one that an earlier start left may fit, too.
+        if before is None or before[0] != self._meta_bytes or not fits_image(before[1], image_bytes):
+            self._ask(image_bytes)
+        if self._expects_first_step and self._asked == before:
+            self.ask_again()
+        self._expects_first_step = False
+
+    def return_surplus(self) -> None:
+        """Return to the keeper slots of another size, and those beyond the number needed, that hold nothing needed.
+
+        The keeper frees no slot by itself, so nothing that a capture writes into is ever freed.
+        """
+        if self._asked is None:
+            return
+        slots = {slot.slot_id: slot for slot in self.client.mapped()}
+        fitting = self._fitting(slots.values())
+        if len(fitting) == len(slots) <= self.needed:
+            return  # decided by sizes, which do not change: words are read only where a slot may go
+        views = [slot.view() for slot in slots.values()]
+        surplus = surplus_slots(views, self._kept, fitting=fitting, count=self.needed, busy=self._busy(slots.values()))
+        for view in surplus:
+            slot = slots[view.slot_id]
+            self.captures.forget(slot)
+            self.client.return_slot(slot)
+
+    # Choosing
+
+    def slot_for(self, image_bytes: int, meta_bytes: int) -> TrainerSlot | None:
+        """Return a slot for the next capture, which must begin before anything else; ``None`` if there is none.
+
+        Blocks, while ``is_awaited``: until there is a slot, or it is known that there will be none, at most
+        ``io_timeout_s``.
+        """
+        self._ask_for(image_bytes, meta_bytes)
+        if self.is_awaited and not self._has_slots_for(image_bytes, meta_bytes):
+            self._await_slots_for(image_bytes, meta_bytes)
+        return self._choose(image_bytes, meta_bytes)
+
+    def _await_slots_for(self, image_bytes: int, meta_bytes: int) -> None:
+        started_s = time.monotonic()
+        while time.monotonic() < started_s + self._config.io_timeout_s:
+            if self.protection.cause is not None or self.client.is_silent:
+                break
+            time.sleep(0.001)
+            self.look_at_keeper()
+            if self._has_slots_for(image_bytes, meta_bytes):
+                break
+        self._statistics.memory_wait_s += time.monotonic() - started_s
+
+    def _has_slots_for(self, image_bytes: int, meta_bytes: int) -> bool:
+        """True if a capture finds a slot; of several ranks, if each later one will, too.
+
+        A rank that left out a step alone while its slots are made would have none in common with the others.
+        """
+        if not self._world.is_alone and not self.are_enough:
+            return False
+        return self._choose(image_bytes, meta_bytes) is not None
+
+    def _choose(self, image_bytes: int, meta_bytes: int) -> TrainerSlot | None:
+        self.return_surplus()
+        ready = {slot.slot_id: slot for slot in self.client.slots()}
+        # All slots count among the newest whole captures, also those that are not ready for another capture yet.
+        slots = self.client.mapped()
+        busy = self._busy(slots)
+        busy += [slot.slot_id for slot in slots if slot.slot_id not in ready]
+        views = [slot.view() for slot in slots]
+        view = choose_slot(views, self._kept, image_bytes=image_bytes, meta_bytes=meta_bytes, busy=busy)
+        return None if view is None else ready[view.slot_id]
+
+    def _busy(self, slots: Iterable[TrainerSlot]) -> list[int]:
+        """Return the ids of slots into which an earlier capture may still be copied."""
+        return [slot.slot_id for slot in slots if self.captures.is_writing(slot)]
+
+    def why_no_slot(self) -> str:
+        """Return why ``slot_for`` gave none. Raises: JobBusy."""
+        if self.is_missing:
+            self.retry()
+            refusal = self.client.refusal()
+            if refusal is not None:
+                raise refusal
+            self.protection.remind()
+            return NO_MEMORY
+        return ALL_IN_USE if self.is_ready else NO_SLOTS
+
+    # The keeper
+
+    def look_at_keeper(self) -> None:
+        """Count and report what is new of the keeper, of levels and of memory since the last call."""
+        self.events.compare(self.client.state, Connection.of(self.client))
+        error = self._missing_memory()
+        if error is None:
+            return
+        if isinstance(error, MemoryBoundExceeded) and self._ask_for_less(str(error)):
+            return
+        is_new = self.protection.cause != str(error)
+        if is_new:
+            if not isinstance(error, MemoryBoundExceeded):
+                self._statistics.keepers_lost += 1
+            self._next_retry_s = time.monotonic() + self._config.io_timeout_s
+        self.protection.lose(error, is_reported=self.client.refusal() is not None)
+
+    def _missing_memory(self) -> KeeperError | None:
+        """Return why there is no memory for captures now; ``None`` if there is, or it may still come. Hot."""
+        if self.client.is_connected:
+            text = self.client.state.memory_refusal
+            if not text or text == self._ignored_refusal or self.are_enough:
+                return None
+            return MemoryBoundExceeded(text)
+        failure = self.client.failure()
+        return KeeperError(failure) if failure else None
+
+    def _ask_for_less(self, refusal: str) -> bool:
+        """Give up the slot that is there for the protection by other nodes alone; ``False`` if there is none."""
+        if not self.is_redundant or self._config.levels:  # levels read that slot, too
+            return False
+        self.group = (1, 0)
+        self._ignored_refusal = refusal
+        self._messages.tell(Event.NO_PARITY, text=refusal)
+        self.ask_again()
+        return True
+
+    def error(self) -> JobBusy | KeeperError | None:
+        """Return why there is no memory for captures, and never will be in this training, or none now."""
+        return self.client.refusal() or self._missing_memory()
+
+    @property
+    def is_missing(self) -> bool:
+        """True if captures cannot go into the keeper's memory, so that there are none. Hot."""
+        return self.protection.cause is not None and not self.are_enough
+
+    def retry(self) -> None:
+        """Look for a keeper again, and ask for memory, once in ``io_timeout_s``. Does not block."""
+        now_s = time.monotonic()
+        if now_s >= self._next_retry_s:
+            self._next_retry_s = now_s + self._config.io_timeout_s
+            self.client.start()
+            self.prepare()  # the keeper may have failed before anything was asked for
+
+    def await_all(self, timeout_s: float) -> bool:
+        """Block until all slots are there; ``False`` after the deadline, or once there is no memory for them."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.is_ready:
+            self.look_at_keeper()
+            self.return_surplus()
+            if self.error() is not None or time.monotonic() > deadline_s:
+                return False
+            time.sleep(0.005)
+        return True
+
+    # What it holds
+
+    def phase_of(self, step: int) -> SlotPhase:
+        """Return the phase of the last capture of ``step`` in its slot; EMPTY if no slot has it."""
+        capture = self.captures.of_step(step)
+        if capture is not None:
+            return slot_phase(capture)
+        for slot in self.client.mapped():  # what was resumed
+            view = slot.view()
+            if view.is_whole and view.step == step:
+                return SlotPhase.WHOLE
+        return SlotPhase.EMPTY
+
+    def newest_held_step(self) -> int | None:
+        """Return the step of the newest capture that is whole in the memory of a live keeper."""
+        if not self.client.is_connected:
+            return None
+        return self.captures.newest_whole_step()
+
+    # What the user reads
+
+    def report_sizes(self, image_bytes: int) -> None:
+        """Print what captures of that size take of memory and of levels. Blocks: asks each disk.
+
+        Raises: OSError or ValueError, if the machine does not say.
+        """
+        slots = self.client.slots()
+        held_bytes = sum(slot.memory_bytes for slot in slots)
+        available_bytes = min(NODE.free_bytes() + held_bytes, self._config.memory.max_bytes or sys.maxsize)
+        spill_directory = None
+        if any(slot.is_file for slot in slots):
+            spill_directory = self._spill_dir
+        sizes = report.Sizes(
+            image_bytes,
+            self.needed,
+            self._bytes_each(image_bytes),
+            available_bytes,
+            group=self.group,
+            spill_dir=spill_directory,
+        )
+        is_protected = self.protection.cause is None
+        line = report.opening(self._config, sizes, self._world.size, is_protected=is_protected)
+        self._messages.tell(Event.TAKES, line=line)
+        for lack in report.shortages(self._config, image_bytes, len(self._world.node_ranks)):
+            self._messages.tell(Event.NO_ROOM, **lack)
+
+    def _bytes_each(self, image_bytes: int) -> int:
+        """Return the size of one slot; where none was asked for yet, of one for such an image."""
+        meta_bytes = self._meta_bytes
+        if self._asked is not None:
+            meta_bytes, image_bytes = self._asked
+        return slot_bytes(meta_bytes, image_bytes)
+
+    def report_use(self, slot: TrainerSlot) -> None:
+        """A capture began in that slot: print that there is memory again, and whether it is a file."""
+        self.protection.regain()
+        if slot.is_file:
+            self._messages.tell(Event.FILES, directory=self._spill_dir)
