@@ -314,22 +314,23 @@ def make_plan(
     walk: Walk,
     source: StateSource,
     lazy: set[Key] | None = None,
+    frozen: set[Key] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> CapturePlan:
-    """Work the plan out. ``lazy``: default ``lazy_keys``.
+    """Work the plan out. ``lazy``, ``frozen``: default ``lazy_keys``, ``frozen_keys``.
 
     ``tied``: names that are not in ``walk``, each with one that is and stands for it.
     Raises: StateError, naming a tensor that cannot be captured.
     """
     check_walk(walk)
     lazy = lazy_keys(source) if lazy is None else lazy
-    keys = frozen_keys(source)
-    frozen = [key_of(tensor) in keys for tensor in walk.tensors]
+    frozen = frozen_keys(source) if frozen is None else frozen
+    are_frozen = [key_of(tensor) in frozen for tensor in walk.tensors]
     facts = _facts(walk, lazy)
     chosen = [i for i, (_, primary) in enumerate(facts) if primary == i]
     # Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early. Frozen tensors
     # last: whole blocks of the file are theirs alone, and a level stores those once.
-    chosen.sort(key=lambda index: (frozen[index], facts[index][0], walk.tensors[index].nbytes))
+    chosen.sort(key=lambda index: (are_frozen[index], facts[index][0], walk.tensors[index].nbytes))
     logical: dict[str, dict[str, Any]] = {}
     specs = []
     for index in chosen:
@@ -338,14 +339,14 @@ def make_plan(
             logical[name] = {"dtype": kept}
         if (dims := order_of(walk.tensors[index].shape, walk.tensors[index].stride())) is not None:
             logical.setdefault(name, {})["order"] = list(dims)
-        if frozen[index]:
+        if are_frozen[index]:
             logical.setdefault(name, {})["frozen"] = True
         specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
     aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
     aliases.update({name: aliases.get(primary, primary) for name, primary in (tied or {}).items()})
     layout = Layout.plan(specs, aliases)
     place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
-    records = [_record(walk, facts, index, place, is_frozen=frozen[index]) for index in range(len(facts))]
+    records = [_record(walk, facts, index, place, is_frozen=are_frozen[index]) for index in range(len(facts))]
     order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
     plan = CapturePlan(
         walk.names,

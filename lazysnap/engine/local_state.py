@@ -6,7 +6,7 @@ from dataclasses import replace
 from rich.filesize import decimal
 from torch.distributed.tensor import DTensor
 
-from lazysnap.capture.plan import CapturePlan, Key, check_walk, lazy_keys, make_plan
+from lazysnap.capture.plan import CapturePlan, Key, check_walk, frozen_keys, lazy_keys, make_plan
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.ranks.partition import Partition, replicated_keys
 from lazysnap.ranks.world import World
@@ -33,6 +33,8 @@ class LocalState:
         """Invariant: ``None`` as long as this rank is alone, which captures all."""
         self._lazy: set[Key] = set()
         """Memory that only changes behind the gate, as the partition has it."""
+        self._frozen: set[Key] = set()
+        """Memory of parameters without gradient, as the partition has it."""
         self._names_looked_at: list[str] = []
         """Names of the tensors that were looked through for DTensors."""
         self._has_dtensors = False
@@ -72,7 +74,8 @@ class LocalState:
             parameters = list(self._source.replicated_parameters())
             replicated = replicated_keys(parameters, self._source.optimizers())
             self._partition = self._world.agree_partition(everything, replicated)
-            self._lazy = self._partition.lazy_keys(everything, lazy_keys(self._source))
+            self._lazy = self._partition.keys_of_parts(everything, lazy_keys(self._source))
+            self._frozen = self._partition.keys_of_parts(everything, frozen_keys(self._source))
         return self._partition.apply(everything)
 
     def _without_meshes(self, everything: Walk) -> Walk:
@@ -89,7 +92,7 @@ class LocalState:
         partition = self._partition
         if partition is None:
             return make_plan(part, self._source)
-        plan = make_plan(part, self._source, lazy=self._lazy, tied=partition.aliases)
+        plan = make_plan(part, self._source, lazy=self._lazy, frozen=self._frozen, tied=partition.aliases)
         for name, facts in partition.facts.items():
             logical = {**plan.logical.get(name, {}), **facts}
             if name in partition.shared_rows:

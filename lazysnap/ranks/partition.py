@@ -160,13 +160,13 @@ class Partition:
         ]
         return replace(walk, tensors=mine, names=self._names, paths=self._paths)
 
-    def lazy_keys(self, walk: Walk, lazy: Collection[Key]) -> set[Key]:
-        """The memory of the captured parts whose whole tensor is in ``lazy``."""
+    def keys_of_parts(self, walk: Walk, keys: Collection[Key]) -> set[Key]:
+        """Return the memory of the captured parts of tensors whose memory is in ``keys``."""
         whole = [walk.tensors[part.index] for part in self._parts]
         return {
             key_of(part)
             for part, tensor in zip(self.apply(walk).tensors, whole, strict=True)
-            if key_of(local_of(tensor)) in lazy
+            if key_of(local_of(tensor)) in keys
         }
 
 
