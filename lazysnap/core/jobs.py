@@ -135,7 +135,9 @@ class LevelJobs:
         if isinstance(event, Failed):
             self._fail(job, event.text, now)
         elif isinstance(event, Missed) and isinstance(job, WriteLevel):
-            self.level.become_missed(job.key)
+            # Of a cancelled write the step may be granted anew already: that grant waits for its own write.
+            if self.level.progress is Progress.WRITING:
+                self.level.become_missed(job.key)
             self._leave_behind(job)
         else:
             self._succeed(job, event)

@@ -537,6 +537,22 @@ class TestWhatIsStoredFirst:
         assert actions.CancelJob(0, write.job) in done
         assert Hold(0, 1, sequence=step + 2, num_kept=1) in done
 
+    def test_the_end_of_a_cancelled_write_does_not_give_up_the_next_grant_of_its_step(self):
+        """Found by the model: the last capture of a training was never stored, and the keeper left."""
+        driver, step = driver_with_a_grant()
+        older = slot(1, step - 1)
+        driver.see((slot(0, step, is_whole=False, is_held=True), older, empty(2)))
+        cancelled = driver.core.job.levels[0].job
+        state = structs.replace(STATE, names=(NamedStep("mine", StepKey(START, step - 1)),))
+        assert actions.CancelJob(0, cancelled.job) in driver.report(state)
+        driver.see((slot(0, step, is_held=True), older, empty(2)))
+        driver.report(structs.replace(state, is_sealed=True))
+
+        done = driver.step(actions.Missed(0, cancelled.job, "cancelled"))
+
+        [write] = of_kind(done, WriteLevel)
+        assert write.key.step == step
+
     def test_redundancy_does_not_wait_for_a_level_that_is_due_more_rarely(self):
         rare = structs.replace(LEVEL, every_n_steps=50)
         settings = JobSettings("run", (rare,), RedundancySettings(every_n_steps=10))
