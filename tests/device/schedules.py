@@ -5,6 +5,8 @@ nobody disturbs, trains with a capture at each boundary, and is killed by SIGKIL
 at a fault point. The number of the chain decides what is trained, how work on the device is ordered, how the loop uses
 the engine and where each start dies. Starts are forked from this process, which has imported everything and never used
 the device. One line of JSON is printed for each.
+
+Every third start dies at a fault point. Consecutive chains take all points in turn, each at its first four passes.
 """
 
 import contextlib
@@ -32,6 +34,11 @@ STEPS_AT_MOST = 4
 """Most steps that one start trains."""
 TIMEOUT_S = 60
 KINDS = ("device", "device and cpu", "two devices")
+INTERVALS = (1, 1, 2, 3)
+FAULT_EVERY = 3
+"""One of so many starts dies at a fault point, the others at a turn of the scheduler."""
+FAULTS_OF_CHAIN = -(-STARTS // FAULT_EVERY)
+PASSES = 4
 
 
 class Training:
@@ -86,10 +93,14 @@ class Start:
         draw = random.Random(f"{chain} {number}")
         self.chain, self.number = chain, number
         self.kind = KINDS[chain % len(KINDS)]
-        self.every = (1, 1, 2, 3)[chain // len(KINDS) % 4]
+        self.every = INTERVALS[chain // len(KINDS) % len(INTERVALS)]
         self.seed = draw.getrandbits(32)
-        self.dies_at = 0 if draw.random() < 0.3 else draw.randint(1, 640)
-        self.fault = f"{draw.choice(points)}:{draw.randint(1, 4)}:kill" if not self.dies_at and points else ""
+        self.dies_at = draw.randint(1, 640)
+        self.fault = ""
+        if points and number % FAULT_EVERY == 0:
+            passes, point = divmod(chain * FAULTS_OF_CHAIN + number // FAULT_EVERY, len(points))
+            self.dies_at = 0
+            self.fault = f"{points[point]}:{1 + passes % PASSES}:kill"
         self.gates = [draw.random() < 0.3 for _ in range(STEPS_AT_MOST)]
         self.waits = [draw.random() < 0.15 for _ in range(STEPS_AT_MOST)]
 

@@ -1,4 +1,4 @@
-"""Schedules of capture, gate, step and kill on the software device: 1,000 of a training, 80 of two ranks."""
+"""Schedules of capture, gate, step and kill on the software device: 360 of a training, 40 of two ranks."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from device import software_device
-from device.schedules import KINDS, STARTS
+from device.schedules import INTERVALS, KINDS, STARTS
 
 PROCESSES = 2
 DEADLINE_S = 900
@@ -49,7 +49,7 @@ def starts_of(script, chains, place):
 @pytest.mark.timeout(software_device.BUILD_DEADLINE_S + DEADLINE_S)
 def test_no_schedule_of_capture_gate_step_and_kill_tears_a_snapshot_or_loses_one(tmp_path):
     """Each restart is offered a step of the undisturbed run, bit for bit and not too old. The checker has no report."""
-    chains = chosen(100, 100)
+    chains = chosen(100, len(KINDS) * len(INTERVALS) * 3)  # each fault point at each of its passes four times
 
     starts = starts_of("schedules.py", chains, tmp_path)
 
@@ -67,7 +67,7 @@ def test_no_schedule_of_capture_gate_step_and_kill_tears_a_snapshot_or_loses_one
 @pytest.mark.timeout(software_device.BUILD_DEADLINE_S + DEADLINE_S)
 def test_two_ranks_whose_hosts_run_ahead_of_their_devices_go_on_from_one_step_whoever_dies(tmp_path):
     """Gradients are averaged by the devices. Each rank has the slots that devices need: three of its own and one."""
-    chains = chosen(8, 8)
+    chains = chosen(8, 4)
 
     starts = starts_of("ranks.py", chains, tmp_path)
 
