@@ -87,7 +87,9 @@ class FrozenTensors:
         marks = []
         for index in self._rows:
             source = capture.sources[index]
-            marks.append((source.data_ptr(), source._version))
+            # Of a tensor that was made in inference mode torch counts no writes.
+            version = 0 if source.is_inference() else source._version
+            marks.append((source.data_ptr(), version))
         sums = self._sums(capture)
         self._images[capture.slot] = _Image(capture.sequence, marks, sums)
         if before is None or before.sequence != capture.previous_sequence:

@@ -156,6 +156,20 @@ def test_a_capture_that_was_dropped_leaves_nothing_to_rely_on(fine_tuning):
     fine_tuning.check(captured(fine_tuning, 3))
 
 
+def test_a_tensor_of_which_torch_counts_no_writes_is_compared_all_the_same():
+    with torch.inference_mode():
+        weight = torch.randn(256, 256, device=DEVICE)
+    bench = Bench(others={"frozen": torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)])})
+    try:
+        assert captured(bench, 1).phase is Phase.WHOLE
+        assert captured(bench, 2).phase is Phase.WHOLE
+        with torch.inference_mode():
+            weight.add_(1)
+        assert captured(bench, 3).phase is Phase.FAILED
+    finally:
+        bench.captures.close(TIMEOUT_S)
+
+
 def test_frozen_tensors_that_an_optimizer_holds_are_copied_once_too():
     frozen = frozen_model()
     bench = Bench(others={"frozen": frozen, "adam": torch.optim.SGD(frozen.parameters())})
