@@ -237,7 +237,7 @@ def node(job: Line) -> Iterator[Line]:
     rank, nodes = begin(job, name := f"node{os.environ['RANK']}"), job["nodes"]
     state = State(job)
     engine = state.engine(job)
-    _, lost = engine._parts.discovery.group
+    _, lost = engine._run.restart.discovery.group
     state.step()
     engine.boundary(EVERY)
     ready(engine)
@@ -306,16 +306,16 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     inventory = engine._client.memory(DEADLINE_S)
     held = [one for one in inventory.parity if one.step == step]
     entries = [
-        Entry("memory", 0, one.run_id, one.start, step, one.rank, nodes, "", node=engine._parts.world.place.node)
+        Entry("memory", 0, one.run_id, one.start, step, one.rank, nodes, "", node=engine._world.place.node)
         for one in inventory.entries
         if one.step == step
     ]
     told: list[Any] = [None] * nodes
-    dist.all_gather_object(told, (engine._parts.world.place.node, entries, held))
+    dist.all_gather_object(told, (engine._world.place.node, entries, held))
     parts, computed, _ = lost_parts(
         (entry for _, entries, _ in told for entry in entries), [(node, one) for node, _, held in told for one in held]
     )
-    group, lost = engine._parts.discovery.group
+    group, lost = engine._run.restart.discovery.group
     out, everyone = warm(parts[0].pieces.sizes[nodes - 1]), processes(job["run"])
 
     def put(at: int, data: memoryview) -> None:
@@ -325,7 +325,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     dist.barrier()
     if rank == nodes - 1:
         cpu_s, started = _cpu_s(everyone), time.perf_counter()
-        connections = Connections(engine._parts.discovery)
+        connections = Connections(engine._run.restart.discovery)
         source = Parity(connections)
         source.lost = parts
         [entry] = [entry for entry in computed if entry.rank == rank]

@@ -218,7 +218,7 @@ class ListEngine:
         self.config, self.state, self.kept, self.trace = config, state, kept, trace
         self.choice: Kept | None = None
         self.ended = ""
-        self._run = self._boundaries = self
+        self._run = self._boundaries = self._preemption = self
         self.listens = True
 
     def boundary(self, step: int, **_: Any) -> bool:
