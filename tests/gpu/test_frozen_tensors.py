@@ -84,7 +84,8 @@ def test_a_change_without_a_trace_drops_the_capture_and_from_then_on_the_tensor_
 
     dropped = captured(fine_tuning, 2)
     assert dropped.phase is Phase.FAILED
-    assert "1 frozen tensors were written to without a trace (frozen.0.weight" in dropped.reason
+    assert "frozen weights were written to without a trace" in dropped.reason
+    assert "(1: frozen.0.weight)" in dropped.reason
     assert fine_tuning.slot.view().phase is SlotPhase.EMPTY
 
     for step in range(3, 6):
@@ -119,13 +120,42 @@ def test_one_element_is_enough(fine_tuning, element):
     assert captured(fine_tuning, 2).phase is Phase.FAILED
 
 
-def test_rows_that_changed_places_are_found(fine_tuning):
-    """The words of the tensor have the same sum then."""
+def test_rows_and_columns_that_changed_places_are_found(fine_tuning):
+    """The sum of all words is the same then, and that of some rows or columns."""
     captured(fine_tuning, 1)
     weight = fine_tuning.frozen[0].weight.data
-    weight.copy_(torch.cat([weight[128:], weight[:128]]))
-
+    weight.copy_(weight.roll(128, 0))
     assert captured(fine_tuning, 2).phase is Phase.FAILED
+
+    wide = torch.nn.Parameter(torch.randn(64, 1024, device=DEVICE), requires_grad=False)
+    bench = Bench(others={"frozen": torch.nn.ParameterList([wide])})
+    try:
+        captured(bench, 1)
+        wide.data.copy_(wide.data.roll(7, 1))
+        assert captured(bench, 2).phase is Phase.FAILED
+    finally:
+        bench.captures.close(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("change", ["doubled", "negated", "one more"])
+def test_the_same_change_of_all_elements_does_not_cancel_out(dtype, change):
+    """As it would in sums of 64-bit words, which overflow: 8,192 times the sign bit is nothing there."""
+    weight = torch.arange(1, 32_769, device=DEVICE).remainder(100).to(dtype)
+    weight = weight.repeat(4) + (1 if dtype is torch.uint8 else 0)
+    frozen = torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)])
+    bench = Bench(others={"frozen": frozen})
+    try:
+        captured(bench, 1)
+        if change == "doubled":
+            frozen[0].data.mul_(2)
+        elif change == "negated":
+            frozen[0].data.neg_()
+        else:
+            frozen[0].data.add_(1)
+        assert captured(bench, 2).phase is Phase.FAILED
+    finally:
+        bench.captures.close(TIMEOUT_S)
 
 
 @pytest.mark.parametrize("seed", range(4))
