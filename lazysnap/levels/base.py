@@ -8,6 +8,7 @@ one, and what is deleted is nobody else's.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lazysnap.levels.source import BlockSource, header_of
 from lazysnap.shard.checksum import BLOCK_BYTES
@@ -58,41 +59,54 @@ def _frozen_bytes(shards: Sequence[Shard], source: BlockSource) -> list[tuple[in
     return found
 
 
+@dataclass(frozen=True)
 class BlockPlaces:
     """Where the blocks of a node's file stand: in its base, or in the file itself.
 
     Example::
 
-        places = BlockPlaces(manifest)
+        places = places_of(manifest)
         is_in_base, offset = places.find(7)
     """
 
-    def __init__(self, base: Ranges, size_bytes: int, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._base = base
-        self.in_base: list[int] = []
-        """Numbers of the blocks of the base, in order."""
-        for start, stop in base:
-            self.in_base.extend(range(start, stop))
-        self.base_bytes = len(self.in_base) * block_bytes
+    base: Ranges
+    size_bytes: int
+    """Of the file as a whole."""
+    block_bytes: int
+
+    @property
+    def base_bytes(self) -> int:
         """Bytes of the base."""
-        self.file_bytes = size_bytes - self.base_bytes
+        return sum(stop - start for start, stop in self.base) * self.block_bytes
+
+    @property
+    def file_bytes(self) -> int:
         """Bytes of the file itself."""
-        in_base = set(self.in_base)
-        num_blocks = -(-size_bytes // block_bytes)
-        self.in_file = [index for index in range(num_blocks) if index not in in_base]
-        """Numbers of the blocks of the file itself, in order."""
+        return self.size_bytes - self.base_bytes
+
+    def of_base(self) -> list[int]:
+        """Return the numbers of the blocks of the base, in order."""
+        blocks: list[int] = []
+        for start, stop in self.base:
+            blocks.extend(range(start, stop))
+        return blocks
+
+    def of_file(self) -> list[int]:
+        """Return the numbers of the blocks of the file itself, in order."""
+        in_base = set(self.of_base())
+        num_blocks = -(-self.size_bytes // self.block_bytes)
+        return [index for index in range(num_blocks) if index not in in_base]
 
     def find(self, index: int) -> tuple[bool, int]:
         """Return whether a block is in the base, and its offset there or in the file."""
         before = 0
-        for start, stop in self._base:
+        for start, stop in self.base:
             if start <= index < stop:
-                return True, (before + index - start) * self._block_bytes
+                return True, (before + index - start) * self.block_bytes
             if index < start:
                 break
             before += stop - start
-        return False, (index - before) * self._block_bytes
+        return False, (index - before) * self.block_bytes
 
 
 def places_of(manifest: Manifest) -> BlockPlaces:

@@ -28,7 +28,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelError
@@ -286,7 +286,7 @@ class LocalStorage(Storage):
         finally:
             writer.close()
 
-    def link(self, path: str, target: str) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
         """Make a hard link: first under a temporary name, for the target may exist. Durable on return."""
         if not self.exists(path) or self.is_link(path) or self.is_link(target):
             return False

@@ -209,12 +209,12 @@ class _FileWriter:
             try:
                 base = base_of(shards, self._source)
                 blocks = BlockPlaces(base, size_bytes, BLOCK_BYTES)
-                if base and not self._take_over(former, base, blocks):
+                if base and not self._take_over(former, blocks):
                     writer = self._open(writers, self._place.base_path, blocks.base_bytes)
-                    self._write_blocks(writer, blocks.in_base)
+                    self._write_blocks(writer, blocks.of_base())
                     self._publish(writer, blocks.base_bytes)
                 writer = self._open(writers, self._place.file_path, blocks.file_bytes)
-                self._write_blocks(writer, blocks.in_file)
+                self._write_blocks(writer, blocks.of_file())
                 self._source.finish()
                 faults.point("level.store.publish_shard")
                 self._publish(writer, blocks.file_bytes)
@@ -238,27 +238,26 @@ class _FileWriter:
 
     # The base
 
-    def _take_over(self, former: str | None, base: Ranges, blocks: BlockPlaces) -> bool:
+    def _take_over(self, former: str | None, places: BlockPlaces) -> bool:
         """Give the base of another snapshot a name here; ``False`` if there is none with the same bytes."""
         if former is None or former == self._place.directory:
             return False
         other = replace(self._place, directory=former)
+        blocks = places.of_base()
         try:
             manifest = other.read_manifest()
-            if manifest.base != base or manifest.checksums.block_bytes != BLOCK_BYTES:
+            if manifest.base != places.base or manifest.checksums.block_bytes != BLOCK_BYTES:
                 return False
-            digests = in_threads(
-                (partial(self._digest, index) for index in blocks.in_base), _DIGEST_THREADS, "lazysnap-base"
-            )
-            if digests != [manifest.checksums.blocks[index] for index in blocks.in_base]:
+            digests = in_threads((partial(self._digest, index) for index in blocks), _DIGEST_THREADS, "lazysnap-base")
+            if digests != [manifest.checksums.blocks[index] for index in blocks]:
                 return False
             faults.point("level.store.take_over")
             is_taken = other.storage.link(other.base_path, self._place.base_path)
         except (FileNotFoundError, FormatError):
             return False  # it is being deleted, or damaged
-        self._is_published = self._is_published or is_taken
         if is_taken:
-            self._digests.update(zip(blocks.in_base, digests, strict=True))
+            self._is_published = True
+            self._digests.update(zip(blocks, digests, strict=True))
         return is_taken
 
     def _digest(self, index: int) -> str:

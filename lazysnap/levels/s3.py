@@ -171,10 +171,13 @@ class S3Driver(FsspecStore):
             obstore.open_writer(self._store, key, attributes=attributes, **size), lambda: self.abort_uploads(key)
         )
 
-    def copy_object(self, path: str, target: str) -> None:
-        """Have the server copy an object. Blocks. Raises: what botocore raises; then nothing is there."""
-        size_bytes = self._client.head_object(Bucket=self._bucket, Key=self._split_path(path)[1])["ContentLength"]
+    def copy_object(self, path: str, target: str, beat: Callable[[], object]) -> None:
+        """Have the server copy an object in parts. Blocks. ``beat``: called after each, from several threads.
+
+        Raises: what botocore and ``beat`` raise; then nothing is there.
+        """
         source = {"Bucket": self._bucket, "Key": self._split_path(path)[1]}
+        size_bytes = self._client.head_object(**source)["ContentLength"]
         place = {"Bucket": self._bucket, "Key": self._split_path(target)[1]}
         upload = {**place, "UploadId": self._client.create_multipart_upload(**place, **self._attributes)["UploadId"]}
 
@@ -182,6 +185,7 @@ class S3Driver(FsspecStore):
             number = start // COPIED_PART_BYTES + 1
             part = f"bytes={start}-{min(start + COPIED_PART_BYTES, size_bytes) - 1}"
             done = self._client.upload_part_copy(**upload, PartNumber=number, CopySource=source, CopySourceRange=part)
+            beat()
             return {"PartNumber": number, "ETag": done["CopyPartResult"]["ETag"]}
 
         try:
@@ -295,10 +299,10 @@ class S3Storage(FsspecStorage):
         except (LevelError, FileNotFoundError):
             return False
 
-    def link(self, path: str, target: str) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
         """See ``Storage.link``: the server copies the object."""
         try:
-            self._call(f"copying {path} to {target}", "copy_object", self._path(path), self._path(target))
+            self._call(f"copying {path} to {target}", "copy_object", self._path(path), self._path(target), beat)
         except (LevelError, FileNotFoundError) as error:
             logger.info("%s is sent once more: %s", target, error)
             return False

@@ -4,7 +4,7 @@ import errno
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lazysnap.errors import LevelError
@@ -137,8 +137,11 @@ class Storage(ABC):
             return False
         return True
 
-    def link(self, path: str, target: str) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
         """Give the bytes of an object another name, without sending them. Both names are objects of their own then.
+
+        ``beat``: called after each part, from any thread, where the place copies the bytes. What it raises ends the
+        call.
 
         Returns: ``False``, if the place cannot do that, now or ever. Then nothing is changed.
         """

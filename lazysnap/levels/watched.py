@@ -77,10 +77,10 @@ class WatchedStorage(Storage):
         self._beat()
         self._storage.put(path, data)
 
-    def link(self, path: str, target: str) -> bool:
-        """See ``Storage.link``."""
+    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
+        """See ``Storage.link``. The copy of each part is progress."""
         self._beat()
-        return self._storage.link(path, target)
+        return self._storage.link(path, target, self._beat)
 
     def reader(self, path: str) -> Reader:
         """See ``Storage.reader``."""

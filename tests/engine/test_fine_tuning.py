@@ -21,12 +21,18 @@ def weights(tuning):
     return [tensor.numpy().tobytes() for tensor in tuning.model.state_dict().values()]
 
 
+def start_stored(job, level):
+    """A fine-tuning whose first step is at the level."""
+    tuning = start(job, level)
+    assert tuning.engine._wait_ready(TIMEOUT_S)
+    tuning.run(1, 1)
+    assert tuning.engine.wait(1, timeout_s=TIMEOUT_S)
+    return tuning
+
+
 @pytest.mark.slow
 def test_a_fine_tuning_resumes_from_storage_and_stores_its_base_once(job, tmp_path):
-    first = start(job, tmp_path)
-    assert first.engine._wait_ready(TIMEOUT_S)
-    first.run(1, 1)
-    assert first.engine.wait(1, timeout_s=TIMEOUT_S)
+    first = start_stored(job, tmp_path)
     first.run(2, 3)
     stored = weights(first)
     end(first)  # so that memory has nothing
@@ -50,10 +56,7 @@ def test_a_fine_tuning_resumes_from_storage_and_stores_its_base_once(job, tmp_pa
 @pytest.mark.slow
 def test_frozen_weights_that_are_written_to_make_another_base(job, tmp_path):
     """Merged adapters: a write through ``.data``, which torch does not count."""
-    tuning = start(job, tmp_path)
-    assert tuning.engine._wait_ready(TIMEOUT_S)
-    tuning.run(1, 1)
-    assert tuning.engine.wait(1, timeout_s=TIMEOUT_S)
+    tuning = start_stored(job, tmp_path)
     tuning.model[0].base.weight.data.add_(1)
     tuning.run(2, 2)
     stored = weights(tuning)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import pytest
+from deaths import run_forks
 from support.damage import flip
 from support.listing import files_below
 from support.place import PAGE, pattern
@@ -226,10 +227,10 @@ def test_a_base_that_is_no_part_of_the_file_is_refused(store, base):
 def test_blocks_are_where_both_lists_say():
     places = BlockPlaces(((1, 3), (5, 6)), 7 * 100 + 30, 100)
 
-    assert places.in_base == [1, 2, 5]
-    assert places.in_file == [0, 3, 4, 6, 7]
+    assert places.of_base() == [1, 2, 5]
+    assert places.of_file() == [0, 3, 4, 6, 7]
     assert (places.base_bytes, places.file_bytes) == (300, 430)
-    for is_in_base, blocks in ((True, places.in_base), (False, places.in_file)):
+    for is_in_base, blocks in ((True, places.of_base()), (False, places.of_file())):
         assert [places.find(index) for index in blocks] == [(is_in_base, 100 * at) for at in range(len(blocks))]
 
 
@@ -270,14 +271,12 @@ def small(step):
 
 @pytest.mark.slow
 def test_killed_at_any_point_what_was_committed_is_whole(tmp_path):
-    from levels.deaths import run_forks
-
     log = tmp_path / "points"
-    assert run_forks("levels.test_base", [(tmp_path / "dry", "", log)]) == [0]
+    assert run_forks("test_base", [(tmp_path / "dry", "", log)]) == [0]
     passed = log.read_text().splitlines()
     points = [f"{name}:{count}" for name in sorted(set(passed)) for count in sorted({1, passed.count(name)})]
     assert "level.store.take_over:1" in points
-    run_forks("levels.test_base", [(tmp_path / point, f"{point}:kill", "") for point in points])
+    run_forks("test_base", [(tmp_path / point, f"{point}:kill", "") for point in points])
     for point in points:
         root = tmp_path / point
         committed = tmp_path / f"{point}.committed"

@@ -65,6 +65,29 @@ def test_an_object_of_a_block_or_more_is_sent_in_parts(s3_proxy, s3_server, s3_u
     assert operations(s3_proxy).count("part") == (-(-size // BLOCK_BYTES) if size >= BLOCK_BYTES else 0)
 
 
+def test_the_server_copies_an_object_in_parts_of_which_each_is_progress(storage, monkeypatch):
+    monkeypatch.setattr(s3, "COPIED_PART_BYTES", 5 * MIB)
+    data = pattern(12 * MIB)
+    upload(storage, data)
+    copied = []
+
+    assert storage.link(SHARD, f"{SHARD}2", lambda: copied.append(1))
+    assert bytes(storage._call("reading", "cat_file", storage._path(f"{SHARD}2"))) == data
+    assert len(copied) == 3
+
+
+def test_a_copy_that_is_given_up_leaves_nothing(s3_server, storage, monkeypatch):
+    monkeypatch.setattr(s3, "COPIED_PART_BYTES", 5 * MIB)
+    upload(storage, pattern(12 * MIB))
+
+    def give_up():
+        raise RuntimeError("given up")
+
+    assert not storage.link(SHARD, f"{SHARD}2", give_up)
+    assert not storage.exists(f"{SHARD}2")
+    assert uploads_at(s3_server, storage.url) == []
+
+
 def test_an_object_of_too_many_blocks_is_sent_in_larger_parts(s3_proxy, s3_server, s3_url, monkeypatch):
     storage = through(s3_proxy, s3_server, s3_url)
     monkeypatch.setattr(fsspec_storage, "MAX_PARTS", 2)

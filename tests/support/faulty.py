@@ -178,10 +178,10 @@ class FaultyStorage:
         self.storage.put(path, bytes(operation.damaged(memoryview(data), len(data))))
         operation.end_write()
 
-    def link(self, path: str, target: str) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
         operation = _Operation(self, "link", target)
         operation.fail(after=False)
-        is_linked = self.storage.link(path, target)
+        is_linked = self.storage.link(path, target, beat)
         operation.fail(after=True)
         return is_linked
 
