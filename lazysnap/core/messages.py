@@ -72,7 +72,6 @@ class LevelSettings(Struct, frozen=True):
     """A job that moves no byte for so long is given up, and the level counts as failed."""
     is_shared: bool = True
     """True if all nodes see the same place there."""
-    verify: bool | None = None
     max_bytes_per_s: int | None = None
     storage_options: dict[str, Any] | None = None
 
@@ -142,8 +141,6 @@ class MemoryWish(Struct, frozen=True):
     num_slots: int
     meta_bytes: int
     image_bytes: int
-    least: int = 1
-    """The smallest number of slots with which captures are possible; for the text of a refusal."""
     growth_bytes: int = 0
     """Host memory that training itself is still going to take. Slots leave it free."""
     max_bytes: int | None = None

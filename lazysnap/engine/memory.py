@@ -146,17 +146,12 @@ class Memory:
             return
         if not self._peak_before:
             _, self._peak_before = resident_bytes()
-        # Several ranks get no fewer: there would be no capture that all of them have.
-        least = self.needed
-        if self._world.is_alone:
-            least = self._kept + 1
         meta_bytes, image_bytes = self._asked
         self.client.ask_memory(
             MemoryWish(
                 num_slots=self.needed,
                 meta_bytes=meta_bytes,
                 image_bytes=image_bytes,
-                least=least,
                 growth_bytes=growth_bytes(self._source, self._peak_before),
                 max_bytes=self._config.memory.max_bytes,
                 spill_directory=self._spill_dir,

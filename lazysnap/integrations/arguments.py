@@ -4,12 +4,9 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lazysnap.config import PersistentLevel, SnapshotConfig, resolve_url
+from lazysnap.config import CAPTURE_EVERY_N_STEPS, PersistentLevel, SnapshotConfig, resolve_url
 from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName
-
-_EVERY_N_STEPS = 1
-"""The interval that is meant where neither the argument nor a ``config`` is given."""
 
 
 def place_beside(directory: object) -> str:
@@ -46,7 +43,7 @@ class Arguments:
         """Return the config that the arguments beside ``config`` mean. Raises: ConfigError."""
         every_n_steps = self.every_n_steps
         if every_n_steps is None:
-            every_n_steps = _EVERY_N_STEPS
+            every_n_steps = CAPTURE_EVERY_N_STEPS
         place = default_url if self.dirpath is None else self.dirpath
         level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
         return SnapshotConfig(every_n_steps=every_n_steps, levels=(level,))

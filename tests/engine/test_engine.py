@@ -10,7 +10,7 @@ import torch
 from small_training import TIMEOUT_S, Training, end
 from support.waiting import until
 
-from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine, register_type
+from lazysnap import SnapshotConfig, SnapshotEngine, register_type
 from lazysnap.errors import ConfigError, JobBusy, StateError
 
 
@@ -294,15 +294,14 @@ def restored_signal():
 def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(job):
     """The slot that fits is the newest capture, which may not be written over: others are asked for at once."""
     losses = {"losses": [0.1 * number for number in range(100_000)], "buffer": np.arange(1 << 14)}
-    memory = MemoryLevel(slots=3, linger_s=60)
-    first = job.start(extra={"log": losses}, memory=memory)
+    first = job.start(extra={"log": losses})
     first.run(1, 1)
     assert first.engine._wait_ready(TIMEOUT_S)  # for slots of the size that the first boundary found
     first.run(2, 4)
     job.crash(first)
 
     log = {"losses": [], "buffer": None}
-    second = job.start(ready=False, extra={"log": log}, memory=memory)
+    second = job.start(ready=False, extra={"log": log})
     snapshot = second.engine.restore("latest")
     assert second.engine._wait_ready(TIMEOUT_S)
     second.run(5, 5)
