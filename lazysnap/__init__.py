@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import lazysnap.console  # noqa: F401  warnings say whose they are
-from lazysnap.config import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig
+from lazysnap.config import KeepBest, MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig
 from lazysnap.errors import (
     ConfigError,
     FormatError,
@@ -38,6 +38,7 @@ __all__ = [
     "ConfigError",
     "FormatError",
     "JobBusy",
+    "KeepBest",
     "KeeperError",
     "LazyAccelerator",
     "LazySnapError",

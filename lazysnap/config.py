@@ -47,6 +47,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def _is_mode(value: object) -> bool:
+    return value in ("min", "max")
+
+
 def _is_path(value: object) -> bool:
     return isinstance(value, (str, os.PathLike))
 
@@ -78,6 +82,7 @@ _DURATION = _Rule(_is_duration, "a finite number of seconds > 0")
 _FLAG = _Rule(_is_flag, "True or False")
 _TEXT = _Rule(_is_text, "a non-empty string")
 _PATH = _Rule(_is_path, "a path")
+_MODE = _Rule(_is_mode, '"min" or "max"')
 
 _RULES = {
     "PersistentLevel": {
@@ -98,6 +103,11 @@ _RULES = {
         "group_size": _COUNT,
         "every_n_steps": _COUNT,
         "max_bytes_per_s": _COUNT.optional(),
+    },
+    "KeepBest": {
+        "monitor": _TEXT,
+        "mode": _MODE,
+        "count": _COUNT,
     },
     "SnapshotConfig": {
         "every_n_steps": _COUNT,
@@ -400,6 +410,24 @@ class SnapshotConfig:
             raise ConfigError(
                 f'SnapshotConfig.redundancy must be Redundancy(...), "auto" or None, got {self.redundancy!r}'
             )
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """A metric whose best snapshots are kept, whatever retention deletes::
+
+    LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss", mode="min", count=3))
+    """
+
+    monitor: str
+    """The name of the metric."""
+    mode: Literal["min", "max"] = field(default="min", kw_only=True)
+    """``"min"``: smaller values are better; ``"max"``: greater ones."""
+    count: int = field(default=1, kw_only=True)
+    """Snapshots to keep."""
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 def due_every(every_n_steps: int, captured_every: int) -> int:

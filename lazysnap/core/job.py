@@ -312,6 +312,7 @@ class JobCore:
                 LevelState(
                     complete=level.complete,
                     given_up=tuple(sorted(level.given_up)),
+                    is_listed=level.progress is not Progress.LISTING,
                     is_failing=level.is_failing or level.is_failing_somewhere,
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,

@@ -207,6 +207,8 @@ class LevelState(Struct, frozen=True):
     """The newest snapshots that all nodes stored, and those that somebody requires."""
     given_up: tuple[StepKey, ...] = ()
     """Required steps that this level will not have."""
+    is_listed: bool = False
+    """True once this node knows which files and names are there."""
     is_failing: bool = False
     """True while the level does not work on some node, this one or another."""
     failure: str = ""

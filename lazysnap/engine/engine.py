@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from lazysnap.capture.plan import check_kinds
-from lazysnap.config import SnapshotConfig, config_at
+from lazysnap.config import KeepBest, SnapshotConfig, config_at
 from lazysnap.core.messages import StepKey
+from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.level_checks import shared_levels
 from lazysnap.engine.messages import Messages
@@ -115,7 +116,8 @@ class SnapshotEngine:
         self._run = self._new_run()
         self._preemption = Preemption(self.config, self._client, self._captures, self._seal)
         self._boundaries = Boundaries(self.config, self._source, self._world, self._run, self._preemption)
-        self._shutdown = Shutdown(self.config, self._world, self._run, self._boundaries, self._preemption)
+        self._best = BestSnapshots(self._run, self._boundaries)
+        self._shutdown = Shutdown(self._world, self._run, self._boundaries, self._preemption, self._best)
         self._is_training = False
         """True if the ``with`` block was entered."""
         self._pid = os.getpid()
@@ -399,10 +401,38 @@ class SnapshotEngine:
         """
         self._check_open("keep")
         check_name(name)
-        if not self.config.levels:
-            raise ConfigError("keep: there is no persistent level that could keep a snapshot")
+        self._check_levels("keep")
         with self._boundaries.lock:
             return self._recorder.keep(name, is_over=not self._boundaries.has_stepped)
+
+    def keep_best(
+        self, monitor: str, value: float, *, mode: Literal["min", "max"] = "min", count: int = 1
+    ) -> int | None:
+        """Keep the newest snapshot, as ``keep`` does, if it is among the ``count`` best of this run by a metric::
+
+            engine.keep_best("val_loss", evaluate(model), mode="min", count=3)
+
+        ``restore("best")`` resumes the best of all that are there, and so do ``load_weights`` and ``export``.
+        Collective: the value of rank 0 counts. Blocks: for other ranks; the first call also until the first level is
+        listed, at most ``io_timeout_s``.
+
+        Args:
+            monitor: name of the metric.
+            value: its value in the state of the present step. NaN and infinity are never among the best.
+            mode: ``"min"`` or ``"max"``: which values are better. Of equal values the earlier one is.
+            count: snapshots to keep. One more stays until the next call.
+
+        Returns: the step, as ``keep``; ``None`` if the snapshot is not among the best.
+        Raises: ConfigError, also without persistent levels; WaitTimeout, if another rank is missing.
+        """
+        self._check_open("keep_best")
+        self._check_levels("keep_best")
+        return self._best.keep(KeepBest(monitor, mode=mode, count=count), float(value))
+
+    def _check_levels(self, call: str) -> None:
+        """Raises: ConfigError, if nothing could be kept."""
+        if not self.config.levels:
+            raise ConfigError(f"{call}: there is no persistent level that could keep a snapshot")
 
     @property
     def _lost_names(self) -> Mapping[str, str]:

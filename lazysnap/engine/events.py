@@ -103,6 +103,10 @@ class KeeperEvents:
         self._wanted_names.pop(name, None)
         self._released_names.add(name)
 
+    def names(self, given: set[str]) -> set[str]:
+        """Return the names that the first level has, or is to get. ``given``: those that the keeper says it has."""
+        return (given | set(self._wanted_names)) - self._released_names
+
     def are_names_settled(self, state: KeeperState) -> bool:
         """Return True if the first level has the names that it is to have, or never will. Pure."""
         if state.levels and state.levels[0].is_failing:

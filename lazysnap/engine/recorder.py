@@ -261,12 +261,23 @@ class Recorder:
 
         ``is_over``: the step of the last boundary is the present one.
         """
+        step = self.step_to_name(is_over=is_over)
+        if step == self.seen_step:
+            self._give_name(name, step)
+        else:
+            self._names_for_next.append(name)
+        return step
+
+    def step_to_name(self, *, is_over: bool) -> int:
+        """Return the step that ``keep`` would name now."""
         newest = self.captures.newest
         if is_over and newest is not None and newest.step == self.seen_step and _is_in_memory(newest):
-            self._give_name(name, newest.step)
             return newest.step
-        self._names_for_next.append(name)
         return (self.seen_step or 0) + 1
+
+    def names(self, given: set[str]) -> set[str]:
+        """Return the names that snapshots of the run have, or are to get. ``given``: at the first level."""
+        return self.memory.events.names(given) | set(self._names_for_next)
 
     def _give_name(self, name: str, step: int) -> None:
         self._client.keep(name, step)

@@ -3,10 +3,10 @@
 import contextlib
 from collections.abc import Callable
 
-from lazysnap.config import SnapshotConfig
 from lazysnap.console import has_terminal, said_after
 from lazysnap.core.messages import Farewell, KeeperState, StepKey
 from lazysnap.engine import report
+from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.memory import NO_SLOTS
 from lazysnap.engine.messages import Event
@@ -28,13 +28,14 @@ class Shutdown:
     """OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
 
     def __init__(
-        self, config: SnapshotConfig, world: World, run: Run, boundaries: Boundaries, preemption: Preemption
+        self, world: World, run: Run, boundaries: Boundaries, preemption: Preemption, best: BestSnapshots
     ) -> None:
-        self._config = config
+        self._config = run.restart.config
         self._world = world
         self._run = run
         self._boundaries = boundaries
         self._preemption = preemption
+        self._best = best
         self._recorder = run.recorder
         self._captures = run.recorder.captures
         self._memory = run.recorder.memory
@@ -180,11 +181,17 @@ class Shutdown:
         is_there = self._captures.newest_whole_step() is not None or resumed is None or not resumed.only_in_memory
         durable = self._drain_all(progress, is_common=is_common) and is_there
         if durable and self._client.was_connected:
-            self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
+            self._settle_names(is_common=is_common)
         self._memory.look_at_keeper()
         if not durable and is_there and self._memory.newest_held_step() is None:  # else see ``report.not_durable``
             self._messages.tell(Event.NOT_AT_EVERY_LEVEL, reason=self._reason())
         return durable
+
+    def _settle_names(self, *, is_common: bool) -> None:
+        """Block until the first level has the names that it is to have. Collective, if ``is_common``."""
+        self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
+        if is_common and self._best.release_surplus():
+            self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
 
     def _drain_all(self, progress: Progress | None, *, is_common: bool) -> bool:
         """All ranks wait for each other, and fail if one of them failed. Collective, if ``is_common``: all ranks came
