@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lazysnap.exports.exporting import export
     from lazysnap.exports.load_weights import load_weights
     from lazysnap.integrations.accelerate import LazyAccelerator
-    from lazysnap.integrations.attach import attach
+    from lazysnap.integrations.frameworks import attach
     from lazysnap.integrations.lightning import LazySnapshotCallback
     from lazysnap.integrations.transformers import LazyTrainerCallback
     from lazysnap.restore.known_run import run_id
@@ -67,7 +67,7 @@ _LAZY = {
     "LazyTrainerCallback": "lazysnap.integrations.transformers",
     "ResumableLoader": "lazysnap.data",
     "SnapshotEngine": "lazysnap.engine",
-    "attach": "lazysnap.integrations.attach",
+    "attach": "lazysnap.integrations.frameworks",
     "export": "lazysnap.exports.exporting",
     "load_weights": "lazysnap.exports.load_weights",
     "register_type": "lazysnap.state.codec",

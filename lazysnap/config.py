@@ -60,7 +60,9 @@ class _Rule:
     """The values that a setting may have."""
 
     accepts: Callable[[object], bool]
+    """True for such a value."""
     expected: str
+    """These values, in words."""
     is_optional: bool = False
     """True if ``None`` is a value, too."""
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lazysnap.config import CAPTURE_EVERY_N_STEPS, PersistentLevel, SnapshotConfig, resolve_url
+from lazysnap.config import CAPTURE_EVERY_N_STEPS, KeepBest, PersistentLevel, SnapshotConfig, resolve_url
 from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName
 
@@ -79,6 +79,13 @@ class Arguments:
         if default_url is None and self.config is None and self.dirpath is None:
             return None
         return self.config_for(default_url or "")
+
+
+def checked_keep_best(wish: KeepBest | None, owner: str) -> KeepBest | None:
+    """Return the argument ``keep_best`` of a callback. Raises: ConfigError, if it is none."""
+    if wish is not None and not isinstance(wish, KeepBest):
+        raise ConfigError(f'{owner}.keep_best must be KeepBest("val_loss", ...) or None, got {wish!r}')
+    return wish
 
 
 def check_path(which: Any, framework: str, how: str, export: str) -> None:

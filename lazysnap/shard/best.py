@@ -88,7 +88,7 @@ def best_first(named: Iterable[tuple[_Item, Collection[str]]]) -> list[_Item]:
     """
     called_best = []
     ranked = []
-    rankings = set()
+    rankings: set[tuple[str, str]] = set()
     for item, names in named:
         found = best_names(names)
         rankings.update(name.ranking for name in found)

@@ -79,7 +79,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
         training.run(2, 20)
 
         assert training.began == [False] * 20
-        assert 0 < waited_s <= 1.5 * training.engine.config.io_timeout_s
+        assert 0 < waited_s <= 1.5 * training.engine._config.io_timeout_s
         assert training.engine.statistics().memory_wait_s == waited_s
         assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
     finally:

@@ -180,7 +180,7 @@ def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, t
         os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
         train_until(training, lambda statistics: statistics.skipped["no memory"], 2)
         job.crash(training)
-        second = Training(dataclasses.replace(training.engine.config, io_timeout_s=3))
+        second = Training(dataclasses.replace(training.engine._config, io_timeout_s=3))
         job.trainings.append(second)
 
         assert second.engine.restore("latest").step == 2

@@ -218,7 +218,7 @@ def test_a_path_is_a_config_with_one_level(job, tmp_path, kind):
     training = Training(kind(tmp_path))
     job.trainings.append(training)
 
-    assert training.engine.config == SnapshotConfig(levels=(PersistentLevel(str(tmp_path)),))
+    assert training.engine._config == SnapshotConfig(levels=(PersistentLevel(str(tmp_path)),))
     with training.engine:
         train(training, 2)
     assert stored(tmp_path)[-1] == 2

@@ -108,7 +108,7 @@ def test_persist_every_n_steps_is_what_storage_gets_and_every_n_steps_what_memor
             seen.append(lazy.statistics().began)
 
         def on_train_start(self, trainer, *_):
-            config = lazy.engine.config
+            config = lazy.engine._config
             assert (config.every_n_steps, [level.every_n_steps for level in config.levels]) == (2, [4])
 
     make_trainer(tmp_path, lazy, Ready(lazy), Look()).fit(Plain(), *loaders())

@@ -17,11 +17,11 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.integrations.arguments import Arguments, check_path, place_beside
-from lazysnap.integrations.patches import Patches
+from lazysnap.integrations.arguments import Arguments, check_path, checked_keep_best, place_beside
+from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
@@ -50,11 +50,19 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     ``trainer.train(resume_from_checkpoint="latest")`` work, and ``"run:1f3a"`` for the run whose id begins so.
 
     ``attach`` gives it to a ``Trainer``. It is no argument of the constructor: a callback gets no reference to its
-    trainer before training begins, which is too late for ``"latest"``.
+    trainer before training begins, which is too late for ``"latest"``::
 
-    ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory (1). ``persist_every_n_steps``: optimizer
-    steps between snapshots on storage (by time, not by steps). ``config``: everything else; it replaces the three.
+        lazy = LazyTrainerCallback("runs/a", keep_best=KeepBest("eval_loss"))
+        lazy.attach(trainer)
+        trainer.train(resume_from_checkpoint="latest")
+
+    Args:
+        dirpath: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
+        every_n_steps: optimizer steps from one capture into memory to the next; default 1.
+        persist_every_n_steps: optimizer steps from one snapshot on storage to the next, in place of a time.
+        config: all other settings, in place of the three above.
+        keep_best: keeps the best snapshots by a metric of the evaluations, with or without ``eval_``.
+
     Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
     """
 
@@ -65,9 +73,11 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         every_n_steps: int | None = None,
         persist_every_n_steps: int | None = None,
         config: SnapshotConfig | None = None,
+        keep_best: KeepBest | None = None,
     ) -> None:
         super().__init__()
         self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazyTrainerCallback")
+        self._keep_best = checked_keep_best(keep_best, "LazyTrainerCallback")
         self._trainer: Any = None
         self._is_running = False
         self._patches = Patches()
@@ -126,6 +136,19 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if not self._is_running:
             raise ConfigError(f"LazyTrainerCallback was added by add_callback: {_INSTEAD}")
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, for an unknown metric."""
+        wish = self._keep_best
+        if wish is None or self._session is None:
+            return
+        values = metrics or {}
+        known = [name for name in (wish.monitor, f"eval_{wish.monitor}") if name in values]
+        if not known:
+            raise ConfigError(
+                f"LazyTrainerCallback.keep_best: no evaluation gives {wish.monitor!r}; there are {sorted(values)}"
+            )
+        self._session.judge(wish, values[known[0]])
+
     # ---------------------------------------------------------------- one call of train
 
     def _train(self, original: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:
@@ -142,14 +165,14 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
             if trial is None:
                 self._hook()
             result = original(None if means_snapshot(which) else which, *args, **kwargs)
-            if self.session is not None:
+            if self._session is not None:
                 bar: Bar = rich_bar if self._trainer.args.disable_tqdm else _own_bar
-                self.session.close(bar if self._trainer.is_world_process_zero() else None)
+                self._session.close(bar if self._trainer.is_world_process_zero() else None)
             return result
         finally:
             if self.engine is not None:
                 self.engine.abandon(sys.exc_info()[1])  # nothing after close
-            self.leave()
+            self._leave()
             self._patches.undo()
             self._reset()
 
@@ -176,7 +199,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         """Blocks: reads one snapshot. Raises: as ``SnapshotEngine._fetch``; StateError."""
         found = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
-        engine = self.begin(self._state, self._trainer.args.output_dir).engine
+        engine = self._begin(self._state, self._trainer.args.output_dir).engine
         self._snapshot = engine._fetch(self._asked) if means_snapshot(self._asked) else None
         if self._snapshot is None:
             return found
@@ -197,7 +220,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
         prepared = original(*args, **kwargs)
-        session, state, snapshot = self.session, self._state, self._snapshot
+        session, state, snapshot = self._session, self._state, self._snapshot
         assert session is not None
         state.prepare()
         if snapshot is None:
@@ -272,7 +295,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     # ---------------------------------------------------------------- boundaries
 
     def _capture(self, *, is_last: bool = False) -> None:
-        session = self.session
+        session = self._session
         if session is None or not session.passes(self._trainer.state.global_step):
             return
         session.capture(is_last=is_last)
@@ -281,7 +304,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
 
 def attach_trainer(
-    trainer: Any, snapshots: "SnapshotConfig | str | os.PathLike[str] | None" = None
+    trainer: Any,
+    snapshots: "SnapshotConfig | str | os.PathLike[str] | None" = None,
+    keep_best: KeepBest | None = None,
 ) -> LazyTrainerCallback:
     """Make a ``LazyTrainerCallback`` and attach it to ``trainer``. Returns it, or the one that the trainer has already.
 
@@ -289,13 +314,13 @@ def attach_trainer(
     Raises: ConfigError, for settings that cannot work, also beside a callback that is there already.
     """
     known = next((item for item in _callbacks_of(trainer) if isinstance(item, LazyTrainerCallback)), None)
-    if known is not None and snapshots is None:
+    if known is not None and snapshots is None and keep_best is None:
         known.attach(trainer)
         return known
     if isinstance(snapshots, SnapshotConfig):
-        callback = LazyTrainerCallback(config=snapshots)
+        callback = LazyTrainerCallback(config=snapshots, keep_best=keep_best)
     else:
-        callback = LazyTrainerCallback(snapshots)
+        callback = LazyTrainerCallback(snapshots, keep_best=keep_best)
     callback.attach(trainer)
     return callback
 
