@@ -12,6 +12,7 @@ import logging
 import math
 from dataclasses import dataclass
 
+from lazysnap import faults
 from lazysnap.config import KeepBest
 from lazysnap.core.messages import KeeperState, NamedStep
 from lazysnap.engine.boundaries import Boundaries
@@ -50,6 +51,7 @@ class BestSnapshots:
         change = self._agreed(self._change(wish, value))
         with self._boundaries.lock:
             self._release(change)
+            faults.point("engine.best.released")
             if not change.given:
                 return None
             return self._recorder.keep(change.given, is_over=not self._boundaries.has_stepped)
