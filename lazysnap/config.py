@@ -133,7 +133,9 @@ def _check(settings: object) -> None:
 
 def checked_url(owner: str, url: object) -> str:
     """``url`` as text. Raises: ConfigError, if it is no path or URL."""
-    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else ""
+    text: object = ""
+    if isinstance(url, (str, os.PathLike)):
+        text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{owner} must be a path or URL, got {url!r}")
     return text
@@ -158,7 +160,7 @@ def is_path(url: str) -> bool:
 def resolve_url(url: str) -> str:
     """One text for one place: local paths are absolute with links resolved, other URLs unchanged."""
     if is_path(url):
-        path = url.split("://", 1)[1] if "://" in url else url
+        _, _, path = url.rpartition("://")
         resolved = os.path.realpath(os.path.expanduser(path))
         check_is_unicode(resolved)
         return resolved
@@ -211,7 +213,9 @@ def _secret_of(url: str) -> str:
 
 def _check_scheme(url: str) -> None:
     """Raises: ConfigError, for a protocol that fsspec does not know."""
-    schemes = {part.split("://")[0] for part in url.split("::")} if "://" in url else set()
+    schemes = set()
+    if "://" in url:
+        schemes = {part.split("://")[0] for part in url.split("::")}
     if schemes - {"s3", "s3a"}:
         import fsspec  # only here: it takes 0.1 s to import
 
@@ -446,25 +450,26 @@ def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
     Where there are too few nodes for what was asked, the parity is as large as leaves one piece of data
     (``too_few_nodes`` says so).
     """
-    asked = config.redundancy
-    if asked is None or nodes < 2:
+    redundancy = config.redundancy
+    if redundancy is None or nodes < 2:
         return None
-    if asked == "auto":
+    if redundancy == "auto":
         return Redundancy(parity=1 if nodes < 4 else 2)
-    if asked.parity >= nodes:
-        return replace(asked, parity=nodes - 1)
-    return asked
+    if redundancy.parity >= nodes:
+        return replace(redundancy, parity=nodes - 1)
+    return redundancy
 
 
 def too_few_nodes(config: SnapshotConfig, nodes: int) -> str | None:
     """Return the text of a warning, if so many nodes give less protection than was asked for."""
-    asked = config.redundancy
-    given = redundancy_for(config, nodes)
-    if not isinstance(asked, Redundancy) or given is None or given == asked:
+    wanted = config.redundancy
+    possible = redundancy_for(config, nodes)
+    if not isinstance(wanted, Redundancy) or possible is None or possible == wanted:
         return None
     return (
-        f"SnapshotConfig.redundancy is Redundancy(parity={asked.parity}), and there are {nodes} nodes: {given.parity} "
-        f"of them may be lost; start at least {asked.parity + 1} nodes, or set parity={given.parity}"
+        f"SnapshotConfig.redundancy is Redundancy(parity={wanted.parity}), and there are {nodes} nodes: "
+        f"{possible.parity} of them may be lost; start at least {wanted.parity + 1} nodes, or set "
+        f"parity={possible.parity}"
     )
 
 

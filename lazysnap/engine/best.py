@@ -41,7 +41,7 @@ class BestSnapshots:
         self._recorder = run.recorder
         self._client = run.recorder.memory.client
         self._wishes: dict[str, KeepBest] = {}
-        """What was asked for, by metric. The same on all ranks."""
+        """Arguments of the calls, by metric. The same on all ranks."""
         self._warned = False
         """True if a value that is no number was reported."""
 
@@ -70,8 +70,9 @@ class BestSnapshots:
         """Return the change of rank 0. Collective. Raises: WaitTimeout."""
         if self._world.is_alone:
             return change
-        given, released = self._world.exchange("keeping the best", [change.given, list(change.released)])[0]
-        return _Change(given, tuple(released))
+        changes = self._world.exchange("keeping the best", [change.given, list(change.released)])
+        name, released = changes[0]
+        return _Change(name, tuple(released))
 
     def _release(self, change: _Change) -> None:
         for name in change.released:

@@ -348,7 +348,9 @@ class SnapshotEngine:
             code of the program raises in it, such as ``state_dict``. Nothing else.
         """
         self._check_open("boundary")
-        return self._boundaries.boundary(self.step + 1 if step is None else step, force=force)
+        if step is None:
+            step = self.step + 1
+        return self._boundaries.boundary(step, force=force)
 
     def _last_boundary(self, step: int) -> bool:
         """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Not after the
@@ -513,7 +515,8 @@ class SnapshotEngine:
         if until == "durable" and not self._config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")
         self._boundaries.finish_copies()
-        step = self._recorder.last_step if step is None else step
+        if step is None:
+            step = self._recorder.last_step
         if step is None:
             return False
         if until == "captured":

@@ -104,7 +104,10 @@ class Session:
         """Capture the step that passed. ``is_last``: the end of a training, also between the steps of
         ``every_n_steps``; see ``SnapshotEngine._last_boundary``.
         """
-        (self.engine._last_boundary if is_last else self.engine.boundary)(self.step)
+        if is_last:
+            self.engine._last_boundary(self.step)
+        else:
+            self.engine.boundary(self.step)
 
     def figures(self) -> dict[str, float]:
         """Return figures for loggers: see ``Figures.values``."""
@@ -163,7 +166,9 @@ class WithEngine:
     @property
     def engine(self) -> SnapshotEngine | None:
         """The engine of the running training, for ``wait(...)`` and the like; ``None`` outside."""
-        return None if self._session is None else self._session.engine
+        if self._session is None:
+            return None
+        return self._session.engine
 
     @property
     def run_id(self) -> str | None:
@@ -180,9 +185,9 @@ class WithEngine:
         config = self._arguments.named_config(default_url)
         if config is None:
             return None
-        known = newest_run(config, default_url)
-        if known is not None:
-            return known
+        resumed_id = newest_run(config, default_url)
+        if resumed_id is not None:
+            return resumed_id
         if not self._new_run_id:
             self._new_run_id = new_id()
         return self._new_run_id
@@ -193,11 +198,15 @@ class WithEngine:
 
     def statistics(self) -> Statistics | None:
         """Counters and timings of the running training, else of the last one; ``None`` before the first."""
-        return self._statistics if self.engine is None else self.engine.statistics()
+        if self.engine is None:
+            return self._statistics
+        return self.engine.statistics()
 
     def figures(self) -> dict[str, float]:
         """See ``Session.figures``; nothing outside of a training."""
-        return {} if self._session is None else self._session.figures()
+        if self._session is None:
+            return {}
+        return self._session.figures()
 
     def keep(self, name: str) -> int:
         """Keep the newest snapshot of the running training under ``name``; see ``SnapshotEngine.keep``.
@@ -216,7 +225,8 @@ class WithEngine:
     def _leave(self) -> None:
         """The training is over; its counters stay."""
         if self._session is not None:
-            self._statistics, self._session = self._session.engine.statistics(), None
+            self._statistics = self._session.engine.statistics()
+            self._session = None
 
     def _begin(self, state: StateSource, directory: object, *, only_reads: bool = False) -> Session:
         """A training begins that has this ``state`` and writes to ``directory``. Collective.

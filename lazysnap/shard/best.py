@@ -1,9 +1,10 @@
-"""The names that ``keep_best`` gives. The name holds the value, so which snapshots are the best can be told from names.
+"""The names that ``keep_best`` gives. A name holds the value, so the names alone say which snapshots are the best.
 
 ``best-val_loss-min-0.25-1200`` is the snapshot of step 1200, whose value is 0.25; smaller values are better. There is
 no other record: names at the levels are all that a restart, another process or a command needs to know. Pure.
 """
 
+import operator
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class BestName:
     mode: str
     """``min`` or ``max``: which values are better."""
     value: float
-    """With nine significant digits: no float32 number loses any."""
+    """The value, with nine significant digits: no float32 number loses any."""
     step: int
 
     @classmethod
@@ -69,8 +70,16 @@ class BestName:
 
 def best_names(names: Iterable[str]) -> list[BestName]:
     """Return those names that ``keep_best`` gave, the best first."""
-    parsed = [BestName.parse(name) for name in names]
-    return sorted((name for name in parsed if name is not None), key=lambda name: name.place)
+    parsed = []
+    for name in names:
+        best_name = BestName.parse(name)
+        if best_name is not None:
+            parsed.append(best_name)
+    return sorted(parsed, key=_place_of)
+
+
+def _place_of(name: BestName) -> tuple[float, int]:
+    return name.place
 
 
 def has_name(names: Collection[str], wanted: str) -> bool:
@@ -90,16 +99,16 @@ def best_first(named: Iterable[tuple[_Item, Collection[str]]]) -> list[_Item]:
     ranked = []
     rankings: set[tuple[str, str]] = set()
     for item, names in named:
-        found = best_names(names)
-        rankings.update(name.ranking for name in found)
+        ranked_names = best_names(names)
+        rankings.update(name.ranking for name in ranked_names)
         if BEST in names:
             called_best.append(item)
-        elif found:
-            ranked.append((found[0].place, item))
+        elif ranked_names:
+            ranked.append((ranked_names[0].place, item))
     if called_best:
         return called_best
     if len(rankings) > 1:
         metrics = ", ".join(sorted(f"{metric} ({mode})" for metric, mode in rankings))
         raise SnapshotNotFound(f'"best" may mean the best by {metrics}: give a name instead, `lazysnap ls` shows them')
-    ranked.sort(key=lambda pair: pair[0])
+    ranked.sort(key=operator.itemgetter(0))
     return [item for _, item in ranked]

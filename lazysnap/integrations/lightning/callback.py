@@ -123,7 +123,8 @@ class LazySnapshotCallback(WithEngine, Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
-            session, state = self._begun(trainer), self._state
+            session = self._begun(trainer)
+            state = self._state
             _listen(trainer, session.engine)
 
             def prepare() -> None:
@@ -192,7 +193,8 @@ class LazySnapshotCallback(WithEngine, Callback):
         """
         try:
             if self._session is not None and stage == "fit":
-                self._session.close((lambda: _bar_of(trainer)) if trainer.is_global_zero else None)
+                bar = functools.partial(_bar_of, trainer)
+                self._session.close(bar if trainer.is_global_zero else None)
             elif self.engine is not None:
                 self.engine.abandon()  # only read from: what a keeper holds for a later fit stays
         finally:
@@ -224,38 +226,46 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def _capture(self, trainer: Any, *, is_last: bool = False) -> None:
         session = self._session
-        last = 0 if session is None else session.step
-        if session is not None and session.passes(trainer.global_step):
-            # Before the step is captured: what a logger draws from random generators belongs to it.
-            every = trainer.log_every_n_steps
-            if trainer.is_global_zero and every and session.step // every != last // every:
-                self._log(trainer.loggers, session)
-            session.capture(is_last=is_last)
+        if session is None:
+            return
+        last_step = session.step
+        if not session.passes(trainer.global_step):
+            return
+        # Before the step is captured: what a logger draws from random generators belongs to it.
+        every = trainer.log_every_n_steps
+        if trainer.is_global_zero and every and session.step // every != last_step // every:
+            self._log(trainer.loggers, session)
+        session.capture(is_last=is_last)
 
     def _log(self, loggers: list[Any], session: Session) -> None:
         values = session.figures()
-        for one in loggers if values else ():
-            if id(one) not in self._deaf:
-                try:
-                    one.log_metrics(metrics=dict(values), step=session.step)
-                    one.save()
-                except Exception as error:  # noqa: BLE001  figures are not worth a training
-                    self._deaf.add(id(one))
-                    name, kind = type(one).__name__, type(error).__name__
-                    logger.warning("%s takes no figures of snapshots: %s: %s", name, kind, error)
+        if not values:
+            return
+        for target in loggers:
+            if id(target) in self._deaf:
+                continue
+            try:
+                target.log_metrics(metrics=dict(values), step=session.step)
+                target.save()
+            except Exception as error:  # noqa: BLE001  figures are not worth a training
+                self._deaf.add(id(target))
+                text = f"{type(error).__name__}: {error}"
+                logger.warning("%s takes no figures of snapshots: %s", type(target).__name__, text)
 
 
 def _bar_of(trainer: Any) -> AbstractContextManager[Show]:
     """Return the bar for the end of a fit: one that looks as the trainer's own, if it shows one."""
-    own = trainer.progress_bar_callback
-    if own is not None and not own.is_disabled and hasattr(own, "init_train_tqdm"):
-        return tqdm_bar(own.init_train_tqdm())
-    if own is not None and not own.is_disabled and hasattr(own, "theme"):
-        own.progress.stop()  # one that is still live, and a second one, hinder each other
-        theme = own.theme
-        column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
-        return rich_bar(own._console, column)
-    return rich_bar()
+    callback = trainer.progress_bar_callback
+    if callback is None or callback.is_disabled:
+        return rich_bar()
+    if hasattr(callback, "init_train_tqdm"):
+        return tqdm_bar(callback.init_train_tqdm())
+    if not hasattr(callback, "theme"):
+        return rich_bar()
+    callback.progress.stop()  # one that is still live, and a second one, hinder each other
+    theme = callback.theme
+    column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
+    return rich_bar(callback._console, column)
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:

@@ -104,7 +104,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
                 f"{type(trainer).__qualname__} has a training loop of its own, which lazysnap does not know: take "
                 "snapshots in it with lazysnap.SnapshotEngine"
             )
-        self._trainer, original = trainer, trainer.train
+        self._trainer = trainer
+        original = trainer.train
         self._reset()
 
         @wraps(original)
@@ -114,7 +115,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         trainer.train = train
 
     def _default_place(self) -> str | None:
-        return None if self._trainer is None else place_beside(self._trainer.args.output_dir)
+        if self._trainer is None:
+            return None
+        return place_beside(self._trainer.args.output_dir)
 
     def _reset(self) -> None:
         self._is_running = False
@@ -142,12 +145,14 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if wish is None or self._session is None:
             return
         values = metrics or {}
-        known = [name for name in (wish.monitor, f"eval_{wish.monitor}") if name in values]
-        if not known:
+        name = wish.monitor
+        if name not in values:
+            name = f"eval_{wish.monitor}"
+        if name not in values:
             raise ConfigError(
                 f"LazyTrainerCallback.keep_best: no evaluation gives {wish.monitor!r}; there are {sorted(values)}"
             )
-        self._session.judge(wish, values[known[0]])
+        self._session.judge(wish, values[name])
 
     # ---------------------------------------------------------------- one call of train
 
@@ -160,14 +165,17 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         check_path(which, "Transformers", how, "--to DIRECTORY --format huggingface")
         self._patches.undo()
         self._reset()
-        self._asked, self._is_running = which, True
+        self._asked = which
+        self._is_running = True
         try:
             if trial is None:
                 self._hook()
-            result = original(None if means_snapshot(which) else which, *args, **kwargs)
+            checkpoint = which
+            if means_snapshot(which):
+                checkpoint = None
+            result = original(checkpoint, *args, **kwargs)
             if self._session is not None:
-                bar: Bar = rich_bar if self._trainer.args.disable_tqdm else _own_bar
-                self._session.close(bar if self._trainer.is_world_process_zero() else None)
+                self._session.close(self._bar())
             return result
         finally:
             if self.engine is not None:
@@ -175,6 +183,14 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
             self._leave()
             self._patches.undo()
             self._reset()
+
+    def _bar(self) -> Bar | None:
+        """Return the bar for the end of the training."""
+        if not self._trainer.is_world_process_zero():
+            return None
+        if self._trainer.args.disable_tqdm:
+            return rich_bar
+        return _own_bar
 
     def _hook(self) -> None:
         trainer = self._trainer
@@ -197,12 +213,14 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self, original: Callable[..., Any], max_steps: int, steps_in_epoch: int, num_epochs: int, *rest: Any
     ) -> Any:
         """Blocks: reads one snapshot. Raises: as ``SnapshotEngine._fetch``; StateError."""
-        found = original(max_steps, steps_in_epoch, num_epochs, *rest)
+        position = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
         engine = self._begin(self._state, self._trainer.args.output_dir).engine
-        self._snapshot = engine._fetch(self._asked) if means_snapshot(self._asked) else None
+        self._snapshot = None
+        if means_snapshot(self._asked):
+            self._snapshot = engine._fetch(self._asked)
         if self._snapshot is None:
-            return found
+            return position
         if self._snapshot.world_size != self._trainer.args.world_size:
             raise StateError(
                 f"the snapshot is of a training with {self._snapshot.world_size} processes, this one has "
@@ -215,12 +233,16 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         why = state.end_reason
         if why and self._trainer.is_world_process_zero():
             logger.warning("nothing is left to train: %s", why)
-        return (num_epochs, 0) if why else (epoch, batches)
+        if why:
+            return num_epochs, 0
+        return epoch, batches
 
     def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
         prepared = original(*args, **kwargs)
-        session, state, snapshot = self._session, self._state, self._snapshot
+        session = self._session
+        state = self._state
+        snapshot = self._snapshot
         assert session is not None
         state.prepare()
         if snapshot is None:
@@ -232,11 +254,13 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return prepared
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options, self._state.epoch = self._trainer.args, kwargs["epoch"]
+        options = self._trainer.args
+        self._state.epoch = kwargs["epoch"]
         ignores = options.ignore_data_skip
         if self._state.landing is not None:
             # It goes on behind the batches that were trained only where a checkpoint was resumed.
-            kwargs["resume_from_checkpoint"], options.ignore_data_skip = self._asked, False
+            kwargs["resume_from_checkpoint"] = self._asked
+            options.ignore_data_skip = False
         try:
             result = original(*args, **kwargs)
         finally:
@@ -248,7 +272,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _skip_first_batches(self, original: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
         """The next iteration goes on behind them by itself."""
         is_landing = self._state.landing is not None and loader is self._loader
-        return loader if is_landing else original(loader, num_batches)
+        if is_landing:
+            return loader
+        return original(loader, num_batches)
 
     def _load_rng_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
         if not means_snapshot(checkpoint):
@@ -284,8 +310,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> Any:
         """A logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
-        values = self.figures() if logs else {}
-        if values:
+        values: dict[str, float] = {}
+        if logs:
+            values = self.figures()
             logs.update(values)
         result = original(args, state, control, logs=logs, **kwargs)
         for name in values:
@@ -313,10 +340,10 @@ def attach_trainer(
     ``snapshots``: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
     Raises: ConfigError, for settings that cannot work, also beside a callback that is there already.
     """
-    known = next((item for item in _callbacks_of(trainer) if isinstance(item, LazyTrainerCallback)), None)
-    if known is not None and snapshots is None and keep_best is None:
-        known.attach(trainer)
-        return known
+    for item in _callbacks_of(trainer):
+        if isinstance(item, LazyTrainerCallback) and snapshots is None and keep_best is None:
+            item.attach(trainer)
+            return item
     if isinstance(snapshots, SnapshotConfig):
         callback = LazyTrainerCallback(config=snapshots, keep_best=keep_best)
     else:
@@ -326,8 +353,8 @@ def attach_trainer(
 
 
 def _callbacks_of(trainer: Any) -> list[Any]:
-    found: list[Any] = trainer.callback_handler.callbacks
-    return found
+    callbacks: list[Any] = trainer.callback_handler.callbacks
+    return callbacks
 
 
 def _own_bar() -> AbstractContextManager[Show]:
@@ -344,6 +371,6 @@ def _check(trainer: Any) -> None:
         "XLA": trainer.accelerator.distributed_type.name in ("XLA", "TPU"),
         "auto_find_batch_size=True": trainer.args.auto_find_batch_size,
     }
-    for what, is_there in refused.items():
-        if is_there:
-            raise ConfigError(f"LazyTrainerCallback: {what} is not supported; leave it out, or the callback")
+    for feature, is_used in refused.items():
+        if is_used:
+            raise ConfigError(f"LazyTrainerCallback: {feature} is not supported; leave it out, or the callback")
