@@ -4,8 +4,8 @@ The names of a run at its first level are the whole record (``shard.best``). A r
 captured for them, and a name counts whichever start gave it: it is of a snapshot that is stored.
 
 A better value gets its name at once. The name that is worse than ``count`` others goes at the next call, and only once
-those others are stored at every level. So at every moment the best that were ever stored are there, and at most
-``count + 1`` names, where each snapshot is stored before the next call.
+those others are stored at every level. So at every moment the best that ever had names are there, and at most
+``count + 1`` names, where each snapshot has its name before the next call.
 """
 
 import logging

@@ -2,14 +2,16 @@
 
 usage: best_trainer.py DIRECTORY JOURNAL
 
-Each step is stored before its value is given, so one name at a time is on its way.
+Each step is stored before its value is given, and has its name before the next one: one name at a time is on its way.
 """
 
+import functools
 import os
 import pathlib
 import sys
 
 import torch
+from support.waiting import until
 from trainer import Journal
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
@@ -17,6 +19,11 @@ from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngin
 VALUES = [5.0, 4.0, 6.0, 3.0, 3.5, 2.0, 8.0, 1.0]
 """The value of each step."""
 COUNT = 2
+
+
+def names_at(directory: str, step: int | str = "*") -> list[pathlib.Path]:
+    """Names of a step, or of all, at the level."""
+    return list(pathlib.Path(directory).glob(f"*/keep-best-*-{step}"))
 
 
 def main() -> None:
@@ -40,8 +47,9 @@ def main() -> None:
         if not engine.boundary(step) and engine._wait_ready(timeout_s=30):  # the keeper was being replaced
             engine.boundary(step)
         engine.wait(step, until="durable", timeout_s=30)
-        engine.keep_best("loss", VALUES[step - 1], count=COUNT)
-        journal.write("names", len(list(pathlib.Path(directory).glob("*/keep-best-*"))))
+        if engine.keep_best("loss", VALUES[step - 1], count=COUNT) is not None:
+            until(functools.partial(names_at, directory, step))
+        journal.write("names", len(names_at(directory)))
     journal.write("closed", engine.close())
 
 
