@@ -5,6 +5,7 @@ usage: best_trainer.py DIRECTORY JOURNAL
 Each step is stored before its value is given, and has its name before the next one: one name at a time is on its way.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -23,7 +24,9 @@ COUNT = 2
 
 def names_at(directory: str, step: int | str = "*") -> list[pathlib.Path]:
     """Names of a step, or of all, at the level."""
-    return list(pathlib.Path(directory).glob(f"*/keep-best-*-{step}"))
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # a snapshot that retention deletes meanwhile
+            return list(pathlib.Path(directory).glob(f"*/keep-best-*-{step}"))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from best_trainer import COUNT, VALUES
+from best_trainer import COUNT, VALUES, names_at
 from one_process import HERE, Job
 from support.waiting import until
 
@@ -39,7 +39,7 @@ class BestJob(Job):
 
     def names(self) -> list[BestName]:
         """Names at the level, the best first."""
-        return best_names(path.name.removeprefix("keep-") for path in self.level.glob("*/keep-best-*"))
+        return best_names(path.name.removeprefix("keep-") for path in names_at(str(self.level)))
 
 
 @pytest.fixture(scope="module")
