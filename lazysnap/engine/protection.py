@@ -6,6 +6,8 @@ from collections.abc import Callable
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.errors import KeeperError
 
+NO_MEMORY = "there was no memory"
+"""Why steps are not captured meanwhile, for ``Statistics.skipped``."""
 FIRST_REMINDER_S = 60.0
 """Seconds between the first and the second warning that captures are not in memory."""
 REMINDER_S = 600.0
@@ -41,21 +43,19 @@ class Protection:
         is_new = self.error is None
         self.error = error
         self._last = str(error)
-        self._statistics.unprotected = str(error)
         if not is_new:
             return
         self._since_s = self._clock()
         self._next_reminder_s = self._since_s + FIRST_REMINDER_S
         if not is_reported:
-            self._messages.tell(Event.NO_MEMORY, text=error, lost=self.what_is_lost())
+            self._messages.tell(Event.NO_MEMORY, since="", text=error, lost=self.what_is_lost())
 
     def regain(self) -> None:
         """Become PROTECTED: captures are in memory again."""
         if self.error is None:
             return
         self.error = None
-        self._statistics.unprotected = None
-        self._messages.tell(Event.MEMORY_AGAIN, seconds=self._clock() - self._since_s)
+        self._messages.tell_over(Event.NO_MEMORY, seconds=self._clock() - self._since_s)
 
     def remind(self) -> None:
         """Warn again, rarely, while training goes on without memory. Called at a boundary."""
@@ -63,12 +63,12 @@ class Protection:
         if self.error is None or now_s < self._next_reminder_s:
             return
         self._next_reminder_s = now_s + REMINDER_S
-        minutes = (now_s - self._since_s) / 60
-        self._messages.tell(Event.STILL_NO_MEMORY, minutes=minutes, text=self.error, lost=self.what_is_lost())
+        since = f" for {(now_s - self._since_s) / 60:.0f} min"
+        self._messages.tell(Event.NO_MEMORY, since=since, text=self.error, lost=self.what_is_lost())
 
     def sum_up(self) -> None:
         """Report the steps that were not protected, if any. Called at the end."""
-        count = self._statistics.skipped["no memory"]
+        count = self._statistics.skipped[NO_MEMORY]
         if not count:
             return
         durable = self._statistics.last_durable_step

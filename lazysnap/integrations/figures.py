@@ -42,7 +42,7 @@ class Figures:
         if statistics.device_wait_s:
             values["device_wait_s"] = statistics.device_wait_s
         if copy_s:
-            values["copy_gb_per_s"] = statistics.bytes_captured / copy_s / 1e9
+            values["copy_gb_per_s"] = statistics.shard_bytes * statistics.copy.count / copy_s / 1e9
         newest = max(self._passed_s, default=0)
         there = {"memory": statistics.last_whole_step}
         if statistics.last_protected_step is not None:
