@@ -37,7 +37,7 @@ class Row:
     is_lasting: bool = False
     """True for trouble that is reported once until it is over; without an end once at all."""
     of: str = ""
-    """The value that tells the troubles of this row apart, such as the level."""
+    """The value that distinguishes the troubles of this row, such as the level."""
 
 
 class Event(enum.Enum):

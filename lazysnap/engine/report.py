@@ -89,11 +89,14 @@ class End:
 
 def resumed(snapshot: Snapshot, now_ns: int, *, position: str = "", seconds: float | None = None) -> str:
     """The line for a restart. ``position``: where in the data it goes on; ``seconds``: what the restore took in all."""
-    took = snapshot.seconds if seconds is None else seconds
-    at = f" ({position})" if position else ""
+    at = ""
+    if position:
+        at = f" ({position})"
+    if seconds is None:
+        seconds = snapshot.seconds
     return (
         f"resumed step {snapshot.step} of run {_run(snapshot)}{at} from {source_of(snapshot)}: "
-        f"{_age(snapshot, now_ns)}restored in {duration(took)}"
+        f"{_age(snapshot, now_ns)}restored in {duration(seconds)}"
     )
 
 
@@ -110,26 +113,31 @@ def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', ste
     is done by ``how``. ``step``: where training starts.
     """
     if absence is None:
-        what = f"starting a new run at step {step}" if step else "starting fresh"
-        return f"{what}: no restart was asked for; {how} resumes the newest snapshot, if there is one"
+        start = "starting fresh"
+        if step:
+            start = f"starting a new run at step {step}"
+        return f"{start}: no restart was asked for; {how} resumes the newest snapshot, if there is one"
+    return f"starting fresh: {_why_absent(absence)}"
+
+
+def _why_absent(absence: Absence) -> str:
     where = places(absence.urls)
     if absence.unreadable:
-        reason = f"no snapshot {where} could be read ({_steps(absence.unreadable)}); the messages above say why"
-    elif absence.incomplete:
-        look = f"; `lazysnap ls {absence.urls[0]}` lists what is there" if absence.urls else ""
-        reason = f"there are only incomplete snapshots {where} ({_steps(absence.incomplete)}){look}"
-    elif absence.uncommitted:
-        [(url, count), *_] = absence.uncommitted.items()
-        what = "1 directory" if count == 1 else f"{count} directories"
-        reason = (
-            f"there is no snapshot {where}, but {what} without a valid manifest, which is written last; "
+        return f"no snapshot {where} could be read ({_steps(absence.unreadable)}); the messages above say why"
+    if absence.incomplete:
+        reason = f"there are only incomplete snapshots {where} ({_steps(absence.incomplete)})"
+        if absence.urls:
+            reason += f"; `lazysnap ls {absence.urls[0]}` lists what is there"
+        return reason
+    for url, count in absence.uncommitted.items():
+        directories = "directory" if count == 1 else "directories"
+        return (
+            f"there is no snapshot {where}, but {count} {directories} without a valid manifest, which is written last; "
             f"`lazysnap ls {url}` lists what is there"
         )
-    elif absence.is_partial:
-        reason = f"no snapshot was found {where}, but not all of that could be read; the messages above say what"
-    else:
-        reason = f"there is no snapshot {where}"
-    return f"starting fresh: {reason}"
+    if absence.is_partial:
+        return f"no snapshot was found {where}, but not all of that could be read; the messages above say what"
+    return f"there is no snapshot {where}"
 
 
 def places(urls: Iterable[str]) -> str:
@@ -148,7 +156,9 @@ def _run(snapshot: Snapshot) -> str:
 
 def source_of(snapshot: Snapshot) -> str:
     """Return the text of the place from which a snapshot was read."""
-    return "parity in the memory of other nodes" if snapshot.level == PARITY else snapshot.level
+    if snapshot.level == PARITY:
+        return "parity in the memory of other nodes"
+    return snapshot.level
 
 
 def _age(snapshot: Snapshot, now_ns: int) -> str:
@@ -174,13 +184,14 @@ def _lost(boundaries: int) -> str:
         return ""
     if boundaries == 0:
         return ", lost at most the step that was running"
-    counted = "1 step" if boundaries == 1 else f"{boundaries} steps"
-    return f", lost {counted} and at most the one that was running"
+    return f", lost {boundaries} step{_s(boundaries)} and at most the one that was running"
 
 
 def _steps(steps: Sequence[int]) -> str:
-    some = ", ".join(map(str, steps[-_MOST_STEPS:]))
-    return f"step{'s' * (len(steps) > 1)} {'…, ' * (len(steps) > _MOST_STEPS)}{some}"
+    shown = [str(step) for step in steps[-_MOST_STEPS:]]
+    if len(steps) > _MOST_STEPS:
+        shown.insert(0, "…")
+    return f"step{_s(len(steps))} {', '.join(shown)}"
 
 
 def intervals(config: SnapshotConfig, group: tuple[int, int]) -> str:
@@ -192,10 +203,12 @@ def intervals(config: SnapshotConfig, group: tuple[int, int]) -> str:
     """
     size, parity = group
     parts = [f"stored at {level.url} every {_interval(level, config.every_n_steps)}" for level in config.levels]
+    machines = "this machine"
     if parity:
-        parts.append(f"any {parity if parity > 1 else 'one'} of {size} nodes may be lost")
+        parts.append(f"any {parity} of {size} nodes may be lost")
+        machines = "these machines"
     if not config.levels:
-        parts.append(f"no storage level: nothing outlives {'these machines' if parity else 'this machine'}")
+        parts.append(f"no storage level: nothing outlives {machines}")
     return ", ".join(parts)
 
 
@@ -203,7 +216,9 @@ def _interval(level: PersistentLevel, captured_every: int) -> str:
     if level.every_n_steps is None:
         return f"{level.period_s:g} s"
     steps = due_every(level.every_n_steps, captured_every)
-    return "step" if steps == 1 else f"{steps} steps"
+    if steps == 1:
+        return "step"
+    return f"{steps} steps"
 
 
 # ---------------------------------------------------------------- the end
@@ -269,7 +284,9 @@ def _newest(statistics: Statistics, url: str) -> str:
 
 def _untrained(resumed: Resumed, end: End) -> list[str]:
     if end.error is not None:
-        return [f"step {resumed.step}: {_fate(end)}"] if resumed.in_memory else []
+        if not resumed.in_memory:
+            return []
+        return [f"step {resumed.step}: {_fate(end)}"]
     line = f"no step was trained after step {resumed.step}, which was resumed: training was over, or ended early"
     if resumed.in_memory and not resumed.only_in_memory and end.ending is Ending.LINGERING:
         line += f"; {_fate(end)}"
@@ -283,7 +300,9 @@ def _failed(error: BaseException, end: End) -> str:
     did = "was interrupted" if kind in _INTERRUPTIONS else "failed"
     if len(text) > _LONGEST_TEXT:
         text = f"{text[:_LONGEST_TEXT]}…"
-    why = f"{kind}: {text}" if text else kind
+    why = kind
+    if text:
+        why = f"{kind}: {text}"
     return f"training {did} in step {end.step} ({why}); {_left(end)}"
 
 
@@ -323,7 +342,9 @@ def not_durable(statistics: Statistics, end: End) -> dict[str, str]:
 
 def _failures(statistics: Statistics, urls: Sequence[str]) -> str:
     count = sum(statistics.level_failures[url] for url in urls)
-    return f" ({count} write{_s(count)} failed)" if count else ""
+    if not count:
+        return ""
+    return f" ({count} write{_s(count)} failed)"
 
 
 def _waited(end: End, missing: Sequence[str]) -> str:

@@ -54,7 +54,7 @@ def test_what_is_not_captured_is_told_by_reason_in_words():
 
 def test_that_there_is_no_storage_level_is_told_beside_parity_too():
     line = report.intervals(SnapshotConfig(), (4, 1))
-    assert line == "any one of 4 nodes may be lost, no storage level: nothing outlives these machines"
+    assert line == "any 1 of 4 nodes may be lost, no storage level: nothing outlives these machines"
 
 
 @pytest.mark.slow
