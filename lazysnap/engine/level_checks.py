@@ -1,7 +1,8 @@
-"""Which levels are one place for all nodes? What several nodes hold is stored once there.
+"""The levels that are one place for all nodes: what several nodes hold is stored once there.
 
-Object stores are one place if all nodes were given the same URL. A path is tried: rank 0 writes a small file of a new
-name, and one rank of each node looks for it. Where that fails, or takes too long, each node stores all that it holds.
+Object stores are one place, if all nodes were given the same URL. Whether a path is, is tried: rank 0 writes a small
+file of a new name, and one rank of each node looks for it. Where that fails, or takes too long, each node stores all
+that it holds.
 """
 
 import logging
@@ -19,44 +20,38 @@ _DEADLINE_S = 10.0
 
 
 def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
-    """Return the URLs of the levels that are one place for all nodes, as this node knows them.
+    """URLs of the levels that are one place for all nodes, as this node knows them; none, if there is one node.
 
-    None, if there is one node. Collective, with several nodes. Blocks: at most some seconds for each level.
-    Raises: WaitTimeout.
+    Collective, with several nodes. Blocks: at most some seconds for each level. Raises: WaitTimeout.
     """
-    num_nodes = len({place.node for place in world.places})
-    if not levels or num_nodes == 1:
+    if not levels or len({place.node for place in world.places}) == 1:
         return []
-    name = probe_name()
     tried = [level for level in levels if level.shared is None and is_path(level.url)]
-    tried_by_this_rank = tried if world.rank == 0 else []
+    token = probe_name()
 
     def write() -> list[str]:
-        for level in tried_by_this_rank:
-            _try(level, lambda storage: storage.put(name, b"lazysnap"))
-        return [name, *(level.url for level in levels)]
+        for level in tried if world.rank == 0 else ():
+            _try(level, lambda storage: storage.put(token, b"lazysnap"))
+        return [token, *(level.url for level in levels)]
 
-    first_name, *first_urls = world.exchange_after("trying levels", write)[0]
+    first, *urls = world.exchange_after("trying levels", write)[0]
 
     def look() -> list[bool] | None:
-        if world.place.local_rank != 0:
+        if world.place.local_rank:
             return None
-        return [_is_first_place(level, url, first_name) for level, url in zip(levels, first_urls, strict=False)]
+        found = []
+        for level, url in zip(levels, urls, strict=False):
+            if level in tried:
+                found.append(_try(level, lambda storage: storage.size(first) > 0))
+            else:
+                found.append(level.url == url if level.shared is None else level.shared)
+        return found
 
-    answers = world.exchange_after("looking for what rank 0 wrote", look)
-    for level in tried_by_this_rank:
-        _try(level, lambda storage: storage.delete(name))
-    nodes = [answer for answer in answers if answer is not None]
-    return [level.url for index, level in enumerate(levels) if all(node[index] for node in nodes)]
-
-
-def _is_first_place(level: PersistentLevel, first_url: str, first_name: str) -> bool:
-    """True if a level is the place that rank 0 knows by ``first_url``, where it wrote ``first_name``. Blocks."""
-    if level.shared is not None:
-        return level.shared
-    if not is_path(level.url):
-        return level.url == first_url
-    return _try(level, lambda storage: storage.size(first_name) > 0)
+    seen = [found for found in world.exchange_after("looking for what rank 0 wrote", look) if found is not None]
+    for level in tried if world.rank == 0 else ():
+        _try(level, lambda storage: storage.delete(token))
+    everywhere = [all(found) for found in zip(*seen, strict=False)]
+    return [level.url for level, is_shared in zip(levels, everywhere, strict=False) if is_shared]
 
 
 def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool:
