@@ -1,8 +1,7 @@
 """The states of a keeper as counters and messages: what is new in the last state, compared with the one before."""
 
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -16,8 +15,6 @@ _REMEMBERED = 1024
 """Complete steps of one level that are remembered, so that none is counted twice."""
 _ALERTS = {"links": Event.UNLINKED, "protection": Event.NODE_UNPROTECTED}
 """Events of the alerts that are reported again while they last, and whose end is reported."""
-_ALERT_AGAIN_S = 600.0
-"""Seconds after which such an alert is reported again while it lasts, although its text is the same."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +40,10 @@ class KeeperEvents:
     the steps that it counted.
     """
 
-    def __init__(
-        self,
-        config: SnapshotConfig,
-        messages: Messages,
-        rank: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: SnapshotConfig, messages: Messages, rank: int = 0) -> None:
         self._messages = messages
         self._statistics = messages.statistics
         self._rank = rank
-        self._clock = clock
         self._urls = [level.url for level in config.levels]
         self._due: list[int | None] = []
         """Steps from one snapshot that is due to the next, by level; ``None`` where time decides."""
@@ -64,8 +54,6 @@ class KeeperEvents:
             self._due.append(every)
         self._state = KeeperState()
         self._connection = Connection()
-        self._reported_at: dict[Alert, float] = {}
-        """Times at which the alerts that last were reported."""
         self._start = 0
         self._from_step = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
@@ -129,8 +117,9 @@ class KeeperEvents:
             self._compare_protected(before.protected, state.protected)
             self._compare_names(before, state)
             self._compare_alerts(before.alerts, state.alerts)
-        if self._reported_at:
-            self._repeat_alerts()
+        for alert in state.alerts:
+            if alert.about in _ALERTS:
+                self._messages.tell_again(_ALERTS[alert.about], text=alert.text)
         self._state = state
         self._connection = connection
 
@@ -237,21 +226,8 @@ class KeeperEvents:
     def _compare_alerts(self, before: Sequence[Alert], now: Sequence[Alert]) -> None:
         for alert in now:
             if alert not in before:
-                self._report_alert(alert)
-        self._reported_at = {alert: reported_at for alert, reported_at in self._reported_at.items() if alert in now}
+                self._messages.tell(_ALERTS.get(alert.about, Event.KEEPER_TROUBLE), text=alert.text)
         lasting = {alert.about for alert in now}
         for about in {alert.about for alert in before} - lasting:
             if about in _ALERTS:
                 self._messages.tell_over(_ALERTS[about])
-
-    def _report_alert(self, alert: Alert) -> None:
-        if alert.about in _ALERTS:
-            self._reported_at[alert] = self._clock()
-        self._messages.tell(_ALERTS.get(alert.about, Event.KEEPER_TROUBLE), text=alert.text)
-
-    def _repeat_alerts(self) -> None:
-        """Report alerts again that last: whoever looks later must see them, too."""
-        now_s = self._clock()
-        for alert, reported_at in list(self._reported_at.items()):
-            if now_s >= reported_at + _ALERT_AGAIN_S:
-                self._report_alert(alert)

@@ -2,6 +2,8 @@
 
 import enum
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,12 @@ logger = logging.getLogger("lazysnap.engine")
 
 SHOWN = logging.INFO + 1
 """Severity of lines that users see even if they never configured logging."""
+
+
+_FIRST_REMINDER_S = 60.0
+"""Seconds from the first report of a trouble to the second one."""
+_REMINDER_S = 600.0
+"""Seconds between later ones."""
 
 
 class By(enum.Enum):
@@ -158,12 +166,12 @@ class Event(enum.Enum):
         is_lasting=True,
     )
     UNLINKED = Row(
-        "nothing new is stored, or protected on other nodes: %(text)s",
+        "nothing new is stored, or protected on other nodes%(since)s: %(text)s",
         over="the keepers of all nodes reach each other again: storage and protection go on",
         by=By.NODE,
     )
     NODE_UNPROTECTED = Row(
-        "NOT protected against the loss of a node: %(text)s",
+        "NOT protected against the loss of a node%(since)s: %(text)s",
         over="protected against the loss of a node again",
         by=By.NODE,
     )
@@ -181,6 +189,14 @@ class Event(enum.Enum):
     )
 
 
+@dataclass
+class _Trouble:
+    since_s: float
+    """When it was reported first."""
+    next_s: float
+    """When it may be reported again."""
+
+
 class Messages:
     """Counts and prints events. Used on the training thread.
 
@@ -191,10 +207,18 @@ class Messages:
         messages.tell_over(Event.LEVEL_FAILS, level="/disk", step=5)
     """
 
-    def __init__(self, statistics: Statistics, *, is_first: bool = True, speaks_for_node: bool = True) -> None:
+    def __init__(
+        self,
+        statistics: Statistics,
+        *,
+        is_first: bool = True,
+        speaks_for_node: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.statistics = statistics
         self._speaks = {By.EACH: True, By.NODE: speaks_for_node, By.FIRST: is_first}
-        self._open: set[tuple[Event, Any]] = set()
+        self._clock = clock
+        self._open: dict[tuple[Event, Any], _Trouble] = {}
         """Trouble that was reported and is not over."""
 
     def tell(self, event: Event, **values: Any) -> None:
@@ -207,21 +231,33 @@ class Messages:
         if row.is_lasting and trouble in self._open:
             logger.debug("%s", row.text % values)
             return
-        if row.is_lasting or row.over:
-            self._open.add(trouble)
-        self._print(row, row.text, values)
+        now_s = self._clock()
+        if trouble in self._open:
+            self._open[trouble].next_s = now_s + _REMINDER_S
+        elif row.is_lasting or row.over:
+            self._open[trouble] = _Trouble(now_s, now_s + _FIRST_REMINDER_S)
+        self._print(row, row.text, {"since": "", **values})
+
+    def tell_again(self, event: Event, **values: Any) -> None:
+        """Print trouble again that lasts, if it is time: after a minute, then every ten. Hot."""
+        row: Row = event.value
+        trouble = self._open.get((event, values.get(row.of)))
+        now_s = self._clock()
+        if trouble is not None and now_s >= trouble.next_s:
+            trouble.next_s = now_s + _REMINDER_S
+            minutes = (now_s - trouble.since_s) / 60
+            self._print(row, row.text, {"since": f" for {minutes:.0f} min", **values})
 
     def tell_over(self, event: Event, **values: Any) -> None:
         """Print that a trouble is over, if it was reported."""
         row: Row = event.value
-        trouble = (event, values.get(row.of))
-        if trouble in self._open:
-            self._open.remove(trouble)
-            self._print(row, row.over, values)
+        trouble = self._open.pop((event, values.get(row.of)), None)
+        if trouble is not None:
+            self._print(row, row.over, {"seconds": self._clock() - trouble.since_s, **values})
 
     def forget(self, event: Event) -> None:
         """Note that a trouble is over. Prints nothing."""
-        self._open.discard((event, None))
+        self._open.pop((event, None), None)
 
     def is_open(self, event: Event) -> bool:
         """True if this trouble was reported, and is not over. Hot."""

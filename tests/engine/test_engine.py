@@ -203,7 +203,7 @@ def test_an_unknown_value_that_appears_later_costs_that_snapshot_only(job, caplo
     training.run(4, 4)
 
     assert training.began == [True, False, False, True]
-    assert training.engine.statistics().skipped == {"unsupported state": 2}
+    assert training.engine.statistics().skipped == {"the state could not be captured": 2}
     warnings = [
         record.message for record in caplog.records if "odd" in record.message and record.levelname == "WARNING"
     ]
