@@ -152,8 +152,8 @@ class Event(enum.Enum):
     # Keepers.
     KEEPER_TROUBLE = Row("%(text)s", by=By.NODE)
     KEEPER_LOST = Row(
-        "the keeper is gone, a new one is being started. It takes over the memory; if this comes again, look what ends "
-        "it",
+        "the keeper is gone, a new one is being started and takes over the memory; until then a crash loses the steps "
+        "that are not stored. If this comes again, look what ends it (a memory limit, pkill)",
         by=By.NODE,
         counter="keepers_lost",
         is_lasting=True,
