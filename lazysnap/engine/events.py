@@ -179,14 +179,11 @@ class KeeperEvents:
         return steps
 
     def _note_durable(self, url: str, step: int, due_every_n: int | None) -> None:
-        last = self._statistics.last_durable_step.get(url)
         before = self._from_step
-        if last is not None:
-            before = last
-        # A rollback captures the step that it went back to.
-        is_first_step = last is None and step == before
-        if step <= before and not is_first_step:
-            return
+        if url in self._statistics.last_durable_step:
+            before = self._statistics.last_durable_step[url]
+            if step <= before:
+                return
         if due_every_n is not None:
             num_due = (step - 1) // due_every_n - before // due_every_n
             self._statistics.dropped[url] += max(0, num_due)
