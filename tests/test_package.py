@@ -138,10 +138,6 @@ def test_what_the_architecture_names_as_deciding_is_there():
     assert [path for path in re.findall(r"`(tests/[\w/.]+)`", table) if not (ROOT / path).exists()] == []
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 def drawn_tree(text: str) -> dict[str, tuple[str, set[str]]]:
     """Name -> (parent in the tree, bases in parentheses), read from the drawing."""
     tree: dict[str, tuple[str, set[str]]] = {}
