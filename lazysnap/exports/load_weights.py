@@ -64,10 +64,11 @@ def _load(catalogue: Catalogue, which: str | int, part: str | None) -> dict[str,
             return weights
     if errors and isinstance(errors[0], StateError):
         raise errors[0]
-    url, problems = catalogue.store.url, [*catalogue.problems, *catalogue.incomplete, *skipped]
-    found = f"; found: {'; '.join(problems[:8])}" if problems else ""
+    url = catalogue.store.url
+    problems = [*catalogue.problems, *catalogue.incomplete, *skipped]
+    details = f"; found: {'; '.join(problems[:8])}" if problems else ""
     raise SnapshotNotFound(
-        f"{url}: no complete snapshot {which!r} that can be read{found}; `lazysnap ls {url}` lists what is there"
+        f"{url}: no complete snapshot {which!r} that can be read{details}; `lazysnap ls {url}` lists what is there"
     )
 
 
@@ -82,8 +83,8 @@ def _part(state: Any, part: str | None, where: str) -> Any:
     objects = state if isinstance(state, dict) and TAG not in state else {}
     name = part if part is not None else LIGHTNING_WEIGHTS if is_lightning(objects) else MODEL
     if name not in objects:
-        found = sorted(objects.keys() - {KEY})
+        parts = sorted(objects.keys() - {KEY})
         raise StateError(
-            f"{where} has no part {name!r}, its parts are {found}: name one, as load_weights(..., part=...)"
+            f"{where} has no part {name!r}, its parts are {parts}: name one, as load_weights(..., part=...)"
         )
     return objects[name]
