@@ -261,14 +261,17 @@ class Directories:
                 say(f"save_state(directory): waiting for {self._saves[0].directory!r} to be complete")
 
     def close(self, engine: SnapshotEngine, timeout_s: float) -> None:
-        """Wait for the checkpoints, and name those that are not made. Exports that run go on. Blocks."""
+        """Wait for the exports of an engine that has ended, and name those that are not made. Blocks."""
+        self.poll(engine)
+        for save in list(self._saves):
+            if save.process is None:
+                self._saves.remove(save)
+                self._fail(save, f"its snapshot was not stored in time; when it is, {save.by_hand}")
         self._wait(engine, timeout_s, lambda: not self._saves)
         for save in self._saves:
             if save.process is not None and save.process.stdout is not None:
                 save.process.stdout.close()
                 logger.warning("save_state(%r): a process still writes the checkpoint", save.directory)
-            else:
-                self._fail(save, f"its snapshot was not stored in time; when it is, {save.by_hand}")
         self._saves = []
         self._failed = set()
 

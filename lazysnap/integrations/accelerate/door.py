@@ -256,7 +256,8 @@ class Door(WithEngine):
             reason = "memory or storage cannot take this step now"
         elif self.boundaries.has_stepped and self._accelerator.sync_gradients:
             self._capture(force=True)
-        self._tell_once("save_state(%r): Accelerate writes it while training waits: %s", place, reason)
+        message = "save_state(%r): Accelerate writes it while training waits: %s"
+        self._tell_once(message, place, reason, severity=logging.INFO)
         self._gate()
         self.directories.save_by_stock(place, stock)
         return place
@@ -303,6 +304,9 @@ class Door(WithEngine):
 
     def _load_named(self, directory: str, named: Named) -> Snapshot | None:
         """Restore the snapshot that a directory names; ``None``, if there is none any more. Collective."""
+        if self._is_refused:
+            return None
+        self._choose_place(os.path.dirname(os.path.abspath(directory)))
         session = self.opened()
         if named.place not in [level.url for level in session.engine.config.levels]:
             return None
@@ -438,10 +442,10 @@ class Door(WithEngine):
             logger.info("not ended well at exit, the keeper stores the last snapshot: %s", error)
             self.abandon()
 
-    def _tell_once(self, message: str, *values: object) -> None:
+    def _tell_once(self, message: str, *values: object, severity: int = logging.WARNING) -> None:
         if message not in self._has_told:
             self._has_told.add(message)
-            logger.warning(message, *values)
+            logger.log(severity, message, *values)
 
 
 def _last_error_id() -> int | None:
