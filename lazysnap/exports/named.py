@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lazysnap import faults
+from lazysnap.errors import ConfigError
 from lazysnap.exports.target import STOCK_FILE, check_outside, sync
 from lazysnap.levels.files import sync_directory, temp_name
 from lazysnap.shard.limits import load_json
@@ -83,20 +84,26 @@ def has_checkpoint(directory: str) -> bool:
 def filled(directory: str, named: Named) -> Iterator[str]:
     """Yield a path for a new directory; on success its files become the checkpoint in ``directory``, durably.
 
-    Nothing is put there if the directory has got another name meanwhile. Blocks: while another process does this, too.
-    Raises: OSError; FileNotFoundError, if the directory was deleted.
+    Blocks: while another process does this, too. Raises: ConfigError, if the directory names another snapshot by now,
+    whose files are not touched; OSError; FileNotFoundError, if the directory was deleted.
     """
     with _locked(directory):
+        _check_named(directory, named)
         temp = os.path.join(directory, _EXPORT)
         shutil.rmtree(temp, ignore_errors=True)  # of a process that was killed
         try:
             yield temp
             sync(temp)
             faults.point("export.whole")
-            if named_in(directory) == named:
-                _move_into(directory, temp)
+            _check_named(directory, named)
+            _move_into(directory, temp)
         finally:
             shutil.rmtree(temp, ignore_errors=True)
+
+
+def _check_named(directory: str, named: Named) -> None:
+    if named_in(directory) != named:
+        raise ConfigError(f"{directory} does not name step {named.step} any more: export to another directory")
 
 
 def _move_into(directory: str, temp: str) -> None:
