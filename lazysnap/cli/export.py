@@ -8,6 +8,7 @@ from lazysnap.cli.output import Output
 from lazysnap.cli.stores import open_existing
 from lazysnap.exports.exporting import Exported, write
 from lazysnap.exports.job import Job
+from lazysnap.exports.named import named_in
 from lazysnap.exports.target import format_of
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import look_again
@@ -26,9 +27,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
     )
     job.check()
 
+    named = named_in(args.to)
+
     def written(catalogue: Catalogue) -> tuple[str, Exported]:
         plan = catalogue.find(args.wanted, args.run)
-        return catalogue.runs[plan.run_id], write(catalogue, plan, job)
+        return catalogue.runs[plan.run_id], write(catalogue, plan, job, named)
 
     run_id, done = look_again(open_existing(args.url, args.storage_option), written)
     for note in done.notes:
