@@ -312,7 +312,7 @@ def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
     )
     for name, text in rows:
         if text:
-            output.line(without_end(f"{name:10} {text}", output.width))
+            output.line(f"{name:10} {text}")
 
 
 def _print_tensors(output: Output, tensors: list[dict[str, Any]], *, with_rank: bool) -> None:
