@@ -240,6 +240,8 @@ def heading(figures: dict[str, Any]) -> Iterator[str]:
     yield f"{began} to {ended} UTC: {wall}; {_end_of(figures)}"
     counted = length(figures["classes_s"]["productive"])
     yield f"goodput {percent(figures['goodput'], 1)}: {counted} of {wall} trained steps that count"
+    if len(figures["interruptions"]) > _SHOWN:
+        yield f"{len(figures['interruptions'])} interruptions, the last {_SHOWN} are shown; all with --json"
     if figures["rank"]:
         yield f"the file of rank 0 is not here: this is the time of rank {figures['rank']}"
 
@@ -269,10 +271,7 @@ def tables(figures: dict[str, Any]) -> Iterator[Rows]:
     yield Rows(("where the time went", "time>", "share>", ""), rows)
     interruptions = figures["interruptions"]
     if interruptions:
-        head = f"{len(interruptions)} interruptions"
-        if len(interruptions) > _SHOWN:
-            head = f"last {_SHOWN} of {len(interruptions)}"
-        columns = [head, "end", "step>", "resumed", "lost>", "new step after>"]
+        columns = ["interrupted at", "end", "step>", "resumed", "lost>", "new step after>"]
         yield Rows(columns, [_interruption_row(row, figures) for row in interruptions[-_SHOWN:]])
     places = dict.fromkeys([*figures["places"], *figures["levels"]])
     if places:
