@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter, itemgetter
 from statistics import median
 
 from lazysnap.cli.history import GOODBYE, UNSEEN, Marks, Start, microseconds, rising, starts_of, value_at
@@ -148,12 +149,8 @@ def account(files: Sequence[EventFile]) -> Account | None:
     for start in starts:
         spans += _work(start, waits)
     spans = [span for span in spans if span.end > span.begin]
-    spans.sort(key=_begin_of)
+    spans.sort(key=attrgetter("begin"))
     return Account(starts, spans, waits, _newest(files, starts), list(_interruptions(files, starts, losses)))
-
-
-def _begin_of(span: Span) -> int:
-    return span.begin
 
 
 def _usual_step_us(starts: Sequence[Start]) -> int:
@@ -277,13 +274,9 @@ def _newest(files: Sequence[EventFile], starts: list[Start]) -> dict[str, Newest
                 completed.setdefault(event.level, []).append((microseconds(event.t), max(event.steps)))
     newest: dict[str, Newest] = {}
     if in_memory:
-        newest[MEMORY] = sorted(in_memory, key=_at)
+        newest[MEMORY] = sorted(in_memory, key=itemgetter(0))
     if protected:
-        newest[OTHER_NODES] = sorted(protected, key=_at)
+        newest[OTHER_NODES] = sorted(protected, key=itemgetter(0))
     for level, marks in completed.items():
         newest[level] = list(rising(marks))  # an older step may be completed later
     return newest
-
-
-def _at(mark: tuple[int, int | None]) -> int:
-    return mark[0]

@@ -6,6 +6,7 @@ Times are whole microseconds of Unix time, so that sums are exact.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from statistics import median
 
 from lazysnap.events import (
@@ -45,7 +46,7 @@ def rising(marks: Iterable[tuple[int, int]]) -> Marks:
 
 def value_at(marks: Marks, time: int) -> int:
     """Return the value at a time, interpolated."""
-    index = bisect_right(marks, time, key=_time_of)
+    index = bisect_right(marks, time, key=itemgetter(0))
     if index == 0:
         return marks[0][1]
     if index == len(marks):
@@ -57,20 +58,12 @@ def value_at(marks: Marks, time: int) -> int:
 
 def time_of(marks: Marks, value: int) -> int:
     """Return the time at which ``value``, at most the last one, was reached, interpolated."""
-    index = bisect_left(marks, value, key=_value_of)
+    index = bisect_left(marks, value, key=itemgetter(1))
     after, high = marks[index]
     before, low = marks[max(0, index - 1)]
     if high == low:
         return after
     return before + (after - before) * (value - low) // (high - low)
-
-
-def _time_of(mark: tuple[int, int]) -> int:
-    return mark[0]
-
-
-def _value_of(mark: tuple[int, int]) -> int:
-    return mark[1]
 
 
 # ---------------------------------------------------------------- starts
@@ -148,7 +141,7 @@ def starts_of(files: Sequence[EventFile]) -> list[Start]:
             lines_of.setdefault(event.start, []).append(event)
             if isinstance(event, TrainerStarted):
                 names.setdefault(event.start, event)  # it names itself again to a new keeper: the first time counts
-    ordered = sorted(names.values(), key=_named_at)
+    ordered = sorted(names.values(), key=attrgetter("t"))
     starts: list[Start] = []
     for index, name in enumerate(ordered):
         follower = ordered[index + 1] if index + 1 < len(ordered) else None
@@ -157,10 +150,6 @@ def starts_of(files: Sequence[EventFile]) -> list[Start]:
             began = max(began, starts[-1].ended)
         starts.append(_start(name, file_of[name.start], lines_of[name.start], began, follower))
     return starts
-
-
-def _named_at(name: TrainerStarted) -> float:
-    return name.t
 
 
 def _began(name: TrainerStarted) -> int:
@@ -195,17 +184,13 @@ def _start(
 def _last_line_at(file: EventFile, last_t: float, follower: TrainerStarted | None) -> int:
     """Return when the keeper wrote its last line: before the next keeper, or the next start."""
     at = microseconds(last_t)
-    for event in file.events[bisect_right(file.events, last_t, key=_t_of) :]:
+    for event in file.events[bisect_right(file.events, last_t, key=attrgetter("t")) :]:
         if isinstance(event, KeeperStarted):
             break
         if follower is not None and microseconds(event.t) >= _began(follower):
             break
         at = microseconds(event.t)
     return at
-
-
-def _t_of(event: Event) -> float:
-    return event.t
 
 
 def _waits(start: Start) -> Marks:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from rich.filesize import decimal
@@ -102,7 +103,7 @@ def show_snapshots(
         )
     if not rows:
         return
-    rows.sort(key=_step_of)
+    rows.sort(key=itemgetter("step"))
     columns = {"step": "step>", "state": "state", "size": "size>", "captured (UTC)": "captured (UTC)", "run": "run"}
     if any(row["names"] for row in rows):
         columns["names"] = "names<"
@@ -111,10 +112,6 @@ def show_snapshots(
     output.show(output.table("", *columns.values(), rows=cells))
     if contents.newest_run is not None and len(contents.runs) > 1:
         output.line(f"newest run: {contents.runs[contents.newest_run]}")
-
-
-def _step_of(row: dict[str, Any]) -> int:
-    return int(row["step"])
 
 
 # ---------------------------------------------------------------- ls
@@ -134,7 +131,7 @@ def list_snapshots(args: argparse.Namespace, output: Output) -> int:
         output.line(problem, "yellow")
     listed = [_listed(snapshot) for snapshot in contents.snapshots]
     listed += [{**_BARE, "location": name, "step": step} for name, step in contents.uncommitted]
-    listed.sort(key=_place_of)
+    listed.sort(key=itemgetter("step", "location"))
     return output.result(
         url=contents.url,
         newest_run=contents.newest_run,
@@ -152,10 +149,6 @@ def _listed(snapshot: Found) -> dict[str, Any]:
         "captured_ns": snapshot.captured_ns,
         "complete": snapshot.is_complete,
     }
-
-
-def _place_of(listed: dict[str, Any]) -> tuple[int, str]:
-    return listed["step"], listed["location"]
 
 
 def _state_of(snapshot: Found) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 from rich.filesize import decimal
@@ -194,12 +195,8 @@ def _note_figures(files: Sequence[EventFile]) -> list[dict[str, Any]]:
             text = _text_of(event)
             if text:
                 notes.append({"t": event.t, "node": file.node, "text": text})
-    notes.sort(key=_t_of)
+    notes.sort(key=itemgetter("t"))
     return notes
-
-
-def _t_of(note: dict[str, Any]) -> float:
-    return float(note["t"])
 
 
 def _text_of(event: Event) -> str:

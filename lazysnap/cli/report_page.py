@@ -94,22 +94,13 @@ def _strip(figures: dict[str, Any]) -> str:
 
 def _charts(figures: dict[str, Any]) -> Iterator[str]:
     points = figures["over_time"]
-    steps = [point["step"] for point in points]
-    newest: dict[str, _Values] = {"step reached": steps}
     behind: dict[str, _Values] = {}
     for place in figures["places"]:
         behind[place] = [point["behind"][place] for point in points]
-        newest[place] = [_difference(step, late) for step, late in zip(steps, behind[place], strict=True)]
     waited = [None if point["step"] is None else 100 * point["waited"] for point in points]
-    yield _chart("steps reached, and the newest complete one of each place", newest, figures)
+    yield _chart("step reached", {"step": [point["step"] for point in points]}, figures)
     yield _chart("how many steps the newest complete one is behind", behind, figures)
     yield _chart("time waited for copies, %", {"waiting": waited}, figures)
-
-
-def _difference(step: float | None, late: float | None) -> float | None:
-    if step is None or late is None:
-        return None
-    return step - late
 
 
 def _chart(title: str, series: dict[str, _Values], figures: dict[str, Any]) -> str:

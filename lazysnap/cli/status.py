@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from numbers import Real
+from operator import itemgetter
 from typing import Any
 
 from rich.console import RenderableType
@@ -54,16 +55,12 @@ def look(job: str | None) -> tuple[list[dict[str, Any]], list[int]]:
     with ThreadPoolExecutor(len(reachable) or 1) as pool:
         answers = list(pool.map(_ask, reachable))
     jobs = [job_figures(answer) for answer in answers if answer is not None]
-    jobs.sort(key=_name_of)
+    jobs.sort(key=itemgetter("job", "keeper"))
     return jobs, sorted(keeper.pid for keeper in running if not keeper.is_reachable)
 
 
 def _ask(keeper: RunningKeeper) -> FoundKeeper | None:
     return ask(keeper.identity, keeper.pid, _ANSWER_S)
-
-
-def _name_of(job: dict[str, Any]) -> tuple[str, int]:
-    return job["job"], job["keeper"]
 
 
 # ---------------------------------------------------------------- figures
