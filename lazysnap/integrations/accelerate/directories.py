@@ -121,7 +121,7 @@ class Directories:
             del names[place]
             return False
         assert engine.run_id is not None
-        named = Named(engine.config.levels[0].url, engine.run_id, engine.step)
+        named = Named(engine._config.levels[0].url, engine.run_id, engine.step)
         self._by_main(lambda: name_snapshot(place, named))
         self._saves.append(_Save(place, name, StepKey(engine._run.meta.start_number, engine.step), named))
         return True
@@ -199,7 +199,7 @@ class Directories:
             return False
         self._delete_superseded(save.directory)
         try:
-            save.process = start_export(save.directory, engine.config.levels[0])
+            save.process = start_export(save.directory, engine._config.levels[0])
         except OSError as error:
             self._fail(save, f"no process can be started: {error}; {save.by_hand}")
         return save.process is not None
