@@ -75,25 +75,46 @@ class SnapshotEngine:
     """
 
     def __init__(
-        self,
-        config: "SnapshotConfig | str | os.PathLike[str]",
-        state: StateSource | Mapping[str, Any],
-        *,
-        default_url: str | None = None,
-        takes_over: bool = True,
+        self, config: "SnapshotConfig | str | os.PathLike[str]", state: StateSource | Mapping[str, Any]
     ) -> None:
         """Collective. Blocks: for other ranks.
 
         Args:
             config: a ``SnapshotConfig``, or a path or URL: the one place for snapshots, with default settings.
             state: a mapping of names to objects with ``state_dict`` and ``load_state_dict``.
-            default_url: for integrations: the place of snapshots where the config names none.
-            takes_over: for integrations: an earlier engine of this process and job that was not ended is left as after
-                a crash. Its keeper would refuse this one.
 
-        Raises: ConfigError; JobBusy, if this job runs already; WaitTimeout, if another rank is missing.
+        Raises: ConfigError; WaitTimeout, if another rank is missing.
         """
-        self._config = config_at(config)
+        self._set_up(config_at(config), state, default_url=None, takes_over=True)
+
+    @classmethod
+    def _of_integration(
+        cls, config: SnapshotConfig, state: StateSource, *, default_url: str | None, takes_over: bool = True
+    ) -> "SnapshotEngine":
+        """Make an engine. Collective. Blocks: for other ranks.
+
+        Args:
+            config: settings.
+            state: the state of the training.
+            default_url: the place of snapshots where the config names none.
+            takes_over: an earlier engine of this process and job that was not ended is left as after a crash. Its
+                keeper would refuse this one.
+
+        Raises: as the constructor.
+        """
+        engine = cls.__new__(cls)
+        engine._set_up(config, state, default_url=default_url, takes_over=takes_over)
+        return engine
+
+    def _set_up(
+        self,
+        config: SnapshotConfig,
+        state: StateSource | Mapping[str, Any],
+        *,
+        default_url: str | None,
+        takes_over: bool,
+    ) -> None:
+        self._config = config
         identity = JobIdentity.from_config(self._config, default_url)
         if takes_over:
             _end_earlier(identity)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazysnap.config import KeepBest, PersistentLevel, SnapshotConfig
+from lazysnap.config import KeepBest, PersistentLevel
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
@@ -234,15 +234,13 @@ class WithEngine:
         ``only_reads``: it is an evaluation, which may take place within a training of the same directory.
         """
         url = place_beside(directory)
-        engine = self._make_engine(self._arguments.config_for(url), state, url, only_reads=only_reads)
+        config = self._arguments.config_for(url)
+        engine = SnapshotEngine._of_integration(config, state, default_url=url, takes_over=not only_reads)
         if not only_reads:
             engine._run.rename(self._new_run_id)
             self._new_run_id = ""
         self._session = Session(engine)
         return self._session
-
-    def _make_engine(self, config: SnapshotConfig, state: StateSource, url: str, *, only_reads: bool) -> SnapshotEngine:
-        return SnapshotEngine(config, state, default_url=url, takes_over=not only_reads)
 
     def _running(self) -> SnapshotEngine:
         return self._running_session().engine

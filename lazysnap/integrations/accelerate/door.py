@@ -125,7 +125,7 @@ class Door(WithEngine):
             if self._config is None:
                 raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
             self._note_beside()
-            engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
+            engine = SnapshotEngine._of_integration(self._config, self._state, default_url=self._default_url)
             self._session = Session(engine, self._left_at)
             self._began_fresh = True
             self._has_trained = True

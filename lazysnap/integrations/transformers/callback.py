@@ -148,11 +148,13 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         name = wish.monitor
         if name not in values:
             name = f"eval_{wish.monitor}"
-        if name not in values:
+        if name in values:
+            self._session.judge(wish, values[name])
+        elif "eval_runtime" in values and not isinstance(self._trainer.eval_dataset, dict):
+            # Neither an evaluation of the program's own, nor one of several datasets, each of which has its metrics.
             raise ConfigError(
                 f"LazyTrainerCallback.keep_best: no evaluation gives {wish.monitor!r}; there are {sorted(values)}"
             )
-        self._session.judge(wish, values[name])
 
     # ---------------------------------------------------------------- one call of train
 

@@ -46,7 +46,7 @@ def fit(directory, wish, *callbacks, has_validation=True, seed=1):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         default_root_dir=directory,
         num_sanity_val_steps=1,
         limit_val_batches=1.0 if has_validation else 0,
