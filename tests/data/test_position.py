@@ -70,6 +70,9 @@ LOADERS = {
     "iterable": lambda: ResumableLoader(DataLoader(Stream(), batch_size=BATCH)),
     "iterable in workers": lambda: ResumableLoader(DataLoader(Stream(), batch_size=BATCH, num_workers=2)),
     "stateful": lambda: ResumableLoader(StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True)),
+    "stateful, weighted": lambda: ResumableLoader(
+        StatefulDataLoader(Numbers(), batch_size=BATCH, sampler=WeightedRandomSampler([1.0] * LENGTH, LENGTH))
+    ),
     "stateful workers": lambda: ResumableLoader(
         StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True, num_workers=2)
     ),
@@ -93,6 +96,8 @@ def in_place(loader):
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_exactly_after_any_batch(kind):
+    if kind == "fabric":
+        import lightning.fabric  # noqa: F401 - draws random numbers when it is imported
     batches = -(-LENGTH // BATCH) * EPOCHS
     cuts = (1, 2, 5, 6, 7, 9, batches) if "workers" in kind else range(1, batches + 1)
     assert len(check_cuts(LOADERS[kind], cuts)) >= batches
@@ -238,7 +243,7 @@ def test_a_position_that_is_captured_before_its_first_batch_is_counted_anew_once
     assert len(indices(again.train().trace, 0)) == LENGTH - 16
 
 
-@pytest.mark.parametrize(("cut", "follows"), [(2, "this epoch goes on behind 2 batches"), (6, "from here on")])
+@pytest.mark.parametrize(("cut", "follows"), [(2, "this epoch continues behind 2 batches"), (6, "from here on")])
 def test_a_changed_length_of_the_data_is_named(monkeypatch, caplog, cut, follows):
     run = Run(LOADERS["shuffled"], seed=1)
     run.train(cut)
