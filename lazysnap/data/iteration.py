@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOT_NOTED = ("given", "now", "checkpoint", "layout", "at_end", "was_left")
+_NOT_NOTED = ("given", "last_index", "now", "checkpoint", "layout", "at_end", "was_left")
 """Fields of a position that do not hold for its whole iteration."""
 _LONG_S = 1.0
 _NO_ORDER = (
@@ -41,8 +41,9 @@ _STATEFUL_COLLATE = (
 )
 _READ_AGAIN = (
     "%s saves no position: a restart reads the epoch again and drops the batches that were trained. That is exact only "
-    "if it gives the same samples each time (an order that comes from the clock, the process id or a server is not); "
-    "state_dict() and load_state_dict() make it exact, and quick"
+    "if it gives the same samples each time. An order from the clock, the process id or a server is not, nor is one "
+    "that it draws from the global random generators as it goes: let it draw from a generator of its own, or in "
+    "workers. state_dict() and load_state_dict() make it exact, and quick"
 )
 _OTHER_DATA = (
     "%s gave another first batch than before the restart, reading the same epoch again: this training does not resume "
@@ -83,7 +84,7 @@ class Iteration:
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What was noted since it began."""
+        """Notes since it began."""
         return self._plan.notes
 
     def place(self, *, is_at_end: bool) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Iteration:
 
         ``is_at_end``: it gave its last batch.
         """
-        place = {**self.notes, "given": self.given}
+        place = {**self.notes, "given": self.given, "last_index": self._plan.digest_of_index(self.given)}
         checkpoint = self._plan.checkpoint_behind(self.given, is_at_end=is_at_end)
         if checkpoint is not None:
             place["checkpoint"] = checkpoint

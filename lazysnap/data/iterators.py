@@ -17,15 +17,9 @@ from lazysnap.data.own_state import (
     forget_loaded_state,
     is_stateful,
     is_torchdata_in_process,
-    saves_position,
 )
-from lazysnap.data.parts import is_iterable
 from lazysnap.data.plan import IterationPlan
-from lazysnap.data.streams import collect_rng, has_drawn
 from lazysnap.data.workers import SendStates, WorkerBatch
-
-_WATCHED_BATCHES = 40
-"""Batches of an epoch in which draws of the sampler or the dataset from global generators are looked for."""
 
 
 def follow(plan: IterationPlan) -> bool:
@@ -80,18 +74,9 @@ class _Follows:
             plan.pass_over(self)
         if not plan.workers:
             plan.before_batch()
-        rng_before = None
-        if self._is_watched():
-            rng_before = collect_rng()
         index = super()._next_index()  # type: ignore[misc]
-        plan.note_order(index)
-        if rng_before is not None and has_drawn(rng_before):
-            plan.note_draws(f"the sampler of {type(plan.base.dataset).__name__}")
+        plan.note_index(index)
         return index
-
-    def _is_watched(self) -> bool:
-        """True if draws from the global generators are looked for: not in the first batch, which may set things up."""
-        return 0 < self._num_yielded < _WATCHED_BATCHES and self.plan.may_draw  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -102,22 +87,11 @@ def _in_process(kind: Any) -> type:
         def _next_data(self) -> Any:
             plan = self.plan
             data = super()._next_data()
-            if self.rng_before is not None and has_drawn(self.rng_before):
-                plan.note_draws(type(plan.base.dataset).__name__)
             if "dataset" in plan.start:
                 forget_loaded_state(plan.base.dataset)
             plan.read += 1
             plan.has_ended = bool(getattr(self._dataset_fetcher, "ended", False))
             return data
-
-        def _next_index(self) -> Any:
-            index = super()._next_index()
-            self.rng_before = None
-            # A saved position needs no draws.
-            is_unsaved = is_iterable(self.plan.base) and not saves_position(self.plan.base.dataset)
-            if is_unsaved and self._is_watched():
-                self.rng_before = collect_rng()
-            return index
 
     return InProcess
 

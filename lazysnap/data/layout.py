@@ -1,4 +1,4 @@
-"""How an epoch is laid out: ranks, batch size, length, workers. A restart compares this layout with the one before.
+"""Layout of an epoch: ranks, batch size, length, workers. A restart compares it with the layout before.
 
 Positions count samples, so that another batch size or another number of ranks skips no sample and does not begin the
 epoch anew. A sampler that divides one order among the ranks (torch's ``DistributedSampler``, Accelerate's shards) says
@@ -14,8 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 EpochLayout = dict[str, int | None]
-"""``ranks``; ``samples`` of one step of all ranks; samples of one ``batch``; ``length`` of the epoch in batches;
-samples in the ``data``; worker processes (``workers``); digest of the indices of a ``subset``.
+"""``ranks``; ``samples`` of a step of all ranks; samples of a ``batch``; ``length`` of the epoch in batches.
+
+Also samples in the ``data``; worker processes (``workers``); a digest of the indices of a ``subset``.
 """
 
 

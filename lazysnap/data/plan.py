@@ -32,13 +32,13 @@ Checkpoint = dict[str, Any]
 
 _OTHER_ORDER = (
     "the sampler of %s gives this epoch in another order than before the restart: some samples are skipped and others "
-    "trained twice. Its order comes from something that no snapshot holds; seed it from torch, NumPy or random, or "
-    "from a generator that it keeps in an attribute"
+    "trained twice. Its order comes from something that no snapshot holds, or it draws from the global random "
+    "generators as it goes: seed it when it is iterated, or let it draw from a generator that it keeps in an attribute"
 )
 
 
 class IterationPlan:
-    """Where one iteration of a loader begins, and what was noted on its way.
+    """Plan of one iteration: its beginning, and the notes of its batches.
 
     It has many attributes: what is noted of each batch until the batch is over.
     """
@@ -70,7 +70,11 @@ class IterationPlan:
         self.has_ended = False
         """True if the iterable dataset gave its last sample: its own state is that of the next epoch."""
         self._streams_at_first: dict[str, Any] | None = None
-        self._order_noted = False
+        self._order_warned = False
+        self._taken = 0
+        """Indices of batches that were taken from the sampler."""
+        self._digests: dict[int, int] = {}
+        """Digests of the last of them, by number: workers and Accelerate's loaders take some before they are given."""
 
     @property
     def base(self) -> Any:
@@ -82,22 +86,10 @@ class IterationPlan:
         """Worker processes of the loader."""
         return int(getattr(self.base, "num_workers", 0))
 
-    @property
-    def may_draw(self) -> bool:
-        """True until it is known that the order of the data may depend on the global generators."""
-        position = self._position()
-        return position is not None and position.may_draw
-
-    def note_draws(self, what: str) -> None:
-        """``what`` drew from them between two batches."""
-        position = self._position()
-        if position is not None:
-            position.note_draws(what)
-
     # ---------------------------------------------------------------- beginning
 
     def begin(self, *, stayed: bool = False) -> None:
-        """The iterator of torch is made, or begins another epoch with workers that ``stayed``."""
+        """Note or restore the generators at the beginning; ``stayed``: the workers are those of the epoch before."""
         if self.origin is None:
             self.notes["at_iter"] = self.streams.collect()
             self.notes["stayed"] = stayed
@@ -124,12 +116,14 @@ class IterationPlan:
             self.streams.restore(streams_here)
 
     def _pass_over_indices(self, iterator: Any) -> None:
-        indices = iterator._sampler_iter
-        taken = 0
-        for index in itertools.islice(indices, self.passes):
-            self.note_order(index)
-            taken += 1
-        if taken < self.passes:
+        first_index = list(itertools.islice(iterator._sampler_iter, 1))
+        last_index = list(itertools.islice(iterator._sampler_iter, max(self.passes - 2, 0), self.passes - 1))
+        for index in first_index:
+            self.note_index(index)
+        self._taken = self.passes - len(last_index)
+        for index in last_index:
+            self.note_index(index)
+        if len(first_index) + len(last_index) < min(self.passes, 2):
             logger.warning("the data ends before batch %d, where it was to continue", self.passes)
         for name in ("_num_yielded", "_sampler_iter_yielded"):
             if name in attributes_of(iterator):
@@ -146,19 +140,40 @@ class IterationPlan:
 
     # ---------------------------------------------------------------- notes of each batch
 
-    def note_order(self, index: Any) -> None:
-        """Note a digest of the epoch's first indices; after a restart compare it with that of before."""
-        if self._order_noted or is_iterable(self.base):
+    def note_index(self, index: Any) -> None:
+        """Note a digest of a batch's indices; after a restart compare the first and the last with those of before."""
+        if is_iterable(self.base):
             return
-        self._order_noted = True
+        self._taken += 1
         digest = digest_of(index)
-        self.notes["order"] = digest
-        digest_before = (self.origin or {}).get("order")
+        self._digests[self._taken] = digest
+        self._digests.pop(self._taken - self._most_ahead() - 2, None)
+        if self._taken == 1:
+            self.notes["first_index"] = digest
+        self._compare_order(digest)
+
+    def _most_ahead(self) -> int:
+        """Return how many batches may be taken from the sampler before they are given."""
+        return self.workers * (self.base.prefetch_factor or 1) + self.reads_ahead
+
+    def _compare_order(self, digest: int) -> None:
         position = self._position()
-        if digest_before in (None, digest) or position is None or position.is_recounted:
+        if self.origin is None or position is None or position.is_recounted:
             return
-        if is_first_rank():
-            logger.warning(_OTHER_ORDER, type(self.base.dataset).__name__)
+        digests_before = []
+        if self._taken == 1:
+            digests_before.append(self.origin.get("first_index"))
+        if self._taken == self.origin["given"]:
+            digests_before.append(self.origin.get("last_index"))
+        is_same = all(digest_before in (None, digest) for digest_before in digests_before)
+        if not is_same and not self._order_warned:
+            self._order_warned = True
+            if is_first_rank():
+                logger.warning(_OTHER_ORDER, type(self.base.dataset).__name__)
+
+    def digest_of_index(self, number: int) -> int | None:
+        """Return the digest of the indices of batch ``number``; ``None``, if they were not noted."""
+        return self._digests.get(number)
 
     def before_batch(self) -> None:
         """The indices of the next batch are taken, and it is read then."""

@@ -55,8 +55,6 @@ class Position:
         """The position that was loaded, until the loader is iterated."""
         self.skipped = 0
         """Batches that the next iteration begins behind, where it does not continue a recorded one."""
-        self.may_draw = True
-        """True until it is known that its order may depend on draws from the global generators."""
         self._warned: set[str] = set()
         """Texts that were logged: once is enough."""
         self.is_recounted = False
@@ -282,17 +280,6 @@ class Position:
         self._at_boundary = None
         if self.at_end is not None:
             self.at_end()
-
-    def note_draws(self, what: str) -> None:
-        """``what`` drew from the global generators between two batches: warn, once."""
-        if self.may_draw:
-            self.may_draw = False
-            logger.warning(
-                "%s draws from the global random generators while it is read. If the order of its data depends on "
-                "that, a training that is resumed in mid-epoch reads other data: let it draw from a generator of its "
-                "own (torch.Generator, random.Random), or in workers. Random augmentation alone is resumed exactly",
-                what,
-            )
 
     def warn_once(self, text: str, of: object) -> None:
         """Log a text about the class of ``of``, unless it was logged before."""

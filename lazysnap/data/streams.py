@@ -59,14 +59,6 @@ def restore_rng(state: dict[str, Any]) -> None:
         module.set_rng_state(device_state, index)
 
 
-def has_drawn(before: dict[str, Any]) -> bool:
-    """True if a generator of Python, NumPy or torch moved since ``collect_rng`` returned ``before``."""
-    now = collect_rng()
-    if before["python"] != now["python"] or not torch.equal(before["torch"], now["torch"]):
-        return True
-    return "numpy" in before and bool(before["numpy"][2:] != now["numpy"][2:])  # how far it is in its table
-
-
 class RandomStreams:
     """States of the generators, compact and without tensors, so that they may differ between captures."""
 

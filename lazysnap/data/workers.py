@@ -1,4 +1,4 @@
-"""What runs in the worker processes of data loaders: it sends and restores their random generators.
+"""Code that runs in the worker processes of data loaders: it sends and restores their random generators.
 
 Workers of torch's ``DataLoader`` send their state with each batch (``SendStates``). torchdata's ``StatefulDataLoader``
 starts its workers anew in mid-epoch, from their seed, and gives them the state of the dataset; ``KeepStreams`` adds

@@ -193,11 +193,14 @@ class Drawing(Sampler):
         return (random.randrange(LENGTH) for _ in range(LENGTH))
 
 
-def test_a_sampler_that_draws_from_the_global_generators_as_it_goes_is_named(caplog):
-    Run(lambda: numbers(sampler=Drawing()), 1).train()
+def test_a_sampler_that_draws_from_the_global_generators_as_it_goes_is_named_at_the_restart(caplog):
+    state = Run(lambda: numbers(sampler=Drawing()), 1).train(3).saved
+    after = Run(lambda: numbers(sampler=Drawing()), 2)
+    after.load(state)
+    after.train()
 
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("the sampler of Numbers draws from the global random generators")
+    assert line.startswith("the sampler of Numbers gives this epoch in another order than before the restart")
 
 
 class Packs(list):
