@@ -317,8 +317,6 @@ class JobCore:
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,
-                    stored_bytes=jobs.stored_bytes,
-                    stored_s=jobs.stored_s,
                     writing=jobs.writing if has_progress else None,
                 )
             )

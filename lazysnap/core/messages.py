@@ -217,10 +217,6 @@ class LevelState(Struct, frozen=True):
     """The step that it did not store; None: it was another job."""
     num_failures: int = 0
     """Steps that were not stored since the keeper began the job."""
-    stored_bytes: int = 0
-    """Bytes of the last file that this node stored there."""
-    stored_s: float = 0.0
-    """Seconds that this took."""
     writing: StepKey | None = None
     """The step that is being stored, if somebody waits for a step."""
     moved_bytes: int = 0

@@ -197,7 +197,7 @@ class Run:
         """
         if not self.has_told_start:
             self.has_told_start = True
-            self._messages.tell(Event.STARTS, line=line or report.fresh(self._absence))
+            self._messages.tell(Event.START, line=line or report.fresh(self._absence))
 
     # ---------------------------------------------------------------- beginning
 

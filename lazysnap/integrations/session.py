@@ -51,7 +51,7 @@ class Figures:
         if statistics.device_wait_s:
             values["device_wait_s"] = statistics.device_wait_s
         if copy_s:
-            values["copy_gb_per_s"] = statistics.bytes_captured / copy_s / 1e9
+            values["copy_gb_per_s"] = statistics.shard_bytes * statistics.copy.count / copy_s / 1e9
         newest = max(self._passed_s, default=0)
         steps = {"memory": statistics.last_whole_step, "other_nodes": statistics.last_protected_step}
         for number, level in enumerate(levels):  # the statistics have them in the order of their first snapshots
