@@ -14,7 +14,7 @@ from lazysnap import SnapshotConfig, SnapshotEngine
 from lazysnap.capture.gradients import WaitingGradients
 
 STEPS = 12
-LEFT_OUT = "gradients wait for an optimizer step"
+LEFT_OUT = "gradients waited for an optimizer step"
 
 
 class Accumulating:

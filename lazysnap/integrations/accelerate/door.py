@@ -118,20 +118,20 @@ class Door(WithEngine):
         """
         if self._end.alive:
             self._state.refresh()
-        if self.session is None:
+        if self._session is None:
             if self._config is None and self._why_stock is None:
                 self._choose_place(".")
             if self._config is None:
                 raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
             self._note_beside()
             engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
-            self.session = Session(engine, self._left_at)
+            self._session = Session(engine, self._left_at)
             self._began_fresh = True
             self._has_trained = True
             self._warn_of_hooks()
             if self._begins_from is not None:
                 engine._run.tell_start(self._begins_from)
-        return self.session
+        return self._session
 
     def _warn_of_hooks(self) -> None:
         """Name the hooks that only ``save_state(directory)`` and ``load_state(directory)`` run."""
@@ -151,7 +151,7 @@ class Door(WithEngine):
     @property
     def step(self) -> int:
         """The last step that is over."""
-        return self._left_at if self.session is None else self.session.step
+        return self._left_at if self._session is None else self._session.step
 
     def _counted_epochs(self) -> dict[str, int]:
         return counted_epochs(self._state.custom_objects()) if self._end.alive else {}
@@ -185,7 +185,7 @@ class Door(WithEngine):
 
         Within an accumulation of gradients it is put off until the next optimizer step is over, and that is said once.
         """
-        goes_back = self.session is not None and self.session.is_spoilt
+        goes_back = self._session is not None and self._session.is_spoilt
         if not self._accelerator.sync_gradients and not goes_back:
             self._has_asked = True
             self._tell_once("save_state() within an accumulation of gradients: captured after the next optimizer step")
@@ -197,8 +197,8 @@ class Door(WithEngine):
         self._capture(force=asked)
 
     def _gate(self) -> None:
-        if self.session is not None:
-            self.session.engine.gate()
+        if self._session is not None:
+            self._session.engine.gate()
 
     def _capture(self, *, force: bool) -> bool:
         if self._is_refused:
@@ -253,8 +253,8 @@ class Door(WithEngine):
         if found is not None:
             self.directories.loaded(found)
             self._begins_from = report.from_checkpoint(found)
-            if self.session is not None:
-                self.session.engine._run.tell_start(self._begins_from)
+            if self._session is not None:
+                self._session.engine._run.tell_start(self._begins_from)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -302,7 +302,7 @@ class Door(WithEngine):
 
     def close(self) -> None:
         """End well: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
-        session = self.session
+        session = self._session
         if session is None:
             return
         if self._is_refused:
@@ -319,7 +319,7 @@ class Door(WithEngine):
                 session.capture(is_last=True)
         session.close(rich_bar if self._is_main_process else None)
         self.directories.give_up_lost(session.engine)
-        self._end_at(session, session.engine.config.drain_timeout_s)
+        self._end_at(session, session.engine._config.drain_timeout_s)
 
     def _note_beside(self) -> None:
         """Make the directory that holds the default place of snapshots, and remember it."""
@@ -351,14 +351,14 @@ class Door(WithEngine):
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave as after a crash: memory stays for a restart. ``error``: what ended the training."""
-        if self.session is not None:
-            self.session.engine.abandon(error)
-            self._end_at(self.session, 0.0)
+        if self._session is not None:
+            self._session.engine.abandon(error)
+            self._end_at(self._session, 0.0)
 
     def _end_at(self, session: Session, timeout_s: float) -> None:
         self.directories.close(timeout_s)
         self._left_at = session.step
-        self.leave()
+        self._leave()
 
     def _finish(self) -> None:
         """The training is over without ``end_training``: well, or by an error that nobody caught."""

@@ -138,7 +138,7 @@ class Directories:
     def _why_blocking(self, wanted: Wanted, engine: SnapshotEngine) -> str | None:
         if wanted.has_more:
             return "it has arguments that Accelerate hands to the model's own way of saving"
-        if not engine.config.levels:
+        if not engine._config.levels:
             return "there is no level that stores snapshots"
         if self._accelerator.distributed_type.name == "FSDP":
             return "its layout for FSDP2 is written by all ranks"
@@ -181,7 +181,7 @@ class Directories:
         if not self._accelerator.is_main_process:
             return
         if self._checkpoints is None:
-            self._checkpoints = BackgroundCheckpoints(engine.config.levels[0], engine.release)
+            self._checkpoints = BackgroundCheckpoints(engine._config.levels[0], engine.release)
         trim = self._trimming()
         self._checkpoints.save(directory, name, trim)
         trim()
