@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from msgspec import structs
 from support.core_world import PATIENCE_S, TIMEOUT_S, Setting, Training, World
 
@@ -177,13 +177,19 @@ def is_answered(world: World, named: NamedStep) -> bool:
     return is_given or any(named.key in keeper.core.job.node.lost for keeper in keepers)
 
 
+NUM_PARTS = 10
+SETTINGS = settings(
+    max_examples=1000,
+    stateful_step_count=8,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate,),
+)
+
+
 @pytest.mark.slow
-class TestAnythingMayHappen(CoreMachine.TestCase):
-    settings = settings(
-        max_examples=300,
-        stateful_step_count=8,
-        derandomize=True,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate,),
-    )
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_anything_may_happen(part):
+    """Ten thousand examples, the same ones each time. In parts, which several processes share."""
+    run_state_machine_as_test(seed(part)(CoreMachine), settings=SETTINGS)
