@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 from lazysnap.errors import FormatError
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.manifest import CaptureMeta
 
 PIECE_BYTES = 8

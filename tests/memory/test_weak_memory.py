@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from weak_memory import Process, WeakMemory, WeakWords
 
 from lazysnap.errors import FormatError
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.manifest import CaptureMeta
 
 IMAGE_BYTES = 8
