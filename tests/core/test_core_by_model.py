@@ -193,3 +193,30 @@ SETTINGS = settings(
 def test_anything_may_happen(part):
     """Ten thousand examples, the same ones each time. In parts, which several processes share."""
     run_state_machine_as_test(seed(part)(CoreMachine), settings=SETTINGS)
+
+
+@pytest.mark.parametrize("seed", [101, 449, 583])
+def test_storage_is_not_starved_by_slow_redundancy(seed):
+    """Redundancy is due at each step and takes ten: memory is full, and storage missed each step it was granted."""
+    levels = (
+        LevelSettings("level", every_s=0.5, every_n_steps=5, keep_last=2, keep_every_n_steps=7, timeout_s=TIMEOUT_S),
+        LevelSettings("level", every_s=5.0, every_n_steps=1, keep_last=1, keep_every_n_steps=7, timeout_s=TIMEOUT_S),
+        LevelSettings("level", every_s=5.0, keep_last=2, timeout_s=TIMEOUT_S),
+    )
+    machine = CoreMachine()
+    machine.begin(
+        seed=seed,
+        num_nodes=2,
+        num_ranks=2,
+        levels=levels,
+        redundancy=RedundancySettings(every_n_steps=1, timeout_s=TIMEOUT_S),
+        step_s=1.0,
+        write_steps=10.0,
+        loss=0.02,
+        failure=0.02,
+        hang=0.02,
+    )
+    machine.train(3)
+    for ahead in (2, 2, 0):
+        machine.protect(ahead)
+    machine.teardown()
