@@ -18,8 +18,7 @@ from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.protection import NO_MEMORY, Protection
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.memory.budget import NODE
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import NODE, MemoryBoundExceeded
 from lazysnap.memory.slot_choice import SlotPhase, choose_slot, fits_image, surplus_slots
 from lazysnap.memory.slot_files import spill_dir
 from lazysnap.memory.slots import TrainerSlot, slot_bytes

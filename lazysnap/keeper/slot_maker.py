@@ -12,8 +12,7 @@ from rich.filesize import decimal
 
 from lazysnap import faults
 from lazysnap.core.messages import MemoryWish
-from lazysnap.memory.budget import NODE
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import NODE, MemoryBoundExceeded
 from lazysnap.memory.slot_choice import is_fitting
 from lazysnap.memory.slot_files import check_room
 from lazysnap.memory.slots import KeeperSlot, Slot, make_slot, slot_bytes

@@ -37,7 +37,8 @@ captures, so two things are forbidden: only the trainer discards a whole capture
 
 import enum
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
 class SlotPhase(enum.Enum):
@@ -53,8 +54,7 @@ class SlotPhase(enum.Enum):
     VOID = "void"
 
 
-@dataclass(frozen=True)
-class SlotView:
+class SlotView(Struct, frozen=True):
     """The words of a slot at one moment, all of one capture."""
 
     slot_id: int

@@ -7,7 +7,7 @@ from typing import Any
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, LevelError, StateError
 from lazysnap.keeper.identity import given_job_id
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import MemoryBoundExceeded
 from lazysnap.ranks.world import World
 
 Settings = dict[str, Any]

@@ -24,7 +24,7 @@ from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.slot_maker import refusal_text
 from lazysnap.levels import open_store
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import MemoryBoundExceeded
 
 pytestmark = pytest.mark.slow
 STRANGER = """

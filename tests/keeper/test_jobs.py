@@ -29,9 +29,8 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.messages import JobSettings, LevelSettings, NamedStep, StepKey
 from lazysnap.errors import FormatError
-from lazysnap.keeper.jobs import run_level_job
+from lazysnap.keeper.jobs import JobControl, run_level_job
 from lazysnap.keeper.level_files import LevelFiles
-from lazysnap.keeper.worker import JobControl
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace
