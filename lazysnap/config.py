@@ -319,6 +319,10 @@ class SnapshotConfig:
     require_memory: bool = False
     """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
     warns and goes on without snapshots."""
+    verify_restart: bool | Literal["always"] = True
+    """Let the first restart of a run from memory resume one step before the newest capture, and compare that step,
+    trained again, with the capture (docs/operations.md). ``"always"``: each restart from memory. ``False``: none. Only
+    where every step is captured (``every_n_steps=1``)."""
     job_id: str | None = None
     """The name of the job, by which a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
@@ -359,6 +363,10 @@ class SnapshotConfig:
             )
         if not isinstance(self.require_memory, bool):
             raise ConfigError(f"SnapshotConfig.require_memory must be True or False, got {self.require_memory!r}")
+        if self.verify_restart not in (True, False, "always"):
+            raise ConfigError(
+                f'SnapshotConfig.verify_restart must be True, False or "always", got {self.verify_restart!r}'
+            )
         if self.job_id is not None and (not isinstance(self.job_id, str) or not self.job_id.strip()):
             raise ConfigError(f"SnapshotConfig.job_id must be a non-empty string, got {self.job_id!r}")
         for name in ("io_timeout_s", "collective_timeout_s", "drain_timeout_s", "preemption_timeout_s"):

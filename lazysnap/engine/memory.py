@@ -14,6 +14,7 @@ from lazysnap.engine.events import Connection, KeeperEvents
 from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.protection import Protection
+from lazysnap.engine.restart_check import RestartCheck
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.budget import NODE
@@ -51,6 +52,8 @@ class Memory:
         self._statistics = messages.statistics
         self.captures = Captures()
         """The captures that are copied into the slots."""
+        self.check = RestartCheck(client, messages)
+        """Compares two of the slots after a restart."""
         self.events = KeeperEvents(config, messages, world.rank)
         self.protection = Protection(messages)
         self.group = (1, 0)
@@ -241,8 +244,8 @@ class Memory:
         return None if view is None else ready[view.slot_id]
 
     def _busy(self, slots: Iterable[TrainerSlot]) -> list[int]:
-        """Return the ids of slots into which an earlier capture may still be copied."""
-        return [slot.slot_id for slot in slots if self.captures.is_writing(slot)]
+        """Return the ids of slots into which an earlier capture may still be copied, or that are compared."""
+        return [slot.slot_id for slot in slots if self.captures.is_writing(slot) or self.check.uses(slot)]
 
     def why_no_slot(self) -> str:
         """Return why ``slot_for`` gave none. Raises: JobBusy."""

@@ -60,6 +60,16 @@ class Event(enum.Enum):
         "engine.rollback()",
         by=By.FIRST,
     )
+    RESTART_EXACT = Row(
+        "step %(step)d was trained again and is identical bit for bit: this training resumes exactly", SAID, By.FIRST
+    )
+    RESTART_DIFFERS = Row(
+        "step %(step)d was trained again and is NOT identical (%(text)s): a restart of this program is not exact. This "
+        "usually means %(cause)s; see docs/operations.md, The proof of a restart"
+    )
+    RESTART_NOT_COMPARED = Row(
+        "step %(step)d was to be compared, to prove the restart, and was not: %(text)s", logging.INFO
+    )
     TAKES = Row("%(line)s", SAID, By.FIRST)
     NO_ROOM = Row(
         "%(url)s: not even one snapshot fits: it takes %(needed)s, %(free)s are free; free space, or choose another "

@@ -77,17 +77,20 @@ class Resumed:
     """The URL of a level that had it then."""
     start: int = 0
     """Id of the start that captured it."""
+    newest_step: int = 0
+    """The newest step that was there: the one after ``step`` if that is trained again, else ``step``."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
         """Return the facts about the snapshot of a restart."""
-        key = (snapshot.start, snapshot.step)
+        newest = snapshot.repeats or snapshot
+        key = (newest.start, newest.step)
         durable_at = next((url for url, stored in snapshot.stored.items() if key in stored), None)
         only_in_memory = has_levels and durable_at is None and snapshot.new_run is None
         in_memory = snapshot.level in (MEMORY, PARITY)
         if not in_memory:
             durable_at = durable_at or snapshot.level
-        return cls(snapshot.step, in_memory, only_in_memory, durable_at, int(snapshot.start, 16))
+        return cls(snapshot.step, in_memory, only_in_memory, durable_at, int(snapshot.start, 16), newest.step)
 
 
 # ---------------------------------------------------------------- the start
@@ -96,7 +99,10 @@ class Resumed:
 def resumed(snapshot: Snapshot, now_ns: int, *, position: str = "", seconds: float | None = None) -> str:
     """The line for a restart. ``position``: where in the data it goes on; ``seconds``: what the restore took in all."""
     took = snapshot.seconds if seconds is None else seconds
-    return f"resumed {_which(snapshot, position)}: {_age(snapshot, now_ns)}restored in {duration(took)}"
+    line = f"resumed {_which(snapshot, position)}: {_age(snapshot, now_ns)}restored in {duration(took)}"
+    if snapshot.repeats is not None:
+        line += f"; step {snapshot.repeats.step} is trained again, to prove the restart (verify_restart)"
+    return line
 
 
 def loaded(snapshot: Snapshot, now_ns: int) -> str:
@@ -157,8 +163,9 @@ def _age(snapshot: Snapshot, now_ns: int) -> str:
         return ""
     end = snapshot.end
     if end is not None and end.run_id == snapshot.run_id and end.ended_ns >= snapshot.captured_ns:
+        newest_step = (snapshot.repeats or snapshot).step
         before_the_end = duration((end.ended_ns - snapshot.captured_ns) / 1e9)
-        return f"captured {before_the_end} before the end{_lost(end.step - snapshot.step)}; "
+        return f"captured {before_the_end} before the end{_lost(end.step - newest_step)}; "
     if now_ns >= snapshot.captured_ns:
         return f"captured {duration((now_ns - snapshot.captured_ns) / 1e9)} ago; "
     return ""
@@ -322,7 +329,7 @@ def not_durable(statistics: Statistics, end: End) -> str:
     newest, resumed = statistics.last_whole_step, end.untrained
     if newest is None and resumed is not None and resumed.only_in_memory and end.ending is not Ending.ABANDONED:
         places = ", ".join(end.urls)
-        return f"NOT DURABLE: step {resumed.step}, which was resumed from memory, is not at {places}; {_fate(end)}"
+        return f"NOT DURABLE: step {resumed.newest_step}, which was found in memory, is not at {places}; {_fate(end)}"
     missing = [url for url in end.urls if statistics.last_durable_step.get(url) != newest]
     if newest is None or not missing or end.ending is Ending.ABANDONED:
         return ""

@@ -37,6 +37,9 @@ class Statistics:
     replans: int = 0
     """Times the plan was worked out again after the first."""
     keepers_lost: int = 0
+    restart_check: str | None = None
+    """``"identical"`` if the step that a restart trained again was so on this rank, bit for bit; else what differed.
+    ``None``: no comparison is over."""
     rollbacks: int = 0
     """Times that training went back in place."""
     bytes_captured: int = 0
