@@ -210,7 +210,10 @@ class Memory:
         self._ask_for(image_bytes, meta_bytes)
         if self.is_awaited and not self._has_slots_for(image_bytes, meta_bytes):
             self._await_slots_for(image_bytes, meta_bytes)
-        return self._choose(image_bytes, meta_bytes)
+        slot = self._choose(image_bytes, meta_bytes)
+        if slot is None and self.check.give_up():
+            slot = self._choose(image_bytes, meta_bytes)
+        return slot
 
     def _await_slots_for(self, image_bytes: int, meta_bytes: int) -> None:
         started_s = time.monotonic()

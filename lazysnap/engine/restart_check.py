@@ -29,7 +29,7 @@ from lazysnap.shard.manifest import TAG, CaptureMeta
 
 logger = logging.getLogger("lazysnap.engine")
 
-_DEADLINE_S = 300.0
+_DEADLINE_S = 60.0
 """Seconds that the copy of the repeated step and the comparison may take together."""
 _PIECE_BYTES = 16 << 20
 """Bytes that are compared between two looks at the clock."""
@@ -49,8 +49,10 @@ class Difference:
 
     entries: tuple[str, ...] = ()
     """Names of differing entries of the small state, and of tensors that only the one or the other has."""
-    tensors: tuple[tuple[str, float], ...] = ()
-    """Names of differing tensors with their largest relative differences, the largest first."""
+    tensors: tuple[str, ...] = ()
+    """Names of differing tensors; once ``ratios`` is known, the largest difference first."""
+    ratios: tuple[float, ...] = ()
+    """The largest difference in each of ``tensors``, as a part of its largest value. Empty: not worked out."""
 
     @property
     def text(self) -> str:
@@ -59,8 +61,10 @@ class Difference:
         if self.entries:
             parts.append(f"small state: {_some(self.entries)}")
         if self.tensors:
-            named = [f"{name} {ratio:.1g}" for name, ratio in self.tensors]
-            parts.append(f"tensors, by their largest relative difference: {_some(named)}")
+            named = list(self.tensors)
+            if self.ratios:
+                named = [f"{name} by {ratio:.1g}" for name, ratio in zip(self.tensors, self.ratios, strict=True)]
+            parts.append(f"tensors: {_some(named)}")
         return "; ".join(parts)
 
     @property
@@ -68,7 +72,7 @@ class Difference:
         """Return what such a difference usually means."""
         if self.entries:
             return "a batch that the program holds or draws ahead, or data and random numbers that no snapshot has"
-        if all(ratio <= _ROUNDING for _, ratio in self.tensors):
+        if self.ratios and max(self.ratios) <= _ROUNDING:
             return "kernels that are not deterministic (torch.use_deterministic_algorithms)"
         return "a batch that the program holds, or an object that trains and is not part of the state"
 
@@ -120,8 +124,10 @@ class RestartCheck:
     def report(self) -> None:
         """Print the result once it is known. Hot."""
         comparison = self._comparison
-        if comparison is None or comparison.is_alive():
-            return
+        if comparison is not None and not comparison.is_alive():
+            self._report(comparison)
+
+    def _report(self, comparison: "_Comparison") -> None:
         difference = comparison.difference
         if difference is None:
             self._end(Event.RESTART_NOT_COMPARED, text=comparison.failure)
@@ -131,6 +137,15 @@ class RestartCheck:
         else:
             self._messages.statistics.restart_check = "identical"
             self._end(Event.RESTART_EXACT)
+
+    def give_up(self) -> bool:
+        """End a comparison, since a capture needs a slot, and report what is known. Returns: True if there was one."""
+        comparison = self._comparison
+        if comparison is None:
+            return False
+        comparison.is_cancelled = True
+        self._report(comparison)
+        return True
 
     def wait(self, timeout_s: float) -> None:
         """Block until a comparison under way is over, at most ``timeout_s``, and report it."""
@@ -162,8 +177,8 @@ class _Comparison(threading.Thread):
         self._deadline_s = time.monotonic() + _DEADLINE_S
         self.is_cancelled = False
         self.difference: Difference | None = None
-        """The result; ``None`` if there is none."""
-        self.failure = ""
+        """The result; ``None`` if there is none. It has no ratios at first."""
+        self.failure = "its slots were needed for the next capture"
         """Why there is none."""
 
     def run(self) -> None:
@@ -172,36 +187,38 @@ class _Comparison(threading.Thread):
             self.capture.released.wait(_DEADLINE_S)
             if self.capture.phase is Phase.WHOLE:
                 faults.point("engine.compare")
-                self.difference = self._compare(_Image.of(self._expected), _Image.of(self.capture.slot))
+                self._compare(_Image.of(self._expected), _Image.of(self.capture.slot))
             else:
                 self.failure = f"the repeated step was not captured: {self.capture.reason or 'its copy hangs'}"
         except Exception as error:  # noqa: BLE001  the outermost handler of the thread: it costs the line alone
             self.failure = str(error) or repr(error)
 
-    def _compare(self, before: "_Image", after: "_Image") -> Difference:
+    def _compare(self, before: "_Image", after: "_Image") -> None:
         entries = list(_differing(before.meta.state, after.meta.state))
         tensors = []
         for name in sorted({*before.names, *after.names}):
             if not (name in before.layout and name in after.layout) or before.spec(name) != after.spec(name):
                 entries.append(name)
             elif not self._are_equal(before, after, name):
-                values = before.tensor(name)
-                if values.is_floating_point() and values.numel() > 1:
-                    tensors.append((name, self._relative_difference(values, after.tensor(name))))
+                if before.tensor(name).is_floating_point():
+                    tensors.append(name)
                 else:  # a generator or a counter
                     entries.append(name)
-        tensors.sort(key=_ratio, reverse=True)
-        return Difference(tuple(entries), tuple(tensors))
+        self.difference = Difference(tuple(entries), tuple(tensors))
+        ratios = {name: self._relative_difference(before.tensor(name), after.tensor(name)) for name in tensors}
+        tensors.sort(key=ratios.__getitem__, reverse=True)
+        self.difference = Difference(tuple(entries), tuple(tensors), tuple(ratios[name] for name in tensors))
 
     def _are_equal(self, before: "_Image", after: "_Image", name: str) -> bool:
         first = before.address(name)
         second = after.address(name)
         size_bytes = before.spec(name).nbytes
         for offset in range(0, size_bytes, _PIECE_BYTES):
-            self._check_time()
             length = min(_PIECE_BYTES, size_bytes - offset)
             # Other threads run meanwhile, unlike with a comparison of memoryviews.
-            if _libc.memcmp(first + offset, second + offset, length) != 0:
+            is_equal = _libc.memcmp(first + offset, second + offset, length) == 0
+            self._check_time()  # behind the comparison: a slot that was needed has other bytes by now
+            if not is_equal:
                 return False
         return True
 
@@ -210,11 +227,11 @@ class _Comparison(threading.Thread):
         greatest = 0.0
         largest = 0.0
         for start in range(0, before.numel(), _ELEMENTS):
-            self._check_time()
             first = before[start : start + _ELEMENTS].double()
             second = after[start : start + _ELEMENTS].double()
             greatest = max(greatest, float((first - second).abs().max()))
             largest = max(largest, float(first.abs().max()), float(second.abs().max()))
+            self._check_time()
         return greatest / largest if largest else 0.0
 
     def _check_time(self) -> None:
@@ -270,11 +287,6 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
 def _are_nested(value: Any) -> bool:
     """Return True for a list whose items hold others. One of plain values is named as a whole."""
     return isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
-
-
-def _ratio(entry: tuple[str, float]) -> float:
-    _, ratio = entry
-    return ratio
 
 
 def _some(names: "tuple[str, ...] | list[str]") -> str:
