@@ -106,7 +106,7 @@ def heads(text):
 @pytest.mark.slow
 def test_what_pages_quote_is_what_is_said_today(start, zygote, tmp_path):
     quoted = {block.key: block.code for block in all_blocks("text")}
-    [block] = [block for block in BLOCKS if block.key == "README.md#lazysnap"]
+    [block] = [block for block in BLOCKS if block.key == "README.md#start"]
     place, output = str(tmp_path / "empty"), tmp_path / "said"
 
     def call(*words):
@@ -118,7 +118,7 @@ def test_what_pages_quote_is_what_is_said_today(start, zygote, tmp_path):
     _, said = start(block)
     until(lambda: "ended well" in call("report", "lazysnap"))
 
-    texts = quoted.pop("README.md#lazysnap") + quoted.pop("operations.md#memory-to-plan")
+    texts = quoted.pop("README.md#start") + quoted.pop("memory.md#memory")
     for part in filter(None, re.split(r";|lazysnap: ", texts)):
         assert shape(part) in shape(said), f"{part} is not in {said}"
     tables = {"operations.md#what-would-survive-now": status, "report.md#what-a-run-cost": output.read_text()}
@@ -166,7 +166,7 @@ def test_a_command_line_does_what_the_page_says_beside_a_small_run(line, zygote,
     environment = {"COLUMNS": "150"}
     if "s3://" in line:
         environment |= request.getfixturevalue("bucket")
-        [block] = [block for block in BLOCKS if block.key.startswith("events.md")]
+        [block] = [block for block in BLOCKS if block.key.startswith("format.md#events")]
         assert start(block, **environment)[0] == 0
     words = shlex.split(line.replace("/mnt/", "mnt/"))
 

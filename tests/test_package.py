@@ -151,10 +151,6 @@ def test_each_warning_of_an_engine_is_explained_in_the_page_of_messages():
     assert missing == []
 
 
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 def drawn_tree(text: str) -> dict[str, tuple[str, set[str]]]:
     """Name -> (parent in the tree, bases in parentheses), read from the drawing."""
     tree: dict[str, tuple[str, set[str]]] = {}

@@ -327,7 +327,7 @@ class SnapshotEngine:
         Raises: StateError at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
         runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
         also KeeperError, where memory is required and
-        cannot be had; SystemExit, when the training is preempted (docs/operations.md).
+        cannot be had; SystemExit, when the training is preempted (docs/preemption.md).
         Also what code of the program raises in it, such as its signal handlers and ``state_dict``. Nothing else.
         """
         self._check_open("boundary")

@@ -1,4 +1,4 @@
-"""The default of ``verify_restart`` in tests: a restart resumes the newest step, since most are about something else."""
+"""The default of ``verify_restart`` in tests: a restart resumes the newest step, as most are about other things."""
 
 import os
 
