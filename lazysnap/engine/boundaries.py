@@ -245,6 +245,7 @@ class Boundaries:
                 break
             time.sleep(0.005)
         self.finish_copies()
+        self._recorder.settle()
         return self._recorder.last_step == step
 
     def capture_last(self) -> None:

@@ -24,7 +24,7 @@ from lazysnap.errors import LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.resolver import SnapshotKey
-from lazysnap.shard.layout import Layout
+from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import TAG, CaptureMeta
 
 logger = logging.getLogger("lazysnap.engine")
@@ -112,8 +112,13 @@ class RestartCheck:
         if capture.step != self.step:
             self._end(Event.RESTART_NOT_COMPARED, text="the step was not captured again")
             return
-        self._comparison = _Comparison(self._expected, capture)
-        self._comparison.start()
+        comparison = _Comparison(self._expected, capture)
+        try:
+            comparison.start()
+        except RuntimeError as error:  # a limit of threads
+            self._end(Event.RESTART_NOT_COMPARED, text=error)
+        else:
+            self._comparison = comparison
 
     def uses(self, slot: TrainerSlot) -> bool:
         """Return True if the slot holds what is, or will be, compared."""
@@ -250,21 +255,28 @@ class _Image:
 
     @classmethod
     def of(cls, slot: TrainerSlot) -> "_Image":
+        """Read the headers of a whole capture. Raises: FormatError."""
         size_bytes = slot.view().image_bytes
         layout = Layout.parse(slot.image[:size_bytes], size_bytes)
         return cls(CaptureMeta.from_bytes(slot.read_meta()), layout, view_of(slot.image, 0, torch.uint8, (size_bytes,)))
 
     @property
     def names(self) -> list[str]:
+        """Names of all tensors whose bytes are there."""
         return [spec.name for spec in self.layout.specs]
 
-    def spec(self, name: str) -> Any:
-        return self.layout.find(name)[0]
+    def spec(self, name: str) -> TensorSpec:
+        """Return name, dtype and shape of a tensor."""
+        spec, _ = self.layout.find(name)
+        return spec
 
     def address(self, name: str) -> int:
-        return self.data.data_ptr() + self.layout.find(name)[1]
+        """Return where the bytes of a tensor are in this process."""
+        _, offset = self.layout.find(name)
+        return self.data.data_ptr() + offset
 
     def tensor(self, name: str) -> torch.Tensor:
+        """Return the elements of a tensor, flat."""
         spec, offset = self.layout.find(name)
         return self.data[offset : offset + spec.nbytes].view(DTYPES[spec.dtype])
 
