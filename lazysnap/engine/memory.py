@@ -52,7 +52,7 @@ class Memory:
         self._statistics = messages.statistics
         self.captures = Captures()
         """The captures that are copied into the slots."""
-        self.check = RestartCheck(client, messages)
+        self.check = RestartCheck(client, messages, source.clocks)
         """Compares two of the slots after a restart."""
         self.events = KeeperEvents(config, messages, world.rank)
         self.protection = Protection(messages)

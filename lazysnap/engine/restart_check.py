@@ -39,6 +39,10 @@ _MOST_NAMED = 3
 _ROUNDING = 1e-3
 """Largest relative difference in one step that kernels with another order of sums make."""
 
+_GENERATORS = "owned"
+"""Key of the generators that loaders and samplers own, as ``data.streams`` collects them. A sampler makes some at its
+first iteration, so one of two captures may lack them: those that both have are compared."""
+
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -70,6 +74,8 @@ class Difference:
     @property
     def usual_cause(self) -> str:
         """Return what such a difference usually means."""
+        if self.entries and not self.tensors:
+            return "a time in the state, which no restart repeats, or data and random numbers that no snapshot has"
         if self.entries:
             return "a batch that the program holds or draws ahead, or data and random numbers that no snapshot has"
         if self.ratios and max(self.ratios) <= _ROUNDING:
@@ -84,9 +90,11 @@ class RestartCheck:
     IDLE again the slots that it reads are not written over.
     """
 
-    def __init__(self, client: KeeperClient, messages: Messages) -> None:
+    def __init__(self, client: KeeperClient, messages: Messages, clocks: tuple[str, ...]) -> None:
+        """``clocks``: see ``StateSource``."""
         self._client = client
         self._messages = messages
+        self._clocks = clocks
         self.step: int | None = None
         """The step that this start trains again; it stays when the check is over."""
         self._expected: TrainerSlot | None = None
@@ -112,7 +120,7 @@ class RestartCheck:
         if capture.step != self.step:
             self._end(Event.RESTART_NOT_COMPARED, text="the step was not captured again")
             return
-        comparison = _Comparison(self._expected, capture)
+        comparison = _Comparison(self._expected, capture, self._clocks)
         try:
             comparison.start()
         except RuntimeError as error:  # a limit of threads
@@ -175,10 +183,11 @@ class RestartCheck:
 class _Comparison(threading.Thread):
     """Compares two slots beside training. Nothing that fails here reaches training."""
 
-    def __init__(self, expected: TrainerSlot, capture: Capture) -> None:
+    def __init__(self, expected: TrainerSlot, capture: Capture, clocks: tuple[str, ...]) -> None:
         super().__init__(name="lazysnap-restart-check", daemon=True)
         self.capture = capture
         self._expected = expected
+        self._clocks = clocks
         self._deadline_s = time.monotonic() + _DEADLINE_S
         self.is_cancelled = False
         self.difference: Difference | None = None
@@ -199,7 +208,7 @@ class _Comparison(threading.Thread):
             self.failure = str(error) or repr(error)
 
     def _compare(self, before: "_Image", after: "_Image") -> None:
-        entries = list(_differing(before.meta.state, after.meta.state))
+        entries = [name for name in _differing(before.meta.state, after.meta.state) if name not in self._clocks]
         tensors = []
         for name in sorted({*before.names, *after.names}):
             if not (name in before.layout and name in after.layout) or before.spec(name) != after.spec(name):
@@ -285,7 +294,11 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
     """Yield the places in an encoded state (``state.codec``) where two of them differ."""
     if before == after:
         return
-    if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
+    if path[-1:] == (_GENERATORS,) and _are_generators(before) and _are_generators(after):
+        states = {place: state for place, _, state in after}
+        for place, _, state in before:
+            yield from _differing(state, states.get(place, state), (*path, place))
+    elif isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
         for key in before:
             inner = path if TAG in before else (*path, key)
             yield from _differing(before[key], after[key], inner)
@@ -294,6 +307,11 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
             yield from _differing(first, second, (*path, str(number)))
     else:
         yield ".".join(path)
+
+
+def _are_generators(value: Any) -> bool:
+    """Return True for a list of places, types and states."""
+    return isinstance(value, list) and all(isinstance(item, list) and len(item) == 3 for item in value)
 
 
 def _are_nested(value: Any) -> bool:
