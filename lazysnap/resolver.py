@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from lazysnap.shard.best import BEST, best_first, has_name
+
 _COMPARED = 2
 """Snapshots that a restart needs to prove itself."""
 
@@ -117,12 +119,12 @@ class Wanted:
 
     step: int | None = None
     name: str | None = None
-    """A name that ``keep`` gave."""
+    """A name that ``keep`` gave, or ``"best"``."""
     run_id: str | None = None
 
     def includes(self, run_id: str, step: int, names: Collection[str]) -> bool:
         """True if a snapshot is among them. ``names``: those that it has."""
-        is_named = self.name is None or self.name in names
+        is_named = self.name is None or has_name(names, self.name)
         return is_named and self.step in (None, step) and self.run_id in (None, run_id)
 
 
@@ -132,10 +134,14 @@ ANY = Wanted()
 def candidates(inventories: Iterable[Inventory], wanted: Wanted = ANY) -> list[RestartPlan]:
     """Every complete snapshot that is wanted, the best first: of the newest run, the greatest step, the newest start.
 
-    Its parts may be at different levels. The caller tries them in this order until one can be read.
+    With the name ``"best"`` the best by the metric is first. The parts of a snapshot may be at different levels. The
+    caller tries them in this order until one can be read.
+
+    Raises: SnapshotNotFound, if ``"best"`` may mean several metrics.
     """
     found = snapshots(entry for inventory in inventories for entry in inventory.entries)
     plans = []
+    names_of_plans = []
     for key, entries in sorted(found.items(), reverse=True):
         names = {given for entry in entries for given in entry.names}
         if not wanted.includes(key.run_id, key.step, names) or not is_complete(entries):
@@ -147,6 +153,9 @@ def candidates(inventories: Iterable[Inventory], wanted: Wanted = ANY) -> list[R
             tuple(sorted(ranks[rank], key=lambda entry: (entry.speed, entry.location))) for rank in sorted(ranks)
         )
         plans.append(RestartPlan(key.run_id, key.start, key.step, key.world_size, sources))
+        names_of_plans.append(names)
+    if wanted.name == BEST:
+        return best_first(zip(plans, names_of_plans, strict=True))
     return plans
 
 

@@ -98,20 +98,6 @@ def lightning(batches=10):
     yield _model_and_data(batches=batches)
 
 
-def lightning_callback():
-    """A block that ends with a callback: it is given to a trainer."""
-    import lightning as L
-
-    import lazysnap
-
-    names = {}
-    yield names
-    lazy = lazysnap.LazySnapshotCallback("runs/a")
-    trainer = L.Trainer(callbacks=[lazy, names["KeepBest"](lazy)], max_epochs=3)
-    trainer.fit(**_named(_model_and_data()))
-    assert any("best-" in name for path in Path("runs/a").rglob("keep-*") for name in [path.name])
-
-
 def lightning_nan():
     """A block that ends with a trainer: one loss of its training is not a number."""
     import lightning as L
@@ -356,7 +342,6 @@ PRELUDES = {
     "cli.md#dcp": lambda: exported("DIRECTORY/"),
     "coming-from.md#modelcheckpoint-of-lightning": lambda: lightning(batches=60),
     "coming-from.md#modelcheckpoint-of-lightning-2": lightning,
-    "coming-from.md#modelcheckpoint-of-lightning-3": lightning_callback,
     "coming-from.md#save_state-of-accelerate": lambda: accelerate(batches=501),
     "coming-from.md#save_state-of-accelerate-2": accelerate,
     "coming-from.md#the-trainer-of-transformers-and-trl": transformers_stopped,

@@ -312,12 +312,11 @@ class JobCore:
                 LevelState(
                     complete=level.complete,
                     given_up=tuple(sorted(level.given_up)),
+                    is_listed=level.progress is not Progress.LISTING,
                     is_failing=level.is_failing or level.is_failing_somewhere,
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,
-                    stored_bytes=jobs.stored_bytes,
-                    stored_s=jobs.stored_s,
                     writing=jobs.writing if has_progress else None,
                 )
             )

@@ -153,7 +153,7 @@ class Boundaries:
         ``is_forced``: it is captured all the same.
         """
         self._awaits_gradients = False
-        if self._messages.is_known("graph"):
+        if self._messages.is_open(Event.IN_GRAPH):
             return False  # a graph that is replayed steps without a hook
         gradients = self.gates.gradients
         optimizers = self._source.optimizers()
@@ -169,7 +169,7 @@ class Boundaries:
             return False
         if any(gradients.is_kept_long(optimizer) for optimizer in awaited):
             self._messages.tell(Event.GRADIENTS_WAIT, step=step, names=names)
-        self._statistics.skipped["gradients wait for an optimizer step"] += 1
+        self._statistics.skipped["gradients waited for an optimizer step"] += 1
         self._awaits_gradients = True
         return True
 
@@ -208,17 +208,18 @@ class Boundaries:
             with collector_paused():
                 began = self._recorder.begin(step)
         except StateError as error:
-            self._recorder.skip("unsupported state")
+            self._recorder.skip("the state could not be captured")
             if not self._recorder.encoded_once:
                 raise
-            self._messages.tell(Event.UNSUPPORTED, step=step, text=error)
+            self._messages.tell(Event.NOT_CAPTURED, step=step, kind=StateError, text=error)
         except JobBusy:
             raise
         except Exception as error:
             if not _is_of_capture(error):
                 raise
-            self._messages.tell(Event.NOT_CAPTURED, step=step, text=f"{type(error).__name__}: {error}")
-            self._recorder.skip("error")
+            text = f"{type(error).__name__}: {error}"
+            self._messages.tell(Event.NOT_CAPTURED, step=step, kind=type(error), text=text)
+            self._recorder.skip("the capture failed")
         seconds = time.perf_counter() - started
         self._statistics.waited_s += seconds
         if began:
@@ -280,7 +281,7 @@ class Boundaries:
 
     def _versions_now(self) -> list[int] | None:
         """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""
-        if self._messages.is_known("graph"):
+        if self._messages.is_open(Event.IN_GRAPH):
             return None  # a graph that is replayed changes them without any sign
         return [self.gates.steps, *(weight._version for weight in self._weights)]
 
@@ -319,8 +320,7 @@ class Boundaries:
         self._messages.tell(Event.IN_GRAPH)
 
     def _stepped_beside(self) -> None:
-        if self._captures.discard("an optimizer stepped without passing the gate"):
-            self._messages.tell(Event.STEPPED_BESIDE)
+        if self._captures.discard("an optimizer stepped while it was copied, without engine.gate() before it"):
             self.gate()
 
     def finish_copies(self) -> None:

@@ -1,5 +1,6 @@
 """The work of a boundary that is captured: collect the state, plan, choose a slot, begin the capture."""
 
+import logging
 from collections import Counter
 
 from lazysnap import faults
@@ -8,15 +9,18 @@ from lazysnap.capture.captures import slot_phase
 from lazysnap.capture.plan import CapturePlan, check_walk, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.local_state import LocalState
-from lazysnap.engine.memory import NO_MEMORY, NO_SLOTS, PASSING, Memory
+from lazysnap.engine.memory import NO_SLOTS, PASSING, Memory
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.meta import MetaWriter, names_of_parameters
+from lazysnap.engine.protection import NO_MEMORY
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.world import World
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -80,7 +84,6 @@ class Recorder:
         self._skipped = None
         self._lose_names_for_next("went back")
         self.captures.leave_past()
-        self._statistics.last_whole_step = None
         self.memory.is_awaited = True
 
     def go_back(self, step: int) -> None:
@@ -157,14 +160,14 @@ class Recorder:
         if slot is None:
             return self.memory.why_no_slot()
         if self.is_sealed:  # also while the state was collected
-            return "training ends"
+            return "training was ending"
         self._start(Capture(plan, slot, step, part.tensors, sequence=self._client.next_sequence()), meta)
         return ""
 
     def _reason_not_to_collect(self) -> str:
         """Return why there is no use in collecting the state; empty if there is. Looks for a keeper if need be."""
         if not self.captures.wait_released(self._config.io_timeout_s):
-            return "an earlier copy hangs"
+            return "an earlier copy hung"
         self.count_ended()
         if self.memory.is_missing:
             self.memory.retry()
@@ -190,7 +193,7 @@ class Recorder:
             if cause is None:
                 return self._plan
             # Loading a checkpoint does this, too: nothing is lost, and the next step is captured as any other.
-            self.messages.tell(Event.REPLANNED, cause=cause)
+            logger.info("the capture plan is made anew: %s", cause)
         check_walk(everything)
         self.meta.parameters = names_of_parameters(self._source, everything, self.messages)
         self._plan = self._state.make_plan(part)
@@ -268,9 +271,7 @@ class Recorder:
         statistics = self._statistics
         if capture.phase is Phase.WHOLE:
             statistics.whole += 1
-            statistics.bytes_captured += capture.plan.layout.size_bytes
             statistics.copy.add(capture.copy_s)
-            statistics.last_whole_step = capture.step  # whoever reads it asks whether its keeper lives
             return
         event = Event.TORN if capture.phase is Phase.TORN else Event.FAILED
         self.messages.tell(event, step=capture.step, text=capture.reason)
@@ -282,12 +283,23 @@ class Recorder:
 
         ``is_over``: the step of the last boundary is the present one.
         """
+        step = self.step_to_name(is_over=is_over)
+        if step == self.seen_step:
+            self._give_name(name, step)
+        else:
+            self._names_for_next.append(name)
+        return step
+
+    def step_to_name(self, *, is_over: bool) -> int:
+        """Return the step that ``keep`` would name now."""
         newest = self.captures.newest
         if is_over and newest is not None and newest.step == self.seen_step and _is_in_memory(newest):
-            self._give_name(name, newest.step)
             return newest.step
-        self._names_for_next.append(name)
         return (self.seen_step or 0) + 1
+
+    def names(self, given: set[str]) -> set[str]:
+        """Return the names that snapshots of the run have, or are to get. ``given``: at the first level."""
+        return self.memory.events.names(given) | set(self._names_for_next)
 
     def _give_name(self, name: str, step: int) -> None:
         self.settle()

@@ -156,7 +156,7 @@ def _capture_branch(run: Run, boundaries: Boundaries, step: int) -> None:
     is_held = began and boundaries.wait_captured(step, run.restart.config.io_timeout_s)
     faults.point("engine.rollback.captured")
     if not all(run.restart.world.exchange("capturing after a rollback", is_held)):
-        run.recorder.messages.tell(Event.NOT_CAPTURED_BACK, step=step)
+        run.recorder.messages.tell(Event.BRANCH_NOT_CAPTURED, step=step)
 
 
 def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:

@@ -68,6 +68,8 @@ class Run:
         """Captures from now on are of later steps; -1: nothing was resumed."""
         self._source = ""
         """The place from which that step was restored."""
+        self.first_start = 0
+        """The start that began this run, if this process did: names of earlier starts are of another run."""
         self.is_begun = False
         """True once the run's id is decided, so that captures may begin."""
         self.resumed: report.Resumed | None = None
@@ -181,6 +183,8 @@ class Run:
         self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
         self.meta.run_id = run_id
         self.meta.follow(snapshot.newest_start)
+        if run_id != snapshot.run_id:
+            self.first_start = self.meta.start_number
         self.recorder.resume(snapshot)
         self._from_step = snapshot.step
         self._source = report.source_of(snapshot)
@@ -193,7 +197,7 @@ class Run:
         """
         if not self.has_told_start:
             self.has_told_start = True
-            self._messages.tell(Event.STARTS, line=line or report.fresh(self._absence))
+            self._messages.tell(Event.START, line=line or report.fresh(self._absence))
 
     # ---------------------------------------------------------------- beginning
 

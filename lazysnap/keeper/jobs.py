@@ -132,14 +132,11 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
 
 
 def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:
-    """Read the file back, if the level does that (``verify``). Return the seconds that it took.
+    """Read the file back, unless the storage checks each part as it arrives. Return the seconds that it took.
 
     Raises: FormatError, and it is no snapshot any more; LevelError.
     """
-    is_wanted = files.level.verify
-    if is_wanted is None:
-        is_wanted = not store.storage.checks_writes
-    if not is_wanted:
+    if store.storage.checks_writes:
         return 0.0
     began = time.monotonic()
     files.read_back(store, job.key, is_base_new=manifest.written_bytes == manifest.size_bytes)

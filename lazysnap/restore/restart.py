@@ -91,6 +91,7 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             return plans
 
         # Another choice than the newest may begin a new run, which has to be later than all others.
+        search.reads_all = choice.is_best
         snapshot = search.first_whole(order, _may_mean(choice), is_patient=not choice.is_latest)
         inventories = search.inventories
         if snapshot is not None:
@@ -205,6 +206,8 @@ class _Search:
         """Snapshots that some rank could not read."""
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""
+        self.reads_all = False
+        """True if the manifests of all snapshots are read before one is tried."""
         places = enumerate(restart.config.levels if restart.has_storage else ())
         self._levels = levels = {level.url: Level(level, place + _FIRST_LEVEL) for place, level in places}
         for level in levels.values():
@@ -274,7 +277,7 @@ class _Search:
 
         The same on all ranks. Collective, if that is so.
         """
-        if not self._has_newest():
+        if self.survey.is_partial and (self.reads_all or not self._has_newest()):
             self._look_at_rest()
         try:
             yield from order(self.inventories)

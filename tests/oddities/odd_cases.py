@@ -338,9 +338,29 @@ class Born(Case):
         self.learn(self.optimizer, self.model(torch.randn(4, 5)).square().mean())
 
 
-CASES = {
-    kind.__name__: kind
-    for kind in (
-        Tied, Shapes, Strides, Dtypes, Adversaries, Thawed, Compiled, Uncompiled, Parametrized, Lazily, Born,
-    )
-}  # fmt: skip
+KINDS = (Tied, Shapes, Strides, Dtypes, Adversaries, Thawed, Compiled, Uncompiled, Parametrized, Lazily, Born)
+
+
+class All(Case):
+    """All of them in one training; the names in its state begin with theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.cases = [kind() for kind in KINDS]
+        for case in self.cases:
+            for name, part in case.state.items():
+                self.state[f"{type(case).__name__}_{name}"] = part
+
+    def step(self, number):
+        for case in self.cases:
+            case.step(number)
+
+    def prepare(self, resumed_step):
+        for case in self.cases:
+            case.prepare(resumed_step)
+
+    def is_right(self):
+        return all(case.is_right() for case in self.cases)
+
+
+CASES = {kind.__name__: kind for kind in (All, Compiled, Uncompiled)}
