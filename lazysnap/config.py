@@ -47,6 +47,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def _is_proof(value: object) -> bool:
+    return isinstance(value, bool) or value == "always"
+
+
 def _is_mode(value: object) -> bool:
     return value in ("min", "max")
 
@@ -84,6 +88,7 @@ _DURATION = _Rule(_is_duration, "a finite number of seconds > 0")
 _FLAG = _Rule(_is_flag, "True or False")
 _TEXT = _Rule(_is_text, "a non-empty string")
 _PATH = _Rule(_is_path, "a path")
+_PROOF = _Rule(_is_proof, 'True, False or "always"')
 _MODE = _Rule(_is_mode, '"min" or "max"')
 
 _RULES = {
@@ -114,6 +119,7 @@ _RULES = {
     "SnapshotConfig": {
         "every_n_steps": _COUNT,
         "require_memory": _FLAG,
+        "verify_restart": _PROOF,
         "job_id": _TEXT.optional(),
         "io_timeout_s": _SECONDS,
         "collective_timeout_s": _SECONDS,
@@ -378,6 +384,10 @@ class SnapshotConfig:
     require_memory: bool = False
     """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
     warns and goes on without snapshots."""
+    verify_restart: bool | Literal["always"] = True
+    """Let the first restart of a run from memory resume one step before the newest capture, and compare that step,
+    trained again, with the capture (docs/operations.md). ``"always"``: each restart from memory. ``False``: none. Only
+    where every step is captured (``every_n_steps=1``)."""
     job_id: str | None = None
     """The name of the job, by which a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""

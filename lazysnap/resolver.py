@@ -2,9 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lazysnap.shard.best import BEST, best_first, has_name
+
+_COMPARED = 2
+"""Snapshots that a restart needs to prove itself."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Entry:
     """Names given by ``keep``."""
     file: str = ""
     """The name of the node's file that holds it, without suffix; empty in memory."""
+    is_repeatable: bool = False
+    """True if it is in a slot of the rank itself, and a restart may train its step again: see ``can_repeat``."""
 
 
 @dataclass(frozen=True)
@@ -152,3 +157,20 @@ def candidates(inventories: Iterable[Inventory], wanted: Wanted = ANY) -> list[R
     if wanted.name == BEST:
         return best_first(zip(plans, names_of_plans, strict=True))
     return plans
+
+
+def can_repeat(plans: Sequence[RestartPlan]) -> bool:
+    """Return True if a restart can resume the second best of ``plans`` and train the step of the best one again.
+
+    The second is of the step before, of the same start and in memory. Each rank has the best one in a slot of its own.
+    """
+    if len(plans) < _COMPARED:
+        return False
+    newest, before = plans[:_COMPARED]
+    is_next_step = before.key == replace(newest.key, step=newest.step - 1)
+    is_before_in_memory = all(offers[0].speed == 0 for offers in before.sources)
+    return is_next_step and is_before_in_memory and all(any(map(_is_repeatable, offers)) for offers in newest.sources)
+
+
+def _is_repeatable(entry: Entry) -> bool:
+    return entry.is_repeatable

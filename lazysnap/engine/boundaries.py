@@ -130,7 +130,10 @@ class Boundaries:
             self._note_weights()
             self._note_uncaptured()
             return False
-        return self._capture_due(step, started)
+        began = self._capture_due(step, started)
+        if is_forced or is_last:
+            self._recorder.settle()
+        return began
 
     def _check_boundary_in_graph(self) -> None:
         if is_capturing_graph():
@@ -243,6 +246,7 @@ class Boundaries:
                 break
             time.sleep(0.005)
         self.finish_copies()
+        self._recorder.settle()
         return self._recorder.last_step == step
 
     def capture_last(self) -> None:
@@ -357,6 +361,7 @@ class Boundaries:
     def close(self) -> None:
         """Take the hooks off, stop the copy thread, let go of state and slots. Blocks: at most some seconds."""
         self.gates.remove()
+        self._recorder.check.cancel()
         self._captures.close(self._config.io_timeout_s)
         self._recorder.forget_plan()
         self._source.release()

@@ -16,6 +16,7 @@ from lazysnap.engine.events import Connection, KeeperEvents
 from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.protection import NO_MEMORY, Protection
+from lazysnap.engine.restart_check import RestartCheck
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.budget import NODE, MemoryBoundExceeded
@@ -51,6 +52,8 @@ class Memory:
         self._statistics = messages.statistics
         self.captures = Captures()
         """The captures that are copied into the slots."""
+        self.check = RestartCheck(client, messages, source.clocks)
+        """Compares two of the slots after a restart."""
         self.events = KeeperEvents(config, messages, world.rank)
         self.protection = Protection(messages)
         self.group = (1, 0)
@@ -202,7 +205,10 @@ class Memory:
         self._ask_for(image_bytes, meta_bytes)
         if self.is_awaited and not self._has_slots_for(image_bytes, meta_bytes):
             self._await_slots_for(image_bytes, meta_bytes)
-        return self._choose(image_bytes, meta_bytes)
+        slot = self._choose(image_bytes, meta_bytes)
+        if slot is None and self.check.give_up():
+            slot = self._choose(image_bytes, meta_bytes)
+        return slot
 
     def _await_slots_for(self, image_bytes: int, meta_bytes: int) -> None:
         started_s = time.monotonic()
@@ -236,8 +242,8 @@ class Memory:
         return None if view is None else ready[view.slot_id]
 
     def _busy(self, slots: Iterable[TrainerSlot]) -> list[int]:
-        """Return the ids of slots into which an earlier capture may still be copied."""
-        return [slot.slot_id for slot in slots if self.captures.is_writing(slot)]
+        """Return the ids of slots into which an earlier capture may still be copied, or that are compared."""
+        return [slot.slot_id for slot in slots if self.captures.is_writing(slot) or self.check.uses(slot)]
 
     def why_no_slot(self) -> str:
         """Return why ``slot_for`` gave none. Raises: JobBusy."""

@@ -66,6 +66,18 @@ class Event(enum.Enum):
         "something else, make another SnapshotEngine with a directory of its own; to go back, call engine.rollback()",
         by=By.FIRST,
     )
+    RESTART_EXACT = Row(
+        "step %(step)d was trained again and is identical bit for bit: this training resumes exactly",
+        severity=SHOWN,
+        by=By.FIRST,
+    )
+    RESTART_DIFFERS = Row(
+        "step %(step)d was trained again and is NOT identical (%(text)s): a restart of this program is not exact. This "
+        "usually means %(cause)s; see docs/operations.md, The proof of a restart"
+    )
+    RESTART_NOT_COMPARED = Row(
+        "step %(step)d was to be compared, to prove the restart, and was not: %(text)s", severity=logging.INFO
+    )
     END = Row("%(line)s", severity=SHOWN, by=By.FIRST)
     NOT_DURABLE = Row("NOT DURABLE: %(what)s; %(fate)s", by=By.FIRST)
     LAST_NOT_CAPTURED = Row(

@@ -16,6 +16,7 @@ from lazysnap.engine.protection import NO_MEMORY
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.world import World
+from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
@@ -47,6 +48,9 @@ class Recorder:
         self._statistics = messages.statistics
         self.memory = Memory(config, source, client, world, messages)
         self.captures = self.memory.captures
+        self.check = self.memory.check
+        self._is_settled = False
+        """True if no later restart of this run is to train a step again, to prove itself."""
         self.meta = MetaWriter.agreed(world, config)
         self._state = LocalState(source, world, messages)
         self._plan: CapturePlan | None = None
@@ -67,8 +71,14 @@ class Recorder:
 
     # Steps
 
-    def resume(self, step: int) -> None:
-        """The state of ``step`` is being loaded."""
+    def resume(self, snapshot: Snapshot) -> None:
+        """The state of ``snapshot`` is loaded."""
+        step = snapshot.step
+        self.check.cancel()
+        self._is_settled = snapshot.is_settled
+        if snapshot.repeats is not None:
+            self._is_settled = True
+            self.check.begin(snapshot.repeats)
         self._resumed_step = step
         self.seen_step = step
         self._skipped = None
@@ -78,6 +88,7 @@ class Recorder:
 
     def go_back(self, step: int) -> None:
         """The state of ``step``, the newest that was captured, was loaded in place: training stands there again."""
+        self.check.cancel()
         self.seen_step = step
 
     @property
@@ -200,9 +211,12 @@ class Recorder:
         capture.slot.begin(
             self.meta.start_number, capture.step, sequence=capture.sequence, image_bytes=image_bytes, meta=meta
         )
+        if not self._is_settled or self._config.verify_restart == "always":
+            capture.slot.allow_repeat(is_repeatable=True)
         self._client.wake(capture.step)
         self._client.note_waited(self._statistics.waited_s)
         self.captures.begin(capture)
+        self.check.compare(capture)
         self.memory.report_use(capture.slot)
         faults.point("engine.begun")
         self._count_begun(capture.step)
@@ -226,6 +240,12 @@ class Recorder:
             self._give_name(name, step)
         self._names_for_next = []
 
+    def settle(self) -> None:
+        """Let a restart resume exactly the newest capture: it was asked for, or training ends there."""
+        newest = self.captures.newest
+        if newest is not None and newest.is_in_slot:
+            newest.slot.allow_repeat(is_repeatable=False)
+
     def skip(self, reason: str) -> None:
         """Count a boundary that began no capture; once, however often it is tried."""
         if self._skipped is None or self._skipped[0] != self.seen_step:
@@ -243,6 +263,7 @@ class Recorder:
         """Count captures that ended, and how long devices waited at gates."""
         for capture in self.captures.take_ended():
             self._count_ended(capture)
+        self.check.report()
         self._statistics.device_wait_s += self.captures.take_device_wait_s()
 
     def _count_ended(self, capture: Capture) -> None:
@@ -281,6 +302,7 @@ class Recorder:
         return self.memory.events.names(given) | set(self._names_for_next)
 
     def _give_name(self, name: str, step: int) -> None:
+        self.settle()
         self._client.keep(name, step)
         self.memory.events.name_given(name, step)
 

@@ -45,17 +45,20 @@ class Resumed:
     """The URL of a level that had it then."""
     start: int = 0
     """Id of the start that captured it."""
+    newest_step: int = 0
+    """The newest step that was there: the one after ``step`` if that is trained again, else ``step``."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
         """Return the facts about the snapshot of a restart."""
-        key = (snapshot.start, snapshot.step)
+        newest = snapshot.repeats or snapshot
+        key = (newest.start, newest.step)
         durable_at = next((url for url, stored in snapshot.stored.items() if key in stored), None)
         only_in_memory = has_levels and durable_at is None and snapshot.new_run is None
         in_memory = snapshot.level in (MEMORY, PARITY)
         if not in_memory:
             durable_at = durable_at or snapshot.level
-        return cls(snapshot.step, in_memory, only_in_memory, durable_at, int(snapshot.start, 16))
+        return cls(snapshot.step, in_memory, only_in_memory, durable_at, int(snapshot.start, 16), newest.step)
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,13 @@ def resumed(snapshot: Snapshot, now_ns: int, *, position: str = "", seconds: flo
         at = f" ({position})"
     if seconds is None:
         seconds = snapshot.seconds
-    return (
+    line = (
         f"resumed step {snapshot.step} of run {_run(snapshot)}{at} from {source_of(snapshot)}: "
         f"{_age(snapshot, now_ns)}restored in {duration(seconds)}"
     )
+    if snapshot.repeats is not None:
+        line += f"; step {snapshot.repeats.step} is trained again, to prove the restart (verify_restart)"
+    return line
 
 
 def loaded(snapshot: Snapshot, now_ns: int) -> str:
@@ -167,8 +173,9 @@ def _age(snapshot: Snapshot, now_ns: int) -> str:
         return ""
     end = snapshot.end
     if end is not None and end.run_id == snapshot.run_id and end.ended_ns >= snapshot.captured_ns:
+        newest_step = (snapshot.repeats or snapshot).step
         before_the_end = duration((end.ended_ns - snapshot.captured_ns) / 1e9)
-        return f"captured {before_the_end} before the end{_lost(end.step - snapshot.step)}; "
+        return f"captured {before_the_end} before the end{_lost(end.step - newest_step)}; "
     if now_ns >= snapshot.captured_ns:
         return f"captured {duration((now_ns - snapshot.captured_ns) / 1e9)} ago; "
     return ""
@@ -286,7 +293,7 @@ def _untrained(resumed: Resumed, end: End) -> list[str]:
     if end.error is not None:
         if not resumed.in_memory:
             return []
-        return [f"step {resumed.step}: {_fate(end)}"]
+        return [f"step {resumed.newest_step}: {_fate(end)}"]
     line = f"no step was trained after step {resumed.step}, which was resumed: training was over, or ended early"
     if resumed.in_memory and not resumed.only_in_memory and end.ending is Ending.LINGERING:
         line += f"; {_fate(end)}"
@@ -330,7 +337,7 @@ def not_durable(statistics: Statistics, end: End) -> dict[str, str]:
     newest = statistics.last_whole_step
     resumed = end.untrained
     if newest is None and resumed is not None and resumed.only_in_memory:
-        what = f"step {resumed.step}, which was resumed from memory, is not at {', '.join(end.urls)}"
+        what = f"step {resumed.newest_step}, which was resumed from memory, is not at {', '.join(end.urls)}"
         return {"what": what, "fate": _fate(end)}
     missing = [url for url in end.urls if statistics.last_durable_step.get(url) != newest]
     if newest is None or not missing:

@@ -150,6 +150,8 @@ class Shutdown:
             over = self._world.ends()
             if drain and over:
                 self._capture_last()
+            self._recorder.settle()
+            self._recorder.check.wait(self._config.io_timeout_s)
             has_own = self._captures.newest_whole_step() is not None
             self._client.seal()  # what memory has stays: a step with a name is stored, though newer ones are there
             durable = not drain or self._drain(progress, is_common=over)
@@ -299,7 +301,7 @@ class Shutdown:
         steps = self._captures.whole_steps()
         seen_step = self._recorder.seen_step or 0
         if not steps and resumed is not None and resumed.only_in_memory:
-            return RankCaptures((resumed.step,), self._newest_durable(), seen_step, is_resumed=True)
+            return RankCaptures((resumed.newest_step,), self._newest_durable(), seen_step, is_resumed=True)
         return RankCaptures(tuple(steps), self._newest_durable(), seen_step)
 
     def _newest_durable(self) -> tuple[int, str] | None:
@@ -307,11 +309,11 @@ class Shutdown:
         resumed = self._run.resumed
         newest: tuple[int, str] | None = None
         if resumed is not None and resumed.durable_at is not None:
-            newest = (resumed.step, resumed.durable_at)
+            newest = (resumed.newest_step, resumed.durable_at)
         for index, level in enumerate(self._config.levels):
             step = self._client.newest_complete(index)
             if step < 0 and resumed is not None and self._is_stored(resumed, index):
-                step = resumed.step
+                step = resumed.newest_step
             if step >= 0 and (newest is None or step > newest[0]):
                 newest = (step, level.url)
         return newest
@@ -319,7 +321,7 @@ class Shutdown:
     def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
         """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
         levels = self._client.state.levels
-        return index < len(levels) and StepKey(resumed.start, resumed.step) in levels[index].complete
+        return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
 
     def _leave(self) -> None:
         self.statistics()  # the last ones with a keeper
@@ -334,7 +336,7 @@ class Shutdown:
             untrained = resumed
         held = self._statistics.last_whole_step
         if held is None and resumed is not None and resumed.in_memory:
-            held = resumed.step
+            held = resumed.newest_step
         durable = self._newest_durable()
         end = report.End(
             ending,

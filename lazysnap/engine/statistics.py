@@ -35,6 +35,9 @@ class Statistics:
     failed: int = 0
     """Captures given up for another reason."""
     keepers_lost: int = 0
+    restart_check: str | None = None
+    """``"identical"`` if the step that a restart trained again was so on this rank, bit for bit; else what differed.
+    ``None``: no comparison is over."""
     rollbacks: int = 0
     """Times that training went back in place."""
     shard_bytes: int = 0

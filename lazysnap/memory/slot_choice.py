@@ -75,6 +75,8 @@ class SlotView(Struct, frozen=True):
     reached_step: int | None
     is_held: bool
     """True if the keeper holds this very capture. A hold of an earlier capture in the slot does not count."""
+    is_repeatable: bool = False
+    """True if a restart may train the step again, to prove itself; False: it resumes exactly this capture."""
 
     @property
     def is_whole(self) -> bool:

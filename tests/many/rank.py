@@ -292,6 +292,7 @@ def main() -> None:
     config = SnapshotConfig(
         every_n_steps=every,
         levels=levels,
+        verify_restart=settings.get("verify_restart", False),
         memory=MemoryLevel(
             linger_s=settings.get("linger_s", 30.0),
             max_bytes=settings.get("max_bytes"),

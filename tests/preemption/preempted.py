@@ -84,6 +84,7 @@ def config_of(url):
         levels=tuple(PersistentLevel(**level) for level in levels),
         preemption_timeout_s=timeout_s,
         drain_timeout_s=5.0,
+        verify_restart=False,
     )
 
 
