@@ -15,6 +15,7 @@ import itertools
 import logging
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lazysnap.data.digests import digest_of
@@ -37,6 +38,14 @@ _OTHER_ORDER = (
 )
 
 
+def _reference_to(base: Any) -> Callable[[], Any]:
+    """Return a weak reference. A list, which none can be made to, keeps no iterator: it is kept itself."""
+    try:
+        return weakref.ref(base)
+    except TypeError:
+        return lambda: base
+
+
 class IterationPlan:
     """Plan of one iteration: its beginning, and the notes of its batches.
 
@@ -46,7 +55,7 @@ class IterationPlan:
     def __init__(self, position: "Position") -> None:
         # A loader may keep its iterator, and that keeps this; a cycle would keep worker processes.
         self._position = weakref.ref(position)
-        self._base = weakref.ref(base_of(position.loader))
+        self._base = _reference_to(base_of(position.loader))
         self.streams = position.streams
         self.reads_ahead = hasattr(type(position.loader), "adjust_state_dict_for_prefetch")
         """True for Accelerate's loaders: they fetch one batch before they give the one before it."""
