@@ -177,9 +177,9 @@ def is_answered(world: World, named: NamedStep) -> bool:
     return is_given or any(named.key in keeper.core.job.node.lost for keeper in keepers)
 
 
-NUM_PARTS = 10
+NUM_PARTS = 20
 SETTINGS = settings(
-    max_examples=1000,
+    max_examples=500,
     stateful_step_count=8,
     database=None,
     deadline=None,
