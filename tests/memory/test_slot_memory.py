@@ -26,10 +26,10 @@ from lazysnap.memory.words import GRANT_NONE, PAGE_BYTES, NodePage, SlotWord
 
 MIB = 1 << 20
 IMAGE_BYTES = NUM_PIECES * PIECE_BYTES
-STORES_OF_A_CAPTURE = 11 + NUM_PIECES + 3
+STORES_OF_A_CAPTURE = 12 + NUM_PIECES + 3
 WRITER = Path(__file__).with_name("slot_writer.py")
 KEEPER_WORDS = {SlotWord.HELD, SlotWord.VOID}
-TRAINER_WORDS = {word for word in SlotWord if SlotWord.END <= word <= SlotWord.REACHED}
+TRAINER_WORDS = {*(word for word in SlotWord if SlotWord.END <= word <= SlotWord.REACHED), SlotWord.REPEATABLE}
 
 
 class Died(Exception):
@@ -80,7 +80,7 @@ def check_after_death(slot, num_stores):
     if num_stores == 0:
         assert (view.phase, view.sequence) == (SlotPhase.WHOLE, 1)
         assert read(slot, 1) == b"\1" * IMAGE_BYTES
-    elif num_stores < 11:
+    elif num_stores < 12:
         assert view.phase is SlotPhase.EMPTY
     elif num_stores < STORES_OF_A_CAPTURE:
         assert (view.phase, view.step, view.sequence) == (SlotPhase.CAPTURING, 2, 2)
@@ -131,7 +131,7 @@ def test_a_trainer_that_is_killed_before_any_store_leaves_nothing_that_seems_who
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_reader_that_was_woken_early_waits_for_a_trainer_in_another_process(dies, keeper_slot):
     """It stops before it publishes the second half. Then it continues, or dies and the keeper voids its capture."""
-    writer = start_writer(keeper_slot, f"memory.store:{STORES_OF_A_CAPTURE + 13}:stop")
+    writer = start_writer(keeper_slot, f"memory.store:{STORES_OF_A_CAPTURE + 14}:stop")
     os.waitpid(writer.pid, os.WUNTRACED)
     assert keeper_slot.view().watermark_bytes == PIECE_BYTES
 
@@ -153,7 +153,7 @@ def test_a_reader_that_was_woken_early_waits_for_a_trainer_in_another_process(di
 
 def test_a_capture_whose_copy_stops_is_given_up(keeper_slot, trainer_slot, monkeypatch):
     monkeypatch.setattr(capture_reader, "STALL_S", 0.0)
-    trainer_slot.words._cells = Stores(trainer_slot.words._cells, 12)
+    trainer_slot.words._cells = Stores(trainer_slot.words._cells, 13)
     with pytest.raises(Died):
         write(trainer_slot, 1)
 
