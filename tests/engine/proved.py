@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 
 import torch
 from support.bits import digest
@@ -73,6 +75,15 @@ class Training:
                 smoothed.lerp_(parameter, 0.1)
 
 
+def await_comparison():
+    """Steps are shorter than a comparison here, and the next captures would need its slots. One that hangs goes on."""
+    deadline_s = time.monotonic() + 1
+    while any(thread.name == "lazysnap-restart-check" for thread in threading.enumerate()):
+        if time.monotonic() > deadline_s:
+            return
+        time.sleep(0.001)
+
+
 def main():
     directory, case, steps, killed_at, verify, *end = sys.argv[1:]
     training = Training(case)
@@ -86,6 +97,8 @@ def main():
             training.step()
             is_killed = engine.step + 1 == int(killed_at)
             engine.boundary(force=is_killed and end == ["forced"])
+            if snapshot is not None and engine.step == snapshot.step + 1:
+                await_comparison()
             if is_killed:
                 if end == ["named"]:
                     engine.keep("best")
