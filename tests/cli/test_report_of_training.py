@@ -19,7 +19,7 @@ from lazysnap.events import Progress, Stored, read
 from lazysnap.keeper.identity import JobIdentity
 
 PROGRAM = Path(__file__).parent / "timed_trainer.py"
-STEPS, KILLED_AT = 1500, (310, 610)
+STEPS, KILLED_AT = 600, (130, 260)
 SHARE, ROOM_S, UNWRITTEN_S = 0.02, 0.5, 3.5
 """As docs/report.md states the accuracy: of the wall time; where that is little; and of the end of a process that ended
 together with its keeper.

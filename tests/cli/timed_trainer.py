@@ -19,7 +19,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     optimizer = torch.optim.AdamW(model.parameters())
-    level = PersistentLevel(url, every_n_steps=600, keep_last=2)
+    level = PersistentLevel(url, every_n_steps=250, keep_last=2)
     config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=30.0))
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
     snapshot = engine.restore("latest")
