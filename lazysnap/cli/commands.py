@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import lazysnap
-from lazysnap.cli.chaos import FAULTS, STEP_LINE, parse_faults
+from lazysnap.cli.chaos import FAULTS, parse_faults
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
 from lazysnap.cli.sizes import DTYPES, OPTIMIZERS, parse_params, parse_time
 from lazysnap.cli.stores import parse_option
@@ -107,20 +107,13 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     add("--prometheus", action="store_true", help="the numbers of --json in the text format of Prometheus")
     add = command("report", "goodput of a run, the cost of each interruption", runs).add_argument
     add("--html", metavar="FILE", help="write a page with pictures, too")
-    add = command("demo", "kill a real training, resume it, compare bit for bit", common).add_argument
-    add("--max-steps", type=int, default=200, metavar="N", help="optimizer steps of the training (200)")
-    add("--kills", type=int, default=3, metavar="N", help="times that it is killed (3)")
-    add("--seed", type=int, default=1603, help="seed of the moments of the kills")
+    command("demo", "kill a real training, resume it, compare bit for bit", common)
     add = command("chaos", "run your own training under faults, and judge it", common).add_argument
     add("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=f"of {','.join(FAULTS)} (all)")
-    add("--runs", type=int, metavar="N", help="runs in all, one fault each, in turn (one of each)")
-    add("--seed", type=int, default=1603, help="of the first run; each next one has the next (1603)")
-    add("--result", metavar="GLOB", help="files of the result, to compare (default: the final snapshot)")
-    add("--step-regex", default=STEP_LINE, metavar="REGEX", help="of step lines ('step 12', not of restarts)")
-    add("--may-lose", type=int, metavar="N", help="steps that may be trained again (a tenth of all)")
-    add("--max-restarts", type=int, default=5, metavar="N", help="restarts of a run (5)")
+    add("--seed", type=int, default=1603, help="chooses the moments of the faults (1603)")
+    add("--result", metavar="GLOB", help="files to compare, beside the numbers that the command prints")
+    add("--may-lose", type=int, metavar="N", help="steps that may be repeated (any, if it resumes at all)")
     add("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed one + 60)")
-    add("--dir", metavar="DIR", help="for logs and files, a new one (lazysnap-chaos/TIME)")
     add("words", **_COMMAND)
     add = command("doctor", "check this node and a level before a training", any_level).add_argument
     add("--peer", action="append", default=[], metavar="HOST", help="another node (may be repeated)")
