@@ -73,8 +73,7 @@ class Engine:
         model = torch.nn.ParameterList(torch.rand(job["size"] // count // 4) for _ in range(count))
         state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3)}
         self._is_memory = job["level"] == "memory"
-        # Nothing is read back: the raw side does not either.
-        self._make = lambda: engine_of(job, state, keep_last=1, verify=False)
+        self._make = lambda: engine_of(job, state, keep_last=1)
         self.engine, self._step = self._make(), 0
         if not self._is_memory:
             self.engine.restore("latest")

@@ -115,14 +115,14 @@ def layers(megabytes: float) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(8)))
 
 
-def config(job: Line, *, slots: int | None = None, **level: Any) -> Any:
+def config(job: Line, **level: Any) -> Any:
     """Snapshots in memory (or in files in its place), and at the level of the job if it has another one."""
     from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 
     more = {"every_n_steps": 1, "storage_options": job["options"], **level}
     levels = () if job["level"] in ("memory", "files") else (PersistentLevel(job["url"], **more),)
     name = job.get("job_id") or f"benchmark-{os.getpid()}"
-    memory = MemoryLevel(slots=slots, linger_s=300.0)
+    memory = MemoryLevel(linger_s=300.0)
     if job["level"] == "files":
         memory = replace(memory, max_bytes=1, spill_dir=job["directory"])
     return SnapshotConfig(levels=levels, memory=memory, job_id=name)

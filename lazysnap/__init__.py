@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import lazysnap.console  # noqa: F401  warnings say whose they are
-from lazysnap.config import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig
+from lazysnap.config import KeepBest, MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig
 from lazysnap.errors import (
     ConfigError,
     FormatError,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lazysnap.exports.exporting import export
     from lazysnap.exports.load_weights import load_weights
     from lazysnap.integrations.accelerate import LazyAccelerator
-    from lazysnap.integrations.attach import attach
+    from lazysnap.integrations.frameworks import attach
     from lazysnap.integrations.lightning import LazySnapshotCallback
     from lazysnap.integrations.transformers import LazyTrainerCallback
     from lazysnap.restore.known_run import run_id
@@ -38,6 +38,7 @@ __all__ = [
     "ConfigError",
     "FormatError",
     "JobBusy",
+    "KeepBest",
     "KeeperError",
     "LazyAccelerator",
     "LazySnapError",
@@ -66,7 +67,7 @@ _LAZY = {
     "LazyTrainerCallback": "lazysnap.integrations.transformers",
     "ResumableLoader": "lazysnap.data",
     "SnapshotEngine": "lazysnap.engine",
-    "attach": "lazysnap.integrations.attach",
+    "attach": "lazysnap.integrations.frameworks",
     "export": "lazysnap.exports.exporting",
     "load_weights": "lazysnap.exports.load_weights",
     "register_type": "lazysnap.state.codec",

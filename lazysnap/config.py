@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -21,21 +21,127 @@ SECRET_NAME = re.compile(
 """Names of options, and of parameters of URLs, whose values are secrets."""
 
 
-def _check_positive(owner: str, name: str, value: object, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{owner}.{name} must be an integer >= 1{' or None' * optional}, got {value!r}")
+CAPTURE_EVERY_N_STEPS = 1
+"""Optimizer steps from one capture into memory to the next, if nothing else is said."""
 
 
-def _check_seconds(owner: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-        raise ConfigError(f"{owner}.{name} must be a finite number of seconds >= 0, got {value!r}")
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_seconds(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 <= value < float("inf")
+
+
+def _is_duration(value: object) -> bool:
+    return _is_seconds(value) and value != 0
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_proof(value: object) -> bool:
+    return isinstance(value, bool) or value == "always"
+
+
+def _is_mode(value: object) -> bool:
+    return value in ("min", "max")
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike))
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The values that a setting may have."""
+
+    accepts: Callable[[object], bool]
+    """True for such a value."""
+    expected: str
+    """These values, in words."""
+    is_optional: bool = False
+    """True if ``None`` is a value, too."""
+
+    def optional(self) -> "_Rule":
+        """Return the same rule with ``None`` as one more value."""
+        return replace(self, expected=f"{self.expected} or None", is_optional=True)
+
+    def check(self, setting: str, value: object) -> None:
+        """Raises: ConfigError, for a value that the setting cannot have."""
+        if value is None and self.is_optional:
+            return
+        if not self.accepts(value):
+            raise ConfigError(f"{setting} must be {self.expected}, got {value!r}")
+
+
+_COUNT = _Rule(_is_count, "an integer >= 1")
+_SECONDS = _Rule(_is_seconds, "a finite number of seconds >= 0")
+_DURATION = _Rule(_is_duration, "a finite number of seconds > 0")
+_FLAG = _Rule(_is_flag, "True or False")
+_TEXT = _Rule(_is_text, "a non-empty string")
+_PATH = _Rule(_is_path, "a path")
+_PROOF = _Rule(_is_proof, 'True, False or "always"')
+_MODE = _Rule(_is_mode, '"min" or "max"')
+
+_RULES = {
+    "PersistentLevel": {
+        "every_s": _DURATION.optional(),
+        "every_n_steps": _COUNT.optional(),
+        "keep_last": _COUNT,
+        "keep_every_n_steps": _COUNT.optional(),
+        "max_bytes_per_s": _COUNT.optional(),
+        "timeout_s": _DURATION,
+    },
+    "MemoryLevel": {
+        "linger_s": _SECONDS,
+        "max_bytes": _COUNT.optional(),
+        "spill_dir": _PATH.optional(),
+    },
+    "Redundancy": {
+        "parity": _COUNT,
+        "group_size": _COUNT,
+        "every_n_steps": _COUNT,
+        "max_bytes_per_s": _COUNT.optional(),
+    },
+    "KeepBest": {
+        "monitor": _TEXT,
+        "mode": _MODE,
+        "count": _COUNT,
+    },
+    "SnapshotConfig": {
+        "every_n_steps": _COUNT,
+        "require_memory": _FLAG,
+        "verify_restart": _PROOF,
+        "job_id": _TEXT.optional(),
+        "io_timeout_s": _SECONDS,
+        "collective_timeout_s": _SECONDS,
+        "drain_timeout_s": _SECONDS,
+        "preemption_timeout_s": _SECONDS,
+    },
+}
+"""The checks of single settings. What two settings mean together is checked where they are made."""
+
+
+def _check(settings: object) -> None:
+    """Raises: ConfigError, for the first setting that has a value which it cannot have."""
+    owner = type(settings).__name__
+    for name, rule in _RULES[owner].items():
+        rule.check(f"{owner}.{name}", getattr(settings, name))
 
 
 def checked_url(owner: str, url: object) -> str:
     """``url`` as text. Raises: ConfigError, if it is no path or URL."""
-    text = os.fspath(url) if isinstance(url, (str, os.PathLike)) else ""
+    text: object = ""
+    if isinstance(url, (str, os.PathLike)):
+        text = os.fspath(url)
     if not isinstance(text, str) or not text:
         raise ConfigError(f"{owner} must be a path or URL, got {url!r}")
     return text
@@ -60,7 +166,7 @@ def is_path(url: str) -> bool:
 def resolve_url(url: str) -> str:
     """One text for one place: local paths are absolute with links resolved, other URLs unchanged."""
     if is_path(url):
-        path = url.split("://", 1)[1] if "://" in url else url
+        _, _, path = url.rpartition("://")
         resolved = os.path.realpath(os.path.expanduser(path))
         check_is_unicode(resolved)
         return resolved
@@ -113,7 +219,9 @@ def _secret_of(url: str) -> str:
 
 def _check_scheme(url: str) -> None:
     """Raises: ConfigError, for a protocol that fsspec does not know."""
-    schemes = {part.split("://")[0] for part in url.split("::")} if "://" in url else set()
+    schemes = set()
+    if "://" in url:
+        schemes = {part.split("://")[0] for part in url.split("::")}
     if schemes - {"s3", "s3a"}:
         import fsspec  # only here: it takes 0.1 s to import
 
@@ -154,7 +262,7 @@ class PersistentLevel:
     keep_last: int = field(default=2, kw_only=True)
     """Complete snapshots of this run to keep; older ones are deleted."""
     keep_every_n_steps: int | None = field(default=None, kw_only=True)
-    """Complete snapshots whose step is a multiple of this are never deleted."""
+    """Complete snapshots whose step is a multiple of this are never deleted. It says what stays, not what is stored."""
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False, hash=False)
     """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. The keeper receives them over
     a socket of this user, and they are never written to a file. fsspec's own configuration works as well."""
@@ -163,14 +271,6 @@ class PersistentLevel:
     timeout_s: float = field(default=120.0, kw_only=True)
     """An operation that moves no byte for so long is abandoned, and the level counts as failed. Training and the other
     levels go on, and the next snapshot tries again."""
-    verify: bool | None = field(default=None, kw_only=True)
-    """Read every snapshot back after its commit; until then it does not count, and nothing older is deleted for it.
-    ``None``: only where the storage does not check each part on arrival. S3 does, so reading back would only cost
-    transfer fees."""
-    shared: bool | None = field(default=None, kw_only=True)
-    """True if all nodes see the same place there: state that several nodes hold (DDP, HSDP) is then stored once,
-    not once per node. ``None``: found out at the start, for a path by a small file. Only matters with several
-    nodes."""
 
     if TYPE_CHECKING:  # the field is text, also where a path was given
 
@@ -185,8 +285,6 @@ class PersistentLevel:
             storage_options: Mapping[str, Any] | None = ...,
             max_bytes_per_s: int | None = ...,
             timeout_s: float = ...,
-            verify: bool | None = ...,
-            shared: bool | None = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -194,32 +292,14 @@ class PersistentLevel:
         check_url(url)
         object.__setattr__(self, "url", resolve_url(url))
         _check_scheme(self.url)
-        _check_positive("PersistentLevel", "every_n_steps", self.every_n_steps, optional=True)
-        self._check_every_s()
-        _check_positive("PersistentLevel", "keep_last", self.keep_last)
-        _check_positive("PersistentLevel", "keep_every_n_steps", self.keep_every_n_steps, optional=True)
-        _check_positive("PersistentLevel", "max_bytes_per_s", self.max_bytes_per_s, optional=True)
-        _check_seconds("PersistentLevel", "timeout_s", self.timeout_s)
-        if self.timeout_s == 0:
-            raise ConfigError("PersistentLevel.timeout_s must be more than 0 seconds")
-        if self.verify not in (None, True, False):
-            raise ConfigError(f"PersistentLevel.verify must be True, False or None, got {self.verify!r}")
-        if self.shared not in (None, True, False):
-            raise ConfigError(f"PersistentLevel.shared must be True, False or None, got {self.shared!r}")
-        if self.storage_options is not None:
-            object.__setattr__(self, "storage_options", _plain_options(self.storage_options))
-
-    def _check_every_s(self) -> None:
-        if self.every_s is None:
-            return
-        _check_seconds("PersistentLevel", "every_s", self.every_s)
-        if self.every_s == 0:
-            raise ConfigError("PersistentLevel.every_s must be more than 0 seconds")
-        if self.every_n_steps is not None:
+        _check(self)
+        if self.every_s is not None and self.every_n_steps is not None:
             raise ConfigError(
                 f"PersistentLevel: every_s={self.every_s!r} and every_n_steps={self.every_n_steps!r} contradict each "
                 "other: a level stores by time or by steps; give one of them"
             )
+        if self.storage_options is not None:
+            object.__setattr__(self, "storage_options", _plain_options(self.storage_options))
 
     @property
     def period_s(self) -> float | None:
@@ -235,8 +315,6 @@ class PersistentLevel:
 class MemoryLevel:
     """The keeper's host memory: slots that hold one shard each and outlive the training process."""
 
-    slots: int | None = None
-    """Slots per rank; ``None`` takes as many as the commit argument needs (docs/architecture.md)."""
     linger_s: float = 1800.0
     """Seconds that the keeper waits for a restart after its trainer died."""
     max_bytes: int | None = None
@@ -250,26 +328,15 @@ class MemoryLevel:
         def __init__(
             self,
             *,
-            slots: int | None = ...,
             linger_s: float = ...,
             max_bytes: int | None = ...,
             spill_dir: str | os.PathLike[str] | None = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if self.spill_dir is not None:
-            if not isinstance(self.spill_dir, (str, os.PathLike)):
-                raise ConfigError(f"MemoryLevel.spill_dir must be a path, got {self.spill_dir!r}")
-            path = os.fspath(self.spill_dir)
-            object.__setattr__(self, "spill_dir", path and os.path.realpath(os.path.expanduser(path)))
-        _check_positive("MemoryLevel", "slots", self.slots, optional=True)
-        if self.slots is not None and self.slots < 2:
-            raise ConfigError(
-                f"MemoryLevel.slots must be at least 2, got {self.slots}: one slot holds the newest complete "
-                "snapshot while the next one is written"
-            )
-        _check_seconds("MemoryLevel", "linger_s", self.linger_s)
-        _check_positive("MemoryLevel", "max_bytes", self.max_bytes, optional=True)
+        _check(self)
+        if self.spill_dir:
+            object.__setattr__(self, "spill_dir", os.path.realpath(os.path.expanduser(self.spill_dir)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,9 +360,7 @@ class Redundancy:
     bounded."""
 
     def __post_init__(self) -> None:
-        for name in ("parity", "group_size", "every_n_steps"):
-            _check_positive("Redundancy", name, getattr(self, name))
-        _check_positive("Redundancy", "max_bytes_per_s", self.max_bytes_per_s, optional=True)
+        _check(self)
         if not self.parity < self.group_size <= 128:
             raise ConfigError(
                 f"Redundancy.group_size must be more than parity ({self.parity}) and at most 128, got {self.group_size}"
@@ -306,8 +371,8 @@ class Redundancy:
 class SnapshotConfig:
     """All settings of snapshots; the defaults suit one process with a local disk."""
 
-    every_n_steps: int = 1
-    """Optimizer steps between captures into memory. ``lazysnap advise`` names a number (docs/tuning.md)."""
+    every_n_steps: int = CAPTURE_EVERY_N_STEPS
+    """Optimizer steps from one capture into memory to the next. ``lazysnap advise`` names a number (docs/tuning.md)."""
     levels: tuple[PersistentLevel, ...] = ()
     """Persistent levels, fast to slow; empty means memory only."""
     memory: MemoryLevel = MemoryLevel()
@@ -319,6 +384,10 @@ class SnapshotConfig:
     require_memory: bool = False
     """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
     warns and goes on without snapshots."""
+    verify_restart: bool | Literal["always"] = True
+    """Let the first restart of a run from memory resume one step before the newest capture, and compare that step,
+    trained again, with the capture (docs/operations.md). ``"always"``: each restart from memory. ``False``: none. Only
+    where every step is captured (``every_n_steps=1``)."""
     job_id: str | None = None
     """The name of the job, by which a restart finds its memory. Default: the environment variable
     ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
@@ -335,7 +404,7 @@ class SnapshotConfig:
     less than the time after which the scheduler kills the process."""
 
     def __post_init__(self) -> None:
-        _check_positive("SnapshotConfig", "every_n_steps", self.every_n_steps)
+        _check(self)
         if isinstance(self.levels, PersistentLevel):
             raise ConfigError("SnapshotConfig.levels must be a tuple: write levels=(PersistentLevel(...),)")
         levels = tuple(self.levels)
@@ -357,12 +426,24 @@ class SnapshotConfig:
             raise ConfigError(
                 f'SnapshotConfig.redundancy must be Redundancy(...), "auto" or None, got {self.redundancy!r}'
             )
-        if not isinstance(self.require_memory, bool):
-            raise ConfigError(f"SnapshotConfig.require_memory must be True or False, got {self.require_memory!r}")
-        if self.job_id is not None and (not isinstance(self.job_id, str) or not self.job_id.strip()):
-            raise ConfigError(f"SnapshotConfig.job_id must be a non-empty string, got {self.job_id!r}")
-        for name in ("io_timeout_s", "collective_timeout_s", "drain_timeout_s", "preemption_timeout_s"):
-            _check_seconds("SnapshotConfig", name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """A metric whose best snapshots are kept, whatever retention deletes::
+
+    LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss", mode="min", count=3))
+    """
+
+    monitor: str
+    """The name of the metric."""
+    mode: Literal["min", "max"] = field(default="min", kw_only=True)
+    """``"min"``: smaller values are better; ``"max"``: greater ones."""
+    count: int = field(default=1, kw_only=True)
+    """Snapshots to keep."""
+
+    def __post_init__(self) -> None:
+        _check(self)
 
 
 def due_every(every_n_steps: int, captured_every: int) -> int:
@@ -379,25 +460,26 @@ def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
     Where there are too few nodes for what was asked, the parity is as large as leaves one piece of data
     (``too_few_nodes`` says so).
     """
-    asked = config.redundancy
-    if asked is None or nodes < 2:
+    redundancy = config.redundancy
+    if redundancy is None or nodes < 2:
         return None
-    if asked == "auto":
+    if redundancy == "auto":
         return Redundancy(parity=1 if nodes < 4 else 2)
-    if asked.parity >= nodes:
-        return replace(asked, parity=nodes - 1)
-    return asked
+    if redundancy.parity >= nodes:
+        return replace(redundancy, parity=nodes - 1)
+    return redundancy
 
 
 def too_few_nodes(config: SnapshotConfig, nodes: int) -> str | None:
     """Return the text of a warning, if so many nodes give less protection than was asked for."""
-    asked = config.redundancy
-    given = redundancy_for(config, nodes)
-    if not isinstance(asked, Redundancy) or given is None or given == asked:
+    wanted = config.redundancy
+    possible = redundancy_for(config, nodes)
+    if not isinstance(wanted, Redundancy) or possible is None or possible == wanted:
         return None
     return (
-        f"SnapshotConfig.redundancy is Redundancy(parity={asked.parity}), and there are {nodes} nodes: {given.parity} "
-        f"of them may be lost; start at least {asked.parity + 1} nodes, or set parity={given.parity}"
+        f"SnapshotConfig.redundancy is Redundancy(parity={wanted.parity}), and there are {nodes} nodes: "
+        f"{possible.parity} of them may be lost; start at least {wanted.parity + 1} nodes, or set "
+        f"parity={possible.parity}"
     )
 
 

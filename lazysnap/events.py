@@ -1,4 +1,4 @@
-"""The events of a run, which its keepers write down in a file at the first level (docs/events.md).
+"""The events of a run, which its keepers write down in a file at the first level (docs/format.md).
 
 Each line of the file is a JSON object. It is for people and their reports alone: a run whose file is missing or damaged
 is restored all the same.

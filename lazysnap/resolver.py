@@ -2,7 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from lazysnap.shard.best import BEST, best_first, has_name
+
+_COMPARED = 2
+"""Snapshots that a restart needs to prove itself."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Entry:
     """Names given by ``keep``."""
     file: str = ""
     """The name of the node's file that holds it, without suffix; empty in memory."""
+    is_repeatable: bool = False
+    """True if it is in a slot of the rank itself, and a restart may train its step again: see ``can_repeat``."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +119,12 @@ class Wanted:
 
     step: int | None = None
     name: str | None = None
-    """A name that ``keep`` gave."""
+    """A name that ``keep`` gave, or ``"best"``."""
     run_id: str | None = None
 
     def includes(self, run_id: str, step: int, names: Collection[str]) -> bool:
         """True if a snapshot is among them. ``names``: those that it has."""
-        is_named = self.name is None or self.name in names
+        is_named = self.name is None or has_name(names, self.name)
         return is_named and self.step in (None, step) and self.run_id in (None, run_id)
 
 
@@ -127,10 +134,14 @@ ANY = Wanted()
 def candidates(inventories: Iterable[Inventory], wanted: Wanted = ANY) -> list[RestartPlan]:
     """Every complete snapshot that is wanted, the best first: of the newest run, the greatest step, the newest start.
 
-    Its parts may be at different levels. The caller tries them in this order until one can be read.
+    With the name ``"best"`` the best by the metric is first. The parts of a snapshot may be at different levels. The
+    caller tries them in this order until one can be read.
+
+    Raises: SnapshotNotFound, if ``"best"`` may mean several metrics.
     """
     found = snapshots(entry for inventory in inventories for entry in inventory.entries)
     plans = []
+    names_of_plans = []
     for key, entries in sorted(found.items(), reverse=True):
         names = {given for entry in entries for given in entry.names}
         if not wanted.includes(key.run_id, key.step, names) or not is_complete(entries):
@@ -142,4 +153,24 @@ def candidates(inventories: Iterable[Inventory], wanted: Wanted = ANY) -> list[R
             tuple(sorted(ranks[rank], key=lambda entry: (entry.speed, entry.location))) for rank in sorted(ranks)
         )
         plans.append(RestartPlan(key.run_id, key.start, key.step, key.world_size, sources))
+        names_of_plans.append(names)
+    if wanted.name == BEST:
+        return best_first(zip(plans, names_of_plans, strict=True))
     return plans
+
+
+def can_repeat(plans: Sequence[RestartPlan]) -> bool:
+    """Return True if a restart can resume the second best of ``plans`` and train the step of the best one again.
+
+    The second is of the step before, of the same start and in memory. Each rank has the best one in a slot of its own.
+    """
+    if len(plans) < _COMPARED:
+        return False
+    newest, before = plans[:_COMPARED]
+    is_next_step = before.key == replace(newest.key, step=newest.step - 1)
+    is_before_in_memory = all(offers[0].speed == 0 for offers in before.sources)
+    return is_next_step and is_before_in_memory and all(any(map(_is_repeatable, offers)) for offers in newest.sources)
+
+
+def _is_repeatable(entry: Entry) -> bool:
+    return entry.is_repeatable

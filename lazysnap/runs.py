@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.resolver import Entry, Inventory, RestartPlan, Wanted, candidates
+from lazysnap.shard.best import BEST, has_name
 from lazysnap.shard.names import check_name
 
 LATEST = "latest"
@@ -114,10 +115,15 @@ class Choice:
         """True if the newest snapshot is wanted, whichever it is."""
         return self == Choice()
 
+    @property
+    def is_best(self) -> bool:
+        """True if the best snapshot by a metric is wanted: all names have to be known to tell which that is."""
+        return self.name == BEST
+
     def may_mean(self, run_id: str, step: int, names: Collection[str]) -> bool:
         """True if a snapshot, of which only its directory is known, may be meant. ``names``: those that it has."""
         is_of_run = self.run is None or run_id.startswith(self.run)
-        return is_of_run and self.step in (None, step) and (self.name is None or self.name in names)
+        return is_of_run and self.step in (None, step) and (self.name is None or has_name(names, self.name))
 
     def wanted(self, run_of: Callable[[str], str]) -> Wanted:
         """Return the snapshots that are meant. ``run_of`` returns the id of the run that begins with these digits."""

@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 import seaweed
 from support.keepers import end_keepers
+from support.newest import resume_newest
 from support.zygote import Zygote
 
 from lazysnap import faults
@@ -61,6 +62,7 @@ def pytest_configure(config):
     # Programs that tests start find the package ``support``, too.
     paths = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    resume_newest()
     if config.getoption("tier") == "quick":
         hypothesis.settings.register_profile("quick", max_examples=10, derandomize=True)
         hypothesis.settings.load_profile("quick")

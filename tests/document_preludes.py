@@ -98,20 +98,6 @@ def lightning(batches=10):
     yield _model_and_data(batches=batches)
 
 
-def lightning_callback():
-    """A block that ends with a callback: it is given to a trainer."""
-    import lightning as L
-
-    import lazysnap
-
-    names = {}
-    yield names
-    lazy = lazysnap.LazySnapshotCallback("runs/a")
-    trainer = L.Trainer(callbacks=[lazy, names["KeepBest"](lazy)], max_epochs=3)
-    trainer.fit(**_named(_model_and_data()))
-    assert any("best-" in name for path in Path("runs/a").rglob("keep-*") for name in [path.name])
-
-
 def lightning_nan():
     """A block that ends with a trainer: one loss of its training is not a number."""
     import lightning as L
@@ -348,13 +334,14 @@ def lightning_tensorboard():
 
 
 PRELUDES = {
-    "README.md#lazysnap": lightning,
+    "README.md#start": lightning,
+    "README.md#every-kind-of-training-loop": accelerate,
+    "README.md#every-kind-of-training-loop-2": transformers,
     "cli.md#export": trained_transformer,
     "cli.md#safetensors": lambda: exported("model.safetensors"),
     "cli.md#dcp": lambda: exported("DIRECTORY/"),
     "coming-from.md#modelcheckpoint-of-lightning": lambda: lightning(batches=60),
     "coming-from.md#modelcheckpoint-of-lightning-2": lightning,
-    "coming-from.md#modelcheckpoint-of-lightning-3": lightning_callback,
     "coming-from.md#save_state-of-accelerate": lambda: accelerate(batches=501),
     "coming-from.md#save_state-of-accelerate-2": accelerate,
     "coming-from.md#the-trainer-of-transformers-and-trl": transformers_stopped,
@@ -363,14 +350,14 @@ PRELUDES = {
     "coming-from.md#torchdistributedcheckpoint-2": plain,
     "coming-from.md#torchft": torchft,
     "coming-from.md#weights-that-you-have": pretrained,
-    "doors.md#lightning": lightning,
-    "doors.md#accelerate": accelerate,
-    "doors.md#attach-an-accelerator-that-somebody-else-made": accelerate_framework,
-    "doors.md#the-trainer-of-transformers": transformers,
-    "doors.md#fabric": plain,
-    "doors.md#plain-loop": plain,
-    "events.md#events-what-happened-in-a-run": on_s3,
-    "index.md#start-in-five-minutes": lightning,
+    "lightning.md#lightning": lightning,
+    "accelerate.md#accelerate": accelerate,
+    "accelerate.md#attach-an-accelerator-that-somebody-else-made": accelerate_framework,
+    "transformers.md#the-trainer-of-transformers": transformers,
+    "plain-loop.md#fabric": plain,
+    "plain-loop.md#plain-loops-and-fabric": plain,
+    "format.md#events": on_s3,
+    "index.md#lazysnap": lightning,
     "loggers.md#wb": lightning_wandb,
     "loggers.md#mlflow": lightning_mlflow,
     "loggers.md#tensorboard": lightning_tensorboard,

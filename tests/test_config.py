@@ -33,9 +33,6 @@ BAD_LEVELS = [
     ({"url": "x", "keep_every_n_steps": -5}, "keep_every_n_steps"),
 ]
 BAD_MEMORY = [
-    ({"slots": 0}, "slots"),
-    ({"slots": 1}, "slots"),
-    ({"slots": "3"}, "slots"),
     ({"linger_s": -1}, "linger_s"),
     ({"linger_s": float("inf")}, "linger_s"),
     ({"linger_s": float("nan")}, "linger_s"),
@@ -43,6 +40,7 @@ BAD_MEMORY = [
     ({"linger_s": True}, "linger_s"),
     ({"max_bytes": 0}, "max_bytes"),
     ({"max_bytes": 1e9}, "max_bytes"),
+    ({"spill_dir": 7}, "spill_dir"),
 ]
 BAD_CONFIGS = [
     ({"every_n_steps": 0}, "every_n_steps"),

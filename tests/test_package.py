@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import pkgutil
 import re
 import subprocess
@@ -13,13 +12,13 @@ import pytest
 
 import lazysnap
 from lazysnap import errors
-from lazysnap.engine.messages import Event
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTED = {
     "ConfigError",
     "FormatError",
     "JobBusy",
+    "KeepBest",
     "KeeperError",
     "LazyAccelerator",
     "LazySnapError",
@@ -138,21 +137,6 @@ def test_what_the_architecture_names_as_deciding_is_there():
     for name in names:
         assert pkgutil.resolve_name(f"lazysnap.{name}"), name
     assert [path for path in re.findall(r"`(tests/[\w/.]+)`", table) if not (ROOT / path).exists()] == []
-
-
-def test_each_warning_of_an_engine_is_explained_in_the_page_of_messages():
-    page, missing = (ROOT / "docs" / "troubleshooting.md").read_text(), []
-    for event in Event:
-        row = event.value
-        fixed = [part.strip(" :;,")[:16] for part in re.split(r"%\(\w+\)[.\d]*[a-z]", row.text)]
-        fixed = [part for part in fixed if len(part) > 8]
-        if row.severity >= logging.WARNING and not row.ends and fixed and not any(part in page for part in fixed):
-            missing.append(event.name)
-    assert missing == []
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def drawn_tree(text: str) -> dict[str, tuple[str, set[str]]]:

@@ -1,5 +1,6 @@
 """``docs/api.md`` has every public name, all public members of its classes, and what these return."""
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -11,8 +12,6 @@ from support.documents import ROOT
 import lazysnap
 
 PAGE = (ROOT / "docs" / "api.md").read_text()
-OF_THE_PACKAGE = {"begin", "leave", "session"}
-"""Members of callbacks that lazysnap itself uses."""
 CLASSES = [name for name in lazysnap.__all__ if inspect.isclass(getattr(lazysnap, name))]
 FUNCTIONS = [name for name in lazysnap.__all__ if inspect.isfunction(getattr(lazysnap, name))]
 
@@ -30,7 +29,7 @@ def public_members(kind):
     for base in kind.__mro__:
         names = ours if base.__module__.startswith("lazysnap") else theirs
         names.update(name for name in vars(base) if not name.startswith("_"))
-    return ours - theirs - OF_THE_PACKAGE
+    return ours - theirs
 
 
 def results_of(function):
@@ -79,6 +78,18 @@ def test_what_public_functions_and_methods_return_is_on_the_page():
         if options_of(f"{result.__module__}.{result.__name__}") is None:
             missing.append(result)
     assert missing == []
+
+
+def test_the_engine_has_no_other_public_members():
+    assert public_members(lazysnap.SnapshotEngine) == {
+        *("restore", "boundary", "gate", "keep", "keep_best", "release", "rollback", "wait", "close", "abandon"),
+        *("statistics", "all_steps", "step", "run_id"),
+    }
+
+
+def test_there_are_no_more_than_26_settings():
+    kinds = (lazysnap.SnapshotConfig, lazysnap.PersistentLevel, lazysnap.MemoryLevel, lazysnap.Redundancy)
+    assert sum(len(dataclasses.fields(kind)) for kind in kinds) <= 26
 
 
 def test_classes_that_are_named_by_their_module_are_there():

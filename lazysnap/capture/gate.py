@@ -71,6 +71,9 @@ class OptimizerGates:
 
         A captured optimizer that stepped itself may have such an optimizer inside.
         """
+        if not self._strangers:
+            self._stepped.clear()
+            return []
         trained: set[int] = set()
         idle: set[int] = set()
         for key, (alive, _) in self._handles.items():

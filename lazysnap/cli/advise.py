@@ -4,21 +4,29 @@ From the times of a run, or from figures that are given. Formulas: docs/tuning.m
 """
 
 import argparse
+import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
-from rich.table import Table
+from rich.filesize import decimal
 
 from lazysnap import events
-from lazysnap.cli import sizes
-from lazysnap.cli.measured import LEAST_STEPS, Facts, measure
+from lazysnap.cli.history import GOODBYE, Start, levels_of, microseconds, starts_of
 from lazysnap.cli.output import Output, count_of, percent
+from lazysnap.config import PersistentLevel, SnapshotConfig, redundancy_for
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
+from lazysnap.events import EventFile, KeeperStarted
 from lazysnap.intervals import BUDGET, goodput, rework_s, steps_within
+from lazysnap.memory.slot_choice import kept_whole, slots_needed
+from lazysnap.parity.groups import groups_of
 
+_LEAST_STEPS = 20
+"""Steps that a time per step is read from."""
 _LEAST_FAILURES = 3
 """Failures of a run that its rate is read from."""
 _RESTART_S = 300.0
@@ -27,75 +35,200 @@ _STORAGE_WASTE = 0.001
 """Share of the time that work lost since the last stored snapshot may cost."""
 _LONGEST_S = 3600.0
 """Longest time from one stored snapshot to the next."""
+_LARGEST = 1e15
 _MEMORY = "memory"
+
+
+# ---------------------------------------------------------------- numbers with units
+
+
+def _quantity(expected: str, units: Mapping[str, float], least: float = 1e-9) -> Callable[[str], float]:
+    """Return a function that parses a number with one of ``units`` behind it, for an argument of a command."""
+    form = re.compile(rf"(\d+(?:\.\d+)?(?:e\d{{1,2}})?)\s*({'|'.join(units)})")
+
+    def parse(text: str) -> float:
+        match = form.fullmatch(text.strip().lower())
+        value = 0.0
+        if match is not None:
+            value = float(match[1]) * units[match[2]]
+        if not least <= value <= _LARGEST:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
+parse_params = _quantity(
+    "a number of parameters such as 7b, 350m or 125000000", {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}, least=1
+)
+parse_time = _quantity("a time such as 0.4s, 5min, 3h or 2d", {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0})
+
+
+# ---------------------------------------------------------------- the command
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Figures of a training; ``None``, or 0 seconds: not known."""
+
+    run_id: str = ""
+    nodes: int = 1
+    ranks: int = 1
+    timed_steps: int = 0
+    """Steps whose time was seen, in all starts."""
+    every: int | None = None
+    """Steps from one capture to the next, in the newest start."""
+    step_s: float | None = None
+    """Seconds of a step, without its waits for captures."""
+    stall_s: float = 0.0
+    """Seconds that training waits for one capture."""
+    copy_s: float = 0.0
+    """Seconds from a boundary until its capture is whole: the median."""
+    persist: dict[str, float] = field(default_factory=dict)
+    """Seconds until a snapshot is durable, by level: the median."""
+    trained_s: float = 0.0
+    """Seconds for which trainers lived."""
+    failures: int = 0
+    """Starts that followed on one that did not end well."""
+    restart_s: float = 0.0
+    """Seconds from a death to the first boundary: the median."""
+    mtbf_s: float | None = None
+    """Mean time between failures of the whole training."""
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Advise. Blocks: reads the file of events. Raises: ConfigError; LevelError."""
     if args.url is None and args.params is None:
         raise ConfigError("advise: name a level of a run (advise runs/a), or describe a training (--params 7b)")
-    seen = None
+    measured = None
     if args.url is not None:
-        seen = measure(events.read(args.url, dict(args.storage_option) or None))
-        if seen is None:
+        measured = measure(events.read(args.url, dict(args.storage_option) or None))
+        if measured is None:
             output.say(f"{args.url}: there is no file of events: no run stored anything there")
             if args.params is None:
                 return output.result(ok=False, too_young=["no events"])
-    facts = _with_arguments(seen or Facts(), args)
+    facts = _with_arguments(measured or Facts(), args)
     advice = advise(facts)
-    if args.params is not None:
-        advice |= sizes.estimate(args, facts.nodes, facts.ranks)
-    missing = _missing(seen, facts)
+    missing = _missing(measured, facts)
     advice["too_young"] = missing or None
-    for part in _screen(seen, facts, advice, output):
-        output.show(part)
+    _show(measured, facts, advice, output)
     if args.params is not None:
-        for line in sizes.lines(advice, args, facts.nodes, facts.ranks):
+        sizes = estimate(args.params * args.bytes_per_param, args.sharding == "fsdp", facts)
+        advice |= sizes
+        for line in _texts_of_sizes(sizes, facts):
             output.line(line)
     for line in missing:
         output.line(line, "yellow")
     return output.result(**advice)
 
 
-def _with_arguments(seen: Facts, args: argparse.Namespace) -> Facts:
+def _with_arguments(facts: Facts, args: argparse.Namespace) -> Facts:
     """Return what is given, else what was measured. Raises: ConfigError."""
-    nodes = args.nodes or seen.nodes
-    ranks = args.ranks or (nodes if args.nodes else seen.ranks)
+    nodes = args.nodes or facts.nodes
+    ranks = args.ranks
+    if ranks is None:
+        ranks = nodes if args.nodes else facts.ranks
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(f"--ranks {ranks} --nodes {nodes}: expected at least one rank, and as many on every node")
+    if not 0 < args.bytes_per_param <= _LARGEST:
+        raise ConfigError(f"--bytes-per-param must be more than 0, got {args.bytes_per_param}")
     mtbf_s = args.mtbf
-    if mtbf_s is None and seen.failures >= _LEAST_FAILURES:
-        mtbf_s = seen.trained_s / seen.failures
-    persist = seen.persist
+    if mtbf_s is None and facts.failures >= _LEAST_FAILURES:
+        mtbf_s = facts.trained_s / facts.failures
+    persist = facts.persist
     if args.persist is not None:
-        persist = dict.fromkeys(seen.persist or ["storage"], args.persist)
+        persist = dict.fromkeys(facts.persist or ["storage"], args.persist)
     return replace(
-        seen,
+        facts,
         nodes=nodes,
         ranks=ranks,
         mtbf_s=mtbf_s,
-        step_s=args.step or seen.step_s,
+        step_s=args.step_time or facts.step_s,
         persist=persist,
-        restart_s=seen.restart_s or _RESTART_S,
+        restart_s=facts.restart_s or _RESTART_S,
     )
 
 
-def _missing(seen: Facts | None, facts: Facts) -> list[str]:
+def _missing(measured: Facts | None, facts: Facts) -> list[str]:
     """Return what is not known, and the option that gives it."""
     missing = []
     if facts.step_s is None:
-        text = "goodput and steps need the time of a step: --step 0.4s"
-        if seen is not None:
-            text = f"this run is too young: {count_of(seen.steps, 'step')} seen, {LEAST_STEPS} needed; {text}"
-        missing.append(text)
+        text = "steps and goodput need the time of a step"
+        if measured is not None:
+            text = f"this run is too young: {count_of(measured.timed_steps, 'step')} timed, {_LEAST_STEPS} needed"
+        missing.append(f"{text}: --step-time 0.4s")
     if not facts.persist:
-        missing.append("intervals of storage need the time until a snapshot is durable: --persist 30s")
+        missing.append("intervals of storage need the time of a write: --persist 30s")
     if facts.mtbf_s is None:
-        text = "goodput needs the mean time between failures of the whole training: --mtbf 3h"
-        if seen is not None:
-            text = f"{count_of(seen.failures, 'restart')} in {duration(seen.trained_s)}, too few to tell; {text}"
-        missing.append(text)
+        text = "goodput needs the time between failures"
+        if measured is not None:
+            seen = f"{count_of(measured.failures, 'restart')} in {duration(measured.trained_s)}"
+            text = f"{seen}: too few to tell how often it fails"
+        missing.append(f"{text}: --mtbf 3h")
     return missing
+
+
+# ---------------------------------------------------------------- what a run measured
+
+
+def measure(files: Sequence[EventFile]) -> Facts | None:
+    """Return the figures of the newest run; ``None``, if there is none. Pure."""
+    if not files:
+        return None
+    files = [file for file in files if file.run_id == files[-1].run_id]
+    starts = starts_of(files)
+    if not starts:
+        return Facts(files[0].run_id)
+    nodes = 1
+    for event in files[0].events:
+        if isinstance(event, KeeperStarted):
+            nodes = max(nodes, event.nodes)
+    timed_steps = 0
+    worked_us = 0
+    waited_us = 0
+    captures = 0.0
+    for start in starts:
+        if start.waits:
+            steps, time_us = _timed(start)
+            waits_us = start.waits[-1][1]
+            timed_steps += steps
+            waited_us += waits_us
+            worked_us += max(0, time_us - waits_us)
+            captures += steps / max(1, start.every)
+    restarts_s = []
+    for before, after in itertools.pairwise(starts):
+        if before.how != GOODBYE:
+            up = after.waits[0][0] if after.waits else microseconds(after.name.t)
+            restarts_s.append((up - before.ended) / 1e6)
+    is_enough = timed_steps >= _LEAST_STEPS
+    return Facts(
+        files[0].run_id,
+        nodes=nodes,
+        ranks=starts[-1].name.world_size,
+        timed_steps=timed_steps,
+        every=starts[-1].every,
+        step_s=worked_us / 1e6 / timed_steps if is_enough else None,
+        stall_s=waited_us / 1e6 / captures if is_enough and captures >= 1 else 0.0,
+        copy_s=_median([event.copy_s for start in starts for event in start.progress]),
+        persist={url: level.seconds for url, level in levels_of(files).items() if level.snapshots},
+        trained_s=sum(start.ended - start.began for start in starts) / 1e6,
+        failures=len(restarts_s),
+        restart_s=_median(restarts_s),
+    )
+
+
+def _timed(start: Start) -> tuple[int, int]:
+    """Return the steps behind the first boundary whose time is known, and their time."""
+    step = start.progress[-1].step
+    at = start.sampled_at
+    if start.end is not None and start.end.how == "died" and start.end.step > step:
+        step = start.end.step
+        at = start.ended
+    return max(0, step - start.name.step - 1), max(0, at - start.waits[0][0])
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
 
 
 # ---------------------------------------------------------------- the advice
@@ -157,32 +290,84 @@ def _storage_interval_s(persist_s: float, mtbf_s: float | None) -> float:
     return max(2 * persist_s, wanted_s)
 
 
+def estimate(state_bytes: float, is_sharded: bool, facts: Facts) -> dict[str, Any]:
+    """Return the sizes that a training takes. Bytes are those of all nodes, if the name does not say otherwise. Pure.
+
+    Args:
+        state_bytes: bytes of the captured state, without copies.
+        is_sharded: True if each rank has a part of it, False if each has all.
+        facts: nodes and ranks.
+    """
+    config = SnapshotConfig(levels=(PersistentLevel("plan"),), job_id="plan")
+    kept = kept_whole(config.every_n_steps, facts.ranks, runs_ahead=True)
+    slots = slots_needed(kept, is_read=True)
+    node_bytes = state_bytes
+    if is_sharded:
+        node_bytes = state_bytes / facts.nodes
+    redundancy = redundancy_for(config, facts.nodes)
+    parity_nodes = 0
+    group = 1
+    parity_bytes = 0.0
+    if redundancy is not None:
+        parity_nodes = redundancy.parity
+        groups = groups_of(facts.nodes, redundancy.group_size, parity_nodes)
+        group = min(len(each.members) for each in groups)
+        if is_sharded:  # of two steps: the one that is protected, and the next
+            parity_bytes = 2 * node_bytes * parity_nodes / (group - parity_nodes)
+    memory_bytes = slots * node_bytes + parity_bytes
+    return {
+        "captured_bytes": round(state_bytes),
+        "slots_per_rank": slots,
+        "slots_kept_whole": kept,
+        "nodes_per_group": group,
+        "parity_nodes": parity_nodes,
+        "parity_per_node_bytes": round(parity_bytes),
+        "memory_per_rank_bytes": round(memory_bytes * facts.nodes / facts.ranks),
+        "memory_per_node_bytes": round(memory_bytes),
+    }
+
+
 # ---------------------------------------------------------------- the screen
 
 
-def _screen(seen: Facts | None, facts: Facts, advice: dict[str, Any], output: Output) -> Iterator[Any]:
-    if seen is not None:
-        ranks = count_of(seen.ranks, "rank")
-        yield output.cell(f"run {seen.run_id[:8]}, {ranks}: {count_of(seen.steps, 'step')} seen", "bold")
+def _show(measured: Facts | None, facts: Facts, advice: dict[str, Any], output: Output) -> None:
+    if measured is not None:
+        ranks = count_of(measured.ranks, "rank")
+        output.line(f"run {measured.run_id[:8]}, {ranks}: {count_of(measured.timed_steps, 'step')} timed", "bold")
     if facts.mtbf_s is not None:
-        yield output.cell(f"a failure every {duration(facts.mtbf_s)}; a restart takes {duration(facts.restart_s)}")
+        output.line(f"a failure every {duration(facts.mtbf_s)}; a restart takes {duration(facts.restart_s)}")
     if advice["overhead"] is not None:
-        yield output.cell(f"captures take {percent(advice['overhead'], 2)} of the time of training")
-    yield ""
-    yield _table(facts, advice, output)
-    yield ""
+        output.line(f"captures take {percent(advice['overhead'], 2)} of the time of training")
+    output.line("")
+    rows = [_cells(place, row, facts) for place, row in advice["snapshots"].items()]
+    output.show(output.table("", "snapshots in<", "every>", "steps>", "lost per failure>", "goodput>", rows=rows))
+    output.line("")
 
 
-def _table(facts: Facts, advice: dict[str, Any], output: Output) -> Table:
-    rows: list[Iterable[str]] = []
-    for place, row in advice["snapshots"].items():
-        every = row["every_n_steps"]
-        steps = "" if every is None else f"{every:,}"
-        if place == _MEMORY and facts.every not in (None, every):
+def _cells(place: str, row: Mapping[str, Any], facts: Facts) -> Iterable[str]:
+    steps = ""
+    if row["every_n_steps"] is not None:
+        steps = f"{row['every_n_steps']:,}"
+        if place == _MEMORY and facts.every not in (None, row["every_n_steps"]):
             steps += f" (now {facts.every})"
-        seconds = "" if row["every_s"] is None else duration(row["every_s"])
-        lost = "" if row["lost_s"] is None else duration(row["lost_s"])
-        share = "" if row["goodput"] is None else percent(row["goodput"], 2)
-        rows.append((place, steps, seconds, lost, share))
-    columns = ("snapshots in", "every steps>", "every>", "lost per failure>", "goodput>")
-    return output.table("", *columns, rows=rows, is_plain=True)
+    share = ""
+    if row["goodput"] is not None:
+        share = percent(row["goodput"], 2)
+    return place, _seconds(row["every_s"]), steps, _seconds(row["lost_s"]), share
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
+
+
+def _texts_of_sizes(sizes: dict[str, Any], facts: Facts) -> Iterator[str]:
+    state = decimal(sizes["captured_bytes"])
+    yield f"snapshot  {state}: the state, as it is stored"
+    kept = f"{sizes['slots_kept_whole']} newest whole, 1 being written, 1 being stored"
+    yield f"slots     {sizes['slots_per_rank']} per rank: {kept}"
+    if sizes["nodes_per_group"] > 1:
+        lost = f"of each {sizes['nodes_per_group']} nodes any {sizes['parity_nodes']} may be lost"
+        yield f"parity    {decimal(sizes['parity_per_node_bytes'])} per node for others: {lost}"
+    node = f"node of {count_of(facts.ranks // facts.nodes, 'rank')}"
+    yield f"memory    {decimal(sizes['memory_per_node_bytes'])} per {node}, beside the training"
+    yield "          estimates; buffers, and what else the state holds, come on top"

@@ -1,4 +1,4 @@
-"""The arguments of every command, and ``main``, which runs one of them."""
+"""The table of all commands, the parser that is made of it, and ``main``, which runs one command."""
 
 import argparse
 import json
@@ -6,23 +6,259 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
 
 import lazysnap
+from lazysnap.cli.advise import parse_params, parse_time
 from lazysnap.cli.chaos import FAULTS, parse_faults
-from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output
-from lazysnap.cli.sizes import DTYPES, OPTIMIZERS, parse_params, parse_time
-from lazysnap.cli.stores import parse_option
+from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output, command_words
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.exports.target import FORMATS
 from lazysnap.levels.redaction import Redaction
 
 logger = logging.getLogger(__name__)
 
-_URL: dict[str, Any] = {"help": "path or fsspec URL of a level, e.g. runs/lazysnap or s3://bucket/run"}
-_OPTION: dict[str, Any] = {"metavar": "KEY=VALUE", "type": parse_option, "action": "append", "default": []}
-_COMMAND: dict[str, Any] = {"nargs": argparse.REMAINDER, "metavar": "-- COMMAND"}
+_EXIT_CODES = "Exit codes: 0 good, 1 something bad was found, 2 could not look or bad usage, 130 interrupted."
+
+
+# ---------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a command, as ``ArgumentParser.add_argument`` takes it."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command. All have ``--json`` besides."""
+
+    summary: str
+    """The line in the list of commands."""
+    run: str
+    """Module below ``lazysnap.cli``, imported when the command runs, and its function."""
+    arguments: tuple[Argument, ...]
+    example: str
+    details: str = ""
+    """Further sentences of ``--help``."""
+
+
+def _argument(*names: str, **settings: Any) -> Argument:
+    return Argument(names, settings)
+
+
+def parse_option(text: str) -> tuple[str, Any]:
+    """Parse ``KEY=VALUE``. The value is JSON if it is valid JSON, else text.
+
+    Raises: argparse.ArgumentTypeError, without the value: it may be a secret.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError("expected KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+_KEY_VALUE: dict[str, Any] = {"metavar": "KEY=VALUE", "type": parse_option, "action": "append", "default": []}
+_URL_HELP = "path or fsspec URL of a level, e.g. runs/lazysnap or s3://bucket/run"
+_JSON = _argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
+_STORAGE_OPTION = _argument("--storage-option", help="for the fsspec file system (may be repeated)", **_KEY_VALUE)
+_RUN = _argument("--run", metavar="ID", help="the run whose id begins so; `lazysnap ls` shows them")
+_URL = _argument("url", metavar="URL", help=_URL_HELP)
+_ANY_URL = _argument("url", metavar="URL", nargs="?", help=_URL_HELP)
+_WANTED = _argument("wanted", metavar="STEP|NAME|latest", help="a step, a name given by keep, or 'latest'")
+_WORDS = _argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, behind --")
+_SAME_EXIT = "no restart after two equal exits within that time without a new step (30)"
+
+COMMANDS = {
+    "ls": Command(
+        "list the snapshots of a directory or URL",
+        "looking:list_snapshots",
+        (_URL, _RUN, _STORAGE_OPTION),
+        "lazysnap ls runs/lazysnap",
+        "Lists steps, states, names and runs; of all runs, or of --run. Reads manifests alone.",
+    ),
+    "show": Command(
+        "what one snapshot holds, without reading its data",
+        "looking:show",
+        (
+            _URL,
+            _WANTED,
+            _RUN,
+            _argument("--all", action="store_true", help="also each tensor and each value of the small state"),
+            _STORAGE_OPTION,
+        ),
+        "lazysnap show runs/lazysnap latest",
+        "Without --run a step, a name or 'latest' is that of the newest run that has it.",
+    ),
+    "verify": Command(
+        "read every byte and check every checksum",
+        "looking:verify",
+        (
+            _URL,
+            _RUN,
+            _argument("--step", type=int, action="append", help="only this step (may be repeated)"),
+            _STORAGE_OPTION,
+        ),
+        "lazysnap verify s3://bucket/run --step 4000",
+        "Of all runs, or of --run. Exit code 1 if anything is damaged, or nothing is there.",
+    ),
+    "prune": Command(
+        "delete old snapshots, and what dead writers left",
+        "prune:run",
+        (
+            _URL,
+            _RUN,
+            _argument("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run"),
+            _argument("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N"),
+            _argument("--name", help="take this name from the snapshots that have it, which ends their protection"),
+            _argument("--dry-run", action="store_true", help="only say what would be deleted"),
+            _argument("--yes", action="store_true", help="do not ask"),
+            _STORAGE_OPTION,
+        ),
+        "lazysnap prune runs/lazysnap --keep-last 3 --dry-run",
+        "Shows what it would delete and asks. Without --keep-last no snapshot goes, only what dead writers left. Of "
+        "all runs, or of --run. Named snapshots and the newest complete one of each run always stay.",
+    ),
+    "copy": Command(
+        "copy snapshots to another level, verified",
+        "copying:copy",
+        (
+            _URL,
+            _argument("to", metavar="URL", help="the level to copy to"),
+            _RUN,
+            _argument("--step", metavar="STEP|NAME|latest", action="append", help="only this one (may be repeated)"),
+            _STORAGE_OPTION,
+            _argument("--to-option", help="as --storage-option, for the level to copy to alone", **_KEY_VALUE),
+        ),
+        "lazysnap copy runs/lazysnap s3://bucket/run --step latest",
+        "Copies complete snapshots, the newest first, of all runs or of --run. What is there and sound is not copied "
+        "again. If there is a --to-option, --storage-option is for the first URL alone.",
+    ),
+    "export": Command(
+        "write a snapshot in the format of another tool",
+        "copying:export",
+        (
+            _URL,
+            _WANTED,
+            _argument("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory"),
+            _argument("--format", choices=FORMATS, help="if the name does not tell it"),
+            _RUN,
+            _argument("--config", metavar="DIR", help="huggingface: copy config and tokenizer files from there"),
+            _argument("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix"),
+            _argument("--force", action="store_true", help="replace an earlier export, or an empty directory"),
+            _argument("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses"),
+            _STORAGE_OPTION,
+        ),
+        "lazysnap export runs/lazysnap latest --to model.safetensors",
+        "Without --run a step, a name or 'latest' is that of the newest run that has it.",
+    ),
+    "status": Command(
+        "the keepers of this node, and what would survive now",
+        "status:run",
+        (
+            _argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level"),
+            _argument("--prometheus", action="store_true", help="the numbers of --json as text for Prometheus"),
+        ),
+        "lazysnap status",
+        "Asks each keeper of this user for at most 2 seconds, and reads no level.",
+    ),
+    "stop": Command(
+        "end the keeper that a training left on this node",
+        "keepers:stop",
+        (
+            _argument("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level"),
+            _argument("--force", action="store_true", help="also a keeper whose newest capture cannot be stored"),
+            _argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)"),
+        ),
+        "lazysnap stop runs/lazysnap",
+        "The keeper first stores its newest capture. That of a training that runs stays. `lazysnap status` lists jobs.",
+    ),
+    "report": Command(
+        "goodput of a run, the cost of each interruption",
+        "report:run",
+        (
+            _argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each"),
+            _RUN,
+            _argument("--html", metavar="FILE", help="write a page with pictures, too"),
+            _STORAGE_OPTION,
+        ),
+        "lazysnap report runs/lazysnap --html report.html",
+        "Of the newest run, or of --run.",
+    ),
+    "advise": Command(
+        "how often to capture and store, memory, goodput",
+        "advise:run",
+        (
+            _ANY_URL,
+            _argument("--params", type=parse_params, metavar="N", help="parameters of a training to plan: 7b, 350m"),
+            _argument(
+                "--bytes-per-param", type=float, default=12.0, metavar="N", help="12: AdamW in fp32 (default); 4: SGD"
+            ),
+            _argument("--ranks", type=int, metavar="N", help="processes (those of the run, or 1 for each node)"),
+            _argument("--nodes", type=int, metavar="N", help="machines they run on (those of the run, or 1)"),
+            _argument("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)"),
+            _argument("--step-time", type=parse_time, metavar="TIME", help="time of a step: 0.4s"),
+            _argument("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s"),
+            _argument("--mtbf", type=parse_time, metavar="TIME", help="time between failures of the training: 3h"),
+            _STORAGE_OPTION,
+        ),
+        "lazysnap advise --params 7b --nodes 2 --ranks 16 --step-time 0.8s --persist 30s --mtbf 3h",
+        "With a URL the times of its newest run are measured; times that are given count more. With --params it says "
+        "also what a training will take that is not started yet.",
+    ),
+    "doctor": Command(
+        "check this node and a level before a training",
+        "doctor:run",
+        (
+            _ANY_URL,
+            _argument("--peer", action="append", default=[], metavar="HOST", help="another node (may be repeated)"),
+            _STORAGE_OPTION,
+        ),
+        "lazysnap doctor s3://bucket/run --peer node1",
+        "Writes 64 MB to the level, reads and deletes them. Exit code 1 if something is bad.",
+    ),
+    "chaos": Command(
+        "run your own training under faults, and judge it",
+        "chaos:run",
+        (
+            _argument("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=",".join(FAULTS)),
+            _argument("--seed", type=int, default=1603, help="chooses the moments of the faults (1603)"),
+            _argument("--result", metavar="GLOB", help="files to compare, beside the numbers that it prints"),
+            _argument("--may-lose", type=int, metavar="N", help="steps that may be repeated (any, if it resumes)"),
+            _argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed + 60)"),
+            _WORDS,
+        ),
+        "lazysnap chaos -- python train.py",
+    ),
+    "demo": Command("kill a real training, resume it, compare bit for bit", "demo:run", (), "lazysnap demo"),
+    "run": Command(
+        "start a training again after a crash, warm",
+        "commands:run_again",
+        (
+            _argument("--max-restarts", type=int, default=10, metavar="N", help="restarts in all (10)"),
+            _argument("--same-exit-within", type=float, default=30.0, metavar="SECONDS", help=_SAME_EXIT),
+            _WORDS,
+        ),
+        "lazysnap run -- python train.py",
+    ),
+    "worker": Command(
+        "a warm start inside a launcher such as torchrun",
+        "commands:run_worker",
+        (_WORDS,),
+        "torchrun --no-python --max-restarts 10 lazysnap worker -- python train.py",
+    ),
+}
+
+
+# ---------------------------------------------------------------- the parser
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,8 +269,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if self.as_json:
             words = self.prog.split()
-            said = {"command": words[-1] if len(words) > 1 else None, "ok": False, "error": f"usage: {message}"}
-            sys.stdout.write(json.dumps(said) + "\n")
+            result = {"command": words[-1] if len(words) > 1 else None, "ok": False, "error": f"usage: {message}"}
+            sys.stdout.write(json.dumps(result) + "\n")
         super().error(message)
 
 
@@ -44,99 +280,23 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     root = kind(
         prog="lazysnap",
         description="Look at snapshots of training runs, check, copy, export and delete them.",
-        epilog="Exit codes: 0 good, 1 something bad was found, 2 could not look or bad usage, 130 interrupted.",
+        epilog=f"`lazysnap COMMAND --help` explains one. {_EXIT_CODES}",
     )
     root.add_argument("--version", action="version", version=f"lazysnap {lazysnap.__version__}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="command")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
-    options = argparse.ArgumentParser(add_help=False, parents=[common])
-    options.add_argument("--storage-option", help="an option of the fsspec file systems", **_OPTION)
-    level = argparse.ArgumentParser(add_help=False, parents=[options])
-    level.add_argument("url", **_URL)
-    any_level = argparse.ArgumentParser(add_help=False, parents=[options])
-    any_level.add_argument("url", nargs="?", **_URL)
-    runs = argparse.ArgumentParser(add_help=False, parents=[options])
-    runs.add_argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each")
-    runs.add_argument("--run", metavar="ID", help="the run with these first digits; default: the newest")
-    only_run = argparse.ArgumentParser(add_help=False)
-    only_run.add_argument("--run", metavar="ID", help="only the run with these first digits, see `lazysnap ls`")
-    one = argparse.ArgumentParser(add_help=False, parents=[level])
-    one.add_argument("wanted", metavar="STEP|NAME|latest", help="a step, a name given by keep, or 'latest'")
-    one.add_argument("--run", metavar="ID", help="the run with these first digits; default: the newest that fits")
-
-    def command(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, parents=parents)
-
-    command("ls", "list the snapshots of a directory or URL", level, only_run)
-    add = command("verify", "read every byte and check every checksum", level, only_run).add_argument
-    add("--step", type=int, action="append", help="only this step (may be repeated)")
-    add = command("show", "what a snapshot holds, without reading its data", one).add_argument
-    add("--tensors", action="store_true", help="only the table of tensors")
-    add("--state", action="store_true", help="only the small state")
-    add("--full", action="store_true", help="shorten nothing")
-    add = command("prune", "delete old snapshots, and what dead writers left", level, only_run).add_argument
-    add("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run")
-    add("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N")
-    add("--name", help="take this name from the snapshots that have it, which ends their protection")
-    add("--dry-run", action="store_true", help="only say what would be deleted")
-    add("--yes", action="store_true", help="do not ask")
-    copy = command("copy", "copy snapshots to another level, verified", level, only_run)
-    copy.add_argument("to", metavar="URL", help="the level to copy to")
-    add = copy.add_mutually_exclusive_group().add_argument
-    add("--all", action="store_true", help="every complete snapshot, the newest first (default)")
-    add("--latest", action="store_true", help="only the newest complete one")
-    add("--step", metavar="STEP|NAME", action="append", help="only this one (may be repeated)")
-    copy.add_argument("--from-option", help="as --storage-option, only for reading", **_OPTION)
-    copy.add_argument("--to-option", help="as --storage-option, only for writing", **_OPTION)
-    add = command("export", "write a snapshot in the format of another tool", one).add_argument
-    add("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory")
-    add("--format", choices=FORMATS, help="if the name does not tell it")
-    add("--config", metavar="DIR", help="huggingface: copy config and tokenizer files from there")
-    add("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix")
-    add("--force", action="store_true", help="replace an earlier export, or an empty directory")
-    add("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses")
-    add = command("stop", "end keepers that a training of this node left", common).add_argument
-    add("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level")
-    add("--force", action="store_true", help="also a keeper whose newest capture cannot be stored")
-    add("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)")
-    add = command("status", "the keepers of this node, what would survive now", common).add_argument
-    add("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level")
-    again = "show it again every so many seconds (1), until Ctrl-C"
-    add("--watch", nargs="?", type=float, const=1.0, metavar="SECONDS", help=again)
-    add("--prometheus", action="store_true", help="the numbers of --json in the text format of Prometheus")
-    add = command("report", "goodput of a run, the cost of each interruption", runs).add_argument
-    add("--html", metavar="FILE", help="write a page with pictures, too")
-    command("demo", "kill a real training, resume it, compare bit for bit", common)
-    add = command("chaos", "run your own training under faults, and judge it", common).add_argument
-    add("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=f"of {','.join(FAULTS)} (all)")
-    add("--seed", type=int, default=1603, help="chooses the moments of the faults (1603)")
-    add("--result", metavar="GLOB", help="files to compare, beside the numbers that the command prints")
-    add("--may-lose", type=int, metavar="N", help="steps that may be repeated (any, if it resumes at all)")
-    add("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed one + 60)")
-    add("words", **_COMMAND)
-    add = command("doctor", "check this node and a level before a training", any_level).add_argument
-    add("--peer", action="append", default=[], metavar="HOST", help="another node (may be repeated)")
-    add("--size-mb", type=int, default=256, metavar="N", help="bytes written to the level (256 MB)")
-    add = command("run", "start a training again after a crash, warm", common).add_argument
-    add("--max-restarts", type=int, default=10, metavar="N", help="restarts in all (10)")
-    same = "no restart after two equal exits within that time without a new step (30)"
-    add("--same-exit-within", type=float, default=30.0, metavar="SECONDS", help=same)
-    add("words", **_COMMAND)
-    command("worker", "a warm start inside a launcher such as torchrun", common).add_argument("words", **_COMMAND)
-    advise = command("advise", "how often to capture and store, memory, goodput", any_level)
-    add = advise.add_argument_group("times; those of a run are measured").add_argument
-    add("--mtbf", type=parse_time, metavar="TIME", help="mean time between failures of the whole training: 3h")
-    add("--step", type=parse_time, metavar="TIME", help="time of a step: 0.4s")
-    add("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s")
-    add = advise.add_argument_group("a training that is not started yet").add_argument
-    add("--params", type=parse_params, metavar="N", help="parameters that are trained: 7b, 350m, 125000000")
-    add("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
-    add("--dtype", choices=sorted(DTYPES), default="fp32", help="of weights and optimizer state (fp32)")
-    add("--ranks", type=int, help="processes of the training (those of the run, or 1 for each node)")
-    add("--nodes", type=int, help="machines they run on (those of the run, or 1)")
-    add("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)")
+    subparsers = root.add_subparsers(dest="command", required=True, metavar="command")
+    for name, command in COMMANDS.items():
+        _add(subparsers, name, command)
     return root
+
+
+def _add(subparsers: Any, name: str, command: Command) -> None:
+    details = f"{command.summary[0].upper()}{command.summary[1:]}. {command.details}"
+    added = subparsers.add_parser(name, help=command.summary, description=details, epilog=f"Example: {command.example}")
+    for argument in (*command.arguments, _JSON):
+        added.add_argument(*argument.names, **argument.settings)
+
+
+# ---------------------------------------------------------------- running
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -146,27 +306,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parser(as_json="--json" in arguments).parse_args(arguments)
-    options = [pair for name in ("storage_option", "from_option", "to_option") for pair in getattr(args, name, ())]
-    secrets = Redaction({"secret": [value for _, value in options]})
-    output = Output(args.command, as_json=args.json, redaction=secrets)
+    secrets = []
+    for name in ("storage_option", "to_option"):
+        secrets += [value for _, value in getattr(args, name, ())]
+    output = Output(args.command, as_json=args.json, redaction=Redaction({"secret": secrets}))
+    module, _, function = COMMANDS[args.command].run.partition(":")
     try:
-        code: int = import_module(f"lazysnap.cli.{args.command}").run(args, output)
+        code: int = getattr(import_module(f"lazysnap.cli.{module}"), function)(args, output)
         return code
     except KeyboardInterrupt:
-        output.error(KeyboardInterrupt("stopped; nothing half is visible"))
+        output.error("stopped; nothing half is visible")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of the result closed the pipe; Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except FormatError as error:
-        output.error(error)
+        output.error(str(error))
         return BAD
     except (LazySnapError, OSError) as error:
-        output.error(error)
+        output.error(str(error))
         return FAILED
     except Exception as error:
         logger.debug("%s failed", args.command, exc_info=True)
-        kind = type(error).__name__
-        output.error(RuntimeError(f"{kind}: {error}; this is a bug in lazysnap, please report it"))
+        output.error(f"this is a bug in lazysnap; please report it: {type(error).__name__}: {error}")
         return FAILED
+
+
+def run_again(args: argparse.Namespace, output: Output) -> int:
+    """Run the command until it ends well, and end as its last start does. Blocks. Raises: ConfigError."""
+    from lazysnap.warm.client import end_as
+    from lazysnap.warm.supervisor import Restarts, supervise
+
+    words = command_words(args, "python train.py")
+    end_as(supervise(words, Restarts(args.max_restarts, args.same_exit_within)))
+
+
+def run_worker(args: argparse.Namespace, output: Output) -> int:
+    """Become a worker (``cli.main`` starts most without this parser). Does not return. Raises: ConfigError."""
+    from lazysnap.warm.client import main as worker
+
+    worker(command_words(args, "python train.py"))

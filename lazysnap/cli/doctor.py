@@ -8,7 +8,6 @@ import platform
 import re
 import resource
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +17,8 @@ from typing import Literal
 
 from rich.filesize import decimal
 
+from lazysnap.cli.looking import open_place
 from lazysnap.cli.output import Output
-from lazysnap.cli.stores import open_place
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, LazySnapError, LevelError
 from lazysnap.keeper.identity import JobIdentity
@@ -29,7 +28,7 @@ from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage, probe, probe_name
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.levels.watched import WatchedStorage
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import MemoryBoundExceeded
 from lazysnap.memory.limits import available_bytes
 from lazysnap.memory.slot_files import check_room
 from lazysnap.memory.slots import TrainerSlot, make_slot
@@ -41,9 +40,9 @@ _LEAST_BYTES = 1 << 30
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 """Files that the drivers of CUDA and ROCm make."""
-_CLOCK_S = 60.0
-"""Seconds that the clock of a level may differ from this node's."""
 _PEER_S = 5.0
+_TRIAL_BYTES = 64 << 20
+"""Bytes that are written to a level, to know its rates."""
 _TRIAL_S = 30.0
 """Seconds without progress after which a level counts as hanging."""
 
@@ -59,7 +58,7 @@ class Line:
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Check, and print a line for each check. Blocks: writes ``--size-mb`` to the level, reads and deletes it.
+    """Check, and print a line for each check. Blocks: writes ``_TRIAL_BYTES`` to the level, reads and deletes them.
 
     Returns 1 if something is bad.
     """
@@ -88,18 +87,18 @@ def _checks(args: argparse.Namespace) -> Iterator[Line]:
 
 
 def _versions() -> Iterator[Line]:
-    found = {}
+    versions = {}
     for package in _OLDEST:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
+            versions[package] = metadata.version(package)
     old = [
         f"{package} {version} is older than {'.'.join(map(str, _OLDEST[package]))}"
-        for package, version in found.items()
+        for package, version in versions.items()
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST[package]
     ]
     if platform.system() != "Linux":
         yield Line("system", "bad", f"{platform.system()}: lazysnap needs Linux")
-    installed = ", ".join(f"{package} {version}" for package, version in found.items())
+    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
     text = f"Python {platform.python_version()}, {installed}"
     yield Line("versions", "bad", f"{'; '.join(old)}: upgrade") if old else Line("versions", "good", text)
 
@@ -199,7 +198,7 @@ def _level(args: argparse.Namespace) -> Iterator[Line]:
         is_local = isinstance(store.storage, LocalStorage)
         if is_local:
             made = _missing(store.url)
-        yield from _trial(store, args.size_mb << 20)
+        yield from _trial(store)
         if is_local:
             yield from _local(store.url)
     except (ConfigError, LevelError, OSError) as error:
@@ -219,22 +218,17 @@ def _missing(path: str) -> list[str]:
     return missing
 
 
-def _trial(store: SnapshotStore, size_bytes: int) -> Iterator[Line]:
+def _trial(store: SnapshotStore) -> Iterator[Line]:
     """Write, read back and delete objects. Raises: LevelError, also if nothing moves for ``_TRIAL_S``."""
     storage = store.storage
     Watchdog(lambda beat: probe(WatchedStorage(storage, beat)), f"a small object at {store.url}").result(_TRIAL_S)
     yield Line("level", "good", f"{store.url}: a small object was written, read and deleted")
-    what = f"{decimal(size_bytes)} at {store.url}"
-    trial = Watchdog(lambda beat: _seconds(WatchedStorage(storage, beat), size_bytes), what)
-    write, read = (f"{decimal(int(size_bytes / seconds))}/s" for seconds in trial.result(_TRIAL_S))
-    yield Line("rates", "good", f"durable writes of {write}, reads of {read} ({decimal(size_bytes)})")
-    ahead_s = Watchdog(lambda beat: _clock_ahead_s(storage), f"the clock of {store.url}").result(_TRIAL_S)
-    if ahead_s is None:
-        yield Line("clock", "good", "the level shows no time, and needs none")
-    elif abs(ahead_s) > _CLOCK_S:
-        yield Line("clock", "better", f"that of the level differs by {abs(ahead_s):.0f} s: synchronise both (NTP)")
-    else:
-        yield Line("clock", "good", "that of the level agrees with this node's")
+    size = decimal(_TRIAL_BYTES)
+    trial = Watchdog(lambda beat: _seconds(WatchedStorage(storage, beat), _TRIAL_BYTES), f"{size} at {store.url}")
+    write_s, read_s = trial.result(_TRIAL_S)
+    write = f"{decimal(int(_TRIAL_BYTES / write_s))}/s"
+    read = f"{decimal(int(_TRIAL_BYTES / read_s))}/s"
+    yield Line("rates", "good", f"durable writes of {write}, reads of {read} ({size})")
 
 
 def _seconds(storage: Storage, size_bytes: int) -> tuple[float, float]:
@@ -255,15 +249,6 @@ def _seconds(storage: Storage, size_bytes: int) -> tuple[float, float]:
         return wrote - began, time.monotonic() - wrote
     finally:
         storage.delete(path)
-
-
-def _clock_ahead_s(storage: Storage) -> float | None:
-    """Return by how many seconds the level's clock is ahead of this node's; ``None`` if it shows no time."""
-    if isinstance(storage, LocalStorage):
-        with tempfile.TemporaryFile(dir=storage.url) as file:
-            return os.fstat(file.fileno()).st_mtime - time.time()
-    abilities = getattr(storage, "abilities", None)
-    return None if abilities is None else float(abilities().clock_ahead_s)
 
 
 def _local(directory: str) -> Iterator[Line]:

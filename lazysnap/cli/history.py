@@ -6,6 +6,7 @@ Times are whole microseconds of Unix time, so that sums are exact.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from statistics import median
 
 from lazysnap.events import (
@@ -19,10 +20,53 @@ from lazysnap.events import (
     TrainerStarted,
 )
 
-GOODBYE, UNSEEN = "goodbye", "lost with its keeper"
+GOODBYE = "goodbye"
+UNSEEN = "lost with its keeper"
 
 Marks = list[tuple[int, int]]
 """Times, and a value at each: neither ever decreases."""
+
+
+# ---------------------------------------------------------------- marks
+
+
+def microseconds(seconds: float) -> int:
+    """Return seconds as whole microseconds."""
+    return round(seconds * 1e6)
+
+
+def rising(marks: Iterable[tuple[int, int]]) -> Marks:
+    """Return the marks by time, without those that are less than an earlier one."""
+    kept: Marks = []
+    for at, value in sorted(marks):
+        if not kept or value >= kept[-1][1]:
+            kept.append((at, value))
+    return kept
+
+
+def value_at(marks: Marks, time: int) -> int:
+    """Return the value at a time, interpolated."""
+    index = bisect_right(marks, time, key=itemgetter(0))
+    if index == 0:
+        return marks[0][1]
+    if index == len(marks):
+        return marks[-1][1]
+    before, low = marks[index - 1]
+    after, high = marks[index]
+    return low + (high - low) * (time - before) // (after - before)
+
+
+def time_of(marks: Marks, value: int) -> int:
+    """Return the time at which ``value``, at most the last one, was reached, interpolated."""
+    index = bisect_left(marks, value, key=itemgetter(1))
+    after, high = marks[index]
+    before, low = marks[max(0, index - 1)]
+    if high == low:
+        return after
+    return before + (after - before) * (value - low) // (high - low)
+
+
+# ---------------------------------------------------------------- starts
 
 
 @dataclass
@@ -57,7 +101,10 @@ class Start:
     @property
     def step_us(self) -> int | None:
         """The usual time of a step, without waits; ``None`` if it passed too few."""
-        if not self.waits or not self.progress or (steps := self.progress[-1].step - self.name.step - 1) <= 0:
+        if not self.waits or not self.progress:
+            return None
+        steps = self.progress[-1].step - self.name.step - 1
+        if steps <= 0:
             return None
         return max(0, self.sampled_at - self.waits[0][0] - self.waits[-1][1]) // steps
 
@@ -69,10 +116,102 @@ class Start:
 
     def passed(self, step: int) -> int:
         """Return the time at which ``step``, at most ``reached``, was passed, interpolated between marks."""
-        index = bisect_left(self.marks, step, key=lambda mark: mark[1])
-        at, reached = self.marks[index]
-        before, earlier = self.marks[max(0, index - 1)]
-        return at if reached == earlier else before + (at - before) * (step - earlier) // (reached - earlier)
+        return time_of(self.marks, step)
+
+
+def ranks_in(files: Iterable[EventFile]) -> list[int]:
+    """Return the ranks whose starts are in the files."""
+    return sorted({event.rank for file in files for event in file.events if isinstance(event, TrainerStarted)})
+
+
+def starts_of(files: Sequence[EventFile]) -> list[Start]:
+    """Return the starts of rank 0, or of the least rank whose lines are there. They do not overlap.
+
+    ``files``: those of all nodes, of one run. Empty if no training named itself.
+    """
+    rank = min(ranks_in(files), default=0)
+    lines_of: dict[str, list[Event]] = {}
+    file_of: dict[str, EventFile] = {}
+    names: dict[str, TrainerStarted] = {}
+    for file in files:
+        for event in file.events:
+            if not isinstance(event, (TrainerStarted, Progress, TrainerEnded)) or event.rank != rank:
+                continue
+            file_of.setdefault(event.start, file)
+            lines_of.setdefault(event.start, []).append(event)
+            if isinstance(event, TrainerStarted):
+                names.setdefault(event.start, event)  # it names itself again to a new keeper: the first time counts
+    ordered = sorted(names.values(), key=attrgetter("t"))
+    starts: list[Start] = []
+    for index, name in enumerate(ordered):
+        follower = ordered[index + 1] if index + 1 < len(ordered) else None
+        began = _began(name)
+        if starts:
+            began = max(began, starts[-1].ended)
+        starts.append(_start(name, file_of[name.start], lines_of[name.start], began, follower))
+    return starts
+
+
+def _began(name: TrainerStarted) -> int:
+    return microseconds(min(name.began, name.t))
+
+
+def _start(
+    name: TrainerStarted, file: EventFile, lines: list[Event], began: int, follower: TrainerStarted | None
+) -> Start:
+    progress = [line for line in lines if isinstance(line, Progress)]
+    ends = [line for line in lines if isinstance(line, TrainerEnded)]
+    if ends:
+        end = ends[0]
+        how: str | None = end.how
+        ended = microseconds(end.t)
+    else:
+        end = None
+        how = None if follower is None else UNSEEN
+        ended = _last_line_at(file, lines[-1].t, follower)
+    if follower is not None:
+        ended = min(ended, _began(follower))
+    ended = max(began, ended)
+    start = Start(name, file.node, began, ended, how, progress, end)
+    start.waits = _waits(start)
+    step_us = start.step_us
+    if follower is not None and how == UNSEEN and step_us:
+        unseen_steps = max(0, follower.step - progress[-1].step)  # their lines were lost with the keeper
+        start.ended = max(ended, min(_began(follower), start.sampled_at + unseen_steps * step_us))
+    return start
+
+
+def _last_line_at(file: EventFile, last_t: float, follower: TrainerStarted | None) -> int:
+    """Return when the keeper wrote its last line: before the next keeper, or the next start."""
+    at = microseconds(last_t)
+    for event in file.events[bisect_right(file.events, last_t, key=attrgetter("t")) :]:
+        if isinstance(event, KeeperStarted):
+            break
+        if follower is not None and microseconds(event.t) >= _began(follower):
+            break
+        at = microseconds(event.t)
+    return at
+
+
+def _waits(start: Start) -> Marks:
+    passed = [line for line in start.progress if line.step > start.name.step]
+    if not passed:
+        return []
+
+    def within(seconds: float) -> int:
+        return min(max(microseconds(seconds), start.began), start.ended)
+
+    # The keeper notes the first boundary at once: its capture began then, if it is whole already.
+    first = within(passed[0].taken if passed[0].captured > start.name.step else passed[0].t)
+    waits = [(first, 0)]
+    for line in passed:
+        at = within(line.taken)
+        if at > first:
+            waits.append((at, microseconds(line.waited_s - passed[0].waited_s)))
+    return rising(waits)
+
+
+# ---------------------------------------------------------------- levels
 
 
 @dataclass(frozen=True)
@@ -91,101 +230,14 @@ class AtLevel:
     failures: int = 0
 
 
-def microseconds(seconds: float) -> int:
-    """Return seconds as whole microseconds."""
-    return round(seconds * 1e6)
-
-
-def rising(marks: Iterable[tuple[int, int]]) -> Marks:
-    """Return the marks by time, without those that are less than an earlier one."""
-    found: Marks = []
-    for at, value in sorted(marks):
-        if not found or value >= found[-1][1]:
-            found.append((at, value))
-    return found
-
-
-def value_at(marks: Marks, time: int) -> int:
-    """Return the value at a time, interpolated."""
-    index = bisect_right(marks, time, key=lambda mark: mark[0])
-    if index in (0, len(marks)):
-        return marks[max(index - 1, 0)][1]
-    (before, low), (after, high) = marks[index - 1], marks[index]
-    return low + (high - low) * (time - before) // (after - before)
-
-
-def ranks_in(files: Iterable[EventFile]) -> list[int]:
-    """Return the ranks whose starts are in the files."""
-    return sorted({one.rank for file in files for one in file.events if isinstance(one, TrainerStarted)})
-
-
-def starts_of(files: Sequence[EventFile], rank: int | None = None) -> list[Start]:
-    """Return the starts of one rank: by default rank 0, or the least whose lines are there. They do not overlap.
-
-    ``files``: those of all nodes, of one run. Empty if no training named itself.
-    """
-    if rank is None:
-        rank = min(ranks_in(files), default=0)
-    own: dict[str, tuple[EventFile, list[Event]]] = {}
-    for file in files:
-        for one in file.events:
-            if isinstance(one, (TrainerStarted, Progress, TrainerEnded)) and one.rank == rank:
-                own.setdefault(one.start, (file, []))[1].append(one)
-    # A trainer names itself again to a new keeper: the first time counts.
-    names = [next((one for one in lines if isinstance(one, TrainerStarted)), None) for _, lines in own.values()]
-    ordered = sorted((one for one in names if one is not None), key=lambda one: one.t)
-    found: list[Start] = []
-    for name, follower in zip(ordered, [*ordered[1:], None], strict=False):
-        began = max(_began(name), found[-1].ended if found else 0)
-        found.append(_start(name, *own[name.start], began, follower))
-    return found
-
-
-def _began(name: TrainerStarted) -> int:
-    return microseconds(min(name.began, name.t))
-
-
-def _start(
-    name: TrainerStarted, file: EventFile, lines: list[Event], began: int, follower: TrainerStarted | None
-) -> Start:
-    progress = [one for one in lines if isinstance(one, Progress)]
-    end = next((one for one in lines if isinstance(one, TrainerEnded)), None)
-    how = end.how if end is not None else None if follower is None else UNSEEN
-    ended = microseconds(lines[-1].t if end is None else end.t)
-    if end is None:  # the last line before the next keeper, or the next start, is the end
-        for event in file.events[bisect_right(file.events, lines[-1].t, key=lambda one: one.t) :]:
-            if isinstance(event, KeeperStarted) or (follower is not None and microseconds(event.t) >= _began(follower)):
-                break
-            ended = microseconds(event.t)
-    ended = max(began, ended if follower is None else min(ended, _began(follower)))
-
-    def within(seconds: float) -> int:
-        return min(max(microseconds(seconds), began), ended)
-
-    start = Start(name, file.node, began, ended, how, progress, end)
-    passed = [line for line in progress if line.step > name.step]
-    if passed:
-        # The keeper notes the first boundary at once: its capture began then, if it is whole already.
-        first = within(passed[0].taken if passed[0].captured > name.step else passed[0].t)
-        waits = [(first, 0)]
-        for line in passed:
-            at = within(line.taken)
-            if at > first:
-                waits.append((at, microseconds(line.waited_s - passed[0].waited_s)))
-        start.waits = rising(waits)
-    if follower is not None and how == UNSEEN and progress and (step_us := start.step_us):
-        unseen_steps = max(0, follower.step - progress[-1].step)  # their lines were lost with the keeper
-        start.ended = max(ended, min(_began(follower), start.sampled_at + unseen_steps * step_us))
-    return start
-
-
 def levels_of(files: Iterable[EventFile]) -> dict[str, AtLevel]:
     """Return the levels at which a run stored something, or failed to."""
     events: dict[str, list[Stored | LevelFailed]] = {}
-    for event in (event for file in files for event in file.events):
-        if isinstance(event, (Stored, LevelFailed)):
-            events.setdefault(event.level, []).append(event)
-    return {url: _level(found) for url, found in events.items()}
+    for file in files:
+        for event in file.events:
+            if isinstance(event, (Stored, LevelFailed)):
+                events.setdefault(event.level, []).append(event)
+    return {url: _level(at_level) for url, at_level in events.items()}
 
 
 def _level(events: Sequence[Stored | LevelFailed]) -> AtLevel:
@@ -193,7 +245,11 @@ def _level(events: Sequence[Stored | LevelFailed]) -> AtLevel:
     failures = len(events) - len(stored)
     if not stored:
         return AtLevel(failures=failures)
-    seconds, checksum_s, read_back_s = (
-        median(getattr(event, name) for event in stored) for name in ("seconds", "checksum_s", "read_back_s")
+    return AtLevel(
+        snapshots=len(stored),
+        bytes=stored[-1].bytes,
+        seconds=median([event.seconds for event in stored]),
+        checksum_s=median([event.checksum_s for event in stored]),
+        read_back_s=median([event.read_back_s for event in stored]),
+        failures=failures,
     )
-    return AtLevel(len(stored), stored[-1].bytes, seconds, checksum_s, read_back_s, failures)

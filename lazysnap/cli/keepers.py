@@ -1,11 +1,14 @@
-"""The keepers of this node that belong to the owner of this process, and their state."""
+"""The keepers of this node that belong to the owner of this process; ``lazysnap stop``, which ends one."""
 
+import argparse
 import os
 import pathlib
+import select
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+from lazysnap.cli.output import Output
 from lazysnap.config import SnapshotConfig, resolve_url
 from lazysnap.errors import KeeperError
 from lazysnap.keeper import asking
@@ -14,11 +17,49 @@ from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import NodeState, Question
 from lazysnap.keeper.wire import OtherVersion
 
+_ANSWER_S = 5.0
+
 
 def identities(job: str) -> list[JobIdentity]:
     """Return the jobs that ``job`` may mean: a ``job_id``, or the path or URL of a first level."""
     names = dict.fromkeys((job, resolve_url(job)))
     return [JobIdentity.from_config(SnapshotConfig(job_id=name)) for name in names]
+
+
+@dataclass(frozen=True)
+class RunningKeeper:
+    """A keeper in the list of processes."""
+
+    identity: JobIdentity
+    pid: int
+    is_reachable: bool
+    """True if its socket is where this process looks for it."""
+
+
+def of_this_node() -> Iterator[RunningKeeper]:
+    """Yield the keepers of this user.
+
+    The command line of a keeper names its job; the path of its socket follows from the job and the runtime directory.
+    """
+    sockets = set()
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.stat().st_uid != os.getuid():
+                continue
+            words = os.fsdecode(path.read_bytes()).split("\0")
+        except OSError:  # it ended meanwhile
+            continue
+        options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        if "lazysnap.keeper" not in words or not {"job", "node", "socket"} <= options.keys():
+            continue
+        identity = JobIdentity(options["job"], os.getuid(), options["node"])
+        if options["socket"] not in sockets:
+            sockets.add(options["socket"])
+            is_reachable = options["socket"] == str(identity.files.socket_path)
+            yield RunningKeeper(identity, int(path.parent.name), is_reachable)
+
+
+# ---------------------------------------------------------------- asking
 
 
 @dataclass(frozen=True)
@@ -30,28 +71,6 @@ class FoundKeeper:
     state: NodeState | None = None
     """``None``: it did not answer, or no training began yet."""
     problem: str = ""
-
-
-def of_this_node() -> Iterator[tuple[JobIdentity, int, bool]]:
-    """Yield job and process of each keeper of this user, and True if it can be found by its job.
-
-    Its command line names the job; the path of the socket there follows from the job and the runtime directory.
-    """
-    seen = set()
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.stat().st_uid != os.getuid():
-                continue
-            words = os.fsdecode(path.read_bytes()).split("\0")
-        except OSError:  # it ended meanwhile
-            continue
-        facts = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
-        if "lazysnap.keeper" not in words or not {"job", "node", "socket"} <= facts.keys():
-            continue
-        identity = JobIdentity(facts["job"], os.getuid(), facts["node"])
-        if facts["socket"] not in seen:
-            seen.add(facts["socket"])
-            yield identity, int(path.parent.name), facts["socket"] == str(identity.files.socket_path)
 
 
 def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None:
@@ -96,3 +115,87 @@ def _is_stopped(pid: int) -> bool:
         return "State:\tT" in pathlib.Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
+
+
+# ---------------------------------------------------------------- stop
+
+
+@dataclass(frozen=True)
+class _Stopped:
+    """The answer of a keeper that was asked to end."""
+
+    pid: int
+    refusal: str = ""
+    """Why it stays."""
+    durable: Mapping[str, int | None] = field(default_factory=dict)
+    """Newest complete step of each level, by URL."""
+
+
+def stop(args: argparse.Namespace, output: Output) -> int:
+    """Ask the keeper of the job on this node to end, and wait for it.
+
+    Blocks: at most ``--timeout``. The keeper first stores the newest captures; if it cannot, it stays, unless
+    ``--force`` is given. Returns 1 if it stays.
+    """
+    deadline = time.monotonic() + args.timeout
+    ended = []
+    staying = []
+    for identity in identities(args.job):
+        answer = _ask_to_end(identity, deadline, is_forced=args.force)
+        if answer is None:
+            continue
+        pid = answer.pid
+        refusal = answer.refusal
+        if not refusal and not _wait_for_end(pid, deadline):
+            refusal = (
+                f"it did not end within {args.timeout:g} s: it was told to, and ends when its last write is over; "
+                f"`kill {pid}` ends it now, and loses what is only in memory"
+            )
+        if refusal:
+            staying.append({"pid": pid, "reason": refusal})
+            output.line(f"keeper {pid} stays: {refusal}", "yellow")
+        else:
+            ended.append({"pid": pid, "durable": dict(answer.durable)})
+            output.line(f"keeper {pid} ended; {_text_of_durable(answer.durable)}")
+    if not ended and not staying:
+        output.line(f"no keeper of job {args.job} on this node; `lazysnap status` lists those that run")
+    return output.result(ok=not staying, job=args.job, ended=ended, staying=staying)
+
+
+def _text_of_durable(durable: Mapping[str, int | None]) -> str:
+    texts = [f"step {step} is durable at {url}" for url, step in durable.items() if step is not None]
+    if texts:
+        return "; ".join(texts)
+    return "nothing of its job is stored"
+
+
+def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> _Stopped | None:
+    """Ask the keeper of a job to end; ``None`` if there is no keeper."""
+    channel = try_connect(identity)
+    if channel is None:
+        return None
+    pid = channel.peer_pid
+    question = Question(about="stop", is_forced=is_forced)
+    try:
+        answer = asking.ask(channel, question, max(deadline - time.monotonic(), _ANSWER_S))
+    except (OSError, KeeperError):
+        refusal = (
+            "it is still storing its newest capture, or does not answer; wait for it, or end it with "
+            f"`kill -9 {pid}`, which loses what is only in memory"
+        )
+        return _Stopped(pid, refusal)
+    finally:
+        channel.close()
+    return _Stopped(pid, answer.text, answer.durable)
+
+
+def _wait_for_end(pid: int, deadline: float) -> bool:
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        readable, _, _ = select.select([process], [], [], max(0.0, deadline - time.monotonic()))
+        return bool(readable)
+    finally:
+        os.close(process)

@@ -9,26 +9,31 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
-from rich.filesize import decimal
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
 from lazysnap.errors import ConfigError
 from lazysnap.levels.redaction import Redaction
-from lazysnap.snapshots.catalogue import Contents, Found
 
-OK, BAD, FAILED, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: good; something bad was found; the command failed, or was used wrongly; Ctrl-C."""
+OK = 0
+BAD = 1
+"""Exit code: something bad was found."""
+FAILED = 2
+"""Exit code: the command failed, or was used wrongly."""
+INTERRUPTED = 130
 
 _PIPE_WIDTH = 160
+_GAP = 2
+"""Spaces between columns."""
+_SHORTEST = 8
+"""Characters of a cell that always stay."""
 
 
 def safe(value: object) -> str:
@@ -51,29 +56,34 @@ def percent(share: float, digits: int = 0) -> str:
 
 def command_words(args: argparse.Namespace, example: str) -> list[str]:
     """Return the command of the user behind ``--``. Raises: ConfigError, if there is none."""
-    words: list[str] = args.words[1:] if args.words[:1] == ["--"] else args.words
+    words: list[str] = args.words
+    if words[:1] == ["--"]:
+        words = words[1:]
     if not words:
         raise ConfigError(f"{args.command}: name a command, as in `lazysnap {args.command} -- {example}`")
     return words
 
 
-def fields_of(found: Found) -> dict[str, Any]:
-    """Return the fields of a snapshot in a JSON result."""
-    return {
-        "step": found.step,
-        "run_id": found.run_id,
-        "location": found.location,
-        "size_bytes": found.size_bytes,
-        "names": found.names,
-    }
-
-
 def when(time_ns: int) -> str:
     """Return a Unix time in nanoseconds as text for people."""
     try:
-        return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
         return f"{time_ns} ns"
+
+
+def without_beginning(text: str, max_length: int) -> str:
+    """Return at most ``max_length`` characters of a path or URL: its end says most."""
+    if len(text) <= max_length:
+        return text
+    return f"…{text[len(text) - max_length + 1 :]}"
+
+
+def without_end(text: str, max_length: int) -> str:
+    """Return at most ``max_length`` characters of a text."""
+    if len(text) <= max_length:
+        return text
+    return f"{text[: max_length - 1]}…"
 
 
 class Output:
@@ -88,27 +98,44 @@ class Output:
         self._messages = _console(stderr=True)
 
     @property
-    def is_terminal(self) -> bool:
-        """True if the result is shown on a terminal."""
-        return self._results.is_terminal
+    def width(self) -> int:
+        """Characters of a line of the result."""
+        return self._results.width
 
     def cell(self, value: object, style: str = "") -> Text:
         """Return ``value`` as a cell of a table."""
         return value if isinstance(value, Text) else Text(safe(self.hide(value)), style)
 
-    def table(self, title: str, *columns: str, rows: Iterable[Iterable[object]], is_plain: bool = False) -> Table:
-        """Return a table. Columns whose name ends in ``>`` are numbers. ``is_plain``: without lines between columns, so
-        that several of them fit one screen.
+    def table(self, title: str, *columns: str, rows: Iterable[Iterable[object]]) -> Table:
+        """Return a table. Its cells are one line each.
+
+        Args:
+            title: the line above; empty: none.
+            columns: their heads. One that ends in ``>`` is of numbers. One that ends in ``<`` is of paths: where the
+                screen is too narrow, they lose their beginning.
+            rows: the cells of each row.
         """
-        table = Table(title=self.cell(title, "bold") if title else None, title_justify="left", title_style="")
-        if is_plain:
-            table.box, table.show_edge, table.pad_edge = SIMPLE_HEAD, False, False
-        for column in columns:
-            name = column.removesuffix(">")
-            is_number = name != column
-            table.add_column(name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number)
-        for row in rows:
-            table.add_row(*map(self.cell, row))
+        table = Table(title_justify="left", title_style="", box=SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0))
+        if title:
+            table.title = self.cell(title, "bold")
+        table.show_edge = False
+        table.pad_edge = False
+        table.collapse_padding = True
+        cells = [[self.cell(value) for value in row] for row in rows]
+        heads = [column.rstrip("<>") for column in columns]
+        widths = []
+        for index, head in enumerate(heads):
+            widths.append(max([len(head), *(row[index].cell_len for row in cells)]))
+        for index, column in enumerate(columns):
+            if column.endswith("<"):
+                room = self.width - (sum(widths) - widths[index]) - _GAP * (len(columns) - 1)
+                for row in cells:
+                    row[index] = _shortened(row[index], max(_SHORTEST, room))
+        for column, head in zip(columns, heads, strict=True):
+            justify: Any = "right" if column.endswith(">") else "left"
+            table.add_column(head, justify=justify, overflow="ellipsis", no_wrap=True)
+        for row in cells:
+            table.add_row(*row)
         return table
 
     def show(self, item: RenderableType) -> None:
@@ -130,29 +157,13 @@ class Output:
             sys.stdout.write(json.dumps(self._hidden({"command": self._command, "ok": ok, **fields})) + "\n")
         return OK if ok else BAD
 
-    def error(self, error: BaseException) -> None:
+    def error(self, text: str) -> None:
         """Print the error because of which the command has no result."""
-        self._messages.print(Text.assemble(("error:", "red"), " ", self.cell(error)), soft_wrap=True)
-        self.result(ok=False, error=str(error))
+        self._messages.print(Text.assemble(("error:", "red"), " ", self.cell(text)), soft_wrap=True)
+        self.result(ok=False, error=text)
 
     @contextlib.contextmanager
-    def screen(self) -> Iterator[Callable[[Sequence[RenderableType]], None]]:
-        """Yield a function that shows parts in place of those it showed before. The last ones stay visible."""
-        last: list[RenderableType] = []
-        try:
-            with Live(console=self._results, screen=True, auto_refresh=False) as live:
-
-                def update(parts: Sequence[RenderableType]) -> None:
-                    last[:] = parts
-                    live.update(Group(*parts), refresh=True)
-
-                yield update
-        finally:
-            for part in last:
-                self.show(part)
-
-    @contextlib.contextmanager
-    def bar(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    def bar(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show a progress bar on a terminal. Yield a function that takes the number of further bytes that are done."""
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -163,8 +174,12 @@ class Output:
         )
         hidden = not self._messages.is_terminal
         with Progress(*columns, console=self._messages, transient=True, disable=hidden) as progress:
-            task = progress.add_task(safe(self.hide(what)), total=total)
-            yield lambda done: progress.advance(task, done)
+            task = progress.add_task(safe(self.hide(title)), total=total)
+
+            def advance(num_bytes: int) -> None:
+                progress.advance(task, num_bytes)
+
+            yield advance
 
     def _hidden(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -176,23 +191,8 @@ class Output:
         return value
 
 
-def show_snapshots(
-    output: Output, seen: Contents, states: Iterable[tuple[Found, str, str]], bare: Iterable[tuple[str, int]] = ()
-) -> None:
-    """Print a table of snapshots, the smallest step first, unless there are none.
-
-    ``states``: snapshots of ``seen``, each with its state in words, and a style for that. ``bare``: directories without
-    a valid manifest, each with its step.
-    """
-    rows = [(step, name, ("no valid manifest", "yellow"), ("", "", "", "")) for name, step in bare]
-    for found, state, style in states:
-        run = seen.runs[found.run_id] + (" (newest)" if found.run_id == seen.newest_run else "")
-        facts = (decimal(found.size_bytes), when(found.captured_ns), ", ".join(found.names), run)
-        rows.append((found.step, found.location, (state, style), facts))
-    if rows:
-        lines = [(step, output.cell(*state), *facts, location) for step, location, state, facts in sorted(rows)]
-        columns = ("step>", "state", "size>", "captured", "names", "run", "directory")
-        output.show(output.table(seen.url, *columns, rows=lines))
+def _shortened(cell: Text, max_length: int) -> Text:
+    return Text(without_beginning(cell.plain, max_length), cell.style)
 
 
 class _Console(Console):

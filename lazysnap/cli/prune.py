@@ -6,9 +6,8 @@ from collections import defaultdict
 
 from rich.filesize import decimal
 
-from lazysnap.cli.output import OK, Output, fields_of, show_snapshots
-from lazysnap.cli.stores import open_existing
-from lazysnap.cli.verify import GONE, check
+from lazysnap.cli.looking import GONE, check, fields_of, open_existing, show_snapshots
+from lazysnap.cli.output import OK, Output
 from lazysnap.config import PersistentLevel
 from lazysnap.core.retention import Retention
 from lazysnap.errors import ConfigError, SnapshotNotFound
@@ -45,9 +44,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
         ok=not plan.problems,
         url=plan.seen.url,
         dry_run=args.dry_run,
-        snapshots=[fields_of(found) for found in plan.delete],
-        kept=[{**fields_of(found), "because": reason} for found, reason in plan.keep],
-        unnamed=[found.location for found in plan.unnamed],
+        snapshots=[fields_of(snapshot) for snapshot in plan.delete],
+        kept=[{**fields_of(snapshot), "because": reason} for snapshot, reason in plan.keep],
+        unnamed=[snapshot.location for snapshot in plan.unnamed],
         leftovers=plan.leftovers,
         size_bytes=plan.size_bytes,
         deleted=deleted,
@@ -69,7 +68,7 @@ class _Plan:
         """Snapshots of a run that must be sound before others may go; 0: none may go."""
         level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
         self._retention = Retention(level.keep_last, level.keep_every_n_steps)
-        self.leftovers = [one.path for one in leftovers(self._store.storage, None)]
+        self.leftovers = [leftover.path for leftover in leftovers(self._store.storage, None)]
         """Objects without a commit; they are deleted unless a living writer holds them."""
         self.delete: list[Found] = []
         self.keep: list[tuple[Found, str]] = []
@@ -77,76 +76,75 @@ class _Plan:
         self.unnamed: list[Found] = []
         """Snapshots that lose the name."""
         runs: dict[str, list[Found]] = defaultdict(list)
-        for found in self.seen.snapshots:
-            runs[found.run_id].append(found)
+        for snapshot in self.seen.snapshots:
+            runs[snapshot.run_id].append(snapshot)
         only = None if args.run is None else catalogue.run_of(args.run)
         for run_id, snapshots in runs.items():
             if only not in (None, run_id):
-                self.keep += [(found, "of another run") for found in snapshots]
+                self.keep += [(snapshot, "other run") for snapshot in snapshots]
             else:
-                self.unnamed += [found for found in snapshots if self._name in found.names]
+                self.unnamed += [snapshot for snapshot in snapshots if self._name in snapshot.names]
                 self._plan_run(snapshots)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of snapshots to delete."""
-        return sum(found.size_bytes for found in self.delete)
+        return sum(snapshot.size_bytes for snapshot in self.delete)
 
     def __bool__(self) -> bool:
         """True if there is anything to do."""
         return bool(self.delete or self.unnamed or self.leftovers)
 
     def _plan_run(self, snapshots: list[Found]) -> None:
-        complete = [found for found in snapshots if found.is_complete]
+        complete = [snapshot for snapshot in snapshots if snapshot.is_complete]
         sound = self._sound(complete)
-        for found in snapshots:
-            reason = self._why_kept(found, sound, is_newest=found in complete[-1:])
-            if reason is None and any(one.is_link() for one in self._places(found)):
-                reason = "behind a symbolic link"
+        for snapshot in snapshots:
+            reason = self._why_kept(snapshot, sound, is_newest=snapshot in complete[-1:])
+            if reason is None and any(place.is_link() for place in self._places(snapshot)):
+                reason = "symbolic link"
             if reason is None:
-                self.delete.append(found)
+                self.delete.append(snapshot)
             else:
-                self.keep.append((found, reason))
+                self.keep.append((snapshot, reason))
 
-    def _why_kept(self, found: Found, sound: list[SnapshotKey], *, is_newest: bool) -> str | None:
+    def _why_kept(self, snapshot: Found, sound: list[SnapshotKey], *, is_newest: bool) -> str | None:
         """Return why retention keeps a snapshot, ``None`` if it does not. ``sound``: the newest snapshots of its run
         that count."""
-        names = sorted(set(found.names) - {self._name})
-        if names:
-            return "called " + ", ".join(names)
-        newer = sum(key > found.key for key in sound)
-        if found.is_complete:
-            if self._retention.is_expired(found.step, newer):
+        if set(snapshot.names) - {self._name}:
+            return "named"
+        newer = sum(key > snapshot.key for key in sound)
+        if snapshot.is_complete:
+            if self._retention.is_expired(snapshot.step, newer):
                 return None
-            return "newest complete" if is_newest else "to be kept"
+            return "newest complete" if is_newest else "by the rules"
         # Nobody needs an incomplete one once a newer one is complete.
-        if newer >= 1 and all(place.is_settled() for place in self._places(found)):
+        if newer >= 1 and all(place.is_settled() for place in self._places(snapshot)):
             return None  # no copy of it is in progress
-        return "incomplete: changed within a day, or nothing newer is known to be sound"
+        return "maybe in use"
 
     def _sound(self, complete: list[Found]) -> list[SnapshotKey]:
         """Return the newest snapshots that read back whole, as many as are to be kept. Damaged ones do not count."""
         sound: list[SnapshotKey] = []
-        for found in reversed(complete):
+        for snapshot in reversed(complete):
             if len(sound) == self._count:
                 break
-            problems = self._read_back(found)
+            problems = self._read_back(snapshot)
             if problems:
-                text = f"step {found.step} does not count, and nothing is deleted for it"
+                text = f"step {snapshot.step} does not count, and nothing is deleted for it"
                 self.problems.append(f"{text}: {'; '.join(problems)}")
             else:
-                sound.append(found.key)
+                sound.append(snapshot.key)
         return sound
 
-    def _read_back(self, found: Found) -> list[str]:
+    def _read_back(self, snapshot: Found) -> list[str]:
         """Return one line for each damage of a snapshot."""
-        with self._output.bar(f"reading back step {found.step}", found.size_bytes) as advance:
-            verdict = check(self._store, found, advance)
+        with self._output.bar(f"reading back step {snapshot.step}", snapshot.size_bytes) as advance:
+            verdict = check(self._store, snapshot, advance)
         gone = ["it was deleted meanwhile"] if verdict.state == GONE else []
         return [*verdict.problems, *gone]
 
-    def _places(self, found: Found) -> list[FilePlace]:
-        return [self._store.place(entry) for entry, _ in found.files]
+    def _places(self, snapshot: Found) -> list[FilePlace]:
+        return [self._store.place(entry) for entry, _ in snapshot.files]
 
     def carry_out(self) -> list[str]:
         """Delete, and return what was deleted. Blocks. Raises: LevelError.
@@ -155,26 +153,26 @@ class _Plan:
         """
         store, output = self._store, self._output
         deleted: list[str] = []
-        for found in self.unnamed:
-            store.release(found.run_id, self._name)
+        for snapshot in self.unnamed:
+            store.release(snapshot.run_id, self._name)
         with output.bar("deleting", self.size_bytes) as advance:
-            for found in self.delete:
-                advance(found.size_bytes)
+            for snapshot in self.delete:
+                advance(snapshot.size_bytes)
                 # Asked again, because the question to the user may have taken a while.
-                if delete_files(self._places(found)):
-                    deleted.append(found.location)
+                if delete_files(self._places(snapshot)):
+                    deleted.append(snapshot.location)
                 else:
-                    output.say(f"{found.location} stays: somebody gave it a name meanwhile")
+                    output.say(f"{snapshot.location} stays: somebody gave it a name meanwhile")
         return [*deleted, *store.sweep()]
 
     def show(self) -> None:
         """Print what is to be done."""
         output = self._output
-        rows = [(found, "to be deleted", "red") for found in self.delete]
-        rows += [(found, f"stays: {reason}", "") for found, reason in self.keep]
+        rows = [(snapshot, "delete", "red") for snapshot in self.delete]
+        rows += [(snapshot, f"keep: {reason}", "") for snapshot, reason in self.keep]
         show_snapshots(output, self.seen, rows)
-        for found in self.unnamed:
-            output.line(f"step {found.step} loses its name")
+        for snapshot in self.unnamed:
+            output.line(f"step {snapshot.step} loses its name")
         for path in self.leftovers:
             output.line(f"{path}, to be deleted unless a living writer holds it", "red")
         for problem in self.seen.problems:

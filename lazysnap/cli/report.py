@@ -1,26 +1,34 @@
-"""``lazysnap report``: the goodput of a run over all its restarts, and what each interruption cost."""
+"""``lazysnap report``: the goodput of a run over all its restarts, and what each interruption cost.
+
+The keys of ``--json`` (docs/cli.md) are the one set of figures: the screen and the page are made of it.
+"""
 
 import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap.cli.goodput import CLASSES, MEMORY, OTHER_NODES, Account, Interruption, account
-from lazysnap.cli.history import GOODBYE, levels_of, ranks_in, value_at
-from lazysnap.cli.output import Output, count_of, percent, when
-from lazysnap.cli.stores import open_existing
+from lazysnap.cli.goodput import CLASSES, Account, Interruption, account
+from lazysnap.cli.history import GOODBYE, UNSEEN, levels_of, ranks_in, value_at
+from lazysnap.cli.looking import open_existing
+from lazysnap.cli.output import Output, count_of, percent, when, without_beginning
+from lazysnap.cli.survival import MEMORY, OTHER_NODES
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
 from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted, read
 
-_BINS, _BARS, _WIDTH = 120, " ▁▂▃▄▅▆▇█", 32
-_SHOWN = 12
+_BINS = 120
+_BAR_WIDTH = 32
+_SHOWN = 8
+"""Interruptions, and notes, that the screen shows."""
 _SILENT_S = 60
+_MOST_OF_SOURCE = 20
+_ENDS = {UNSEEN: "died with keeper", GOODBYE: "ended well"}
 LABELS = {
     "productive": "training that counts",
     "waiting": "waiting for copies",
@@ -32,38 +40,28 @@ LABELS = {
 }
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A table of texts. Columns whose name ends in ``>`` are numbers."""
+def run(args: argparse.Namespace, output: Output) -> int:
+    """Show the report. Blocks: reads one small file for each node. Raises: LevelError, SnapshotNotFound."""
+    run_id, files = load(args.urls, args.storage_option, args.run)
+    result = account(files)
+    if result is None:
+        raise LevelError(f"{' and '.join(args.urls)}: run {run_id} has events, but no training named itself yet")
+    figures = figures_of(run_id, [output.hide(url) for url in args.urls], files, result)
+    if args.html:
+        from lazysnap.cli.report_page import page
 
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Report:
-    """The events of one run, and their account."""
-
-    run_id: str
-    urls: list[str]
-    files: list[EventFile]
-    account: Account
-
-    def of(self, *kinds: type[Event]) -> list[tuple[int, Event]]:
-        """Return the events of these kinds with their nodes, by time."""
-        found = [(file.node, one) for file in self.files for one in file.events if isinstance(one, kinds)]
-        return sorted(found, key=lambda pair: pair[1].t)
-
-    def bins(self) -> list[dict[str, Any]]:
-        """Return the run over time: step, share of time waited, and how far each place was behind, at equal steps."""
-        found, run = [], self.account
-        edges = [run.began + run.wall * number // _BINS for number in range(_BINS + 1)]
-        for begin, end in pairwise(edges):
-            waited = (value_at(run.waits, end) - value_at(run.waits, begin)) / max(1, end - begin)
-            behind = {place: run.behind(place, end) for place in run.newest}
-            found.append({"t": end / 1e6, "step": run.step_at(end), "waited": min(1.0, waited), "behind": behind})
-        return found
+        write_file(args.html, output.hide(page(figures)))
+        output.say(f"written: {args.html}")
+    for line in heading(figures):
+        output.line(line, "bold" if line.startswith("goodput") else "")
+    for table in tables(figures):
+        output.line("")
+        output.show(output.table("", *table.columns, rows=table.rows))
+    if figures["notes"]:
+        output.line("")
+        for line in notes(figures):
+            output.line(line, "yellow")
+    return output.result(**figures)
 
 
 def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | None) -> tuple[str, list[EventFile]]:
@@ -72,18 +70,22 @@ def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | Non
     for url in urls:
         open_existing(url, options)
         for file in read(url, dict(options)):
-            known = newest.get((file.run_id, file.node))
-            if known is None or known.events[-1].t < file.events[-1].t:
+            other = newest.get((file.run_id, file.node))
+            if other is None or other.events[-1].t < file.events[-1].t:
                 newest[file.run_id, file.node] = file
     runs = sorted({run_id for run_id, _ in newest})
-    meant = [run_id for run_id in runs if run_id.startswith(run.lower())] if run is not None else runs[-1:]
-    if len(meant) != 1:
+    if run is None:
+        matching = runs[-1:]
+        fault = "no events"
+    else:
+        matching = [run_id for run_id in runs if run_id.startswith(run.lower())]
+        fault = f"events of {len(matching)} runs begin with {run!r}"
+    if len(matching) != 1:
         known_runs = f"the runs with events there: {', '.join(runs) or 'none'}"
-        what = "no events" if run is None else f"events of {len(meant)} runs begin with {run!r}"
         raise SnapshotNotFound(
-            f"{' and '.join(urls)}: {what}; {known_runs}. The file of events is at the first level of a job"
+            f"{' and '.join(urls)}: {fault}; {known_runs}. The file of events is at the first level of a job"
         )
-    return meant[0], [newest[key] for key in sorted(newest) if key[0] == meant[0]]
+    return matching[0], [newest[key] for key in sorted(newest) if key[0] == matching[0]]
 
 
 def write_file(path: str, text: str) -> None:
@@ -97,214 +99,247 @@ def write_file(path: str, text: str) -> None:
         file.write(text)
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
-    """Show the report. Blocks: reads one small file for each node. Raises: LevelError, SnapshotNotFound."""
-    run_id, files = load(args.urls, args.storage_option, args.run)
-    result = account(files)
-    if result is None:
-        raise LevelError(f"{' and '.join(args.urls)}: run {run_id} has events, but no training named itself yet")
-    report = Report(run_id, [output.hide(url) for url in args.urls], files, result)
-    if args.html:
-        from lazysnap.cli.report_page import page
-
-        write_file(args.html, output.hide(page(report)))
-        output.say(f"written: {args.html}")
-    for line in heading(report):
-        output.line(line, "bold" if line.startswith("goodput") else "")
-    for rows in tables(report):
-        output.line("")
-        output.show(output.table(rows.title, *rows.columns, rows=rows.rows, is_plain=True))
-    return output.result(**_fields(report))
+# ---------------------------------------------------------------- figures
 
 
-def heading(report: Report) -> Iterator[str]:
-    """Yield the lines at the top."""
-    run, classes = report.account, report.account.classes()
-    name = run.starts[-1].name
-    yield (
-        f"run {report.run_id[:8]} at {' and '.join(report.urls)}: {count_of(len(run.starts), 'start')}, "
-        f"{count_of(name.world_size, 'rank')}, {count_of(len(report.files), 'node')}, step {run.reached} reached"
-    )
-    ended = {
-        GOODBYE: "the training ended well",
-        "left": "ended by an exception or preempted, no start since",
-        "died": "died, no start since",
-    }.get(run.starts[-1].how or "", "")
-    if not ended:
-        age_s = max(0.0, time.time() - max(file.events[-1].t for file in report.files))
-        ended = f"its end was not seen, the newest line is {duration(age_s)} old" if age_s > _SILENT_S else "still runs"
-    yield f"{when(run.began * 1000)} to {when(run.ended * 1000)}: {length(run.wall)}; {ended}"
-    counts = f"{length(classes['productive'])} of {length(run.wall)} trained steps that count"
-    yield f"goodput {percent(run.goodput, 1)}: {counts}"
-    rank = run.starts[0].name.rank
-    if rank:
-        yield f"the file of rank 0 is not here: this is the time of rank {rank}"
+def figures_of(run_id: str, urls: list[str], files: Sequence[EventFile], result: Account) -> dict[str, Any]:
+    """Return all figures of a run. Times are in seconds, moments in Unix time. Pure."""
+    over_time = _over_time(result)
+    last_start = result.starts[-1]
+    figures: dict[str, Any] = {
+        "url": urls,
+        "run_id": run_id,
+        "rank": result.starts[0].name.rank,
+        "ranks": ranks_in(files),
+        "world_size": last_start.name.world_size,
+        "nodes": [file.node for file in files],
+        "began": result.began / 1e6,
+        "ended": result.ended / 1e6,
+        "newest_line": max(file.events[-1].t for file in files),
+        "how": last_start.how,
+        "wall_s": result.wall / 1e6,
+        "goodput": result.goodput,
+        "step": result.reached,
+        "every_n_steps": last_start.every,
+        "classes_s": {name: spent / 1e6 for name, spent in result.classes().items()},
+    }
+    figures["spans"] = [
+        {"began": span.begin / 1e6, "ended": span.end / 1e6, "class": span.kind, "waited_s": span.waited / 1e6}
+        for span in result.spans
+    ]
+    figures["starts"] = [
+        {
+            "began": start.began / 1e6,
+            "ended": start.ended / 1e6,
+            "step": start.name.step,
+            "how": start.how,
+            "pid": start.name.pid,
+            "node": start.node,
+        }
+        for start in result.starts
+    ]
+    figures["interruptions"] = [_interruption_figures(interruption) for interruption in result.interruptions]
+    figures["places"] = {place: _place_figures(place, result, over_time) for place in result.newest}
+    figures["levels"] = {url: asdict(level) for url, level in levels_of(files).items()}
+    figures["over_time"] = over_time
+    figures["notes"] = _note_figures(files)
+    return figures
 
 
-def tables(report: Report) -> Iterator[Rows]:
-    """Yield the tables, without those that would be empty."""
-    run, classes = report.account, report.account.classes()
-    rows: list[Sequence[str]] = []
-    for name in CLASSES:
-        share = classes[name] / max(1, run.wall)
-        bar = "█" * round(_WIDTH * share)
-        rows.append((LABELS[name], length(classes[name]), percent(share, 1), bar))
-    rows.append(("wall time", length(run.wall), "100.0 %", ""))
-    yield Rows("where the time went", ("", "time>", "share>", ""), rows)
-    if run.interruptions:
-        shown = run.interruptions[-_SHOWN:]
-        count = len(run.interruptions)
-        title = f"interruptions, {count}" + (f": the last {_SHOWN}, all with --json" if count > _SHOWN else "")
-        columns = ("at", "what", "step>", "resumed", "lost>", "new step after>", "of these")
-        yield Rows(title, columns, [list(_interruption(one, report)) for one in shown])
-    if rows := list(_places(report)):
-        yield Rows("steps behind training", _PLACES, rows)
-    if rows := list(_levels(report)):
-        yield Rows("storage; times are medians", _LEVELS, rows)
-    notes = [(when(int(one.t * 1e9))[11:19], str(node), _note(one)) for node, one in report.of(*_NOTES)]
-    if notes:
-        yield Rows(f"notes, {min(len(notes), _SHOWN)} of {len(notes)}", ("at", "node>", ""), notes[-_SHOWN:])
+def _over_time(result: Account) -> list[dict[str, Any]]:
+    """Return step, share of time waited, and how far each place was behind, at equal steps of time."""
+    points = []
+    begin = result.began
+    for number in range(1, _BINS + 1):
+        end = result.began + result.wall * number // _BINS
+        waited = (value_at(result.waits, end) - value_at(result.waits, begin)) / max(1, end - begin)
+        behind = {place: result.behind(place, end) for place in result.newest}
+        points.append({"t": end / 1e6, "step": result.step_at(end), "waited": min(1.0, waited), "behind": behind})
+        begin = end
+    return points
 
 
-_WORDS = {
-    "down": "down",
-    "starting": "restart",
-    "productive": "training",
-    "lost": "lost again",
-    "draining": "draining",
-}
-_PLACES = ("complete at", "newest>", "behind now>", "mean>", "most>", "over time")
-_LEVELS = ("stored at", "snapshots>", "size>", "write>", "rate>", "of it checksums>", "read back>", "failures>")
-_NOTES = (Alert, LevelFailed, Preempted)
-
-
-def _note(event: Event) -> str:
-    if isinstance(event, Alert):
-        return event.text or f"over: {event.about}"
-    if isinstance(event, LevelFailed) and event.step < 0:
-        return f"{event.level} failed: {event.text}"
-    if isinstance(event, LevelFailed):
-        return f"step {event.step} was not stored at {event.level}: {event.text}"
-    return "preemption: the processes are about to be killed"
-
-
-def length(time_us: int) -> str:
-    """Return a time as text for people, as in ``2 min 33 s``."""
-    seconds = round(time_us / 1e6)
-    if seconds < 100:
-        return duration(time_us / 1e6) if time_us else "0 s"
-    if seconds < 6000:
-        return f"{seconds // 60} min {seconds % 60} s"
-    return f"{seconds // 3600} h {seconds % 3600 // 60} min"
-
-
-def parts(times: dict[str, int]) -> str:
-    """Say where time went, as in ``down 2.0 s, restart 1.1 s``, without what is less than 3 %."""
-    least = max(1, sum(times.values()) // 33)
-    named = [(word, times.get(kind, 0)) for kind, word in _WORDS.items()]
-    return ", ".join(f"{word} {length(spent)}" for word, spent in named if spent >= least)
-
-
-def _interruption(one: Interruption, report: Report) -> Iterator[str]:
-    yield when(one.at * 1000)[11:19]
-    rank, node = one.first or (0, 0)
-    several = one.first is not None and (report.account.starts[0].name.world_size > 1 or len(report.files) > 1)
-    what = "ended well" if one.how == GOODBYE else one.how
-    yield what + (f", rank {rank} of node {node} first" * several)
-    yield str(one.step)
-    levels = [place for place in report.account.newest if place not in (MEMORY, OTHER_NODES)]
-    source = f" from {'storage' if [one.source] == levels else one.source}" if one.source else ""
-    yield "not yet" if one.resumed_step is None else f"{one.resumed_step}{source}"
-    yield _lost(one)
-    yield "none yet" if one.new_at is None else length(one.new_at - one.at)
-    yield parts(one.until_new)
-
-
-def _lost(one: Interruption) -> str:
-    if one.lost_steps:
-        return f"{count_of(one.lost_steps, 'step')}, {length(one.lost)}"
-    return f"running step, {length(one.lost)}" if one.lost else "nothing"
-
-
-def _places(report: Report) -> Iterator[Sequence[str]]:
-    run, bins = report.account, report.bins()
-    for place in run.newest:
-        known = [count for one in bins if (count := one["behind"][place]) is not None]
-        newest = run.newest[place][-1][1] if run.newest[place] else None
-        mean, most = (f"{sum(known) / len(known):.1f}", str(max(known))) if known else ("", "")
-        now = run.behind(place, run.ended)
-        columns = ("none" if newest is None else str(newest), "" if now is None else str(now), mean, most)
-        yield place, *columns, _spark([one["behind"][place] for one in bins])
-    waited = [one["waited"] for one in bins]
-    yield "waiting for copies", "", "", "", percent(max(waited)), _spark(waited)
-
-
-def _levels(report: Report) -> Iterator[Sequence[str]]:
-    for url, level in levels_of(report.files).items():
-        known = ("",) * 5
-        if level.snapshots:
-            rate = f"{decimal(int(level.bytes / level.seconds))}/s" if level.seconds else ""
-            read_back = duration(level.read_back_s) if level.read_back_s else "no"
-            known = decimal(level.bytes), duration(level.seconds), rate, duration(level.checksum_s), read_back
-        yield url, str(level.snapshots), *known, str(level.failures or "")
-
-
-def _spark(values: Sequence[float | None], width: int = _WIDTH // 2) -> str:
-    """Draw values as a line of bars; where there is none, a space."""
-    groups = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
-    means = [max((one for one in group if one is not None), default=None) for group in groups]
-    top = max((one for one in means if one is not None), default=0) or 1
-    return "".join(" " if one is None else _BARS[1 + round(one / top * (len(_BARS) - 2))] for one in means)
-
-
-def _fields(report: Report) -> dict[str, Any]:
-    run = report.account
+def _interruption_figures(interruption: Interruption) -> dict[str, Any]:
+    first_rank, first_node = interruption.first or (None, None)
+    new_step_after_s = None
+    if interruption.new_at is not None:
+        new_step_after_s = (interruption.new_at - interruption.at) / 1e6
     return {
-        "url": report.urls,
-        "run_id": report.run_id,
-        "rank": run.starts[0].name.rank,
-        "ranks": ranks_in(report.files),
-        "nodes": [file.node for file in report.files],
-        "began": run.began / 1e6,
-        "ended": run.ended / 1e6,
-        "how": run.starts[-1].how,
-        "wall_s": run.wall / 1e6,
-        "goodput": run.goodput,
-        "step": run.reached,
-        "classes_s": _seconds(run.classes()),
-        "starts": [
-            {
-                "began": one.began / 1e6,
-                "ended": one.ended / 1e6,
-                "step": one.name.step,
-                "how": one.how,
-                "pid": one.name.pid,
-                "node": one.node,
-            }
-            for one in run.starts
-        ],
-        "interruptions": [
-            {
-                "at": one.at / 1e6,
-                "how": one.how,
-                "first_rank": one.first and one.first[0],
-                "first_node": one.first and one.first[1],
-                "step": one.step,
-                "resumed_step": one.resumed_step,
-                "source": one.source,
-                "lost_steps": one.lost_steps,
-                "lost_s": one.lost / 1e6,
-                "new_step_after_s": None if one.new_at is None else (one.new_at - one.at) / 1e6,
-                "until_new_step_s": _seconds(one.until_new),
-            }
-            for one in run.interruptions
-        ],
-        "levels": {url: asdict(level) for url, level in levels_of(report.files).items()},
-        "every_n_steps": run.starts[-1].every,
-        "over_time": report.bins(),
-        "notes": [{"t": one.t, "node": node, "text": _note(one)} for node, one in report.of(*_NOTES)],
+        "at": interruption.at / 1e6,
+        "how": interruption.how,
+        "first_rank": first_rank,
+        "first_node": first_node,
+        "step": interruption.step,
+        "resumed_step": interruption.resumed_step,
+        "source": interruption.source,
+        "lost_steps": interruption.lost_steps,
+        "lost_s": interruption.lost / 1e6,
+        "new_step_after_s": new_step_after_s,
     }
 
 
-def _seconds(times: dict[str, int]) -> dict[str, float]:
-    return {name: spent / 1e6 for name, spent in times.items()}
+def _place_figures(place: str, result: Account, over_time: list[dict[str, Any]]) -> dict[str, Any]:
+    behind = [point["behind"][place] for point in over_time if point["behind"][place] is not None]
+    return {
+        "newest_step": result.newest[place][-1][1],
+        "behind": result.behind(place, result.ended),
+        "behind_mean": sum(behind) / len(behind) if behind else None,
+        "behind_most": max(behind, default=None),
+    }
+
+
+def _note_figures(files: Sequence[EventFile]) -> list[dict[str, Any]]:
+    notes = []
+    for file in files:
+        for event in file.events:
+            text = _text_of(event)
+            if text:
+                notes.append({"t": event.t, "node": file.node, "text": text})
+    notes.sort(key=itemgetter("t"))
+    return notes
+
+
+def _text_of(event: Event) -> str:
+    """Return what an event says of trouble; empty: nothing."""
+    match event:
+        case Alert():
+            return event.text or f"over: {event.about}"
+        case LevelFailed() if event.step < 0:
+            return f"{event.level} failed: {event.text}"
+        case LevelFailed():
+            return f"step {event.step} was not stored at {event.level}: {event.text}"
+        case Preempted():
+            return "preemption: the processes are about to be killed"
+    return ""
+
+
+# ---------------------------------------------------------------- texts
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table of texts, for ``Output.table``."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def heading(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines at the top."""
+    counts = (
+        f"{count_of(len(figures['starts']), 'start')}, {count_of(figures['world_size'], 'rank')}, "
+        f"{count_of(len(figures['nodes']), 'node')}, step {figures['step']} reached"
+    )
+    yield f"run {figures['run_id'][:8]} at {' and '.join(figures['url'])}: {counts}"
+    began = when(int(figures["began"] * 1e9))
+    ended = when(int(figures["ended"] * 1e9))
+    wall = length(figures["wall_s"])
+    yield f"{began} to {ended} UTC: {wall}; {_end_of(figures)}"
+    counted = length(figures["classes_s"]["productive"])
+    yield f"goodput {percent(figures['goodput'], 1)}: {counted} of {wall} trained steps that count"
+    if len(figures["interruptions"]) > _SHOWN:
+        yield f"{len(figures['interruptions'])} interruptions, the last {_SHOWN} are shown; all with --json"
+    if figures["rank"]:
+        yield f"the file of rank 0 is not here: this is the time of rank {figures['rank']}"
+
+
+def _end_of(figures: dict[str, Any]) -> str:
+    match figures["how"]:
+        case "goodbye":
+            return "the training ended well"
+        case "left":
+            return "ended by an exception or preempted"
+        case "died":
+            return "died, no start since"
+    age_s = max(0.0, time.time() - figures["newest_line"])
+    if age_s > _SILENT_S:
+        return f"its end was not seen, the newest line is {duration(age_s)} old"
+    return "still runs"
+
+
+def tables(figures: dict[str, Any]) -> Iterator[Rows]:
+    """Yield the tables, without those that would be empty."""
+    rows = []
+    for name in CLASSES:
+        seconds = figures["classes_s"][name]
+        if seconds:
+            share = seconds / figures["wall_s"]
+            rows.append((LABELS[name], length(seconds), percent(share, 1), "█" * round(_BAR_WIDTH * share)))
+    yield Rows(("where the time went", "time>", "share>", ""), rows)
+    interruptions = figures["interruptions"]
+    if interruptions:
+        columns = ["interrupted at", "end", "step>", "resumed", "lost>", "new step after>"]
+        yield Rows(columns, [_interruption_row(row, figures) for row in interruptions[-_SHOWN:]])
+    places = dict.fromkeys([*figures["places"], *figures["levels"]])
+    if places:
+        columns = ["complete at<", "newest>", "behind>", "mean>", "most>", "stored>", "size>", "write>", "failed>"]
+        yield Rows(columns, [_place_row(place, figures) for place in places])
+
+
+def _interruption_row(interruption: dict[str, Any], figures: dict[str, Any]) -> Sequence[str]:
+    end = _ENDS.get(interruption["how"], interruption["how"])
+    if interruption["first_rank"] is not None and figures["world_size"] > 1:
+        end = f"rank {interruption['first_rank']} {end}"
+    resumed = "not yet"
+    if interruption["resumed_step"] is not None:
+        resumed = str(interruption["resumed_step"])
+        if interruption["source"]:
+            resumed += f" from {_source(interruption['source'], figures)}"
+    new_step_after = "none yet"
+    if interruption["new_step_after_s"] is not None:
+        new_step_after = length(interruption["new_step_after_s"])
+    at = when(int(interruption["at"] * 1e9))[11:]
+    return at, end, str(interruption["step"]), resumed, count_of(interruption["lost_steps"], "step"), new_step_after
+
+
+def _source(source: str, figures: dict[str, Any]) -> str:
+    if source == OTHER_NODES:
+        return "other nodes"
+    if [source] == [place for place in figures["places"] if place not in (MEMORY, OTHER_NODES)]:
+        return "storage"
+    return without_beginning(source, _MOST_OF_SOURCE)
+
+
+def _place_row(place: str, figures: dict[str, Any]) -> Sequence[str]:
+    row = [place, "none", "", "", ""]
+    facts = figures["places"].get(place)
+    if facts is not None:
+        row = [place, _text(facts["newest_step"]) or "none", _text(facts["behind"]), "", _text(facts["behind_most"])]
+        if facts["behind_mean"] is not None:
+            row[3] = f"{facts['behind_mean']:.1f}"
+    level = figures["levels"].get(place)
+    if level is None or not level["snapshots"]:
+        row += ["", "", ""]
+    else:
+        row += [str(level["snapshots"]), decimal(level["bytes"]), duration(level["seconds"])]
+    failures = ""
+    if level is not None and level["failures"]:
+        failures = str(level["failures"])
+    return [*row, failures]
+
+
+def _text(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+def notes(figures: dict[str, Any]) -> Iterator[str]:
+    """Yield the newest alerts, failures of levels and preemptions, a line for each."""
+    hidden = len(figures["notes"]) - _SHOWN
+    if hidden > 0:
+        yield f"{hidden} earlier notes with --json"
+    for note in figures["notes"][-_SHOWN:]:
+        where = ""
+        if len(figures["nodes"]) > 1:
+            where = f"node {note['node']}: "
+        yield f"{when(int(note['t'] * 1e9))[11:]} {where}{note['text']}"
+
+
+def length(seconds: float) -> str:
+    """Return a time as text for people, as in ``2 min 33 s``."""
+    if not seconds:
+        return "0 s"
+    if seconds < 100:
+        return duration(seconds)
+    if seconds < 6000:
+        return f"{round(seconds) // 60} min {round(seconds) % 60} s"
+    return f"{round(seconds) // 3600} h {round(seconds) % 3600 // 60} min"

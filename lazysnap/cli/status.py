@@ -1,201 +1,103 @@
-"""``lazysnap status``: the jobs of this node, and what would survive now."""
+"""``lazysnap status``: the jobs of this node, and what would survive now.
+
+The keys of ``--json`` (docs/cli.md) are the one set of figures: the screen and the text for Prometheus are made of it.
+"""
 
 import argparse
 import json
-import pathlib
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from numbers import Real
+from operator import itemgetter
 from typing import Any
-from urllib.parse import urlsplit
 
 from rich.console import RenderableType
 from rich.filesize import decimal
-from rich.table import Table
 
-from lazysnap.cli.keepers import FoundKeeper, ask, identities, of_this_node
-from lazysnap.cli.output import OK, Output, count_of
+from lazysnap.cli.keepers import FoundKeeper, RunningKeeper, ask, identities, of_this_node
+from lazysnap.cli.output import OK, Output, count_of, without_beginning
+from lazysnap.cli.survival import ALIVE, MEMORY, OTHER_NODES, survival
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.questions import LevelFacts, NodeState, RankState
 
 _ANSWER_S = 2.0
-_LONGEST_S = 86400.0
-ALIVE = ("attached", "away")
-_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs")
-"""File systems that are on no disk of this node."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The snapshot that a restart would resume. ``step`` is ``None`` if there is none."""
-
-    step: int | None = None
-    source: str | None = None
-
-
-@dataclass(frozen=True)
-class Survival:
-    """The outcome of one loss."""
-
-    safe: Outcome = field(default_factory=Outcome)
-    if_disks_stay: Outcome = field(default_factory=Outcome)
-    """A newer snapshot, on disks of the nodes that are lost."""
-
-    @property
-    def is_safe(self) -> bool:
-        """True if there is a snapshot whatever becomes of disks."""
-        return self.safe.step is not None
-
-    def lost(self, reached: int) -> str:
-        """Say how many steps would be lost of those that training passed."""
-        steps = (one.step for one in (self.if_disks_stay, self.safe) if one.step is not None)
-        counts = [str(max(0, reached - step)) for step in steps]
-        return " or ".join(counts if self.is_safe else [*counts, "all"])
+_MOST_OF_SOURCE = 24
+"""Characters of a URL beside other text."""
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Show the jobs of this node. Blocks: at most about ``_ANSWER_S``; with ``--watch`` until Ctrl-C.
+    """Show the jobs of this node. Blocks: at most about ``_ANSWER_S``.
 
-    Returns 1 if a keeper does not answer, a level fails or a job has another problem.
+    Returns 1 if a keeper does not answer, a level fails or a job has another problem. Raises: ConfigError.
     """
+    if args.prometheus and args.json:
+        raise ConfigError("--prometheus and --json are two forms of the same numbers: choose one")
+    jobs, not_asked = look(args.job)
     if args.prometheus:
-        if args.json or args.watch is not None:
-            raise ConfigError("--prometheus cannot be used with --json or --watch")
-        keepers, _ = look(args.job)
-        sys.stdout.write(output.hide(exposition([_fields(keeper) for keeper in keepers])))
+        sys.stdout.write(output.hide(exposition(jobs)))
         return OK
-    if args.watch is None:
-        found, others = look(args.job)
-        for part in _screen(found, others, args.job, output):
-            output.show(part)
-        jobs = [_fields(one) for one in found]
-        return output.result(ok=not any(job["problems"] for job in jobs), jobs=jobs, not_asked=others)
-    if args.json or not 0 < args.watch < _LONGEST_S or not output.is_terminal:
-        raise ConfigError(
-            "--watch needs a terminal and more than 0 seconds, and cannot be used with --json; "
-            "in a script, call `lazysnap status` again and again"
-        )
-    try:
-        with output.screen() as show:
-            while True:
-                show(_screen(*look(args.job), args.job, output))
-                time.sleep(args.watch)
-    except KeyboardInterrupt:
-        return OK
+    for part in _screen(jobs, not_asked, args.job, output):
+        output.show(part)
+    return output.result(ok=not any(job["problems"] for job in jobs), jobs=jobs, not_asked=not_asked)
 
 
-def look(job: str | None) -> tuple[list[FoundKeeper], list[int]]:
-    """Return the answers of all keepers of this owner, and the processes of other keepers of this user."""
-    running = [(one, 0, True) for one in identities(job)] if job is not None else list(of_this_node())
-    own = [(one, pid) for one, pid, is_own in running if is_own]
-    with ThreadPoolExecutor(len(own) or 1) as pool:
-        answers = pool.map(lambda known: ask(known[0], known[1], _ANSWER_S), own)
-        found = [answer for answer in answers if answer is not None]
-    others = sorted(pid for _, pid, is_own in running if not is_own)
-    return sorted(found, key=lambda one: (one.identity.job_id, one.pid)), others
+def look(job: str | None) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the figures of all jobs of this owner, and the processes of other keepers of this user."""
+    if job is None:
+        running = list(of_this_node())
+    else:
+        running = [RunningKeeper(identity, 0, True) for identity in identities(job)]
+    reachable = [keeper for keeper in running if keeper.is_reachable]
+    with ThreadPoolExecutor(len(reachable) or 1) as pool:
+        answers = list(pool.map(_ask, reachable))
+    jobs = [job_figures(answer) for answer in answers if answer is not None]
+    jobs.sort(key=itemgetter("job", "keeper"))
+    return jobs, sorted(keeper.pid for keeper in running if not keeper.is_reachable)
 
 
-# ---------------------------------------------------------------- what would survive
-
-
-def survival(state: NodeState) -> dict[str, Survival]:
-    """Return the outcome of the loss of the training process, of its keeper, of both, and of nodes. Pure."""
-    memory, stored = Outcome(memory_step(state), "memory"), _newest(map(_stored_at, state.levels))
-    in_memory = stored if memory.step is None else memory
-    lives = any(rank.phase in ALIVE for rank in state.ranks)
-    lost = {"node": 1, "two_nodes": 2, "all_nodes": state.nodes}
-    return {
-        "process": Survival(in_memory),
-        "keeper": Survival(in_memory if lives else stored),  # the trainers hold the memory, too
-        "process_and_keeper": Survival(stored),
-        **{name: _without_nodes(state, stored, min(count, state.nodes)) for name, count in lost.items()},
-    }
-
-
-def memory_step(state: NodeState) -> int | None:
-    """Return the newest step that memory of this node holds whole, of all its ranks. Pure."""
-    if state.common_step is not None or len(state.ranks) != 1:
-        return state.common_step
-    return state.ranks[0].captures[-1].step if state.ranks[0].captures else None
-
-
-def _without_nodes(state: NodeState, stored: Outcome, lost: int) -> Survival:
-    places = [_stored_at(level) for level in state.levels if _is_elsewhere(level, state.nodes)]
-    if lost <= state.may_lose and lost < state.nodes:
-        places.append(Outcome(state.protected, "memory of other nodes"))
-    safe = _newest(places)
-    return Survival(safe, stored if _newest((safe, stored)) is stored else Outcome())
-
-
-def _stored_at(level: LevelFacts) -> Outcome:
-    return Outcome(level.newest, level.url)
-
-
-def _newest(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the one with the greatest step; of the same step, the first."""
-    return max((Outcome(), *outcomes), key=lambda one: -1 if one.step is None else one.step)
-
-
-def _is_elsewhere(level: LevelFacts, nodes: int) -> bool:
-    """True if what is stored there survives this node. The place itself is not touched: it might not answer."""
-    if urlsplit(level.url).scheme or (nodes > 1 and level.is_shared):
-        return True
-    mountinfo = pathlib.Path("/proc/self/mountinfo").read_text()
-    return nodes == 1 and file_system_of(level.url, mountinfo) in _NETWORK
-
-
-def file_system_of(path: str, mountinfo: str) -> str:
-    """Return the type of the file system that holds a path, by the text of ``/proc/self/mountinfo``. Pure."""
-    longest = -1
-    file_system = ""
-    for line in mountinfo.splitlines():
-        mount, _, source = line.partition(" - ")
-        # The kernel writes spaces and other separators of a path as octal numbers: proc_pid_mountinfo(5).
-        point = re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), mount.split()[4]).rstrip("/")
-        if f"{path}/".startswith(f"{point}/") and len(point) >= longest:
-            longest = len(point)
-            file_system = source.split()[0]
-    return file_system
+def _ask(keeper: RunningKeeper) -> FoundKeeper | None:
+    return ask(keeper.identity, keeper.pid, _ANSWER_S)
 
 
 # ---------------------------------------------------------------- figures
 
 
-def steps_per_s(rank: RankState) -> float | None:
-    """Return the rate between the captures in memory; ``None``: unknown. Pure."""
-    known = [capture for capture in rank.captures if capture.taken_ns]
-    if len(known) < 2 or rank.phase not in ALIVE or known[-1].taken_ns <= known[0].taken_ns:
-        return None
-    return max(0.0, 1e9 * (known[-1].step - known[0].step) / (known[-1].taken_ns - known[0].taken_ns))
-
-
-def _age_s(time_ns: int | None) -> float | None:
-    return None if not time_ns else max(0.0, (time.time_ns() - time_ns) / 1e9)
-
-
-def _fields(found: FoundKeeper) -> dict[str, Any]:
-    """Return a job in a JSON result: the same keys whether it answers or not (docs/cli.md)."""
-    state = found.state
-    return {
-        "job": found.identity.job_id,
-        "keeper": found.pid,
-        "answers": not found.problem,
-        "run_id": state.run_id if state else None,
-        "nodes": state.nodes if state else None,
-        "survives": {name: asdict(outcome) for name, outcome in survival(state).items()} if state else {},
-        "levels": [_level_fields(level) for level in state.levels] if state else [],
-        "ranks": [_rank_fields(rank) for rank in state.ranks] if state else [],
-        "parity_bytes": state.parity_bytes if state else 0,
-        "problems": problems(found),
+def job_figures(keeper: FoundKeeper) -> dict[str, Any]:
+    """Return the figures of a job: the same keys whether its keeper answers or not."""
+    figures: dict[str, Any] = {
+        "job": keeper.identity.job_id,
+        "keeper": keeper.pid,
+        "answers": not keeper.problem,
+        "run_id": None,
+        "node": None,
+        "nodes": None,
+        "survives": {},
+        "levels": [],
+        "ranks": [],
+        "parity_bytes": 0,
+        "problems": [],
     }
+    state = keeper.state
+    if state is None:
+        if keeper.problem:
+            figures["problems"] = [keeper.problem]
+        return figures
+    figures["run_id"] = state.run_id
+    figures["node"] = state.node
+    figures["nodes"] = state.nodes
+    figures["survives"] = {loss: asdict(outcome) for loss, outcome in survival(state).items()}
+    figures["levels"] = [_level_figures(level) for level in state.levels]
+    figures["ranks"] = [_rank_figures(rank) for rank in state.ranks]
+    figures["parity_bytes"] = state.parity_bytes
+    figures["problems"] = _problems(state)
+    return figures
 
 
-def _level_fields(level: LevelFacts) -> dict[str, Any]:
+def _level_figures(level: LevelFacts) -> dict[str, Any]:
     return {
         "url": level.url,
         "newest_step": level.newest,
@@ -211,114 +113,95 @@ def _level_fields(level: LevelFacts) -> dict[str, Any]:
     }
 
 
-def _rank_fields(rank: RankState) -> dict[str, Any]:
-    newest = rank.captures[-1] if rank.captures else None
-    return {
+def _rank_figures(rank: RankState) -> dict[str, Any]:
+    figures: dict[str, Any] = {
         "rank": rank.rank,
         "training": rank.phase in ALIVE,
         "pid": rank.pid,
+        "process_age_s": max(0.0, time.time() - rank.since_s),
+        "ended_age_s": None if rank.end is None else _age_s(rank.end.ended_ns),
         "step": rank.reached,
-        "captured_step": newest.step if newest else None,
-        "captured_age_s": _age_s(newest.taken_ns) if newest else None,
+        "captured_step": None,
+        "captured_age_s": None,
         "steps_per_s": steps_per_s(rank),
-        "copy_s": newest.copied_ns / 1e9 if newest and newest.copied_ns else None,
+        "copy_s": None,
         "waited_s": rank.waited_s or None,
         "slots": rank.slots,
         "memory_bytes": rank.memory_bytes,
         "file_bytes": rank.file_bytes,
         "memory_stays_s": rank.lingers_s,
     }
+    if rank.captures:
+        newest = rank.captures[-1]
+        figures["captured_step"] = newest.step
+        figures["captured_age_s"] = _age_s(newest.taken_ns)
+        if newest.copied_ns:
+            figures["copy_s"] = newest.copied_ns / 1e9
+    return figures
+
+
+def steps_per_s(rank: RankState) -> float | None:
+    """Return the rate between the captures in memory; ``None``: unknown. Pure."""
+    captures = [capture for capture in rank.captures if capture.taken_ns]
+    if len(captures) < 2 or rank.phase not in ALIVE:
+        return None
+    first = captures[0]
+    last = captures[-1]
+    if last.taken_ns <= first.taken_ns:
+        return None
+    return max(0.0, 1e9 * (last.step - first.step) / (last.taken_ns - first.taken_ns))
+
+
+def _age_s(time_ns: int | None) -> float | None:
+    if not time_ns:
+        return None
+    return max(0.0, (time.time_ns() - time_ns) / 1e9)
+
+
+def _problems(state: NodeState) -> list[str]:
+    """Return what keeps a job from being safe, in words. Pure."""
+    problems = []
+    if any(rank.phase in ALIVE and not rank.slots for rank in state.ranks):
+        problems.append("a rank has no slots in memory: nothing of it is captured now")
+    for level in state.levels:
+        if level.is_failing:
+            problems.append(f"{level.url} fails: {level.failure or 'no answer'}")
+    return [*problems, *state.problems]
+
+
+# ---------------------------------------------------------------- Prometheus
 
 
 def exposition(jobs: Iterable[dict[str, Any]]) -> str:
-    """Return the numbers of jobs, as ``--json`` has them, in the text format of Prometheus. Pure."""
-    lines: dict[str, list[str]] = {}
-
-    def add(prefix: str, values: dict[str, Any], **labels: str) -> None:
-        text = ",".join(f"{name}={json.dumps(label, ensure_ascii=False)}" for name, label in labels.items())
-        for key, value in values.items():
-            if isinstance(value, Real) and key not in ("pid", "rank", "keeper"):
-                lines.setdefault(f"{prefix}_{key}", []).append(f"{prefix}_{key}{{{text}}} {float(value)}")
-
+    """Return the numbers among the figures of jobs in the text format of Prometheus. Pure."""
+    samples: dict[str, list[str]] = {}
     for job in jobs:
         name = job["job"]
-        add("lazysnap", {**job, "problems": len(job["problems"])}, job=name)
+        _add_samples(samples, "lazysnap", {**job, "problems": len(job["problems"])}, job=name)
         for level in job["levels"]:
-            add("lazysnap_level", level, job=name, level=level["url"])
+            _add_samples(samples, "lazysnap_level", level, job=name, level=level["url"])
         for rank in job["ranks"]:
-            add("lazysnap_rank", rank, job=name, rank=str(rank["rank"]))
+            _add_samples(samples, "lazysnap_rank", rank, job=name, rank=str(rank["rank"]))
         for loss, outcome in job["survives"].items():
-            add("lazysnap_survives", outcome["safe"], job=name, loss=loss)
-    return "".join(f"# TYPE {name} gauge\n" + "\n".join(samples) + "\n" for name, samples in lines.items())
+            _add_samples(samples, "lazysnap_survives", outcome["safe"], job=name, loss=loss)
+    text = ""
+    for metric, lines in samples.items():
+        text += f"# TYPE {metric} gauge\n" + "".join(lines)
+    return text
 
 
-def problems(found: FoundKeeper) -> list[str]:
-    """Return what keeps a job from being safe, in words. Pure."""
-    if found.state is None:
-        return [found.problem] if found.problem else []
-    state = found.state
-    failing = [f"{level.url} fails: {level.failure or 'no answer'}" for level in state.levels if level.is_failing]
-    bare = any(rank.phase in ALIVE and not rank.slots for rank in state.ranks)
-    nothing = ["a rank has no slots in memory: nothing of it is captured now"] if bare else []
-    return [*nothing, *failing, *state.problems]
+def _add_samples(samples: dict[str, list[str]], prefix: str, figures: dict[str, Any], **labels: str) -> None:
+    texts = [f"{name}={json.dumps(label, ensure_ascii=False)}" for name, label in labels.items()]
+    for key, value in figures.items():
+        if isinstance(value, Real) and key not in ("pid", "rank", "keeper", "node"):
+            lines = samples.setdefault(f"{prefix}_{key}", [])
+            lines.append(f"{prefix}_{key}{{{','.join(texts)}}} {float(value)}\n")
 
 
 # ---------------------------------------------------------------- the screen
 
 
-def _screen(found: list[FoundKeeper], others: list[int], job: str | None, output: Output) -> list[RenderableType]:
-    parts = [part for one in found for part in _job(one, output)]
-    if not parts:
-        owner = "this user and runtime directory" if others else "this user"
-        what = f"job {job} does not run" if job else f"no training with lazysnap of {owner} runs"
-        parts += [output.cell(f"{what} on this node, and none left memory here")]
-        parts += [output.cell("`lazysnap ls URL` lists the snapshots of a level: a directory or an object store")]
-    if others:
-        text = f"{count_of(len(others), 'more keeper')} of this user: process {', '.join(map(str, others))}. "
-        text += "Another LAZYSNAP_RUNTIME_DIR, or a password in the name of the job: `lazysnap status JOB`"
-        parts += [output.cell(text, "yellow")]
-    return parts
-
-
-def _job(found: FoundKeeper, output: Output) -> Iterator[RenderableType]:
-    state, wrong = found.state, problems(found)
-    yield output.cell(f"job {found.identity.job_id}", "bold")
-    if state is not None:
-        where = f"node {state.node} of {state.nodes}, " if state.nodes > 1 else ""
-        yield output.cell(f"run {state.run_id[:8]}, {where}keeper {found.pid}; {_life(state)}")
-    elif not wrong:
-        yield output.cell(f"keeper {found.pid} waits for a training to begin")
-    yield from (output.cell(problem, "bold red") for problem in wrong)
-    if state is not None:
-        for table in _tables(state, output):
-            yield from ("", table)
-        for level in state.levels:
-            if level.failure and not level.is_failing:  # else it is one of the problems
-                age_s = _age_s(level.failed_ns)
-                ago = "" if age_s is None else f", {duration(age_s)} ago"
-                yield output.cell(f"last failure of {level.url}{ago}: {level.failure}", "yellow")
-        if state.nodes > 1:
-            yield output.cell("memory is that of this node: a restart takes the newest step that all nodes hold whole")
-        if state.parity_bytes:
-            yield output.cell(f"and {decimal(state.parity_bytes)} of memory that protects other nodes")
-    yield ""
-
-
-def _life(state: NodeState) -> str:
-    """Say whether the training lives; of several ranks, the first that does not counts."""
-    if not state.ranks:
-        return "training ended well; old snapshots are being named and deleted"
-    rank = next((rank for rank in state.ranks if rank.phase not in ALIVE), state.ranks[0])
-    if rank.phase in ALIVE:
-        return f"training runs, process {rank.pid}, for {duration(max(0.0, time.time() - rank.since_s))}"
-    age_s = _age_s(rank.end.ended_ns) if rank.end is not None else None
-    ended = f"process {rank.pid} ended{'' if age_s is None else f' {duration(age_s)} ago'}"
-    if rank.lingers_s is None:
-        return f"process {rank.pid} is done; the keeper stores what is left, then ends"
-    return f"{ended}; memory waits {duration(rank.lingers_s)} more for a restart"
-
-
-_ROWS = {
+_LOSSES = {
     "process": "the training process",
     "keeper": "the keeper",
     "process_and_keeper": "both",
@@ -328,60 +211,189 @@ _ROWS = {
 }
 
 
-def _tables(state: NodeState, output: Output) -> Iterator[Table]:
-    reached = max((rank.reached for rank in state.ranks if rank.reached is not None), default=0)
-    lives = any(rank.phase in ALIVE for rank in state.ranks)
-    hidden = {"two_nodes": state.nodes < 3, "all_nodes": state.nodes < 2, "process_and_keeper": not lives}
-    rows: list[Iterable[object]] = []
-    for name, outcome in survival(state).items():
-        if not hidden.get(name, False):
-            goes_on = name == "keeper" and lives and outcome.safe.source == "memory"
-            text = "training goes on with a new keeper" if goes_on else _outcome(outcome, state.levels)
-            label = "the process (it ended)" if name == "process" and not lives else _ROWS[name]
-            lost = "0" if goes_on else outcome.lost(reached)
-            rows.append((label, output.cell(text, "" if outcome.is_safe else "yellow"), lost))
-    yield output.table("", "if this ends", "a restart resumes", "steps lost>", rows=rows, is_plain=True)
-    if state.levels:
-        columns = ["level", "newest>", "stored>", "rate>", "stores now"]
-        yield output.table("", *columns, rows=map(_level_row, state.levels), is_plain=True)
-    columns = ["rank>", "step>", "captured>", "steps/s>", "copy>", "waited>", "memory"]
-    yield output.table("", *columns, rows=map(_rank_row, state.ranks), is_plain=True)
+def _screen(
+    jobs: list[dict[str, Any]], not_asked: list[int], job_name: str | None, output: Output
+) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for job in jobs:
+        parts += _job(job, output)
+    if not jobs:
+        owner = "this user and runtime directory" if not_asked else "this user"
+        text = f"job {job_name} does not run" if job_name else f"no training with lazysnap of {owner} runs"
+        parts.append(output.cell(f"{text} on this node, and none left memory here"))
+        parts.append(output.cell("`lazysnap ls URL` lists the snapshots of a level: a directory or an object store"))
+    if not_asked:
+        text = f"{count_of(len(not_asked), 'more keeper')} of this user: process {', '.join(map(str, not_asked))}. "
+        text += "Another LAZYSNAP_RUNTIME_DIR, or a password in the name of the job: `lazysnap status JOB`"
+        parts.append(output.cell(text, "yellow"))
+    return parts
 
 
-def _outcome(outcome: Survival, levels: list[LevelFacts]) -> str:
-    only_level = levels[0].url if len(levels) == 1 else None
-
-    def text_of(snapshot: Outcome) -> str:
-        source = "storage" if snapshot.source == only_level else snapshot.source
-        return f"step {snapshot.step} from {source}"
-
-    safe = text_of(outcome.safe)
-    disks = text_of(outcome.if_disks_stay)
-    if outcome.if_disks_stay.step is None:
-        return safe if outcome.is_safe else "nothing: it begins anew"
-    return f"{f'{safe}; ' if outcome.is_safe else ''}{disks}, if its disk stays"
-
-
-def _level_row(level: LevelFacts) -> Iterator[str]:
-    yield level.url
-    yield "none yet" if level.newest is None else f"step {level.newest}"
-    age_s = _age_s(level.complete_ns)
-    yield "" if age_s is None else f"{duration(age_s)} ago"
-    yield "" if level.bytes_per_s is None else f"{decimal(int(level.bytes_per_s))}/s"
-    total = level.total_bytes
-    share = f", {100 * level.moved_bytes // total} % of {decimal(total)}" if total else ""
-    now = "" if level.storing is None else f"step {level.storing}{share}"
-    yield now + (f"{', ' if now else ''}{count_of(level.waiting, 'step')} waiting" if level.waiting else "")
+def _job(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
+    yield output.cell(f"job {job['job']}", "bold")
+    if job["run_id"] is not None:
+        where = ""
+        if job["nodes"] > 1:
+            where = f"node {job['node']} of {job['nodes']}, "
+        yield output.cell(f"run {job['run_id'][:8]}, {where}keeper {job['keeper']}")
+        yield output.cell(_life(job["ranks"]))
+    elif job["answers"]:
+        yield output.cell(f"keeper {job['keeper']} waits for a training to begin")
+    for problem in job["problems"]:
+        yield output.cell(problem, "bold red")
+    if job["run_id"] is not None:
+        yield from _tables(job, output)
+        yield from _notes(job, output)
+    yield ""
 
 
-def _rank_row(rank: RankState) -> Iterator[str]:
-    facts = _rank_fields(rank)
-    rate, waited, age = facts["steps_per_s"], facts["waited_s"], facts["captured_age_s"]
-    yield str(rank.rank)
-    yield "" if rank.reached is None else str(rank.reached)
-    yield "" if age is None else f"{duration(age)} ago"
-    yield "" if rate is None else f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
-    yield "" if facts["copy_s"] is None else duration(facts["copy_s"])
-    yield "" if waited is None else duration(waited)
-    files = f", {decimal(rank.file_bytes)} of them in files" if rank.file_bytes else ""
-    yield f"{count_of(rank.slots, 'slot')}, {decimal(rank.memory_bytes + rank.file_bytes)}{files}"
+def _life(ranks: list[dict[str, Any]]) -> str:
+    """Say whether the training lives; of several ranks, the first that does not counts."""
+    if not ranks:
+        return "training ended well; old snapshots are being named and deleted"
+    rank = ranks[0]
+    for other in ranks:
+        if not other["training"]:
+            rank = other
+            break
+    process = f"process {rank['pid']}"
+    if rank["training"]:
+        return f"training runs, {process}, for {duration(rank['process_age_s'])}"
+    if rank["memory_stays_s"] is None:
+        return f"{process} is done; the keeper stores what is left, then ends"
+    ended = f"{process} ended"
+    if rank["ended_age_s"] is not None:
+        ended += f" {duration(rank['ended_age_s'])} ago"
+    return f"{ended}; memory waits {duration(rank['memory_stays_s'])} more for a restart"
+
+
+def _tables(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
+    yield ""
+    columns = ["if this ends", "a restart resumes", "steps lost>"]
+    yield output.table("", *columns, rows=_loss_rows(job, output))
+    levels = job["levels"]
+    if levels:
+        yield ""
+        columns = ["level<", "newest>", "stored>", "rate>"]
+        rows = [_level_row(level) for level in levels]
+        if any(level["storing_step"] is not None or level["waiting_steps"] for level in levels):
+            columns.append("in progress")
+            rows = [[*row, _progress(level)] for row, level in zip(rows, levels, strict=True)]
+        yield output.table("", *columns, rows=rows)
+    yield ""
+    columns = ["rank>", "step>", "captured>", "steps/s>", "copy>", "waited>", "slots>", "memory>"]
+    rows = [_rank_row(rank) for rank in job["ranks"]]
+    if any(rank["file_bytes"] for rank in job["ranks"]):
+        columns.append("in files>")
+        rows = [[*row, decimal(rank["file_bytes"])] for row, rank in zip(rows, job["ranks"], strict=True)]
+    yield output.table("", *columns, rows=rows)
+
+
+def _loss_rows(job: dict[str, Any], output: Output) -> Iterator[list[object]]:
+    lives = any(rank["training"] for rank in job["ranks"])
+    reached = max((rank["step"] for rank in job["ranks"] if rank["step"] is not None), default=0)
+    urls = [level["url"] for level in job["levels"]]
+    hidden = set()
+    if job["nodes"] < 3:
+        hidden.add("two_nodes")
+    if job["nodes"] < 2:
+        hidden.add("all_nodes")
+    if not lives:
+        hidden.add("process_and_keeper")
+    for loss, outcome in job["survives"].items():
+        if loss in hidden:
+            continue
+        label = _LOSSES[loss]
+        if loss == "process" and not lives:
+            label = "the process (it ended)"
+        if loss == "keeper" and lives and outcome["safe"]["source"] == MEMORY:
+            yield [label, "training goes on with a new keeper", "0"]
+        else:
+            style = "yellow" if outcome["safe"]["step"] is None else ""
+            yield [label, output.cell(_resumed(outcome, urls), style), _steps_lost(outcome, reached)]
+
+
+def _steps_lost(outcome: dict[str, Any], reached: int) -> str:
+    """Say how many steps would be lost of those that training passed."""
+    counts = []
+    for resumed in (outcome["if_disks_stay"], outcome["safe"]):
+        if resumed["step"] is not None:
+            counts.append(str(max(0, reached - resumed["step"])))
+    if outcome["safe"]["step"] is None:
+        counts.append("all")
+    return " or ".join(counts)
+
+
+def _resumed(outcome: dict[str, Any], urls: list[str]) -> str:
+    safe_step = outcome["safe"]["step"]
+    disk_step = outcome["if_disks_stay"]["step"]
+    if safe_step is None and disk_step is None:
+        return "nothing: it begins anew"
+    if disk_step is None:
+        return f"step {safe_step} from {_source(outcome['safe'], urls)}"
+    if safe_step is None:
+        return f"step {disk_step} from {_source(outcome['if_disks_stay'], urls)}, if its disk stays"
+    return f"step {safe_step} from {_source(outcome['safe'], urls)}, {disk_step} if its disk stays"
+
+
+def _source(resumed: dict[str, Any], urls: list[str]) -> str:
+    source: str = resumed["source"]
+    if urls == [source]:
+        return "storage"
+    if source == OTHER_NODES:
+        return "other nodes"
+    return without_beginning(source, _MOST_OF_SOURCE)
+
+
+def _level_row(level: dict[str, Any]) -> list[object]:
+    newest = "none yet"
+    if level["newest_step"] is not None:
+        newest = f"step {level['newest_step']}"
+    rate = ""
+    if level["bytes_per_s"] is not None:
+        rate = f"{decimal(int(level['bytes_per_s']))}/s"
+    return [level["url"], newest, _ago(level["age_s"]), rate]
+
+
+def _progress(level: dict[str, Any]) -> str:
+    texts = []
+    if level["storing_step"] is not None:
+        text = f"step {level['storing_step']}"
+        if level["total_bytes"]:
+            text += f" {100 * level['moved_bytes'] // level['total_bytes']} %"
+        texts.append(text)
+    if level["waiting_steps"]:
+        texts.append(f"{level['waiting_steps']} waiting")
+    return ", ".join(texts)
+
+
+def _rank_row(rank: dict[str, Any]) -> list[object]:
+    step = "" if rank["step"] is None else str(rank["step"])
+    rate = rank["steps_per_s"]
+    rate_text = ""
+    if rate is not None:
+        rate_text = f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
+    memory = decimal(rank["memory_bytes"] + rank["file_bytes"])
+    times = [_seconds(rank["copy_s"]), _seconds(rank["waited_s"])]
+    return [rank["rank"], step, _ago(rank["captured_age_s"]), rate_text, *times, rank["slots"], memory]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else duration(seconds)
+
+
+def _ago(age_s: float | None) -> str:
+    return "" if age_s is None else f"{duration(age_s)} ago"
+
+
+def _notes(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
+    for level in job["levels"]:
+        if level["failure"] and not level["is_failing"]:  # else it is one of the problems
+            ago = ""
+            if level["failure_age_s"] is not None:
+                ago = f", {_ago(level['failure_age_s'])}"
+            yield output.cell(f"last failure of {level['url']}{ago}: {level['failure']}", "yellow")
+    if job["nodes"] > 1:
+        yield output.cell("memory is that of this node: a restart takes the newest step that all nodes hold whole")
+    if job["parity_bytes"]:
+        yield output.cell(f"and {decimal(job['parity_bytes'])} of memory that protects other nodes")

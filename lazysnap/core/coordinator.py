@@ -14,14 +14,15 @@ Only a node's word cancels a grant, never a clock: a node that is slow may have 
 
 One storage level reads slots: the fastest one that works. Slower levels copy from the next faster one, and so hold no
 slot. Redundancy reads the same step as that level, where it is due for both: then one slot serves both. A step that is
-due before another granted one is granted beside it. A required step takes the place of one that nobody requires.
+due before another granted one is granted beside it, unless storage missed a step before: memory is full while
+redundancy works, so storage would miss the next one, too. A required step takes the place of one that nobody requires.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.core.level_grants import MAX_REMEMBERED, LevelGrants
-from lazysnap.core.messages import MAX_TOLD, LevelReport, NamedStep, Order, Progress, Report, StepKey
+from lazysnap.core.messages import MAX_TOLD, Order, Progress, Report, StepKey
 from lazysnap.core.node import RankView, is_in_memory, is_missed
 
 _UNDER_WAY = (Progress.WAITING, Progress.WRITING, Progress.STORED)
@@ -48,15 +49,47 @@ class Coordinator:
     is_alone: bool = False
     """True where a node that reaches no coordinator stores what it has: all of it, and deletes nothing."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """The newest report of each node that answers this coordinator."""
+    """The newest report of each node that answers this coordinator. ``receive`` gathers from them what follows."""
+    required: set[StepKey] = field(default_factory=set)
+    """Steps that every level must store."""
+    to_name: set[StepKey] = field(default_factory=set)
+    """Steps that are to have a name, given or not. They are required at the first level."""
+    to_protect: set[StepKey] = field(default_factory=set)
+    """Steps that redundancy must protect."""
+    left: set[StepKey] | None = None
+    """Captures that all nodes have, once nobody trains any more; None as long as somebody does."""
     lost: set[StepKey] = field(default_factory=set)
     is_drained: bool = False
-    _last_order: Order | None = None
+    last_order: Order | None = None
+    """The state that all nodes are to have."""
 
-    def receive(self, report: Report) -> None:
-        """Take a node's state."""
-        if report.coordinator == self.number and report.node < self.num_nodes:
-            self.reports[report.node] = report
+    def receive(self, report: Report) -> bool:
+        """Take a node's state. Returns: True if it is new."""
+        if report.coordinator != self.number or report.node >= self.num_nodes:
+            return False
+        if self.reports.get(report.node) == report:
+            return False
+        self.reports[report.node] = report
+        self._gather()
+        return True
+
+    def _gather(self) -> None:
+        """Bring together what all nodes reported."""
+        self.required = set()
+        self.to_name = set()
+        self.to_protect = set()
+        captures_left = []
+        for report in self.reports.values():
+            self.required.update(report.required)
+            self.to_name.update(named.key for named in report.names)
+            self.to_protect.update(report.protect)
+            if report.left is not None:
+                captures_left.append(set(report.left))
+        self.left = None
+        if len(captures_left) == len(self.reports):
+            self.left = set.intersection(*captures_left)
+        for index, level in enumerate(self.levels):
+            level.take_reports([report.levels[index] for report in self.reports.values()])
 
     def deadlines(self, now: float) -> list[float]:
         """Return the times at which a level becomes due."""
@@ -68,13 +101,13 @@ class Coordinator:
 
     def order(self) -> Order:
         """Return the state for all nodes."""
-        required = self._all_required()
+        required = self.required | self.to_name
         # Also those that nobody requires any more: who required them may not have seen it yet.
         lost = sorted(self.lost & required) + sorted(self.lost - required)[-MAX_TOLD:]
         orders = []
         for index, level in enumerate(self.levels):
             if level.is_memory:
-                orders.append(level.order(self._to_protect(), set()))
+                orders.append(level.order(self.to_protect, set()))
             else:
                 orders.append(level.order(required, self._named_keys(index)))
         return Order(
@@ -97,8 +130,8 @@ class Coordinator:
         Returns: the order for all nodes, if it says something new.
         """
         if len(self.reports) == self.num_nodes:
-            for index, level in enumerate(self.levels):
-                self._count_level(index, level)
+            for level in self.levels:
+                self._count_level(level)
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
@@ -106,9 +139,9 @@ class Coordinator:
             self._give_up_what_nobody_has()
             self.is_drained = self._find_drained()
         order = self.order()
-        if order == self._last_order:
+        if order == self.last_order:
             return None
-        self._last_order = order
+        self.last_order = order
         return order
 
     def is_finished(self) -> bool:
@@ -117,27 +150,25 @@ class Coordinator:
 
     # Counting
 
-    def _count_level(self, index: int, level: LevelGrants) -> None:
-        reports = [report.levels[index] for report in self.reports.values()]
-        level.is_failing = any(report.is_failing for report in reports)
-        if any(report.progress is Progress.LISTING for report in reports):
+    def _count_level(self, level: LevelGrants) -> None:
+        if level.is_listing:
             if level.is_memory:
                 level.complete.clear()  # a keeper is new: the parity of the one before it is gone
             return
         if not level.is_open:
-            self._open(level, reports)
+            self._open(level)
         if level.is_memory:
-            level.complete &= _stored_on_all(reports)
+            level.complete &= level.stored_on_all()
         if level.grant is not None and level.is_under_way:
-            self._count_grant(level, level.grant, reports)
+            self._count_grant(level, level.grant)
 
-    def _open(self, level: LevelGrants, reports: Sequence[LevelReport]) -> None:
+    def _open(self, level: LevelGrants) -> None:
         """All nodes know what they have: count what all have, and take up the grant of the coordinator before."""
         level.is_open = True
-        for key in _stored_on_all(reports):
+        for key in level.stored_on_all():
             level.become_complete(key)
         under_way = set()
-        for report in reports:
+        for report in level.reports:
             if report.grant is not None and report.progress in _UNDER_WAY:
                 under_way.add(report.grant)
         under_way -= level.complete
@@ -148,9 +179,9 @@ class Coordinator:
         else:
             level.become_granted(None, None, is_ahead=True)
 
-    def _count_grant(self, level: LevelGrants, grant: StepKey, reports: Sequence[LevelReport]) -> None:
+    def _count_grant(self, level: LevelGrants, grant: StepKey) -> None:
         """See whether the granted step is complete, or can never be."""
-        present = [report for report in reports if report.version == level.version]
+        present = [report for report in level.reports if report.version == level.version]
         progress = {report.progress for report in present}
         if len(present) == self.num_nodes and progress == {Progress.STORED}:
             level.become_complete(grant)
@@ -159,7 +190,7 @@ class Coordinator:
             is_missed_step = Progress.MISSED in progress
             if is_missed_step and not level.is_ahead and not level.is_overtaken:
                 level.given_up.add(grant)
-                if level.source is None and not level.is_memory and grant in self._all_required():
+                if level.source is None and not level.is_memory and grant in self.required | self.to_name:
                     self._lose(grant)
             # By time, the newest capture may have been granted, too. If steps are so short that it is missed, only a
             # grant further ahead is in time.
@@ -171,21 +202,17 @@ class Coordinator:
 
     def _grant_level(self, index: int, ranks: Sequence[RankView], now: float) -> None:
         level = self.levels[index]
-        if not level.is_open or level.is_under_way or not self._is_answered_and_ready(index):
+        if not level.is_open or level.is_under_way or not level.is_ready or not level.is_answered:
             return
-        num_finished = sum(1 for report in self.reports.values() if report.left is not None)
-        if num_finished == self.num_nodes:
+        if self.left is not None:
             if not level.is_memory:
                 self._grant_what_is_left(index)
-        elif num_finished == 0 and ranks:
+        elif ranks and self._is_training_on_all():
             self._grant_next(index, ranks, now)
         # Else some nodes captured their last step and others did not: wait until all did.
 
-    def _is_answered_and_ready(self, index: int) -> bool:
-        """Return True if every node answered the last order, and the level works there."""
-        version = self.levels[index].version
-        reports = [report.levels[index] for report in self.reports.values()]
-        return all(report.version == version and report.is_ready for report in reports)
+    def _is_training_on_all(self) -> bool:
+        return all(report.left is None for report in self.reports.values())
 
     def _grant_what_is_left(self, index: int) -> None:
         """Nobody trains any more: grant what must be stored of the captures that all nodes have."""
@@ -215,7 +242,8 @@ class Coordinator:
         reading = self._key_that_is_read()
         next_step = level.next_step(begun, self.capture_every_n_steps)
         is_reading_begun = reading is not None and reading.step <= begun
-        if reading is not None and (is_reading_begun or reading.step <= next_step):
+        must_wait = level.is_memory and self._has_storage_missed()
+        if reading is not None and (is_reading_begun or reading.step <= next_step or must_wait):
             if self._is_due_along(level, reading, now):
                 self._become_due_grant(level, reading, start, now, is_ahead=not is_reading_begun)
             return
@@ -230,6 +258,10 @@ class Coordinator:
         if ahead:
             next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
         self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
+
+    def _has_storage_missed(self) -> bool:
+        """Return True if a level reads slots for a step that lies ahead, and missed the one before."""
+        return any(level.reads_slots and level.is_ahead and level.margin_steps > 0 for level in self.levels)
 
     def _is_due_along(self, level: LevelGrants, key: StepKey, now: float) -> bool:
         """Return True if a level that reads slots is to store a step that another one reads there."""
@@ -288,7 +320,7 @@ class Coordinator:
 
         Once nobody trains any more nothing is written over, and one step is stored after the other.
         """
-        is_training = all(report.left is None for report in self.reports.values())
+        is_training = self._is_training_on_all()
         first = self._key_to_read_first(ranks)
         for index, level in enumerate(self.levels):
             level.is_overtaken = False
@@ -300,7 +332,7 @@ class Coordinator:
         begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
         for index, level in enumerate(self.levels):
             is_free = not level.is_under_way or self._may_be_overtaken(index)
-            if not is_free or not level.is_open or not self._is_ready(index) or self._copies_from_faster(index):
+            if not is_free or not level.is_open or not level.is_ready or self._copies_from_faster(index):
                 continue
             for key in sorted(self._keys_still_required(index)):
                 if key <= begun and self._source_of(key, index) is None and not is_missed(key, ranks):
@@ -346,7 +378,8 @@ class Coordinator:
         if self.levels[index].is_memory:
             return None
         for faster in reversed(range(index)):
-            if self.levels[faster].is_open and self._is_ready(faster) and self._may_copy(faster, index):
+            level = self.levels[faster]
+            if level.is_open and level.is_ready and self._may_copy(faster, index):
                 return faster
         return None
 
@@ -354,16 +387,13 @@ class Coordinator:
         """Return False if a faster level has, of each node, only its share of what several nodes hold."""
         return self.levels[index].is_shared or not self.levels[faster].is_shared
 
-    def _is_ready(self, index: int) -> bool:
-        return all(report.levels[index].is_ready for report in self.reports.values())
-
     def _source_of(self, key: StepKey, index: int) -> int | None:
         """Return the next faster level that works and has this snapshot."""
         if self.levels[index].is_memory:
             return None
         for faster in reversed(range(index)):
-            has_step = key in self.levels[faster].complete
-            if has_step and self._is_ready(faster) and self._may_copy(faster, index):
+            level = self.levels[faster]
+            if key in level.complete and level.is_ready and self._may_copy(faster, index):
                 return faster
         return None
 
@@ -383,77 +413,32 @@ class Coordinator:
 
     # What must be stored
 
-    def _required(self) -> set[StepKey]:
-        """Return the steps that every level must store."""
-        required: set[StepKey] = set()
-        for report in self.reports.values():
-            required.update(report.required)
-        return required
-
-    def _all_required(self) -> set[StepKey]:
-        """Return the required steps, and those that are to get a name."""
-        return self._required() | {named.key for named in self._wanted_names()}
-
-    def _to_protect(self) -> set[StepKey]:
-        """Return the steps that redundancy must protect."""
-        keys: set[StepKey] = set()
-        for report in self.reports.values():
-            keys.update(report.protect)
-        return keys
-
-    def _wanted_names(self) -> set[NamedStep]:
-        """Return the names that trainers want, given or not."""
-        names: set[NamedStep] = set()
-        for report in self.reports.values():
-            names.update(report.names)
-        return names
-
-    def _names_at(self, index: int) -> set[NamedStep]:
-        """Return the names that are given at a level."""
-        names: set[NamedStep] = set()
-        for report in self.reports.values():
-            names.update(report.levels[index].names)
-        return names
-
     def _named_keys(self, index: int) -> set[StepKey]:
         """Return the snapshots of a level that have a name, or are to get one there."""
-        names = self._wanted_names()
-        for level in range(index + 1):
-            if not self.levels[level].is_memory:
-                names |= self._names_at(level)
-        return {named.key for named in names}
+        keys = set(self.to_name)
+        for level in self.levels[: index + 1]:
+            keys |= level.named
+        return keys
 
     def _required_at(self, index: int) -> set[StepKey]:
         """Return what a level must store: the required steps, and those with a name that a faster level has."""
         if self.levels[index].is_memory:
-            return self._to_protect()
-        required = self._required()
+            return self.to_protect
         if index == 0:
-            required |= {named.key for named in self._wanted_names()}
-            return required
+            return self.required | self.to_name
+        required = set(self.required)
         for key in self._named_keys(index):
             if self._source_of(key, index) is not None:
                 required.add(key)
         return required
 
-    def _left_on_all(self) -> set[StepKey] | None:
-        """Return the captures that all nodes have, once nobody trains any more; None as long as somebody does."""
-        common: set[StepKey] | None = None
-        for report in self.reports.values():
-            if report.left is None:
-                return None
-            left = set(report.left)
-            common = left if common is None else common & left
-        return common
-
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
-        left = self._left_on_all()
         storage = [level for level in self.levels if not level.is_memory]
-        if left is None or not all(level.is_open for level in storage):
+        if self.left is None or not all(level.is_open for level in storage):
             return  # what a level has that is not open yet is not known
         for index, level in enumerate(storage):
-            for key in self._required_at(index) - left - level.complete:
+            for key in self._required_at(index) - self.left - level.complete:
                 if self._source_of(key, index) is None:
                     self._give_up(level, key)
 
@@ -475,19 +460,19 @@ class Coordinator:
         That is the newest capture that all nodes have, what is required of the others that all have, and what is
         required and a faster level has. A node that is alone stores all: it does not know what others have.
         """
-        left = self._left_on_all()
-        if not left:
+        if not self.left:
             return set()
         if self.is_alone:
-            return left
-        keys = {max(left)} | (left & self._all_required() - self.lost)
+            return self.left
+        required = self.required | self.to_name
+        keys = {max(self.left)} | (self.left & required - self.lost)
         for key in self._required_at(index):
             if self._source_of(key, index) is not None:
                 keys.add(key)
         return keys
 
     def _find_drained(self) -> bool:
-        if any(report.left is None for report in self.reports.values()):
+        if self.left is None:
             return False
         return all(self._is_level_drained(index) for index in range(len(self.levels)))
 
@@ -497,10 +482,3 @@ class Coordinator:
         if level.is_memory:
             return True
         return level.is_open and all(level.is_done_with(key) for key in self._keys_to_drain(index))
-
-
-def _stored_on_all(reports: Sequence[LevelReport]) -> set[StepKey]:
-    common = set(reports[0].stored)
-    for report in reports[1:]:
-        common &= set(report.stored)
-    return common

@@ -38,7 +38,7 @@ from lazysnap.core.actions import (
 from lazysnap.core.job import JobCore
 from lazysnap.core.lifecycle import Lifecycle, Phase
 from lazysnap.core.messages import Alert, KeeperState, PeerSettings
-from lazysnap.core.ranks import Presence, Rank, Ranks, Wants
+from lazysnap.core.ranks import Presence, Rank, Ranks
 
 MAX_TROUBLES = 8
 """Errors of the keeper that trainers get; older ones are in its log alone."""
@@ -68,6 +68,8 @@ class Core:
         self._peers: PeerSettings | None = None
         self._is_serving_peers = False
         self._troubles: list[str] = []
+        self._decide_at: float | None = min(self.lifecycle.deadlines())
+        """Time at which something is to be decided without any other event."""
         self._actions: list[Action] = []
 
     @property
@@ -88,42 +90,50 @@ class Core:
         """
         self.now = now
         self._actions = []
-        if isinstance(event, SlotsSeen) and self._shows_nothing_new(event):
-            return []  # nothing depends on the time alone: ``TimePassed`` comes for that
-        self._apply(event)
-        wants = self.ranks.wants()
-        self._decide(wants)
-        self._update_trainers(wants)
-        self._advance_life(wants)
+        if self._apply(event):
+            self._decide()
+            self._update_trainers()
+            self._advance_life()
+            self._decide_at = min(self._deadlines(), default=None)
+        if self.job is not None:
+            self._actions += self.job.repeat_state(now)
         return self._actions
 
     def state_of(self, rank: Rank) -> KeeperState:
         """Return what the trainer of a rank is to know, also where there is none now."""
-        return self._keeper_state(rank, self._common_state(self.ranks.wants()))
+        return self._keeper_state(rank, self._common_state())
 
     def wake_at(self) -> float | None:
         """Return the time at which ``TimePassed`` is wanted; None if only other events matter."""
+        times = [self._decide_at]
+        if self.job is not None:
+            times.append(self.job.repeat_at)
+        return min((time for time in times if time is not None), default=None)
+
+    def _deadlines(self) -> list[float]:
+        """Return the times at which something is to be decided without any other event."""
         times = self.lifecycle.deadlines()
         for rank in self.ranks.all:
             if rank.memory_retry_at is not None and rank.presence is Presence.ATTACHED:
                 times.append(rank.memory_retry_at)
         if self.job is not None:
             times += self.job.deadlines(self.now, is_draining=self.phase is Phase.DRAINING)
-        return min(times, default=None)
+        return times
 
     # Events
 
-    def _apply(self, event: Event) -> None:
+    def _apply(self, event: Event) -> bool:
+        """Take an event. Returns: False if nothing follows from it, or everything is as it was."""
         match event:
             case TrainerReported():
                 self._accept_trainer_state(event)
             case SlotsSeen():
+                if self._shows_nothing_new(event):
+                    return False
                 for number, slots in event.slots.items():
                     self.ranks.rank(number).slots = slots
                 for rank in self.ranks.all:
                     rank.is_adopting = False
-                if self.job is not None:
-                    self.job.node.inherit(self.ranks.views(self.job.settings))
             case ConnectionLost():
                 self._actions += self.ranks.lose_connection(event.connection, self.now)
             case ProcessDied():
@@ -135,15 +145,16 @@ class Core:
             case JobMoved():
                 if self.job is not None:
                     self.job.job_moved(event.job, self.now)
+                return False
             case JobEnded():
                 if self.job is not None:
                     self.job.job_ended(event, self.now)
             case PeerUp():
                 if self.job is not None:
                     self.job.peer_up(self.now)
+                return False
             case Received():
-                if self.job is not None:
-                    self.job.receive(event.message, self.now)
+                return self.job is not None and self.job.receive(event.message, self.now)
             case PeersListening():
                 self._is_serving_peers = True
             case KeeperTrouble():
@@ -151,7 +162,8 @@ class Core:
             case Terminated():
                 self.lifecycle.is_terminated = True
             case TimePassed():
-                pass
+                return self._decide_at is not None and self.now >= self._decide_at
+        return True
 
     def _shows_nothing_new(self, event: SlotsSeen) -> bool:
         """Return True if all slots are as they were."""
@@ -195,20 +207,18 @@ class Core:
             self._actions += self.job.abandon_all()
         self.job = JobCore(settings, self._job_numbers, self._coordinator_number, self.now)
         self._coordinator_number += 1
-        # Before any decision: what other nodes protect with an earlier start stays held.
-        self.job.node.inherit(self.ranks.views(settings))
         self._actions.append(BeginJob(settings))
 
     # Decisions
 
-    def _decide(self, wants: Wants) -> None:
+    def _decide(self) -> None:
         for rank in self.ranks.all:
             self._actions += rank.slots_to_void()
             self._actions += rank.slots_to_free()
         if self.job is not None:
             is_draining = self.phase is Phase.DRAINING
             self.job.find_coordinator(self.now, is_served=self.is_served, is_draining=is_draining)
-            self._actions += self.job.decide(self.ranks.views(self.job.settings), wants, self.now)
+            self._actions += self.job.decide(self.ranks.views(self.job.settings), self.ranks.wants, self.now)
             self._release_former(self.job)
         for rank in self.ranks.all:
             make_slot = rank.slot_to_make(self.now)
@@ -238,23 +248,24 @@ class Core:
 
     # Trainers, and the end
 
-    def _update_trainers(self, wants: Wants) -> None:
+    def _update_trainers(self) -> None:
         attached = [rank for rank in self.ranks.all if rank.presence is Presence.ATTACHED]
         if not attached:
             return
-        common = self._common_state(wants)
+        common = self._common_state()
         for rank in attached:
             state = self._keeper_state(rank, common)
             if state != rank.last_sent:
                 rank.last_sent = state
                 self._actions.append(SendToTrainer(rank.connection, rank.number, state))
 
-    def _common_state(self, wants: Wants) -> KeeperState:
+    def _common_state(self) -> KeeperState:
         """Return what all trainers of the node get to know."""
         alerts = [Alert("keeper", text) for text in self._troubles]
         if self.job is None:
             return KeeperState(pid=self._pid, alerts=tuple(alerts), is_serving_peers=self._is_serving_peers)
         job = self.job
+        wants = self.ranks.wants
         is_anybody_waiting = bool(wants.required or wants.names) or any(
             rank.state is not None and rank.state.is_sealed for rank in self.ranks.all
         )
@@ -285,17 +296,19 @@ class Core:
         address = self._peers.addresses[0]
         return f"{address.host}:{address.port}"
 
-    def _advance_life(self, wants: Wants) -> None:
+    def _advance_life(self) -> None:
         """Go on to the next phase, or end."""
         was_over = self.phase is Phase.OVER
         self.lifecycle.advance(self.now, is_served=self.is_served, is_restart_expected=self.ranks.is_restart_expected())
+        if self.phase is Phase.DRAINING:
+            self._drain()
+        if self.phase is Phase.OVER and not was_over:
+            self._actions.append(Finish())
+
+    def _drain(self) -> None:
         is_drained = True
         do_all_know = True
         if self.job is not None:
-            job = self.job
-            is_idle = all(level.is_idle(job.wishes(index, wants)) for index, level in enumerate(job.levels))
-            is_drained = job.node.is_drained and is_idle
-            do_all_know = job.coordinator is None or job.coordinator.is_finished()
+            is_drained = self.job.node.is_drained and self.job.is_idle(self.ranks.wants)
+            do_all_know = self.job.coordinator is None or self.job.coordinator.is_finished()
         self.lifecycle.drained(self.now, is_drained=is_drained, do_all_know=do_all_know)
-        if self.phase is Phase.OVER and not was_over:
-            self._actions.append(Finish())

@@ -14,7 +14,6 @@ One rank alone on one node is the case of a coordinator whose only node is its o
 that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
 """
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -41,7 +40,7 @@ from lazysnap.core.ranks import Wants, num_spare_slots
 from lazysnap.core.retention import Retention
 
 HEARTBEAT_S = 1.0
-"""Nodes repeat their state so often: a message that was lost costs a second, and needs no other care."""
+"""A node that sent nothing for so long repeats its state: a lost message costs a second, and needs no other care."""
 SILENCE_S = 30.0
 """A node whose trainers are gone stores alone when it heard nothing of the others for so long."""
 UNREACHED_S = 10.0
@@ -69,7 +68,7 @@ class JobCore:
         """
         self.settings = settings
         self.digest = _digest(settings)
-        self.node = Node(settings.node, _node_levels(settings))
+        self.node = Node(settings.node, _storage_levels(settings), _redundancy_level(settings))
         self.levels = [LevelJobs(index, self.node, numbers) for index in range(len(self.node.levels))]
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
@@ -81,7 +80,10 @@ class JobCore:
         self._awaited_step: int | None = None
         self._is_awaited_step_set = False
         self._sent_report: Report | None = None
-        self._heartbeat_at = now
+        self._obeyed: Order | None = None
+        """The last order that this node took."""
+        self._repeat_at = now
+        """Time at which the state is repeated for other nodes. It moves on whenever a new one is sent."""
         self._heard_at = now
         """Time of the last message of another node, or of the last moment at which a trainer was served."""
         self._node_heard_at = dict.fromkeys(_others(settings), now)
@@ -96,22 +98,29 @@ class JobCore:
 
     def peer_up(self, now: float) -> None:
         """A link began: what was sent before may be lost."""
-        self._heartbeat_at = now
+        self._repeat_at = now
 
-    def receive(self, message: Report | Order, now: float) -> None:
-        """Take the state of another node."""
-        if message.job != self.digest:
-            return  # of a start with other settings
+    def receive(self, message: Report | Order, now: float) -> bool:
+        """Take the state of another node. Returns: True if it is new, or the node was silent before."""
+        node = message.node if isinstance(message, Report) else COORDINATOR_NODE
+        if message.job != self.digest or node not in self._node_heard_at:
+            return False  # of a start with other settings
         self._heard_at = now
+        was_silent = node in self._silent_nodes(now)
+        self._node_heard_at[node] = now
+        is_new = False
         if isinstance(message, Report):
-            if self.settings.node == COORDINATOR_NODE and self.coordinator is not None:
-                self._node_heard_at[message.node] = now
-                self.coordinator.receive(message)
-            return
-        self._node_heard_at[COORDINATOR_NODE] = now
-        if self.coordinator is None:
-            self.node.obey(message)
-            self.is_preempted = message.is_preempted
+            if self.coordinator is not None:
+                is_new = self.coordinator.receive(message)
+        elif self.coordinator is None and message != self._obeyed:
+            self._obey(message)
+            is_new = True
+        return is_new or was_silent
+
+    def _obey(self, order: Order) -> None:
+        self._obeyed = order
+        self.node.obey(order)
+        self.is_preempted = order.is_preempted
 
     def job_ended(self, event: JobEnded, now: float) -> None:
         """A job of a level ended, perhaps one of the settings before these."""
@@ -134,9 +143,9 @@ class JobCore:
 
     def deadlines(self, now: float, *, is_draining: bool) -> list[float]:
         """Return the times at which ``decide`` may say something new."""
-        times = []
-        if self.settings.num_nodes > 1:
-            times.append(self._heartbeat_at)
+        times = [heard_at + UNREACHED_S for heard_at in self._node_heard_at.values() if heard_at + UNREACHED_S > now]
+        if self.settings.redundancy is not None and self._protected_at + UNPROTECTED_S > now:
+            times.append(self._protected_at + UNPROTECTED_S)
         if self._may_become_alone(is_draining=is_draining):
             times.append(self._heard_at + SILENCE_S)
         for level in self.levels:
@@ -182,6 +191,7 @@ class JobCore:
             self._heard_at = now
             if self._is_alone:  # the job goes on, and with it the other nodes
                 self.coordinator = None
+                self._obeyed = None
                 self.node.forget_orders()
                 if self.settings.node == COORDINATOR_NODE:
                     self.coordinator = self._new_coordinator(self.settings.num_nodes)
@@ -199,6 +209,8 @@ class JobCore:
             now: seconds of a monotonic clock.
         """
         self._actions = []
+        # Before any decision: what other nodes protect with an earlier start stays held.
+        self.node.inherit(ranks)
         self.node.is_choosing = wants.is_choosing
         wants = self._with_newest(wants, ranks)
         for _ in range(MAX_ROUNDS):
@@ -210,8 +222,7 @@ class JobCore:
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
                 break
-            self.node.obey(order)
-            self.is_preempted = order.is_preempted
+            self._obey(order)
         self._set_awaited_step(self.node.unanswered(wants.required, wants.names), ranks)
         self._note_protection(ranks, now)
         return self._actions
@@ -229,7 +240,7 @@ class JobCore:
         if self._rescued is None:
             return wants
         required = tuple(sorted({*wants.required, self._rescued}))
-        return dataclasses.replace(wants, required=required)
+        return structs.replace(wants, required=required)
 
     def _newest_of_start(self, ranks: Sequence[RankView]) -> StepKey | None:
         """Return the newest capture of the present start that all ranks of the node have whole."""
@@ -243,22 +254,42 @@ class JobCore:
 
     def _exchange(self, report: Report, ranks: Sequence[RankView], now: float) -> Order | None:
         """Send what is new to the other nodes. Returns: the order that this node is to obey, if there is a new one."""
-        is_heartbeat = self.settings.num_nodes > 1 and now >= self._heartbeat_at
-        if is_heartbeat:
-            self._heartbeat_at = now + HEARTBEAT_S
         if self.coordinator is None:
-            if is_heartbeat or report != self._sent_report:
+            if report != self._sent_report:
                 self._sent_report = report
-                self._actions.append(Send(COORDINATOR_NODE, report))
+                self._actions += self._send_state(now)
             return None
         if self.coordinator.is_alone:
             report = structs.replace(report, node=0)  # the only node that its coordinator knows
         self.coordinator.receive(report)
         order = self.coordinator.decide(ranks, now)
-        if not self.coordinator.is_alone and (order is not None or is_heartbeat):
-            for number in range(1, self.settings.num_nodes):
-                self._actions.append(Send(number, order or self.coordinator.order()))
+        if order is not None and not self.coordinator.is_alone:
+            self._actions += self._send_state(now)
         return order
+
+    @property
+    def repeat_at(self) -> float | None:
+        """Time at which ``repeat_state`` sends something; None: there is nobody to send it to."""
+        if self.settings.num_nodes == 1 or self._is_alone:
+            return None
+        return self._repeat_at
+
+    def repeat_state(self, now: float) -> list[Action]:
+        """Send the state once more, if nothing was sent for a while."""
+        if self.repeat_at is None or now < self._repeat_at:
+            return []
+        return self._send_state(now)
+
+    def _send_state(self, now: float) -> list[Action]:
+        """Send the state of this node, or of the coordinator, to whom it concerns."""
+        self._repeat_at = now + HEARTBEAT_S
+        actions: list[Action] = []
+        if self.coordinator is not None and self.coordinator.last_order is not None:
+            for node in range(1, self.settings.num_nodes):
+                actions.append(Send(node, self.coordinator.last_order))
+        elif self.coordinator is None and self._sent_report is not None:
+            actions.append(Send(COORDINATOR_NODE, self._sent_report))
+        return actions
 
     def _hold_slots(self, ranks: Sequence[RankView], unanswered: list[StepKey]) -> None:
         """Hold the captures that levels read or must read, and no others."""
@@ -302,6 +333,10 @@ class JobCore:
             self._is_awaited_step_set = True
             self._actions.append(SetGrant(step))
 
+    def is_idle(self, wants: Wants) -> bool:
+        """Return True if no level has anything left to do."""
+        return all(level.is_idle(self.wishes(index, wants)) for index, level in enumerate(self.levels))
+
     # What trainers get to know
 
     def level_states(self, *, has_progress: bool) -> tuple[LevelState, ...]:
@@ -312,12 +347,11 @@ class JobCore:
                 LevelState(
                     complete=level.complete,
                     given_up=tuple(sorted(level.given_up)),
+                    is_listed=level.progress is not Progress.LISTING,
                     is_failing=level.is_failing or level.is_failing_somewhere,
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,
-                    stored_bytes=jobs.stored_bytes,
-                    stored_s=jobs.stored_s,
                     writing=jobs.writing if has_progress else None,
                 )
             )
@@ -371,6 +405,9 @@ class JobCore:
         if start == 0 or begun // redundancy.every_n_steps <= max(newest, 0) // redundancy.every_n_steps:
             self._protected_at = now
 
+    def _silent_nodes(self, now: float) -> list[int]:
+        return [node for node, heard_at in self._node_heard_at.items() if now >= heard_at + UNREACHED_S]
+
     def alerts(self, now: float, address: str) -> list[Alert]:
         """Return the trouble that lasts.
 
@@ -379,7 +416,7 @@ class JobCore:
             address: where the keepers of all nodes meet; for people.
         """
         alerts = []
-        silent = [node for node, heard_at in self._node_heard_at.items() if now >= heard_at + UNREACHED_S]
+        silent = self._silent_nodes(now)
         if silent and not self._is_alone:
             alerts.append(Alert("links", _unreached(self.settings.node, silent, address)))
         if self.settings.redundancy is not None and now >= self._protected_at + UNPROTECTED_S:
@@ -410,14 +447,18 @@ def _unreached(own: int, silent: list[int], address: str) -> str:
     )
 
 
-def _node_levels(settings: JobSettings) -> tuple[NodeLevel, ...]:
+def _storage_levels(settings: JobSettings) -> tuple[NodeLevel, ...]:
     levels = []
     for level in settings.levels:
         levels.append(NodeLevel(level.url, Retention.of_level(level), level.timeout_s))
-    redundancy = settings.redundancy
-    if redundancy is not None:
-        levels.append(NodeLevel("redundancy", Retention(keep_last=1), redundancy.timeout_s, is_memory=True))
     return tuple(levels)
+
+
+def _redundancy_level(settings: JobSettings) -> NodeLevel | None:
+    redundancy = settings.redundancy
+    if redundancy is None:
+        return None
+    return NodeLevel("redundancy", Retention(keep_last=1), redundancy.timeout_s, is_memory=True)
 
 
 def _digest(settings: JobSettings) -> int:

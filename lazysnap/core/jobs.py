@@ -59,6 +59,8 @@ class LevelJobs:
     node: Node
     numbers: Iterator[int]
     """Numbers of jobs; none is used twice by one keeper."""
+    level: NodeLevel = field(init=False)
+    """The node's state of the level."""
     job: Job | None = None
     """The job that runs now."""
     failure: str = ""
@@ -80,10 +82,8 @@ class LevelJobs:
     _retry_at: float = 0.0
     _pause_s: float = FIRST_PAUSE_S
 
-    @property
-    def level(self) -> NodeLevel:
-        """The node's state of the level."""
-        return self.node.levels[self.index]
+    def __post_init__(self) -> None:
+        self.level = self.node.levels[self.index]
 
     def deadlines(self) -> list[float]:
         """Return the times at which ``decide`` may say something new."""

@@ -4,7 +4,15 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from lazysnap.core.messages import MAX_TOLD, LevelOrder, LevelSettings, RedundancySettings, StepKey
+from lazysnap.core.messages import (
+    MAX_TOLD,
+    LevelOrder,
+    LevelReport,
+    LevelSettings,
+    Progress,
+    RedundancySettings,
+    StepKey,
+)
 from lazysnap.core.retention import Retention
 
 MAX_MARGIN_STEPS = 64
@@ -23,6 +31,16 @@ class LevelGrants:
     """True for redundancy: only what all nodes have now is complete."""
     is_shared: bool = True
     """True if all nodes see the same place there."""
+    reports: list[LevelReport] = field(default_factory=list)
+    """The newest one of each node."""
+    is_listing: bool = True
+    """True while a node does not know which files it has."""
+    is_ready: bool = False
+    """True if the level works on all nodes. Nothing is granted before."""
+    is_failing: bool = False
+    """True while the level does not work on some node."""
+    named: set[StepKey] = field(default_factory=set)
+    """Snapshots that have a name here."""
     is_open: bool = False
     """True once every node said which files it has. Before that nothing is granted, cancelled or deleted."""
     grant: StepKey | None = None
@@ -42,8 +60,6 @@ class LevelGrants:
     """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
     is_ahead: bool = True
     """True if the granted step was not begun when it was granted, or nobody knows: a miss does not give it up then."""
-    is_failing: bool = False
-    """True while the level does not work on some node."""
     is_overtaken: bool = False
     """True if the granted step lies ahead, and a required one is to be read first."""
     due_start: int = 0
@@ -69,6 +85,25 @@ class LevelGrants:
     def reads_slots(self) -> bool:
         """True if slots are held for a grant that is under way."""
         return self.is_under_way and self.source is None
+
+    @property
+    def is_answered(self) -> bool:
+        """True if every node obeyed the last order."""
+        return all(report.version == self.version for report in self.reports)
+
+    def take_reports(self, reports: list[LevelReport]) -> None:
+        """Take what the nodes reported."""
+        self.reports = reports
+        self.is_listing = any(report.progress is Progress.LISTING for report in reports)
+        self.is_ready = all(report.is_ready for report in reports)
+        self.is_failing = any(report.is_failing for report in reports)
+        self.named = set()
+        for report in reports:
+            self.named.update(named.key for named in report.names)
+
+    def stored_on_all(self) -> set[StepKey]:
+        """Return the snapshots of which every node stored its part."""
+        return set.intersection(*(set(report.stored) for report in self.reports))
 
     def become_granted(self, key: StepKey | None, source: int | None, *, is_ahead: bool) -> None:
         """Grant a step, or nothing.

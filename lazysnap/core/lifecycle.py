@@ -84,7 +84,8 @@ class Lifecycle:
             is_drained: True if all is stored, and what need not stay is deleted.
             do_all_know: True if this keeper may leave without asking others.
         """
-        if not is_drained or self.phase is not Phase.DRAINING:
+        assert self.phase is Phase.DRAINING
+        if not is_drained:
             self._drained_at = None
             return
         if self._drained_at is None:

@@ -72,7 +72,6 @@ class LevelSettings(Struct, frozen=True):
     """A job that moves no byte for so long is given up, and the level counts as failed."""
     is_shared: bool = True
     """True if all nodes see the same place there."""
-    verify: bool | None = None
     max_bytes_per_s: int | None = None
     storage_options: dict[str, Any] | None = None
 
@@ -142,8 +141,6 @@ class MemoryWish(Struct, frozen=True):
     num_slots: int
     meta_bytes: int
     image_bytes: int
-    least: int = 1
-    """The smallest number of slots with which captures are possible; for the text of a refusal."""
     growth_bytes: int = 0
     """Host memory that training itself is still going to take. Slots leave it free."""
     max_bytes: int | None = None
@@ -210,6 +207,8 @@ class LevelState(Struct, frozen=True):
     """The newest snapshots that all nodes stored, and those that somebody requires."""
     given_up: tuple[StepKey, ...] = ()
     """Required steps that this level will not have."""
+    is_listed: bool = False
+    """True once this node knows which files and names are there."""
     is_failing: bool = False
     """True while the level does not work on some node, this one or another."""
     failure: str = ""
@@ -218,10 +217,6 @@ class LevelState(Struct, frozen=True):
     """The step that it did not store; None: it was another job."""
     num_failures: int = 0
     """Steps that were not stored since the keeper began the job."""
-    stored_bytes: int = 0
-    """Bytes of the last file that this node stored there."""
-    stored_s: float = 0.0
-    """Seconds that this took."""
     writing: StepKey | None = None
     """The step that is being stored, if somebody waits for a step."""
     moved_bytes: int = 0

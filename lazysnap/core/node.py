@@ -7,6 +7,8 @@ slots are held for it, and what does the node report? ``messages.Progress`` draw
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from lazysnap.core.messages import (
     MAX_STORED_REPORTED,
     LevelOrder,
@@ -21,8 +23,7 @@ from lazysnap.core.retention import Retention
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
 
 
-@dataclass(frozen=True)
-class RankView:
+class RankView(Struct, frozen=True):
     """One rank of the node at one moment."""
 
     rank: int
@@ -300,8 +301,12 @@ class Node:
     """The node's side of the grants."""
 
     number: int
-    levels: tuple[NodeLevel, ...]
-    """Fast to slow; then redundancy, if there is any."""
+    storage: tuple[NodeLevel, ...]
+    """The levels that are storage, fast to slow."""
+    redundancy: NodeLevel | None = None
+    """The level that stands for parity."""
+    levels: tuple[NodeLevel, ...] = field(init=False)
+    """Those of storage; then redundancy, if there is any."""
     coordinator: int = 0
     """The coordinator that is obeyed."""
     lost: frozenset[StepKey] = frozenset()
@@ -317,22 +322,16 @@ class Node:
     """
     _has_inherited: bool = False
 
-    @property
-    def redundancy(self) -> NodeLevel | None:
-        """The level that stands for parity."""
-        if self.levels and self.levels[-1].is_memory:
-            return self.levels[-1]
-        return None
-
-    @property
-    def storage(self) -> tuple[NodeLevel, ...]:
-        """The levels that are storage, fast to slow."""
-        return tuple(level for level in self.levels if not level.is_memory)
+    def __post_init__(self) -> None:
+        self.levels = self.storage
+        if self.redundancy is not None:
+            self.levels = (*self.storage, self.redundancy)
 
     def inherit(self, ranks: Sequence[RankView]) -> None:
         """Take over what was held for parity before. Only the first call that sees slots does something."""
-        has_slots = any(rank.slots for rank in ranks)
-        if self._has_inherited or not has_slots or self.redundancy is None:
+        if self.redundancy is None or self._has_inherited:
+            return
+        if not any(rank.slots for rank in ranks):
             return
         self._has_inherited = True
         held: set[StepKey] = set()

@@ -14,6 +14,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from lazysnap.core.actions import Action, AdoptSlots, CloseConnection, FreeSlot, MakeSlot, TrainerReported, VoidSlot
 from lazysnap.core.messages import PROTOCOL, Farewell, JobSettings, KeeperState, NamedStep, StepKey, TrainerState
 from lazysnap.core.node import RankView
@@ -36,8 +38,7 @@ class Presence(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True)
-class Wants:
+class Wants(Struct, frozen=True):
     """What the trainers of a node want of its keeper, at one moment."""
 
     required: tuple[StepKey, ...] = ()
@@ -172,11 +173,10 @@ class Ranks:
 
     all: list[Rank] = field(default_factory=list)
     """By number on the node."""
-
-    @property
-    def is_served(self) -> bool:
-        """True if any trainer is alive."""
-        return any(rank.is_served for rank in self.all)
+    wants: Wants = field(default_factory=Wants)
+    """What all trainers want, also those that died. Each transition brings it up to date."""
+    is_served: bool = False
+    """True if any trainer is alive. Each transition brings it up to date, too."""
 
     def rank(self, number: int) -> Rank:
         """Return a rank, which may be new."""
@@ -198,29 +198,6 @@ class Ranks:
         for number in range(job.num_ranks):
             views.append(self.rank(number).view(job.num_kept, may_still_come=self.is_served))
         return views
-
-    def wants(self) -> Wants:
-        """Return what all trainers, also those that died, want."""
-        required: set[StepKey] = set()
-        protect: set[StepKey] = set()
-        names: set[NamedStep] = set()
-        released: set[str] = set()
-        for rank in self.all:
-            if rank.state is None:
-                continue
-            required.update(StepKey(rank.state.start, step) for step in rank.state.required)
-            protect.update(StepKey(rank.state.start, step) for step in rank.state.protect)
-            names.update(rank.state.names)
-            released.update(rank.state.released)
-        served = [rank.state for rank in self.all if rank.is_served and rank.state is not None]
-        return Wants(
-            required=tuple(sorted(required)),
-            protect=tuple(sorted(protect)),
-            names=tuple(sorted(names)),
-            released=frozenset(released),
-            is_preempted=any(state.is_preempted for state in served),
-            is_choosing=any(state.start == 0 for state in served),
-        )
 
     # Transitions
 
@@ -247,7 +224,8 @@ class Ranks:
         """Take the state of a trainer that is not refused."""
         actions: list[Action] = []
         rank = self.rank(event.state.local_rank)
-        if rank.connection != event.connection:
+        is_new_connection = rank.connection != event.connection
+        if is_new_connection:
             if rank.presence is Presence.ATTACHED:
                 actions.append(CloseConnection(rank.connection))
             rank.connection = event.connection
@@ -260,18 +238,19 @@ class Ranks:
         if rank.state is None or rank.state.memory != event.state.memory:
             rank.memory_retry_at = None
         rank.state = event.state
-        if event.state.slots:
+        if is_new_connection and event.state.slots:  # their descriptors come with the first state
             rank.is_adopting = True
             actions.append(AdoptSlots(event.connection, rank.number))
         if event.state.farewell is not Farewell.NONE:
             actions += self._part(rank)
+        self._gather()
         return actions
 
     def _part(self, rank: Rank) -> list[Action]:
         """Its trainer takes leave. The last one of a training that is over is told by the end of the keeper."""
         is_over = rank.state is not None and rank.state.farewell is Farewell.OVER
         rank.presence = Presence.ENDED if is_over else Presence.DEAD
-        if is_over and not self.is_served:
+        if is_over and not any(other.is_served for other in self.all):
             return []
         connection = rank.connection
         rank.connection = -1
@@ -288,6 +267,7 @@ class Ranks:
             if rank.presence is Presence.ATTACHED:
                 rank.presence = Presence.AWAY
                 rank.away_since = now
+        self._gather()
         return actions
 
     def lose_process(self, pid: int) -> list[Action]:
@@ -300,7 +280,32 @@ class Ranks:
                 actions.append(CloseConnection(rank.connection))
             rank.connection = -1
             rank.presence = Presence.DEAD
+        self._gather()
         return actions
+
+    def _gather(self) -> None:
+        """Bring together what follows from the states of the trainers."""
+        required: set[StepKey] = set()
+        protect: set[StepKey] = set()
+        names: set[NamedStep] = set()
+        released: set[str] = set()
+        for rank in self.all:
+            if rank.state is None:
+                continue
+            required.update(StepKey(rank.state.start, step) for step in rank.state.required)
+            protect.update(StepKey(rank.state.start, step) for step in rank.state.protect)
+            names.update(rank.state.names)
+            released.update(rank.state.released)
+        served = [rank.state for rank in self.all if rank.is_served and rank.state is not None]
+        self.is_served = bool(served)
+        self.wants = Wants(
+            required=tuple(sorted(required)),
+            protect=tuple(sorted(protect)),
+            names=tuple(sorted(names)),
+            released=frozenset(released),
+            is_preempted=any(state.is_preempted for state in served),
+            is_choosing=any(state.start == 0 for state in served),
+        )
 
     def former_slots(self, num_ranks: int) -> list[Action]:
         """Return what frees all slots of ranks that the present start does not have."""

@@ -8,7 +8,7 @@ import xxhash
 from torch.utils.data import Subset
 
 _MOST_BYTES = 1 << 20
-"""Of each tensor or array the beginning is enough."""
+"""The beginning of each tensor or array is enough."""
 _MOST_SUBSETS = 8
 
 

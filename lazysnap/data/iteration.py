@@ -1,7 +1,4 @@
-"""One iteration of a data loader: gives the batches of the loader's own iterator, and notes how to get there again.
-
-Where a restart can only read batches again, it does so with the random generators as they were then.
-"""
+"""One iteration of a data loader: it begins at a position, gives batches, and notes how to get there again."""
 
 import itertools
 import logging
@@ -12,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from lazysnap.data.digests import digest_of
-from lazysnap.data.parts import base_of, is_iterable
-from lazysnap.data.reading import Course, follow
-from lazysnap.data.share import is_first_rank, length_of
-from lazysnap.data.stateful import (
-    begin_anew,
+from lazysnap.data.iterators import follow
+from lazysnap.data.layout import is_first_rank, length_of
+from lazysnap.data.own_state import (
     drop_early_iterator,
-    is_driven,
-    load_loader,
+    is_stateful,
+    keeps_loaded_state,
     rest_of,
     saves_position,
-    state_of_loader,
 )
+from lazysnap.data.parts import base_of, is_iterable
+from lazysnap.data.plan import IterationPlan
+from lazysnap.data.streams import NOT_SEARCHED
 from lazysnap.data.workers import keep_streams
 
 if TYPE_CHECKING:
@@ -31,22 +28,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NOT_RECORDED = ("given", "now", "own", "mark", "share", "at_end", "was_left")
-"""Fields of a position that are not noted when its iteration begins."""
-_SAID_AFTER_S = 1.0
+_NOT_NOTED = ("given", "last_index", "now", "checkpoint", "layout", "at_end", "was_left")
+"""Fields of a position that do not hold for its whole iteration."""
+_LONG_S = 1.0
 _NO_ORDER = (
     "%s: with in_order=False the order of the batches depends on the speed of the workers: a restart trains some "
     "samples twice, and leaves others out; set in_order=True"
 )
-_NOT_SEARCHED = (
-    "%s: its dataset has so many parts that not all were searched for random generators: those deep inside are in no "
-    "snapshot, and what they draw (augmentation) is not resumed exactly; keep the generator in an attribute of the "
-    "dataset itself"
+_STATEFUL_COLLATE = (
+    "%s: its collate_fn keeps a state from batch to batch, which is in no snapshot: batches after a restart differ; "
+    "keep samples in the dataset instead, whose state_dict() is saved"
 )
 _READ_AGAIN = (
     "%s saves no position: a restart reads the epoch again and drops the batches that were trained. That is exact only "
-    "if it gives the same samples each time (an order that comes from the clock, the process id or a server is not); "
-    "state_dict() and load_state_dict() make it exact, and quick"
+    "if it gives the same samples each time. An order from the clock, the process id or a server is not, nor is one "
+    "that it draws from the global random generators as it goes: let it draw from a generator of its own, or in "
+    "workers. state_dict() and load_state_dict() make it exact, and quick"
 )
 _OTHER_DATA = (
     "%s gave another first batch than before the restart, reading the same epoch again: this training does not resume "
@@ -57,34 +54,25 @@ _clock = itertools.count(1)
 
 
 def tick() -> int:
-    """The next number of a clock that counts events: what came later has a greater one."""
+    """Return the next number of a clock that counts events: a later event has a greater number."""
     return next(_clock)
 
 
 class Iteration:
-    """One iteration of the loader of ``position``; ``make`` makes the loader's own iterator.
-
-    It has many attributes: what is noted of each batch until the batch is over.
-    """
+    """One iteration of the loader of ``position``; ``make`` makes the loader's own iterator."""
 
     def __init__(self, position: "Position", make: Callable[[], Iterator[Any]]) -> None:
         self._position = position
         self._make = make
         self._base = base_of(position.loader)
-        self._looks_ahead = hasattr(type(position.loader), "adjust_state_dict_for_prefetch")
-        # Only one rank reads for all.
+        self._plan = IterationPlan(position)
+        # In Accelerate's dispatching loader one rank reads for all.
         self._can_follow = type(position.loader).__name__ != "DataLoaderDispatcher"
-        self._owns: list[tuple[int, Any]] = []
-        """Own states of a loader that is read ahead, by the number of batches that it gave."""
-        self._loaded: tuple[int, Any] = -1, None
-        """The state of its own that was loaded, and the batches behind which it is; -1: none."""
+        self._can_pass = self._can_follow and isinstance(self._base, DataLoader) and not is_iterable(self._base)
+        """True if indices of a map-style dataset can be passed over in the sampler."""
         self._inner: Any = iter(())
-        self._course = Course(position, looks_ahead=self._looks_ahead)
-        self._has_own = saves_position(self._base) and (
-            bool(self._course.workers) or not (self._looks_ahead or is_driven(self._base))
-        )
         self._follows = False
-        """True if the iterator of torch takes the course; else this one notes what it can."""
+        """True if the iterator of torch follows the plan; else this one notes what it can."""
         self.began = tick()
         self.given = 0
         self.is_over = False
@@ -95,27 +83,22 @@ class Iteration:
         return self
 
     @property
-    def recorded(self) -> dict[str, Any]:
-        """The notes since it began."""
-        return self._course.recorded
+    def notes(self) -> dict[str, Any]:
+        """Notes since it began."""
+        return self._plan.notes
 
     def place(self, *, is_at_end: bool) -> dict[str, Any]:
-        """Return where it stands: the notes, and the loader's ``own`` state or a ``mark`` of its course, if it has one.
+        """Return its notes, the batches that it gave, and the newest checkpoint before that.
 
         ``is_at_end``: it gave its last batch.
         """
-        found: dict[str, Any] = {}
-        # Before the first batch a loader's own state may be that of the epoch before, at its end.
-        if self._has_own and self.given and not self._looks_ahead:
-            at, loaded = self._loaded
-            found = {"own": loaded if self.given == at else state_of_loader(self._base)}
-        elif self._owns:
-            # At its end one batch is left: with none, Accelerate's loaders would not count the epoch.
-            most = self.given - is_at_end
-            found = next(({"own": own, "own_at": at} for at, own in reversed(self._owns) if at <= most), {})
-        elif (mark := self._course.mark_at(self.given, is_at_end=is_at_end)) is not None:
-            found = {"mark": mark}
-        return {**self.recorded, "given": self.given, **found}
+        place = {**self.notes, "given": self.given, "last_index": self._plan.digest_of_index(self.given)}
+        checkpoint = self._plan.checkpoint_behind(self.given, is_at_end=is_at_end)
+        if checkpoint is not None:
+            place["checkpoint"] = checkpoint
+        return place
+
+    # ---------------------------------------------------------------- batches
 
     def __next__(self) -> Any:
         position = self._position
@@ -133,157 +116,181 @@ class Iteration:
         return batch
 
     def _next(self) -> Any:
-        """The next batch of the loader's own iterator; where that takes no course, what it reads ahead is noted."""
+        """Return the next batch of the loader's own iterator."""
+        plan = self._plan
         if not self._follows:
             if not self.given:
-                self._course.pass_over(self._inner)
-            self._course.read = self.given
-            if self._has_own and self._looks_ahead and self.given:
-                # Accelerate's loader has asked for as many batches as it gave, and one more.
-                self._owns = [*self._owns[-1:], (self.given + 1, state_of_loader(self._base))]
-            else:
-                self._course.before_batch()
+                plan.pass_over(self._inner)
+            plan.read = self.given
+            plan.before_batch()
         batch = next(self._inner)
-        if not self.given and self._is_only_read_again:
+        if not self.given and self._only_rereads:
             self._note_first_batch(batch)
         return batch
 
     @property
-    def _is_only_read_again(self) -> bool:
-        """True if nothing but reading the data again leads back to a place in them."""
-        if self._has_own or self._can_pass():
+    def _only_rereads(self) -> bool:
+        """True if only reading the data again leads back to a place in them."""
+        if self._plan.is_asked or self._can_pass:
             return False
         return not saves_position(getattr(self._base, "dataset", None))
 
     def _note_first_batch(self, batch: Any) -> None:
         """Note a digest of the epoch's first batch; after a restart compare it with that of before."""
         digest = digest_of(batch)
-        before = (self._course.origin or {}).get("first_batch")
-        is_other = before is not None and before != digest
-        if is_other and not self._position.is_recounted and is_first_rank():
+        self.notes["first_batch"] = digest
+        digest_before = (self._plan.origin or {}).get("first_batch")
+        if digest_before in (None, digest) or self._position.is_recounted:
+            return
+        if is_first_rank():
             dataset = getattr(self._base, "dataset", self._base)
             logger.warning(_OTHER_DATA, type(dataset).__name__)
-        self.recorded["first_batch"] = digest
 
     # ---------------------------------------------------------------- its beginning
 
     def begin(self, batches: int = 0) -> None:
         """Begin a new iteration behind ``batches``. May draw random numbers."""
-        if self._can_pass():
-            self._course.passes = self._without_last(batches)
+        plan = self._plan
+        if self._can_pass:
+            plan.passes = self._without_last(batches)
         self._start()
-        self.recorded.update(self._position.counts(), share=self._position.share())
-        self._read_again(batches - self._course.passes)
+        self.notes.update(self._position.counts())
+        self.notes["layout"] = self._position.layout()
+        self._read_again(batches - plan.passes)
         self.given = batches
 
-    def _without_last(self, batches: int) -> int:
-        """Return ``batches``, less the last one of an epoch where Accelerate's loaders must give it to count that."""
-        return batches - (self._looks_ahead and batches > 0 and batches == length_of(self._position.loader))
-
-    def land(self, state: dict[str, Any]) -> None:
-        """Go on behind ``state["given"]`` batches, with the random generators as they were there."""
-        position, course, given = self._position, self._course, int(state["given"])
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue behind ``state["given"]`` batches, with the random generators as they were there."""
         if "at_iter" not in state:  # nothing was read
             self.begin()
             return
-        course.origin = state
-        course.recorded = {name: value for name, value in state.items() if name not in NOT_RECORDED}
-        at = self._set_off(state, given)
-        if "own" in state:
-            self._loaded = at, state["own"]
-        course.is_read_again = at < given
-        passes = course.passes
-        self._start(state.get("own"))
+        position = self._position
+        plan = self._plan
+        given = int(state["given"])
+        plan.origin = state
+        plan.notes.update({name: value for name, value in state.items() if name not in _NOT_NOTED})
+        plan.start = dict(state.get("checkpoint") or {})
+        at = self._choose_start(given)
+        plan.read = at
+        plan.has_ended = plan.start.get("has_ended", False)
+        plan.rereads = at < given
+        passes = plan.passes
+        self._start()
         if passes and not self._follows:  # only the iterator of torch passes over indices
-            at, course.read, course.is_read_again = 0, 0, True
-        if not course.workers:
-            ahead = [state["ahead"]] if self._looks_ahead and "ahead" in state else []
-            after = [None] if ahead and self._follows and not course.is_read_again else []
-            course.before = dict(enumerate([*ahead, *after], given + self._follows))
+            at = 0
+            plan.read = 0
+            plan.rereads = True
+        if plan.reads_ahead and not plan.workers and "ahead" in state:
+            if self._follows:
+                plan.streams_before[given + 1] = state["ahead"]
+                if not plan.rereads:
+                    plan.streams_before[given + 2] = None
+            else:
+                plan.streams_before[given] = state["ahead"]
         self._read_again(given - at)
         self.given = given
-        course.recorded["share"] = position.share()
+        self.notes["layout"] = position.layout()
         position.streams.watch([position.loader, self._base])  # samplers make generators when they are iterated
         position.streams.restore(state["now"])
 
-    def _set_off(self, state: dict[str, Any], given: int) -> int:
+    def _choose_start(self, given: int) -> int:
         """Choose where the loader begins; return behind how many batches."""
-        course = self._course
-        if "own" in state:
-            course.mark = {"at": int(state.get("own_at", given))}
-        else:
-            course.mark = dict(state.get("mark") or {})
-        at = int(course.mark.get("at", 0))
-        if "own" not in state and self._can_pass():
-            # Other workers draw other augmentation, whether they read the batches of before again or not.
-            needs_no_reading = not course.workers or self._position.has_other_workers
-            if needs_no_reading and "collate" not in course.mark:
-                at = self._without_last(given)
-            course.passes = at
-        course.read, course.has_ended = at, course.mark.get("has_ended", False)
+        plan = self._plan
+        at = int(plan.start.get("at", 0))
+        if "loader" in plan.start or not self._can_pass:
+            return at
+        # Other workers draw other augmentation, whether they read the batches of before again or not.
+        if not plan.workers or self._position.has_other_workers:
+            at = self._without_last(given)
+        plan.passes = at
         return at
 
-    def _can_pass(self) -> bool:
-        """True if the sampler alone can be driven over batches of a map-style dataset."""
-        return self._can_follow and isinstance(self._base, DataLoader) and not is_iterable(self._base)
+    def _without_last(self, batches: int) -> int:
+        """Return ``batches``, less the last one of an epoch where Accelerate's loaders must give it to count that."""
+        is_whole_epoch = batches > 0 and batches == length_of(self._position.loader)
+        if self._plan.reads_ahead and is_whole_epoch:
+            return batches - 1
+        return batches
 
-    def _start(self, own: Any = None) -> None:
-        """Make the loader's own iterator; ``own``: the state with which the loader goes on."""
-        course, position, base = self._course, self._position, self._base
+    def _start(self) -> None:
+        """Make the loader's own iterator."""
+        plan = self._plan
+        position = self._position
+        base = self._base
         position.streams.watch([position.loader, base])
-        has_ended = course.mark.get("has_ended", False)
-        self._follows = self._can_follow and not self._has_own and not has_ended and follow(course)
-        if course.workers and not getattr(base, "in_order", True):
-            position.warn_once(_NO_ORDER, base)
-        if is_iterable(base) and self._is_only_read_again and is_first_rank():
-            position.warn_once(_READ_AGAIN, base.dataset)
-        if not position.streams.is_complete and is_first_rank():
-            position.warn_once(_NOT_SEARCHED, base)
-        keep_streams([base] if self._has_own else [])
+        has_ended = plan.start.get("has_ended", False)
+        self._follows = self._can_follow and not plan.is_asked and not has_ended and follow(plan)
+        self._warn_of_inexact()
+        if plan.is_asked:
+            keep_streams([base])
         if not self._follows:
-            course.passes = 0
-            if not self._has_own:
+            plan.passes = 0
+            if not plan.is_asked:
                 drop_early_iterator(base)
-            course.begin()
-        if own is not None:
-            load_loader(base, own)
-        elif self._has_own:
-            begin_anew(getattr(base, "dataset", None))
+            plan.begin()
         if has_ended:
-            begin_anew(base.dataset, course.mark["dataset"])
-            self._inner = iter(())
+            if not keeps_loaded_state(base.dataset):
+                base.dataset.load_state_dict(plan.start["dataset"])
+        elif "loader" in plan.start:
+            plan.load_own()
+            self._inner = rest_of(base, self._make)
+            self._begin_nodes()
         else:
-            self._inner = self._make() if own is None else rest_of(base, self._make)
-            if own is not None and hasattr(self._inner, "has_next"):  # nodes of torchdata read ahead
-                is_ahead = self._inner.has_next()
-                self._inner._cached_state_dict = None  # else it would be their state from here on
-                if is_ahead:
-                    course.begin()
-                    load_loader(base, own)
-                    self._inner = rest_of(base, self._make)
+            self._inner = self._make()
+
+    def _begin_nodes(self) -> None:
+        """Let nodes of torchdata, which read ahead, draw their order with the generators of the beginning."""
+        if not hasattr(self._inner, "has_next"):
+            return
+        has_next = self._inner.has_next()
+        self._inner._cached_state_dict = None  # else it would be their state from here on
+        if has_next:
+            self._plan.begin()
+            self._plan.load_own()
+            self._inner = rest_of(self._base, self._make)
+
+    def _warn_of_inexact(self) -> None:
+        """Name what this loader does not resume exactly, once."""
+        base = self._base
+        position = self._position
+        if self._plan.workers and not getattr(base, "in_order", True):
+            position.warn_once(_NO_ORDER, base)
+        if not is_first_rank():
+            return
+        if is_iterable(base) and self._only_rereads:
+            position.warn_once(_READ_AGAIN, base.dataset)
+        if is_stateful(getattr(base, "collate_fn", None)):
+            position.warn_once(_STATEFUL_COLLATE, base)
+        if not position.streams.is_complete:
+            position.warn_once(NOT_SEARCHED, base)
 
     def _read_again(self, batches: int) -> None:
         """Read ``batches`` and drop them. Blocks; one line says how long, if that is more than seconds."""
-        started, is_said = time.monotonic(), False
+        started_s = time.monotonic()
+        is_reported = False
         first = self.given
-        for number in range(batches):
+        for number in range(1, batches + 1):
             try:
                 self._next()
             except StopIteration:
-                logger.warning("the data ends %d batches before the place where it was to go on", batches - number)
+                missing = batches - number + 1
+                logger.warning("the data ends %d batches before the place where it was to continue", missing)
                 return
             self.given += 1
-            seconds = time.monotonic() - started
-            if not is_said and seconds > _SAID_AFTER_S and is_first_rank():
-                is_said = True
+            elapsed_s = time.monotonic() - started_s
+            if not is_reported and elapsed_s > _LONG_S and is_first_rank():
+                is_reported = True
                 logger.warning(
                     "%s: %d batches are read again, to go on behind them: about %.0f s (%s)",
-                    *(type(self._base).__name__, batches, seconds / (number + 1) * batches, self._why()),
+                    type(self._base).__name__,
+                    batches,
+                    elapsed_s / number * batches,
+                    self._reason_of_reading(),
                 )
         self.given = first
 
-    def _why(self) -> str:
-        dataset = getattr(self._base, "dataset", self._base)
+    def _reason_of_reading(self) -> str:
         if is_iterable(self._base):
-            return f"{type(dataset).__name__} does not save its position: state_dict() and load_state_dict() would"
+            name = type(self._base.dataset).__name__
+            return f"{name} does not save its position: state_dict() and load_state_dict() would"
         return "its batches cannot be passed over by index"

@@ -1,12 +1,14 @@
-"""Loaders that are iterated by a position: ``ResumableLoader``, and what stands in for a loader that is not torch's."""
+"""Loaders that are iterated by a position: ``ResumableLoader``, a ``DataLoader`` in place, or any other loader."""
 
+import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lazysnap.data.position import Position, make_resumable
+from lazysnap.data.parts import attributes_of
+from lazysnap.data.position import Position
 from lazysnap.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -82,3 +84,37 @@ def with_position(loader: Any) -> tuple[Any, Position]:
     )
     recorded = Recorded(loader)
     return recorded, recorded.position
+
+
+def make_resumable(loader: Any) -> Position:
+    """Let iterations of ``loader`` be recorded and resumed, in place: it stays the same object. Idempotent.
+
+    For a ``DataLoader`` or what Accelerate made of one. Raises: ConfigError, for anything else.
+    """
+    known = attributes_of(loader).get("_lazysnap_position")
+    if isinstance(known, Position):
+        return known
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(f"a torch.utils.data.DataLoader is needed, got {type(loader).__qualname__}")
+    # Accelerate's loaders pretend to be of torch's class, by a property that cannot be set.
+    object.__dict__["__class__"].__set__(loader, _resumable(type(loader)))  # type: ignore[arg-type]
+    position = Position(loader, is_owned=True)
+    loader._lazysnap_position = position
+    return position
+
+
+@functools.cache
+def _resumable(kind: type) -> type:
+    """A subclass of a loader's class whose iterations are recorded by the loader's position."""
+
+    def __iter__(self: Any) -> Iterator[Any]:
+        return self._lazysnap_position.iterate(lambda: kind.__iter__(self))  # type: ignore[no-any-return,attr-defined]
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle, or copy, as the loader that it was: the position belongs to this one."""
+        stock: Any = object.__new__(kind)
+        stock.__dict__.update({name: value for name, value in vars(self).items() if name != "_lazysnap_position"})
+        return stock.__reduce_ex__(protocol)
+
+    methods = {"__iter__": __iter__, "__reduce_ex__": __reduce_ex__, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), methods)

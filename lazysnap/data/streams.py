@@ -1,4 +1,4 @@
-"""Every stream of random numbers that a training draws from: the global ones and those that data loaders own."""
+"""The random generators that a training draws from: the global ones and those that data loaders own."""
 
 import array
 import random
@@ -10,20 +10,32 @@ import torch
 
 from lazysnap.data.generators import GeneratorSearch
 
+NOT_SEARCHED = (
+    "%s: its dataset has so many parts that not all were searched for random generators: those deep inside are in no "
+    "snapshot, and what they draw (augmentation) is not resumed exactly; keep the generator in an attribute of the "
+    "dataset itself"
+)
 _OF_HOST = {"python", "numpy", "torch"}
-"""Global generators of the host; others stand by the type of their device."""
+"""Global generators of the host; others have the type of their device as name."""
 
 
 def _accelerator() -> tuple[str, Any]:
     """Return the type of device that this process computes on, and torch's module for it; empty and ``None`` without
     one.
     """
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return ("", None) if found is None else (found.type, torch.get_device_module(found))
+    if not torch.accelerator.is_available():
+        return "", None
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return "", None
+    return device.type, torch.get_device_module(device)
 
 
 def collect_rng() -> dict[str, Any]:
-    """The state of all generators of this process. NumPy only if the program imported it; no device is initialised."""
+    """Return the state of all generators of this process.
+
+    NumPy is included only if the program imported it. No device is initialised.
+    """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -35,7 +47,7 @@ def collect_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put the generators back; devices that are not there any more are left out."""
+    """Put the generators back; states of missing devices are skipped."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
@@ -47,16 +59,8 @@ def restore_rng(state: dict[str, Any]) -> None:
         module.set_rng_state(device_state, index)
 
 
-def has_drawn(before: dict[str, Any]) -> bool:
-    """True if a generator of Python, NumPy or torch moved since ``collect_rng`` returned ``before``."""
-    now = collect_rng()
-    if before["python"] != now["python"] or not torch.equal(before["torch"], now["torch"]):
-        return True
-    return "numpy" in before and bool(before["numpy"][2:] != now["numpy"][2:])  # how far it is in its table
-
-
 class RandomStreams:
-    """States of the generators, compact and without tensors, so that they may come and go between captures."""
+    """States of the generators, compact and without tensors, so that they may differ between captures."""
 
     def __init__(self) -> None:
         self._owned: dict[str, Any] = {}
@@ -82,7 +86,10 @@ class RandomStreams:
 
     def collect_owned(self) -> dict[str, Any]:
         """Return the states of generators that loaders own, without the global ones."""
-        return {"owned": [[path, type(one).__qualname__, _get(one)] for path, one in self._owned.items()]}
+        owned = []
+        for path, generator in self._owned.items():
+            owned.append([path, type(generator).__qualname__, _state_of(generator)])
+        return {"owned": owned}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Put all states back; owned generators by where they were found."""
@@ -97,9 +104,9 @@ class RandomStreams:
     def restore_owned(self, state: dict[str, Any]) -> None:
         """Put back what loaders own, and leave the global generators alone."""
         # Some come later: loaders of validation, generators that samplers make at their first iteration.
-        for path, kind, owned in state["owned"]:
+        for path, kind, generator_state in state["owned"]:
             if kind == type(self._owned.get(path)).__qualname__:
-                _set(self._owned[path], owned)
+                _load(self._owned[path], generator_state)
 
 
 def _pack_python(state: Any) -> list[Any]:
@@ -121,7 +128,7 @@ def _unpack_torch(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _get(generator: Any) -> Any:
+def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return _pack_torch(generator.get_state())
     if isinstance(generator, random.Random):
@@ -131,7 +138,7 @@ def _get(generator: Any) -> Any:
     return generator.get_state()
 
 
-def _set(generator: Any, state: Any) -> None:
+def _load(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(_unpack_torch(state))
     elif isinstance(generator, random.Random):

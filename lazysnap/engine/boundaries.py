@@ -130,7 +130,10 @@ class Boundaries:
             self._note_weights()
             self._note_uncaptured()
             return False
-        return self._capture_due(step, started)
+        began = self._capture_due(step, started)
+        if is_forced or is_last:
+            self._recorder.settle()
+        return began
 
     def _check_boundary_in_graph(self) -> None:
         if is_capturing_graph():
@@ -150,7 +153,7 @@ class Boundaries:
         ``is_forced``: it is captured all the same.
         """
         self._awaits_gradients = False
-        if self._messages.is_known("graph"):
+        if self._messages.is_open(Event.IN_GRAPH):
             return False  # a graph that is replayed steps without a hook
         gradients = self.gates.gradients
         optimizers = self._source.optimizers()
@@ -166,7 +169,7 @@ class Boundaries:
             return False
         if any(gradients.is_kept_long(optimizer) for optimizer in awaited):
             self._messages.tell(Event.GRADIENTS_WAIT, step=step, names=names)
-        self._statistics.skipped["gradients wait for an optimizer step"] += 1
+        self._statistics.skipped["gradients waited for an optimizer step"] += 1
         self._awaits_gradients = True
         return True
 
@@ -205,17 +208,18 @@ class Boundaries:
             with collector_paused():
                 began = self._recorder.begin(step)
         except StateError as error:
-            self._recorder.skip("unsupported state")
+            self._recorder.skip("the state could not be captured")
             if not self._recorder.encoded_once:
                 raise
-            self._messages.tell(Event.UNSUPPORTED, step=step, text=error)
+            self._messages.tell(Event.NOT_CAPTURED, step=step, kind=StateError, text=error)
         except JobBusy:
             raise
         except Exception as error:
             if not _is_of_capture(error):
                 raise
-            self._messages.tell(Event.NOT_CAPTURED, step=step, text=f"{type(error).__name__}: {error}")
-            self._recorder.skip("error")
+            text = f"{type(error).__name__}: {error}"
+            self._messages.tell(Event.NOT_CAPTURED, step=step, kind=type(error), text=text)
+            self._recorder.skip("the capture failed")
         seconds = time.perf_counter() - started
         self._statistics.waited_s += seconds
         if began:
@@ -242,6 +246,7 @@ class Boundaries:
                 break
             time.sleep(0.005)
         self.finish_copies()
+        self._recorder.settle()
         return self._recorder.last_step == step
 
     def capture_last(self) -> None:
@@ -276,7 +281,7 @@ class Boundaries:
 
     def _versions_now(self) -> list[int] | None:
         """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""
-        if self._messages.is_known("graph"):
+        if self._messages.is_open(Event.IN_GRAPH):
             return None  # a graph that is replayed changes them without any sign
         return [self.gates.steps, *(weight._version for weight in self._weights)]
 
@@ -315,8 +320,7 @@ class Boundaries:
         self._messages.tell(Event.IN_GRAPH)
 
     def _stepped_beside(self) -> None:
-        if self._captures.discard("an optimizer stepped without passing the gate"):
-            self._messages.tell(Event.STEPPED_BESIDE)
+        if self._captures.discard("an optimizer stepped while it was copied, without engine.gate() before it"):
             self.gate()
 
     def finish_copies(self) -> None:
@@ -357,6 +361,7 @@ class Boundaries:
     def close(self) -> None:
         """Take the hooks off, stop the copy thread, let go of state and slots. Blocks: at most some seconds."""
         self.gates.remove()
+        self._recorder.check.cancel()
         self._captures.close(self._config.io_timeout_s)
         self._recorder.forget_plan()
         self._source.release()

@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from lazysnap.capture.plan import check_kinds
-from lazysnap.config import SnapshotConfig, config_at
+from lazysnap.config import KeepBest, SnapshotConfig, config_at
 from lazysnap.core.messages import StepKey
+from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.level_checks import shared_levels
 from lazysnap.engine.messages import Messages
@@ -50,10 +51,7 @@ def _refused_shortly(method: Callable[_Arguments, _Result]) -> Callable[_Argumen
 
 
 class SnapshotEngine:
-    """Captures the training state lazily at optimizer-step boundaries, and restores it.
-
-    ``state`` is a ``StateSource``, or a mapping of names to objects with ``state_dict`` and ``load_state_dict``.
-    ``config`` is a ``SnapshotConfig``, or a path or URL: the one place for snapshots, with default settings::
+    """Captures the training state lazily at optimizer-step boundaries, and restores it::
 
         engine = SnapshotEngine("runs/a", {"model": model, "optimizer": optimizer})
         engine.restore("latest")
@@ -63,59 +61,80 @@ class SnapshotEngine:
                 optimizer.step()
                 engine.boundary()
 
-    At the end of the ``with`` block the engine is closed (``close``). After an exception, ``KeyboardInterrupt`` or a
+    The end of the ``with`` block closes the engine (``close``). After an exception, ``KeyboardInterrupt`` or a
     ``SystemExit`` with an exit status it is left as after a crash (``abandon``): the next start resumes from memory.
-
     After its end it takes no calls but ``statistics``, ``gate``, ``close`` and ``abandon``: others raise ConfigError.
 
-    Methods with an underscore are for integrations of this package.
+    One engine per process and job, on the training thread. A later one takes the place of the one before, which is
+    left as after a crash: a cell of a notebook may be run again.
 
-    One engine per process and job, used on the training thread: a later one takes the place of the one before, which is
-    left as after a crash (``abandon``). So a cell of a notebook that makes the engine may be run again.
-
-    With ``torch.distributed`` initialised, every rank makes one at the same point; making it, ``restore``, the first
-    ``boundary`` and ``close`` are collective then. ``keep`` and ``wait`` do not wait for other ranks, but all ranks
-    have to call them. Whatever fails in a keeper or a level never raises into training: it is logged once, counted in
-    ``statistics()``, and tried again.
+    With ``torch.distributed`` every rank makes an engine at the same point. Making it, ``restore``, the first
+    ``boundary``, ``keep_best``, ``rollback`` and ``close`` are collective. ``keep``, ``release`` and ``wait`` wait for
+    no other rank, but all ranks call them. A failing keeper or level never raises into training: that is logged once,
+    counted in ``statistics()``, and tried again.
     """
 
     def __init__(
-        self,
-        config: "SnapshotConfig | str | os.PathLike[str]",
-        state: StateSource | Mapping[str, Any],
-        *,
-        default_url: str | None = None,
-        takes_over: bool = True,
+        self, config: "SnapshotConfig | str | os.PathLike[str]", state: StateSource | Mapping[str, Any]
     ) -> None:
         """Collective. Blocks: for other ranks.
 
         Args:
-            config: see above.
-            state: see above.
-            default_url: for integrations: the place of snapshots where the config names none.
-            takes_over: for integrations: an earlier engine of this process and job that was not ended is left as after
-                a crash. Its keeper would refuse this one.
+            config: a ``SnapshotConfig``, or a path or URL: the one place for snapshots, with default settings.
+            state: a mapping of names to objects with ``state_dict`` and ``load_state_dict``.
+
+        Raises: ConfigError; WaitTimeout, if another rank is missing.
         """
-        self.config = config_at(config)
-        identity = JobIdentity.from_config(self.config, default_url)
+        self._set_up(config_at(config), state, default_url=None, takes_over=True)
+
+    @classmethod
+    def _of_integration(
+        cls, config: SnapshotConfig, state: StateSource, *, default_url: str | None, takes_over: bool = True
+    ) -> "SnapshotEngine":
+        """Make an engine. Collective. Blocks: for other ranks.
+
+        Args:
+            config: settings.
+            state: the state of the training.
+            default_url: the place of snapshots where the config names none.
+            takes_over: an earlier engine of this process and job that was not ended is left as after a crash. Its
+                keeper would refuse this one.
+
+        Raises: as the constructor.
+        """
+        engine = cls.__new__(cls)
+        engine._set_up(config, state, default_url=default_url, takes_over=takes_over)
+        return engine
+
+    def _set_up(
+        self,
+        config: SnapshotConfig,
+        state: StateSource | Mapping[str, Any],
+        *,
+        default_url: str | None,
+        takes_over: bool,
+    ) -> None:
+        self._config = config
+        identity = JobIdentity.from_config(self._config, default_url)
         if takes_over:
             _end_earlier(identity)
         self._identity = identity
         self._source = _source_of(state)
-        self._world = World(self.config.collective_timeout_s, self._source.optimizers())
+        self._world = World(self._config.collective_timeout_s, self._source.optimizers())
         place = self._world.place
         self._client = KeeperClient(
             identity,
             place.local_rank,
-            linger_s=self.config.memory.linger_s,
-            io_timeout_s=self.config.io_timeout_s,
+            linger_s=self._config.memory.linger_s,
+            io_timeout_s=self._config.io_timeout_s,
         )
         messages = Messages(Statistics(), is_first=self._world.rank == 0, speaks_for_node=place.local_rank == 0)
-        self._recorder = Recorder(self.config, self._source, self._client, messages, self._world)
+        self._recorder = Recorder(self._config, self._source, self._client, messages, self._world)
         self._run = self._new_run()
-        self._preemption = Preemption(self.config, self._client, self._captures, self._seal)
-        self._boundaries = Boundaries(self.config, self._source, self._world, self._run, self._preemption)
-        self._shutdown = Shutdown(self.config, self._world, self._run, self._boundaries, self._preemption)
+        self._preemption = Preemption(self._config, self._client, self._captures, self._seal)
+        self._boundaries = Boundaries(self._config, self._source, self._world, self._run, self._preemption)
+        self._best = BestSnapshots(self._run, self._boundaries)
+        self._shutdown = Shutdown(self._world, self._run, self._boundaries, self._preemption, self._best)
         self._is_training = False
         """True if the ``with`` block was entered."""
         self._pid = os.getpid()
@@ -127,12 +146,12 @@ class SnapshotEngine:
 
         Raises: ConfigError; WaitTimeout.
         """
-        check_places(self._world, self.config, self._identity.job_id)
-        discovery = discover_keepers(self._world, self._client, self.config, self._identity.job_id)
+        check_places(self._world, self._config, self._identity.job_id)
+        discovery = discover_keepers(self._world, self._client, self._config, self._identity.job_id)
         self._recorder.memory.group = discovery.group
-        shared = shared_levels(self._world, self.config.levels)
+        shared = shared_levels(self._world, self._config.levels)
         restart = Restart(
-            self.config,
+            self._config,
             self._source,
             self._client,
             self._identity,
@@ -177,7 +196,7 @@ class SnapshotEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """``close(drain=True)``, or ``abandon()`` after an exception. Blocks, and collective, as these are."""
+        """Do ``close()``, or ``abandon()`` after an exception. Collective and blocks, as these."""
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close(drain=True)
         else:
@@ -185,25 +204,34 @@ class SnapshotEngine:
 
     @property
     def step(self) -> int:
-        """The step of the last boundary, or of the snapshot that was restored after it; 0 before the first."""
+        """The step of the last boundary, or of the snapshot that was restored after it; 0 before the first::
+
+        while engine.step < steps:
+        """
         return self._recorder.seen_step or 0
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run that this engine trains: 16 hexadecimal digits, the same on all ranks and after every
-        restart of the run. ``None`` before ``restore`` or the first boundary decides which run it is.
+        """The id of the run that this engine trains: 16 hexadecimal digits, the same on all ranks and after restarts::
 
-        A rollback, and the choice of an older snapshot, begin a new run with an id of its own.
+            wandb.init(id=engine.run_id, resume="allow")
+
+        ``None`` before ``restore`` or the first boundary decides which run it is. A rollback, and the choice of an
+        older snapshot, begin a new run with an id of its own.
         """
         return self._run.run_id
 
     @_refused_shortly
     def all_steps(self) -> list[int]:
-        """Return the steps that a restart could go on from, in ascending order: those of which this rank's memory has
-        its capture, or a level all files. Of this run; before ``restore`` or the first boundary, of the newest one.
+        """Return the steps that a restart could resume, in ascending order::
 
-        By their names: nothing is read or verified. Blocks: starts or finds the keeper, and lists all levels at once,
-        each at most ``timeout_s`` without progress; what does not answer is left out. Not collective.
+            print(engine.all_steps())  # [800, 900, 960]
+
+        They are those of this run; before ``restore`` or the first boundary, of the newest run. A step counts if this
+        rank's memory has its capture, or a level all its files. Nothing is read or verified.
+        Blocks: starts or finds the keeper, and lists all levels at once, each at most ``timeout_s`` without progress.
+        A level that does not answer is left out. Not collective.
+
         Raises: JobBusy, if this job runs already.
         """
         self._check_open("all_steps")
@@ -229,22 +257,26 @@ class SnapshotEngine:
 
     @_refused_shortly
     def restore(self, which: int | str = "latest") -> Snapshot | None:
-        """Resume the freshest snapshot that verifies, or that of one step, name or run.
+        """Resume the freshest snapshot that survived, or the one that is asked for::
 
-        ``None``: there is nothing, start fresh.
+            snapshot = engine.restore("latest")  # None in a first start
 
-        ``which``: ``"latest"``, a step, a name that ``keep`` gave, ``"run:1f3a"`` (the newest snapshot of the run whose
-        id begins so) or ``"run:1f3a@200"`` (that step of it). If another snapshot than the newest is chosen, a new run
-        begins there. What was captured after it stays. ``"latest"`` means the new run as soon as that has a complete
-        snapshot.
-        Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot, and loads it into the
-        live objects. A level that does not answer within its ``timeout_s`` is passed over. Where memory has the whole
-        of ``"latest"``, a level has 3 s; if it answers later and has a newer one, a warning says so. With several ranks
-        collective: all get the same one, or none.
-        Raises: JobBusy, if this job runs already; StateError, if the snapshot is of another model, or the model has a
-        tensor that no snapshot can hold; SnapshotNotFound, if a step, name or run was asked for that is not there;
-        ConfigError, for a bad name; WaitTimeout, if another rank is missing; what ``load_state_dict`` raises. With
-        several ranks, an error on one of them is raised on all; one that is not of this package as StateError.
+        If another snapshot than the newest is chosen, a new run begins there, and what was captured after it stays.
+        ``"latest"`` means the new run as soon as that has a complete snapshot.
+
+        Collective: all ranks get the same snapshot, or none. Blocks: starts or finds the keeper, lists every level,
+        reads and verifies one snapshot, and loads it. A level that does not answer within its ``timeout_s`` is passed
+        over. Where memory has the whole of ``"latest"``, levels have 3 s; a warning names what a late one has.
+
+        Args:
+            which: ``"latest"``, a step, a name that ``keep`` gave, ``"best"`` (see ``keep_best``), ``"run:1f3a"`` (the
+                newest snapshot of the run whose id begins so) or ``"run:1f3a@200"`` (step 200 of it).
+
+        Returns: the snapshot, whose state is loaded; ``None`` if there is none to resume.
+        Raises: SnapshotNotFound, if ``which`` names a snapshot that is not there; StateError, if it is of another
+            model, or the model has a tensor that no snapshot can hold; JobBusy, if this job runs already; ConfigError,
+            for a bad name; WaitTimeout, if another rank is missing; what ``load_state_dict`` raises. An error on one
+            rank is raised on all; one that is not of this package as StateError.
         """
         self._check_open("restore")
         self._together("checking the model", lambda: check_kinds(self._source.expected().items()))
@@ -312,26 +344,34 @@ class SnapshotEngine:
 
     @_refused_shortly
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
-        """Capture the state: optimizer step ``step`` and all that follows it is over. ``True`` if a capture began.
+        """Capture the state: optimizer step ``step`` and all that follows it is over::
 
-        Large tensors are copied after the call, until the next optimizer step. Whatever changes them before that must
-        call ``gate`` first. A write through ``.data`` or NumPy goes unseen, such as averaged weights that are swapped
-        in for an evaluation: without ``gate`` it would be captured as if it were the state of this step.
-        ``step``: one more than ``engine.step`` if not given. ``force``: capture it also between the steps that
-        ``every_n_steps`` names (the last one, or before an exit).
-        Blocks: the first capture, and the first after ``restore``, waits for memory for one snapshot, at most
-        ``io_timeout_s``; not, once it is known that there is none. Later ones do not block on copies, storage or the
-        keeper: where storage holds all slots, the capture is skipped. On a device, a boundary waits until the capture
-        before it is whole.
-        With several ranks the first is collective, the others not.
-        Raises: StateError at the first boundary, for a value that cannot be encoded; JobBusy, if the same job
-        runs already on this node; ConfigError after the end, or while a graph is being captured; at the first boundary
-        also KeeperError, where memory is required and
-        cannot be had; SystemExit, when the training is preempted (docs/operations.md).
-        Also what code of the program raises in it, such as its signal handlers and ``state_dict``. Nothing else.
+            optimizer.step()
+            scheduler.step()
+            engine.boundary()
+
+        Large tensors are copied after the call, until the next optimizer step. Whatever changes them before that calls
+        ``gate`` first. A write through ``.data`` or NumPy goes unseen, such as averaged weights that are swapped in for
+        an evaluation: without ``gate`` it would be captured as if it were the state of this step.
+
+        Collective: the first one. Blocks: the first capture, and the first after ``restore``, waits for memory for one
+        snapshot, at most ``io_timeout_s``. Later ones do not wait for copies, storage or the keeper: where storage
+        holds all slots, the capture is skipped. On a device, a boundary waits until the capture before it is whole.
+
+        Args:
+            step: number of the step; default: one more than ``engine.step``.
+            force: capture it also between the steps of ``every_n_steps``.
+
+        Returns: True if a capture began.
+        Raises: at the first boundary StateError, for a value that cannot be encoded, and KeeperError, where memory is
+            required and cannot be had; JobBusy, if the same job runs already on this node; ConfigError after the end,
+            or while a graph is being captured; SystemExit, when the training is preempted (docs/preemption.md); what
+            code of the program raises in it, such as ``state_dict``. Nothing else.
         """
         self._check_open("boundary")
-        return self._boundaries.boundary(self.step + 1 if step is None else step, force=force)
+        if step is None:
+            step = self.step + 1
+        return self._boundaries.boundary(step, force=force)
 
     def _last_boundary(self, step: int) -> bool:
         """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Not after the
@@ -352,34 +392,43 @@ class SnapshotEngine:
             self._recorder.forget_plan()
 
     def gate(self) -> None:
-        """Return when parameters and optimizer state may change again: the last capture's copies are done.
+        """Wait until parameters and optimizer state may change again: the last capture's copies are done::
 
+            engine.gate()
+            swap_in_averaged_weights(model)
+
+        Hooks on every optimizer call it. Call it before anything else that changes weights, and always before
+        ``replay()`` of a graph that holds an optimizer step, where no hook runs.
         Blocks: on the copy thread, at most ``io_timeout_s``; then that snapshot is dropped and training goes on. What
         a device copies is waited for by the device; the next gate behind that blocks until it is done.
-        Called by hooks on every optimizer; call it yourself before anything else that changes weights: always before
-        ``replay()`` of a graph that holds an optimizer step, for hooks do not run then.
+
         Raises: ConfigError, while a graph is being captured, if a copy is in flight that the graph could not wait for.
         """
         self._boundaries.gate()
 
     def rollback(self, *, steps: int = 1, reason: str = "") -> Rollback:
-        """Go back in place to the newest snapshot at least ``steps`` older than the step in progress.
+        """Go back in place to the newest snapshot at least ``steps`` older than the step in progress::
 
-        That step is the one after the last boundary: called in place of ``boundary(20)``, this gives step 19, and so
-        does ``steps=2`` after it.
+            if not math.isfinite(loss):
+                engine.rollback(reason="the loss is not finite")
 
-        The state comes from memory (the keeper and this process go on), else from storage; gradients are cleared. Data
-        loaders stay where they are: the batches since then are skipped. ``reason``: for the line that the user sees.
-        Snapshots with NaN in trained weights or optimizer state are passed over.
+        The step in progress is the one after the last boundary: called in place of ``boundary(20)``, this gives step
+        19. The state comes from memory, else from storage; gradients are cleared. Data loaders stay where they are: the
+        batches since then are skipped. Snapshots with NaN in trained weights or optimizer state are passed over.
 
-        Captures that are newer than the snapshot are dropped, and are not offered to ``"latest"`` any more: a new run
-        begins. Its first capture is whole in memory at the end of this call. Until then, a crash may resume a newer
-        snapshot that storage has already. Until storage has the first capture, the loss of trainer and keeper together
-        may do that. Called in place of ``boundary``, where nothing newer was captured,
-        it has no such window.
+        Captures that are newer than the snapshot are dropped: a new run begins, and its first capture is whole in
+        memory at the end of this call. A crash before that, or the loss of trainer and keeper together before storage
+        has it, may resume a newer snapshot that storage has already. Called in place of ``boundary``, where nothing
+        newer was captured, it has no such window.
 
-        Collective. Blocks: for reading and loading. Raises: SnapshotNotFound; ConfigError; what ``load_state_dict``
-        raises; WaitTimeout.
+        Collective. Blocks: for reading and loading.
+
+        Args:
+            steps: how far to go back at least.
+            reason: for the line that the user sees.
+
+        Returns: the step at which training stands again, and how long it took.
+        Raises: SnapshotNotFound; ConfigError; what ``load_state_dict`` raises; WaitTimeout.
         """
         self._check_open("rollback")
         return roll_back(self._run, self._boundaries, steps, reason)
@@ -387,22 +436,56 @@ class SnapshotEngine:
     # ---------------------------------------------------------------- names
 
     def keep(self, name: str) -> int:
-        """Name the newest snapshot, that of the last boundary; return its step. It must be stored, due or not, and each
-        level that has it keeps it until ``release``.
+        """Give the newest snapshot, that of the last boundary, a name::
 
-        Where the last boundary was not captured, or an optimizer stepped since (as in a validation of Lightning), the
-        next one is named, and captured, due or not. Then the step returned is the least that it can have. A name is
-        never given to another snapshot than that one. If its slot is gone before the first level has it (a torn copy,
-        storage that is away for long), a warning says so. A name whose snapshot is not stored ends with the training
-        process, or with the keeper's memory.
-        Does not block. Raises: ConfigError, for a bad name, or without persistent levels.
+            engine.keep("before-anneal")
+
+        It must be stored, due or not, and each level that has it keeps it until ``release``. Where the last boundary
+        was not captured, or an optimizer stepped since (as in a validation of Lightning), the next one is captured and
+        named. A name is never given to another snapshot than that one. It is safe once the snapshot is stored: if the
+        first level cannot store it before its slot is gone, a warning says so (docs/levels.md).
+        Does not block. All ranks call it.
+
+        Args:
+            name: 1 to 64 letters, digits, points, dashes or underscores.
+
+        Returns: the step; of a boundary that is still to come, the least that it can have.
+        Raises: ConfigError, for a bad name, or without persistent levels.
         """
         self._check_open("keep")
         check_name(name)
-        if not self.config.levels:
-            raise ConfigError("keep: there is no persistent level that could keep a snapshot")
+        self._check_levels("keep")
         with self._boundaries.lock:
             return self._recorder.keep(name, is_over=not self._boundaries.has_stepped)
+
+    def keep_best(
+        self, monitor: str, value: float, *, mode: Literal["min", "max"] = "min", count: int = 1
+    ) -> int | None:
+        """Keep the newest snapshot, as ``keep`` does, if it is among the ``count`` best of this run by a metric::
+
+            engine.keep_best("val_loss", evaluate(model), mode="min", count=3)
+
+        ``restore("best")`` resumes the best of all that are there, and so do ``load_weights`` and ``export``.
+        Collective: the value of rank 0 counts. Blocks: for other ranks; the first call also until the first level is
+        listed, at most ``io_timeout_s``.
+
+        Args:
+            monitor: name of the metric.
+            value: its value in the state of the present step. NaN and infinity are never among the best.
+            mode: ``"min"`` or ``"max"``: which values are better. Of equal values the earlier one is.
+            count: snapshots to keep. One more stays until the next call.
+
+        Returns: the step, as ``keep``; ``None`` if the snapshot is not among the best.
+        Raises: ConfigError, also without persistent levels; WaitTimeout, if another rank is missing.
+        """
+        self._check_open("keep_best")
+        self._check_levels("keep_best")
+        return self._best.keep(KeepBest(monitor, mode=mode, count=count), float(value))
+
+    def _check_levels(self, call: str) -> None:
+        """Raises: ConfigError, if nothing could be kept."""
+        if not self._config.levels:
+            raise ConfigError(f"{call}: there is no persistent level that could keep a snapshot")
 
     @property
     def _lost_names(self) -> Mapping[str, str]:
@@ -410,9 +493,11 @@ class SnapshotEngine:
         return self._recorder.memory.events.lost_names
 
     def release(self, name: str) -> None:
-        """Take ``name`` from this run's snapshots: retention treats them as any other. Does not block.
+        """Take a name from this run's snapshots: retention treats them as any other::
 
-        Raises: ConfigError, for a bad name.
+            engine.release("before-anneal")
+
+        Does not block. All ranks call it. Raises: ConfigError, for a bad name.
         """
         self._check_open("release")
         check_name(name)
@@ -428,12 +513,19 @@ class SnapshotEngine:
         until: Literal["captured", "protected", "durable"] = "durable",
         timeout_s: float,
     ) -> bool:
-        """Block until the capture of ``step`` is safe. ``False`` after the deadline, or if that capture was dropped.
+        """Block until the capture of a step is safe::
 
-        ``step``: default: the last begun. ``until``: ``"captured"``: it is whole in the memory of this rank.
-        ``"protected"``: it, or a later one, survives the loss of a node. ``"durable"``: it, or a later one, is complete
-        at the first level. The latter two are for all ranks, so all are to wait for it, and all must have captured it:
-        a step that one rank left out for want of a slot is ``False`` on the others.
+            engine.wait(until="durable", timeout_s=60)
+
+        ``"protected"`` and ``"durable"`` are for all ranks: all wait for the same step, and all must have captured it.
+
+        Args:
+            step: the step, or a later one; default: the last capture that began.
+            until: ``"captured"``: whole in the memory of this rank. ``"protected"``: survives the loss of a node.
+                ``"durable"``: complete at the first level.
+            timeout_s: seconds to wait at most.
+
+        Returns: False after the deadline, or if that capture was dropped.
         Raises: ConfigError, if nothing could make it so.
         """
         self._check_open("wait")
@@ -441,10 +533,11 @@ class SnapshotEngine:
             raise ConfigError(f'wait: until must be "captured", "protected" or "durable", got {until!r}')
         if until == "protected" and self._run.restart.discovery.redundancy is None:
             raise ConfigError("wait: nodes do not protect each other: there is only one, or redundancy is None")
-        if until == "durable" and not self.config.levels:
+        if until == "durable" and not self._config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")
         self._boundaries.finish_copies()
-        step = self._recorder.last_step if step is None else step
+        if step is None:
+            step = self._recorder.last_step
         if step is None:
             return False
         if until == "captured":
@@ -479,29 +572,44 @@ class SnapshotEngine:
         return self._shutdown.flush(timeout_s, progress)
 
     def statistics(self) -> Statistics:
-        """Counters and timings so far. A copy: later boundaries do not change it."""
+        """Return counters and timings so far: a copy, which later boundaries do not change::
+
+        print(engine.statistics().waited_s)
+        """
         return self._shutdown.statistics()
 
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
-        """End well: capture the last step, make it durable, end the keeper, free the memory. Idempotent: called again
-        it returns the same; ``False`` after ``abandon``.
+        """End well: capture the last step, make it durable, end the keeper, free the memory. Idempotent::
+
+            engine.close()  # the end of ``with engine`` does it
 
         The last step is captured also between the steps of ``every_n_steps``, unless weights changed after its
-        boundary. ``drain=False`` captures nothing and waits for no storage.
-        Blocks: with several ranks at most ``collective_timeout_s`` for the others; at most ``drain_timeout_s`` for
-        storage, then at most ``io_timeout_s`` for the keeper's goodbye.
-        Returns ``False`` if the last step that was due was not captured, or not stored at every level. Memory then
-        stays, as after a crash, and a restart finds it. ``True`` if there was no step. Memory of earlier starts stays
-        if this one captured nothing. With several ranks collective; where one is missing at the deadline memory stays
-        likewise, for the restart of all.
+        boundary. If the result is False, memory stays as after a crash, and a restart finds it; memory of earlier
+        starts stays also where this start captured nothing.
+
+        Collective. Blocks: at most ``collective_timeout_s`` for other ranks, ``drain_timeout_s`` for storage, and then
+        ``io_timeout_s`` for the keeper.
+
+        Args:
+            drain: False captures nothing, and waits for no storage.
+            progress: called with the bytes that levels have, and the bytes that all of them are to have.
+
+        Returns: False if the last step that was due was not captured, or not stored at every level, if another rank is
+            missing, and after ``abandon``.
         Raises: SystemExit, if the training is preempted.
         """
         return self._shutdown.close(drain=drain, progress=progress)
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Leave without goodbye, as a crash would: the keeper persists the newest capture and waits for a restart.
+        """Leave without goodbye, as a crash would: the keeper stores the newest capture and waits for a restart::
 
-        ``error``: the exception that ends the training, for the line that the user sees.
+            except RuntimeError as error:
+                engine.abandon(error)
+                raise
+
+        Args:
+            error: the exception that ends the training, for the line that the user sees.
+
         Raises: SystemExit, if the training is preempted and there is no ``error``.
         """
         self._shutdown.abandon(error)

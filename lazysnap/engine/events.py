@@ -1,12 +1,10 @@
 """The states of a keeper as counters and messages: what is new in the last state, compared with the one before."""
 
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
-from rich.filesize import decimal
 
 from lazysnap.config import SnapshotConfig, due_every
 from lazysnap.core.messages import Alert, KeeperState, LevelState, NamedStep, StepKey
@@ -15,13 +13,8 @@ from lazysnap.keeper.client import KeeperClient
 
 _REMEMBERED = 1024
 """Complete steps of one level that are remembered, so that none is counted twice."""
-_ALERTS = {
-    "links": (Event.UNLINKED, Event.LINKED, "links"),
-    "protection": (Event.NODE_UNPROTECTED, Event.NODE_PROTECTED, "nodes"),
-}
-"""Messages of an alert to the user and of its end, and the topic of both. Other alerts have no end."""
-_ALERT_AGAIN_S = 600.0
-"""Seconds after which such an alert is reported again while it lasts, although its text is the same."""
+_ALERTS = {"links": Event.UNLINKED, "protection": Event.NODE_UNPROTECTED}
+"""Events of the alerts that are reported again while they last, and whose end is reported."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +40,10 @@ class KeeperEvents:
     the steps that it counted.
     """
 
-    def __init__(
-        self,
-        config: SnapshotConfig,
-        messages: Messages,
-        rank: int = 0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: SnapshotConfig, messages: Messages, rank: int = 0) -> None:
         self._messages = messages
         self._statistics = messages.statistics
         self._rank = rank
-        self._clock = clock
-        self.is_training = True
-        """True while training goes on."""
         self._urls = [level.url for level in config.levels]
         self._due: list[int | None] = []
         """Steps from one snapshot that is due to the next, by level; ``None`` where time decides."""
@@ -70,8 +54,6 @@ class KeeperEvents:
             self._due.append(every)
         self._state = KeeperState()
         self._connection = Connection()
-        self._reported_at: dict[Alert, float] = {}
-        """Times at which the alerts that last were reported."""
         self._start = 0
         self._from_step = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
@@ -102,6 +84,10 @@ class KeeperEvents:
         """The keeper was asked to take a name away."""
         self._wanted_names.pop(name, None)
         self._released_names.add(name)
+
+    def names(self, given: set[str]) -> set[str]:
+        """Return the names that the first level has, or is to get. ``given``: those that the keeper says it has."""
+        return (given | set(self._wanted_names)) - self._released_names
 
     def are_names_settled(self, state: KeeperState) -> bool:
         """Return True if the first level has the names that it is to have, or never will. Pure."""
@@ -135,15 +121,16 @@ class KeeperEvents:
             self._compare_protected(before.protected, state.protected)
             self._compare_names(before, state)
             self._compare_alerts(before.alerts, state.alerts)
-        if self._reported_at:
-            self._repeat_alerts()
+        for alert in state.alerts:
+            if alert.about in _ALERTS:
+                self._messages.tell_again(_ALERTS[alert.about], text=alert.text)
         self._state = state
         self._connection = connection
 
     def _forget_keeper(self, state: KeeperState) -> KeeperState:
         """Return what the next keeper's state is compared with: that keeper counts anew, and has no alert to end."""
-        for _, _, topic in _ALERTS.values():
-            self._messages.over(topic)
+        for event in _ALERTS.values():
+            self._messages.forget(event)
         return KeeperState(protected=state.protected, name_refusals=state.name_refusals)
 
     def _compare_connection(self, now: Connection) -> None:
@@ -154,36 +141,32 @@ class KeeperEvents:
         if now.pid is None:
             return
         if now.pid != before.pid:
-            self._messages.over("keeper", "silent")
+            self._messages.forget(Event.KEEPER_LOST)
+            self._messages.forget(Event.KEEPER_SILENT)
             before = Connection()
         if now.is_silent and not before.is_silent:
             self._messages.tell(Event.KEEPER_SILENT, pid=now.pid, node=socket.gethostname(), rank=self._rank)
         elif before.is_silent and not now.is_silent:
-            self._messages.tell(Event.KEEPER_ANSWERS, pid=now.pid)
+            self._messages.tell_over(Event.KEEPER_SILENT, pid=now.pid)
 
     # ---------------------------------------------------------------- levels
 
     def _compare_level(self, index: int, before: LevelState, now: LevelState) -> None:
         url = self._urls[index]
-        if now.stored_bytes and (now.stored_bytes, now.stored_s) != (before.stored_bytes, before.stored_s):
-            rate = decimal(int(now.stored_bytes / max(now.stored_s, 1e-9)))
-            size = decimal(now.stored_bytes)
-            self._messages.tell(Event.FIRST_STORED, level=url, size=size, seconds=now.stored_s, rate=rate)
         steps = self._count_new(index, now.complete)
         if steps:
-            self._messages.tell(Event.LEVEL_WORKS, level=url, step=steps[-1])
+            self._messages.tell_over(Event.LEVEL_FAILS, level=url, step=steps[-1])
         self._compare_failure(url, before, now)
 
     def _compare_failure(self, url: str, before: LevelState, now: LevelState) -> None:
         num_failed = max(0, now.num_failures - before.num_failures)
-        if num_failed and now.failed_step is not None:
-            event = Event.LEVEL_FAILED if self.is_training else Event.LEVEL_FAILED_AT_END
-            self._messages.tell(event, level=url, step=now.failed_step, text=now.failure)
-            num_failed -= 1  # the message counted it
-        elif now.failure and now.failure != before.failure:
-            self._messages.tell(Event.LEVEL_AWAY, level=url, text=now.failure)
         if num_failed:
             self._statistics.level_failures[url] += num_failed
+        if now.failure and (num_failed or now.failure != before.failure):
+            what = "anything"
+            if now.failed_step is not None:
+                what = f"step {now.failed_step}"
+            self._messages.tell(Event.LEVEL_FAILS, level=url, what=what, text=now.failure.removeprefix(f"{url}: "))
 
     def _count_new(self, index: int, complete: Sequence[StepKey]) -> list[int]:
         """Count the steps that became complete. Returns: these steps, in ascending order."""
@@ -200,14 +183,11 @@ class KeeperEvents:
         return steps
 
     def _note_durable(self, url: str, step: int, due_every_n: int | None) -> None:
-        last = self._statistics.last_durable_step.get(url)
         before = self._from_step
-        if last is not None:
-            before = last
-        # A rollback captures the step that it went back to.
-        is_first_step = last is None and step == before
-        if step <= before and not is_first_step:
-            return
+        if url in self._statistics.last_durable_step:
+            before = self._statistics.last_durable_step[url]
+            if step <= before:
+                return
         if due_every_n is not None:
             num_due = (step - 1) // due_every_n - before // due_every_n
             self._statistics.dropped[url] += max(0, num_due)
@@ -229,42 +209,26 @@ class KeeperEvents:
     def _compare_names(self, before: KeeperState, now: KeeperState) -> None:
         for refusal in now.name_refusals:
             if refusal not in before.name_refusals:
-                self._messages.tell(Event.NAME_NOT_AS_ASKED, level=refusal.url, name=refusal.name, text=refusal.text)
+                self._messages.tell(Event.NAME_FAILS, name=refusal.name, text=f"{refusal.url}: {refusal.text}")
         for name, step in list(self._wanted_names.items()):
             if not self._is_answered(name, step, now):
                 continue
             del self._wanted_names[name]
             key = StepKey(self._start, step)
             if key in now.lost and NamedStep(name, key) not in now.names:
-                text = f"that of step {step} was dropped, or overwritten in memory, before it was stored"
+                text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
                 self.lose_name(name, text)
 
     def lose_name(self, name: str, text: str) -> None:
         """The snapshot of that name will never be there."""
-        self._messages.tell(Event.NAME_LOST, name=name, text=text)
+        self._messages.tell(Event.NAME_FAILS, name=name, text=f"no snapshot has it: {text}")
         self.lost_names[name] = text
 
     def _compare_alerts(self, before: Sequence[Alert], now: Sequence[Alert]) -> None:
         for alert in now:
             if alert not in before:
-                self._report_alert(alert)
-        self._reported_at = {alert: reported_at for alert, reported_at in self._reported_at.items() if alert in now}
+                self._messages.tell(_ALERTS.get(alert.about, Event.KEEPER_TROUBLE), text=alert.text)
         lasting = {alert.about for alert in now}
         for about in {alert.about for alert in before} - lasting:
             if about in _ALERTS:
-                _, over, _ = _ALERTS[about]
-                self._messages.tell(over)
-
-    def _report_alert(self, alert: Alert) -> None:
-        trouble = Event.KEEPER_TROUBLE
-        if alert.about in _ALERTS:
-            trouble, _, _ = _ALERTS[alert.about]
-            self._reported_at[alert] = self._clock()
-        self._messages.tell(trouble, text=alert.text)
-
-    def _repeat_alerts(self) -> None:
-        """Report alerts again that last: whoever looks later must see them, too."""
-        now_s = self._clock()
-        for alert, reported_at in list(self._reported_at.items()):
-            if now_s >= reported_at + _ALERT_AGAIN_S:
-                self._report_alert(alert)
+                self._messages.tell_over(_ALERTS[about])

@@ -53,7 +53,6 @@ def _level_settings(level: PersistentLevel, *, is_shared: bool) -> LevelSettings
         keep_every_n_steps=level.keep_every_n_steps,
         timeout_s=level.timeout_s,
         is_shared=is_shared,
-        verify=level.verify,
         max_bytes_per_s=level.max_bytes_per_s,
         storage_options=None if level.storage_options is None else dict(level.storage_options),
     )
@@ -66,9 +65,4 @@ def num_kept(config: SnapshotConfig, world: World) -> int:
 
 def num_slots(config: SnapshotConfig, world: World, *, is_redundant: bool) -> int:
     """Return the slots of one rank. ``is_redundant``: other nodes read captures to protect them."""
-    needed = slots_needed(num_kept(config, world), is_read=bool(config.levels) or is_redundant)
-    chosen = config.memory.slots or needed
-    if world.is_alone:
-        return chosen
-    # Fewer would leave no capture that all ranks have, or none at all.
-    return max(needed, chosen)
+    return slots_needed(num_kept(config, world), is_read=bool(config.levels) or is_redundant)

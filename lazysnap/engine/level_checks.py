@@ -26,7 +26,7 @@ def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
     """
     if not levels or len({place.node for place in world.places}) == 1:
         return []
-    tried = [level for level in levels if level.shared is None and is_path(level.url)]
+    tried = [level for level in levels if is_path(level.url)]
     token = probe_name()
 
     def write() -> list[str]:
@@ -44,7 +44,7 @@ def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
             if level in tried:
                 found.append(_try(level, lambda storage: storage.size(first) > 0))
             else:
-                found.append(level.url == url if level.shared is None else level.shared)
+                found.append(level.url == url)
         return found
 
     seen = [found for found in world.exchange_after("looking for what rank 0 wrote", look) if found is not None]

@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 
-from rich.filesize import decimal
 from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, frozen_keys, lazy_keys, make_plan
@@ -39,10 +38,8 @@ class LocalState:
         """Names of the tensors that were looked through for DTensors."""
         self._has_dtensors = False
         """True if there were DTensors among them."""
-        self._collected_slowly = False
+        self._was_slow = False
         """True if collecting the state took long at the last capture."""
-        self._encoded_slowly = False
-        """True if encoding the small state took long at the last capture."""
 
     def forget_partition(self) -> None:
         """Let ranks agree again on who captures what, at the next capture."""
@@ -52,17 +49,15 @@ class LocalState:
         """Return the whole present state. Raises: StateError."""
         started = time.perf_counter()
         state = self._source.collect()
-        seconds = time.perf_counter() - started
-        # Not the first one alone: a framework may import or set up something there.
-        if seconds > _SLOW_S and self._collected_slowly:
-            self._messages.tell(Event.SLOW_STATE, ms=seconds * 1e3)
-        self._collected_slowly = seconds > _SLOW_S
-        started = time.perf_counter()
+        collected = time.perf_counter()
         everything = self._walker.walk(state)
-        seconds = time.perf_counter() - started
-        if seconds > _SLOW_S and self._encoded_slowly:
-            self._messages.tell(Event.SLOW_ENCODING, ms=seconds * 1e3, size=decimal(len(everything.text)))
-        self._encoded_slowly = seconds > _SLOW_S
+        encoded = time.perf_counter()
+        is_slow = encoded - started > _SLOW_S
+        # Not the first one alone: a framework may import or set up something there.
+        if is_slow and self._was_slow:
+            ms = (encoded - started) * 1e3
+            self._messages.tell(Event.SLOW_STATE, ms=ms, encoding_ms=(encoded - collected) * 1e3)
+        self._was_slow = is_slow
         return everything
 
     def part_of(self, everything: Walk) -> Walk:

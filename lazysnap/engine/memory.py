@@ -4,6 +4,8 @@ import sys
 import time
 from collections.abc import Iterable
 
+from rich.filesize import decimal
+
 from lazysnap.capture.captures import Captures, slot_phase
 from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
@@ -13,11 +15,11 @@ from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growt
 from lazysnap.engine.events import Connection, KeeperEvents
 from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.engine.messages import Event, Messages
-from lazysnap.engine.protection import Protection
+from lazysnap.engine.protection import NO_MEMORY, Protection
+from lazysnap.engine.restart_check import RestartCheck
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.memory.budget import NODE
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import NODE, MemoryBoundExceeded
 from lazysnap.memory.slot_choice import SlotPhase, choose_slot, fits_image, surplus_slots
 from lazysnap.memory.slot_files import spill_dir
 from lazysnap.memory.slots import TrainerSlot, slot_bytes
@@ -26,9 +28,8 @@ from lazysnap.state.source import StateSource
 
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
-NO_SLOTS = "no slots yet"
-ALL_IN_USE = "all slots are in use"
-NO_MEMORY = "no memory"
+NO_SLOTS = "memory was being prepared"
+ALL_IN_USE = "all copies in memory were in use"
 PASSING = (NO_SLOTS, ALL_IN_USE)
 """Reasons for leaving out a capture that pass by themselves."""
 
@@ -51,6 +52,8 @@ class Memory:
         self._statistics = messages.statistics
         self.captures = Captures()
         """The captures that are copied into the slots."""
+        self.check = RestartCheck(client, messages, source.clocks)
+        """Compares two of the slots after a restart."""
         self.events = KeeperEvents(config, messages, world.rank)
         self.protection = Protection(messages)
         self.group = (1, 0)
@@ -146,17 +149,12 @@ class Memory:
             return
         if not self._peak_before:
             _, self._peak_before = resident_bytes()
-        # Several ranks get no fewer: there would be no capture that all of them have.
-        least = self.needed
-        if self._world.is_alone:
-            least = self._kept + 1
         meta_bytes, image_bytes = self._asked
         self.client.ask_memory(
             MemoryWish(
                 num_slots=self.needed,
                 meta_bytes=meta_bytes,
                 image_bytes=image_bytes,
-                least=least,
                 growth_bytes=growth_bytes(self._source, self._peak_before),
                 max_bytes=self._config.memory.max_bytes,
                 spill_directory=self._spill_dir,
@@ -207,7 +205,10 @@ class Memory:
         self._ask_for(image_bytes, meta_bytes)
         if self.is_awaited and not self._has_slots_for(image_bytes, meta_bytes):
             self._await_slots_for(image_bytes, meta_bytes)
-        return self._choose(image_bytes, meta_bytes)
+        slot = self._choose(image_bytes, meta_bytes)
+        if slot is None and self.check.give_up():
+            slot = self._choose(image_bytes, meta_bytes)
+        return slot
 
     def _await_slots_for(self, image_bytes: int, meta_bytes: int) -> None:
         started_s = time.monotonic()
@@ -241,8 +242,8 @@ class Memory:
         return None if view is None else ready[view.slot_id]
 
     def _busy(self, slots: Iterable[TrainerSlot]) -> list[int]:
-        """Return the ids of slots into which an earlier capture may still be copied."""
-        return [slot.slot_id for slot in slots if self.captures.is_writing(slot)]
+        """Return the ids of slots into which an earlier capture may still be copied, or that are compared."""
+        return [slot.slot_id for slot in slots if self.captures.is_writing(slot) or self.check.uses(slot)]
 
     def why_no_slot(self) -> str:
         """Return why ``slot_for`` gave none. Raises: JobBusy."""
@@ -267,8 +268,6 @@ class Memory:
             return
         is_new = self.protection.cause != str(error)
         if is_new:
-            if not isinstance(error, MemoryBoundExceeded):
-                self._statistics.keepers_lost += 1
             self._next_retry_s = time.monotonic() + self._config.io_timeout_s
         self.protection.lose(error, is_reported=self.client.refusal() is not None)
 
@@ -342,29 +341,30 @@ class Memory:
     # What the user reads
 
     def report_sizes(self, image_bytes: int) -> None:
-        """Print what captures of that size take of memory and of levels. Blocks: asks each disk.
+        """Print what captures of that size take of memory, and where and how often they are stored.
 
         Raises: OSError or ValueError, if the machine does not say.
         """
         slots = self.client.slots()
         held_bytes = sum(slot.memory_bytes for slot in slots)
         available_bytes = min(NODE.free_bytes() + held_bytes, self._config.memory.max_bytes or sys.maxsize)
-        spill_directory = None
-        if any(slot.is_file for slot in slots):
-            spill_directory = self._spill_dir
-        sizes = report.Sizes(
-            image_bytes,
-            self.needed,
-            self._bytes_each(image_bytes),
-            available_bytes,
-            group=self.group,
-            spill_dir=spill_directory,
+        per_rank = "" if self._world.is_alone else " per rank"
+        taken = decimal(self.needed * self._bytes_each(image_bytes))
+        available = decimal(available_bytes)
+        if self.protection.cause is not None:
+            use = f"no memory: {self.needed} copies would take {taken}{per_rank}"
+        elif any(slot.is_file for slot in slots):
+            use = f"uses {taken} in files in {self._spill_dir}{per_rank} ({self.needed} copies)"
+            available += " of memory"
+        else:
+            use = f"uses {taken} of memory{per_rank} ({self.needed} copies)"
+        self._messages.tell(
+            Event.SIZES,
+            state=f"{decimal(image_bytes)}{per_rank}",
+            use=use,
+            available=available,
+            stored=report.intervals(self._config, self.group),
         )
-        is_protected = self.protection.cause is None
-        line = report.opening(self._config, sizes, self._world.size, is_protected=is_protected)
-        self._messages.tell(Event.TAKES, line=line)
-        for lack in report.shortages(self._config, image_bytes, len(self._world.node_ranks)):
-            self._messages.tell(Event.NO_ROOM, **lack)
 
     def _bytes_each(self, image_bytes: int) -> int:
         """Return the size of one slot; where none was asked for yet, of one for such an image."""

@@ -1,8 +1,9 @@
-"""All messages of an engine to its user: one table of events, each with its counter, severity and text."""
+"""All messages of an engine to its user: one table of events, each with its severity, counter and text."""
 
 import enum
 import logging
-from collections import Counter
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,18 @@ from lazysnap.engine.statistics import Statistics
 
 logger = logging.getLogger("lazysnap.engine")
 
-SAID = logging.INFO + 1
+SHOWN = logging.INFO + 1
 """Severity of lines that users see even if they never configured logging."""
 
 
+_FIRST_REMINDER_S = 60.0
+"""Seconds from the first report of a trouble to the second one."""
+_REMINDER_S = 600.0
+"""Seconds between later ones."""
+
+
 class By(enum.Enum):
-    """Ranks that say it; the others log it as INFO."""
+    """Ranks that report an event; the others log it as INFO."""
 
     EACH = "each rank"
     NODE = "one rank of each node: all of them receive it"
@@ -29,206 +36,250 @@ class Row:
 
     text: str
     """The message: what happened, what is lost, what to do; ``%(name)s`` stands for a value that the caller gives."""
+    over: str = ""
+    """The message when this trouble is over; empty if it has none."""
     severity: int = logging.WARNING
     by: By = By.EACH
     counter: str = ""
-    """Field of ``Statistics`` that counts it; one with an entry for each level counts it there."""
-    topic: str = ""
-    """Trouble that lasts. Logged again as DEBUG only, until an event ends it; without such an event once at all."""
-    repeats: bool = False
-    """True if it is printed each time."""
-    ends: str = ""
-    """Topic that this ends. It is printed only if the trouble was printed."""
+    """Field of ``Statistics`` that counts it."""
+    is_lasting: bool = False
+    """True for trouble that is reported once until it is over; without an end once at all."""
+    of: str = ""
+    """The value that distinguishes the troubles of this row, such as the level."""
 
 
 class Event(enum.Enum):
-    """The table."""
+    """The table. ``docs/troubleshooting.md`` has an entry for each row."""
 
-    # The start. Lines are composed in ``report``.
-    STARTS = Row("%(line)s", SAID, By.FIRST)
+    # The start and the end. Lines are composed in ``report``.
+    START = Row("%(line)s", severity=SHOWN, by=By.FIRST)
+    SIZES = Row("state %(state)s; %(use)s; %(available)s available; %(stored)s", severity=SHOWN, by=By.FIRST)
     NEW_RUN = Row(
-        "a new run %(new)s begins at step %(step)d of run %(run)s, which was chosen. The newest snapshot is step "
-        "%(newest)d of run %(left)s: it stays where it is stored (in memory it is overwritten in the next steps), and "
-        '"latest" means it until run %(new)s has a complete snapshot. To go back to it, restore("run:%(left)s") or '
-        'ckpt_path="run:%(left)s"',
+        "a new run %(new)s begins at step %(step)d of run %(run)s, as you chose. The newest snapshot, step %(newest)d "
+        'of run %(left)s, stays on storage, and "latest" means it until run %(new)s has a complete snapshot. To go '
+        'back to it: restore("run:%(left)s") or ckpt_path="run:%(left)s"',
         by=By.FIRST,
     )
     BEGINS_AGAIN = Row(
-        "boundary(%(step)d) after boundary(%(last)d): from here on snapshots are of a new start of this run. Stored "
-        'snapshots of steps above %(step)d stay, and "latest" finds them until this start has stored a greater step. '
-        "To train something else make another SnapshotEngine with a directory of its own; to go back call "
-        "engine.rollback()",
+        "boundary(%(step)d) after boundary(%(last)d): snapshots are of a new start of this run from here on. Stored "
+        'snapshots of later steps stay, and "latest" finds them until this start has stored a later step. To train '
+        "something else, make another SnapshotEngine with a directory of its own; to go back, call engine.rollback()",
         by=By.FIRST,
     )
-    TAKES = Row("%(line)s", SAID, By.FIRST)
-    NO_ROOM = Row(
-        "%(url)s: not even one snapshot fits: it takes %(needed)s, %(free)s are free; free space, or choose another "
-        "place",
-        by=By.NODE,
+    RESTART_EXACT = Row(
+        "step %(step)d was trained again and is identical bit for bit: this training resumes exactly",
+        severity=SHOWN,
+        by=By.FIRST,
+    )
+    RESTART_DIFFERS = Row(
+        "step %(step)d was trained again and is NOT identical (%(text)s): a restart of this program is not exact. This "
+        "usually means %(cause)s; see docs/operations.md, The proof of a restart"
+    )
+    RESTART_NOT_COMPARED = Row(
+        "step %(step)d was to be compared, to prove the restart, and was not: %(text)s", severity=logging.INFO
+    )
+    END = Row("%(line)s", severity=SHOWN, by=By.FIRST)
+    NOT_DURABLE = Row("NOT DURABLE: %(what)s; %(fate)s", by=By.FIRST)
+    LAST_NOT_CAPTURED = Row(
+        "step %(step)d, the last that was due, is not captured, so a restart trains it again; the newest snapshot of "
+        "this training is %(newest)s. %(reason)s"
+    )
+    END_UNKNOWN = Row(
+        "a rank did not answer at the end, so nobody knows if all ranks have stored the last snapshot; "
+        "`lazysnap ls` shows which snapshots are complete: %(text)s"
     )
     # Captures.
-    TORN = Row("the snapshot of step %(step)d is dropped: %(text)s", counter="torn", topic="dropped")
-    FAILED = Row("the snapshot of step %(step)d is dropped: %(text)s", counter="failed", topic="dropped")
-    UNSUPPORTED = Row("step %(step)d is not captured: %(text)s", topic="state")
-    NOT_CAPTURED = Row("step %(step)d is not captured: %(text)s", topic="capture")
-    STEPPED_BESIDE = Row("an optimizer stepped beside a running copy; that snapshot is dropped", topic="gate")
+    TORN = Row(
+        "the snapshot of step %(step)d is dropped, the one before it stays: %(text)s. If this comes often, call "
+        "engine.gate() before the code that changes tensors",
+        counter="torn",
+        is_lasting=True,
+    )
+    FAILED = Row(
+        "the snapshot of step %(step)d is dropped, the one before it stays: %(text)s",
+        counter="failed",
+        is_lasting=True,
+    )
+    NOT_CAPTURED = Row("step %(step)d is not captured: %(text)s", is_lasting=True, of="kind")
     OTHER_OPTIMIZER = Row(
         "%(kind)s, which is not part of the state, trains parameters of a captured optimizer, which does not step: "
-        "snapshots lack the state of %(kind)s, and a restart is not exact. Change the settings in param_groups of the "
-        "captured optimizer instead of making a new one, or make a new SnapshotEngine with the new one",
-        topic="optimizer",
+        "snapshots lack its state, and a restart is not exact. Change param_groups of the captured optimizer instead "
+        "of making a new one, or make a new SnapshotEngine with the new one",
+        is_lasting=True,
     )
     GRADIENTS_WAIT = Row(
         "step %(step)d is not captured: gradients of %(names)s wait for the next step of that optimizer, and a "
-        "snapshot holds no gradients. Such steps are left out: a capture waits for a boundary without such gradients. "
-        "Call boundary() only after optimizer.step(), and clear gradients that are not used (zero_grad)",
-        topic="waiting gradients",
+        "snapshot holds no gradients. The next boundary without such gradients is captured. Call boundary() only after "
+        "optimizer.step(), and clear gradients that are not used (zero_grad)",
+        is_lasting=True,
     )
     GRADIENTS_LOST = Row(
         "step %(step)d is captured without the gradients of %(names)s that wait for the next step of that optimizer: a "
         "restart from it is not exact, unless they are cleared before that step. Call boundary() after "
         "optimizer.step(), and clear gradients that are not used (zero_grad)",
-        topic="lost gradients",
+        is_lasting=True,
     )
     IN_GRAPH = Row(
         "an optimizer step is being captured into a graph: hooks do not run when it is replayed, so snapshots are "
         "torn, and nobody notices, unless you call engine.gate() before every replay()",
-        topic="graph",
+        is_lasting=True,
     )
     SLOW_STATE = Row(
-        "collecting the training state took %(ms).0f ms, at every snapshot; look for slow state_dict hooks (in "
-        "Lightning also on_save_checkpoint), or raise every_n_steps",
-        topic="collecting",
+        "collecting the training state takes %(ms).0f ms of every snapshot, %(encoding_ms).0f ms of it for plain "
+        "values: look for slow state_dict hooks (in Lightning also on_save_checkpoint), keep long lists of numbers in "
+        "NumPy arrays or tensors, or raise every_n_steps",
+        is_lasting=True,
     )
-    SLOW_ENCODING = Row(
-        "encoding the small state (%(size)s of text) took %(ms).0f ms, at every snapshot; keep long lists of numbers "
-        "in NumPy arrays or tensors, which are copied, or raise every_n_steps",
-        topic="encoding",
-    )
-    REPLANNED = Row("the capture plan is made anew: %(cause)s", logging.INFO, counter="replans")
     VALUES_MISSING = Row(
         "%(count)d parameters of %(path)s are in no part of the state: a restart has their optimizer state, not their "
         "values; give the engine the module that they belong to",
-        topic="values of %(path)s",
+        is_lasting=True,
+        of="path",
     )
     # Memory.
-    NO_MEMORY = Row("NOT protected in memory: %(text)s; %(lost)s", topic="memory")
-    STILL_NO_MEMORY = Row("still NOT protected in memory, for %(minutes).0f min: %(text)s; %(lost)s")
-    MEMORY_AGAIN = Row("protected in memory again, after %(seconds).0f s without", ends="memory")
+    NO_MEMORY = Row(
+        "NOT protected in memory%(since)s: %(text)s; %(lost)s",
+        over="protected in memory again, after %(seconds).0f s without",
+    )
     STEPS_WITHOUT_MEMORY = Row(
         "%(count)d step%(s)s of this training were NOT protected in memory, so not captured: %(text)s; newest snapshot "
         "on storage: %(stored)s"
     )
-    NO_PARITY = Row("NOT protected against the loss of a node, there is too little memory: %(text)s", topic="parity")
+    NO_PARITY = Row("NOT protected against the loss of a node, there is too little memory: %(text)s", is_lasting=True)
     FILES = Row(
         "captures go into files in %(directory)s: memory does not suffice. They outlive the training process as memory "
         "does, but a step may wait while the kernel writes them to that disk: free memory, or raise every_n_steps",
-        topic="files",
+        is_lasting=True,
     )
     # Levels and names.
-    FIRST_STORED = Row(
-        "%(level)s: a snapshot of %(size)s takes %(seconds).1f s (%(rate)s/s)", logging.INFO, topic="rate of %(level)s"
-    )
-    LEVEL_FAILED = Row(
-        "step %(step)d is not persisted, training goes on and the next snapshot is tried again: %(text)s",
+    LEVEL_FAILS = Row(
+        "%(level)s cannot store %(what)s: %(text)s. It is tried again; until a message says that it works again, "
+        "nothing newer is stored there. To test it: lazysnap doctor %(level)s",
+        over="%(level)s works again: step %(step)d is durable there",
         by=By.NODE,
-        counter="level_failures",
-        topic="level %(level)s",
+        is_lasting=True,
+        of="level",
     )
-    LEVEL_FAILED_AT_END = Row(
-        "step %(step)d is not persisted: %(text)s", by=By.NODE, counter="level_failures", topic="level %(level)s"
-    )
-    LEVEL_AWAY = Row(
-        "%(level)s: nothing can be stored there now, training goes on and it is tried again: %(text)s",
-        by=By.NODE,
-        topic="level %(level)s",
-    )
-    LEVEL_WORKS = Row("%(level)s works again: step %(step)d is durable there", by=By.NODE, ends="level %(level)s")
-    NAME_LOST = Row("no snapshot is called %(name)r: %(text)s", by=By.NODE)
-    NAME_NOT_AS_ASKED = Row("%(level)s: the name %(name)r is not as asked for: %(text)s", by=By.NODE)
+    NAME_FAILS = Row("the name %(name)r is not as you asked for: %(text)s", by=By.NODE)
     # Keepers.
     KEEPER_TROUBLE = Row("%(text)s", by=By.NODE)
     KEEPER_LOST = Row(
-        "the keeper is gone, a new one is being started", by=By.NODE, counter="keepers_lost", topic="keeper"
+        "the keeper is gone, a new one is being started and takes over the memory; until then a crash loses the steps "
+        "that are not stored. If this comes again, look what ends it (a memory limit, pkill)",
+        by=By.NODE,
+        counter="keepers_lost",
+        is_lasting=True,
     )
     KEEPER_SILENT = Row(
         "the keeper of this node (process %(pid)d on %(node)s) does not answer: training and captures into memory go "
         "on, but nothing of rank %(rank)d is stored until it answers. Look whether the process is stopped or its "
         "machine overloaded; if you kill it, another one is started and takes over its memory",
-        topic="silent",
+        over="the keeper (process %(pid)d) answers again: snapshots are stored again",
+        is_lasting=True,
     )
-    KEEPER_ANSWERS = Row("the keeper (process %(pid)d) answers again: snapshots are stored again", ends="silent")
     UNLINKED = Row(
-        "nothing new is stored, or protected on other nodes: %(text)s", by=By.NODE, topic="links", repeats=True
-    )
-    LINKED = Row(
-        "the keepers of all nodes reach each other again: storage and protection go on", by=By.NODE, ends="links"
+        "nothing new is stored, or protected on other nodes%(since)s: %(text)s",
+        over="the keepers of all nodes reach each other again: storage and protection go on",
+        by=By.NODE,
     )
     NODE_UNPROTECTED = Row(
-        "NOT protected against the loss of a node: %(text)s", by=By.NODE, topic="nodes", repeats=True
+        "NOT protected against the loss of a node%(since)s: %(text)s",
+        over="protected against the loss of a node again",
+        by=By.NODE,
     )
-    NODE_PROTECTED = Row("protected against the loss of a node again", by=By.NODE, ends="nodes")
     # Going back.
     ROLLED_BACK = Row(
         "rolled back from step %(from_step)d to step %(step)d%(reason)s: restored from %(level)s in %(took)s; the "
         "batches since step %(step)d are skipped",
-        SAID,
-        By.FIRST,
+        severity=SHOWN,
+        by=By.FIRST,
         counter="rollbacks",
     )
-    NOT_CAPTURED_BACK = Row(
+    BRANCH_NOT_CAPTURED = Row(
         "step %(step)d could not be captured after the rollback: until the next capture is whole, "
         '"latest" means the newest snapshot of the run before, which may be a bad one'
     )
-    # The end. Lines are composed in ``report``.
-    ENDS = Row("%(line)s", SAID, By.FIRST)
-    NOT_DURABLE = Row("%(line)s", by=By.FIRST)
-    NOT_AT_EVERY_LEVEL = Row("the last snapshot is not durable at every level. %(reason)s")
-    END_UNKNOWN = Row("it is not known if the last snapshot is durable on all ranks: %(text)s")
-    LAST_NOT_CAPTURED = Row(
-        "step %(step)d, the last that was due, is not captured (so far: %(missing)s), so it is nowhere; the newest "
-        "snapshot of this training is %(newest)s. %(reason)s"
-    )
+
+
+@dataclass
+class _Trouble:
+    since_s: float
+    """When it was reported first."""
+    next_s: float
+    """When it may be reported again."""
 
 
 class Messages:
-    """Counts and prints events. Used on the training thread."""
+    """Counts and prints events. Used on the training thread.
 
-    def __init__(self, statistics: Statistics, *, is_first: bool = True, speaks_for_node: bool = True) -> None:
+    Example::
+
+        messages = Messages(Statistics())
+        messages.tell(Event.LEVEL_FAILS, level="/disk", what="step 4", text="disk full")
+        messages.tell_over(Event.LEVEL_FAILS, level="/disk", step=5)
+    """
+
+    def __init__(
+        self,
+        statistics: Statistics,
+        *,
+        is_first: bool = True,
+        speaks_for_node: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.statistics = statistics
         self._speaks = {By.EACH: True, By.NODE: speaks_for_node, By.FIRST: is_first}
-        self._open: set[str] = set()
+        self._clock = clock
+        self._open: dict[tuple[Event, Any], _Trouble] = {}
+        """Trouble that was reported and is not over."""
 
     def tell(self, event: Event, **values: Any) -> None:
         """Count the event, and print it unless its trouble is known."""
         row: Row = event.value
         if row.counter:
-            self._count(row.counter, values)
-        topic, ends = row.topic % values, row.ends % values
-        if ends and ends not in self._open:
+            count = getattr(self.statistics, row.counter)
+            setattr(self.statistics, row.counter, count + 1)
+        trouble = (event, values.get(row.of))
+        if row.is_lasting and trouble in self._open:
+            logger.debug("%s", row.text % values)
             return
-        self._open.discard(ends)
-        severity = row.severity if self._speaks[row.by] else logging.INFO
-        if topic in self._open and not row.repeats:
-            severity = logging.DEBUG
-        if topic:
-            self._open.add(topic)
-        if severity == SAID:
-            say(row.text % values)
+        now_s = self._clock()
+        if trouble in self._open:
+            self._open[trouble].next_s = now_s + _REMINDER_S
+        elif row.is_lasting or row.over:
+            self._open[trouble] = _Trouble(now_s, now_s + _FIRST_REMINDER_S)
+        self._print(row, row.text, {"since": "", **values})
+
+    def tell_again(self, event: Event, **values: Any) -> None:
+        """Print trouble again that lasts, if it is time: after a minute, then every ten. Hot."""
+        row: Row = event.value
+        trouble = self._open.get((event, values.get(row.of)))
+        now_s = self._clock()
+        if trouble is not None and now_s >= trouble.next_s:
+            trouble.next_s = now_s + _REMINDER_S
+            minutes = (now_s - trouble.since_s) / 60
+            self._print(row, row.text, {"since": f" for {minutes:.0f} min", **values})
+
+    def tell_over(self, event: Event, **values: Any) -> None:
+        """Print that a trouble is over, if it was reported."""
+        row: Row = event.value
+        trouble = self._open.pop((event, values.get(row.of)), None)
+        if trouble is not None:
+            self._print(row, row.over, {"seconds": self._clock() - trouble.since_s, **values})
+
+    def forget(self, event: Event) -> None:
+        """Note that a trouble is over. Prints nothing."""
+        self._open.pop((event, None), None)
+
+    def is_open(self, event: Event) -> bool:
+        """True if this trouble was reported, and is not over. Hot."""
+        return (event, None) in self._open
+
+    def _print(self, row: Row, text: str, values: dict[str, Any]) -> None:
+        severity = row.severity
+        if not self._speaks[row.by]:
+            severity = logging.INFO
+        if severity == SHOWN:
+            say(text % values)
         else:
-            logger.log(severity, row.text, *([values] if values else []))
-
-    def is_known(self, topic: str) -> bool:
-        """True if trouble of this topic was printed, and nothing ended it."""
-        return topic in self._open
-
-    def over(self, *topics: str) -> None:
-        """Trouble of these topics ended. Prints nothing."""
-        self._open -= {*topics}
-
-    def _count(self, counter: str, values: dict[str, Any]) -> None:
-        found = getattr(self.statistics, counter)
-        if isinstance(found, Counter):
-            found[values["level"]] += 1
-        else:
-            setattr(self.statistics, counter, found + 1)
+            logger.log(severity, "%s", text % values)

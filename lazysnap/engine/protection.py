@@ -1,30 +1,22 @@
 """The memory that outlives the training process: what the user reads while no capture goes there."""
 
-import time
-from collections.abc import Callable
-
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.errors import KeeperError
 
-FIRST_REMINDER_S = 60.0
-"""Seconds between the first and the second warning that captures are not in memory."""
-REMINDER_S = 600.0
-"""Seconds between later warnings."""
+NO_MEMORY = "there was no memory"
+"""Why steps are not captured meanwhile, for ``Statistics.skipped``."""
 
 
 class Protection:
     """Used on the training thread. PROTECTED (``cause`` is ``None``) -> UNPROTECTED (``lose``) -> PROTECTED again."""
 
-    def __init__(self, messages: Messages, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, messages: Messages) -> None:
         self._messages = messages
         self._statistics = messages.statistics
-        self._clock = clock
         self.error: KeeperError | None = None
         """Why nothing can be captured into memory. It stays until the next capture begins."""
         self._last = ""
         """Text of the last error; for the end."""
-        self._since_s = 0.0
-        self._next_reminder_s = 0.0
 
     @property
     def cause(self) -> str | None:
@@ -41,34 +33,21 @@ class Protection:
         is_new = self.error is None
         self.error = error
         self._last = str(error)
-        self._statistics.unprotected = str(error)
-        if not is_new:
-            return
-        self._since_s = self._clock()
-        self._next_reminder_s = self._since_s + FIRST_REMINDER_S
-        if not is_reported:
+        if is_new and not is_reported:
             self._messages.tell(Event.NO_MEMORY, text=error, lost=self.what_is_lost())
 
     def regain(self) -> None:
         """Become PROTECTED: captures are in memory again."""
-        if self.error is None:
-            return
         self.error = None
-        self._statistics.unprotected = None
-        self._messages.tell(Event.MEMORY_AGAIN, seconds=self._clock() - self._since_s)
+        self._messages.tell_over(Event.NO_MEMORY)
 
     def remind(self) -> None:
         """Warn again, rarely, while training goes on without memory. Called at a boundary."""
-        now_s = self._clock()
-        if self.error is None or now_s < self._next_reminder_s:
-            return
-        self._next_reminder_s = now_s + REMINDER_S
-        minutes = (now_s - self._since_s) / 60
-        self._messages.tell(Event.STILL_NO_MEMORY, minutes=minutes, text=self.error, lost=self.what_is_lost())
+        self._messages.tell_again(Event.NO_MEMORY, text=self.error, lost=self.what_is_lost())
 
     def sum_up(self) -> None:
         """Report the steps that were not protected, if any. Called at the end."""
-        count = self._statistics.skipped["no memory"]
+        count = self._statistics.skipped[NO_MEMORY]
         if not count:
             return
         durable = self._statistics.last_durable_step

@@ -1,5 +1,6 @@
 """The work of a boundary that is captured: collect the state, plan, choose a slot, begin the capture."""
 
+import logging
 from collections import Counter
 
 from lazysnap import faults
@@ -8,14 +9,18 @@ from lazysnap.capture.captures import slot_phase
 from lazysnap.capture.plan import CapturePlan, check_walk, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.local_state import LocalState
-from lazysnap.engine.memory import NO_MEMORY, NO_SLOTS, PASSING, Memory
+from lazysnap.engine.memory import NO_SLOTS, PASSING, Memory
 from lazysnap.engine.messages import Event, Messages
 from lazysnap.engine.meta import MetaWriter, names_of_parameters
+from lazysnap.engine.protection import NO_MEMORY
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.world import World
+from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -43,6 +48,9 @@ class Recorder:
         self._statistics = messages.statistics
         self.memory = Memory(config, source, client, world, messages)
         self.captures = self.memory.captures
+        self.check = self.memory.check
+        self._is_settled = False
+        """True if no later restart of this run is to train a step again, to prove itself."""
         self.meta = MetaWriter.agreed(world, config)
         self._state = LocalState(source, world, messages)
         self._plan: CapturePlan | None = None
@@ -63,18 +71,24 @@ class Recorder:
 
     # Steps
 
-    def resume(self, step: int) -> None:
-        """The state of ``step`` is being loaded."""
+    def resume(self, snapshot: Snapshot) -> None:
+        """The state of ``snapshot`` is loaded."""
+        step = snapshot.step
+        self.check.cancel()
+        self._is_settled = snapshot.is_settled
+        if snapshot.repeats is not None:
+            self._is_settled = True
+            self.check.begin(snapshot.repeats)
         self._resumed_step = step
         self.seen_step = step
         self._skipped = None
         self._lose_names_for_next("went back")
         self.captures.leave_past()
-        self._statistics.last_whole_step = None
         self.memory.is_awaited = True
 
     def go_back(self, step: int) -> None:
         """The state of ``step``, the newest that was captured, was loaded in place: training stands there again."""
+        self.check.cancel()
         self.seen_step = step
 
     @property
@@ -146,14 +160,14 @@ class Recorder:
         if slot is None:
             return self.memory.why_no_slot()
         if self.is_sealed:  # also while the state was collected
-            return "training ends"
+            return "training was ending"
         self._start(Capture(plan, slot, step, part.tensors, sequence=self._client.next_sequence()), meta)
         return ""
 
     def _reason_not_to_collect(self) -> str:
         """Return why there is no use in collecting the state; empty if there is. Looks for a keeper if need be."""
         if not self.captures.wait_released(self._config.io_timeout_s):
-            return "an earlier copy hangs"
+            return "an earlier copy hung"
         self.count_ended()
         if self.memory.is_missing:
             self.memory.retry()
@@ -179,7 +193,7 @@ class Recorder:
             if cause is None:
                 return self._plan
             # Loading a checkpoint does this, too: nothing is lost, and the next step is captured as any other.
-            self.messages.tell(Event.REPLANNED, cause=cause)
+            logger.info("the capture plan is made anew: %s", cause)
         check_walk(everything)
         self.meta.parameters = names_of_parameters(self._source, everything, self.messages)
         self._plan = self._state.make_plan(part)
@@ -197,9 +211,12 @@ class Recorder:
         capture.slot.begin(
             self.meta.start_number, capture.step, sequence=capture.sequence, image_bytes=image_bytes, meta=meta
         )
+        if not self._is_settled or self._config.verify_restart == "always":
+            capture.slot.allow_repeat(is_repeatable=True)
         self._client.wake(capture.step)
         self._client.note_waited(self._statistics.waited_s)
         self.captures.begin(capture)
+        self.check.compare(capture)
         self.memory.report_use(capture.slot)
         faults.point("engine.begun")
         self._count_begun(capture.step)
@@ -223,6 +240,12 @@ class Recorder:
             self._give_name(name, step)
         self._names_for_next = []
 
+    def settle(self) -> None:
+        """Let a restart resume exactly the newest capture: it was asked for, or training ends there."""
+        newest = self.captures.newest
+        if newest is not None and newest.is_in_slot:
+            newest.slot.allow_repeat(is_repeatable=False)
+
     def skip(self, reason: str) -> None:
         """Count a boundary that began no capture; once, however often it is tried."""
         if self._skipped is None or self._skipped[0] != self.seen_step:
@@ -240,6 +263,7 @@ class Recorder:
         """Count captures that ended, and how long devices waited at gates."""
         for capture in self.captures.take_ended():
             self._count_ended(capture)
+        self.check.report()
         self._statistics.device_wait_s += self.captures.take_device_wait_s()
 
     def _count_ended(self, capture: Capture) -> None:
@@ -247,9 +271,7 @@ class Recorder:
         statistics = self._statistics
         if capture.phase is Phase.WHOLE:
             statistics.whole += 1
-            statistics.bytes_captured += capture.plan.layout.size_bytes
             statistics.copy.add(capture.copy_s)
-            statistics.last_whole_step = capture.step  # whoever reads it asks whether its keeper lives
             return
         event = Event.TORN if capture.phase is Phase.TORN else Event.FAILED
         self.messages.tell(event, step=capture.step, text=capture.reason)
@@ -261,14 +283,26 @@ class Recorder:
 
         ``is_over``: the step of the last boundary is the present one.
         """
+        step = self.step_to_name(is_over=is_over)
+        if step == self.seen_step:
+            self._give_name(name, step)
+        else:
+            self._names_for_next.append(name)
+        return step
+
+    def step_to_name(self, *, is_over: bool) -> int:
+        """Return the step that ``keep`` would name now."""
         newest = self.captures.newest
         if is_over and newest is not None and newest.step == self.seen_step and _is_in_memory(newest):
-            self._give_name(name, newest.step)
             return newest.step
-        self._names_for_next.append(name)
         return (self.seen_step or 0) + 1
 
+    def names(self, given: set[str]) -> set[str]:
+        """Return the names that snapshots of the run have, or are to get. ``given``: at the first level."""
+        return self.memory.events.names(given) | set(self._names_for_next)
+
     def _give_name(self, name: str, step: int) -> None:
+        self.settle()
         self._client.keep(name, step)
         self.memory.events.name_given(name, step)
 

@@ -131,8 +131,8 @@ def _branch(run: Run, snapshot: Snapshot) -> str | None:
     """Return the id of the run that has to begin at ``snapshot``, the same on all ranks; ``None``, if no rank
     captured anything newer. Collective.
     """
-    newest_step = run.recorder.last_step
-    is_newest = snapshot.run_id == run.meta.run_id and (newest_step is None or newest_step <= snapshot.step)
+    newest_steps = [step for step in (run.recorder.last_step, run.recorder.check.step) if step is not None]
+    is_newest = snapshot.run_id == run.meta.run_id and max(newest_steps, default=0) <= snapshot.step
     answers = run.restart.world.exchange("rolling back", [is_newest, new_id()])
     if all(is_newest_there for is_newest_there, _ in answers):
         return None
@@ -156,7 +156,7 @@ def _capture_branch(run: Run, boundaries: Boundaries, step: int) -> None:
     is_held = began and boundaries.wait_captured(step, run.restart.config.io_timeout_s)
     faults.point("engine.rollback.captured")
     if not all(run.restart.world.exchange("capturing after a rollback", is_held)):
-        run.recorder.messages.tell(Event.NOT_CAPTURED_BACK, step=step)
+        run.recorder.messages.tell(Event.BRANCH_NOT_CAPTURED, step=step)
 
 
 def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:

@@ -68,6 +68,8 @@ class Run:
         """Captures from now on are of later steps; -1: nothing was resumed."""
         self._source = ""
         """The place from which that step was restored."""
+        self.first_start = 0
+        """The start that began this run, if this process did: names of earlier starts are of another run."""
         self.is_begun = False
         """True once the run's id is decided, so that captures may begin."""
         self.resumed: report.Resumed | None = None
@@ -181,7 +183,9 @@ class Run:
         self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
         self.meta.run_id = run_id
         self.meta.follow(snapshot.newest_start)
-        self.recorder.resume(snapshot.step)
+        if run_id != snapshot.run_id:
+            self.first_start = self.meta.start_number
+        self.recorder.resume(snapshot)
         self._from_step = snapshot.step
         self._source = report.source_of(snapshot)
         self.resumed = report.Resumed.of(snapshot, has_levels=bool(self.restart.config.levels))
@@ -193,7 +197,7 @@ class Run:
         """
         if not self.has_told_start:
             self.has_told_start = True
-            self._messages.tell(Event.STARTS, line=line or report.fresh(self._absence))
+            self._messages.tell(Event.START, line=line or report.fresh(self._absence))
 
     # ---------------------------------------------------------------- beginning
 
@@ -226,6 +230,7 @@ class Run:
         if step >= last:
             return
         self._messages.tell(Event.BEGINS_AGAIN, step=step, last=last)
+        self.recorder.check.cancel()
         self.meta.follow(None)
         self.resumed = None  # what was resumed is not what these go on from
         self._from_step = max(0, step - 1)
@@ -235,13 +240,14 @@ class Run:
     # ---------------------------------------------------------------- memory
 
     def _discard_others(self, snapshot: Snapshot) -> None:
-        """Drop what this memory holds beside ``snapshot``, what other nodes protect, and the newest one where another
-        was chosen: not all ranks have it, and it must not outlast what they all have.
+        """Drop what this memory holds beside ``snapshot``, what other nodes protect, what is trained again, and the
+        newest one where another was chosen: not all ranks have it, and it must not outlast what they all have.
         """
         other = snapshot.protected if snapshot.new_run is None else snapshot.new_run.left
         wanted = {(snapshot.run_id, snapshot.step, snapshot.start)}
-        if other is not None:
-            wanted.add((other.run_id, other.step, other.start))
+        for key in (other, snapshot.repeats):
+            if key is not None:
+                wanted.add((key.run_id, key.step, key.start))
         self.drop("restore.discard", lambda entry: (entry.run_id, entry.step, entry.start) not in wanted)
 
     def drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:

@@ -3,10 +3,10 @@
 import contextlib
 from collections.abc import Callable
 
-from lazysnap.config import SnapshotConfig
 from lazysnap.console import has_terminal, said_after
 from lazysnap.core.messages import Farewell, KeeperState, StepKey
 from lazysnap.engine import report
+from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.memory import NO_SLOTS
 from lazysnap.engine.messages import Event
@@ -28,13 +28,14 @@ class Shutdown:
     """OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
 
     def __init__(
-        self, config: SnapshotConfig, world: World, run: Run, boundaries: Boundaries, preemption: Preemption
+        self, world: World, run: Run, boundaries: Boundaries, preemption: Preemption, best: BestSnapshots
     ) -> None:
-        self._config = config
+        self._config = run.restart.config
         self._world = world
         self._run = run
         self._boundaries = boundaries
         self._preemption = preemption
+        self._best = best
         self._recorder = run.recorder
         self._captures = run.recorder.captures
         self._memory = run.recorder.memory
@@ -56,6 +57,7 @@ class Shutdown:
             with self._boundaries.lock:
                 self._recorder.count_ended()
             self._statistics.last_whole_step = self._memory.newest_held_step()
+            self._statistics.unprotected = self._memory.protection.cause
         return self._statistics.copied()
 
     def wait_durable(self, step: int, timeout_s: float) -> bool:
@@ -143,12 +145,13 @@ class Shutdown:
         over = False
         captured = True
         has_own = False
-        self._memory.events.is_training = False
         try:
             self._boundaries.finish_copies()
             over = self._world.ends()
             if drain and over:
                 self._capture_last()
+            self._recorder.settle()
+            self._recorder.check.wait(self._config.io_timeout_s)
             has_own = self._captures.newest_whole_step() is not None
             self._client.seal()  # what memory has stays: a step with a name is stored, though newer ones are there
             durable = not drain or self._drain(progress, is_common=over)
@@ -180,11 +183,18 @@ class Shutdown:
         is_there = self._captures.newest_whole_step() is not None or resumed is None or not resumed.only_in_memory
         durable = self._drain_all(progress, is_common=is_common) and is_there
         if durable and self._client.was_connected:
-            self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
+            self._settle_names(is_common=is_common)
         self._memory.look_at_keeper()
-        if not durable and is_there and self._memory.newest_held_step() is None:  # else see ``report.not_durable``
-            self._messages.tell(Event.NOT_AT_EVERY_LEVEL, reason=self._reason())
+        if not durable and is_there and self._memory.newest_held_step() is None:  # else ``_tell_end`` says so
+            what = "the last snapshot is not at every level, and memory does not have it"
+            self._messages.tell(Event.NOT_DURABLE, what=what, fate=self._reason())
         return durable
+
+    def _settle_names(self, *, is_common: bool) -> None:
+        """Block until the first level has the names that it is to have. Collective, if ``is_common``."""
+        self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
+        if is_common and self._best.release_surplus():
+            self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
 
     def _drain_all(self, progress: Progress | None, *, is_common: bool) -> bool:
         """All ranks wait for each other, and fail if one of them failed. Collective, if ``is_common``: all ranks came
@@ -238,8 +248,7 @@ class Shutdown:
         self._messages.tell(
             Event.LAST_NOT_CAPTURED,
             step=last,
-            missing=", ".join(report.missing(self._statistics)) or "none left out, none torn",
-            newest="none" if newest is None else f"of step {newest}",
+            newest="none" if newest is None else f"that of step {newest}",
             reason=self._reason(),
         )
         return False
@@ -261,7 +270,6 @@ class Shutdown:
             return
         self._preemption.training_failed(error, is_alone=self._world.is_alone)
         try:
-            self._memory.events.is_training = False
             self._boundaries.finish_copies()
             self._leave()
             self._client.leave(Farewell.LEFT, self._config.io_timeout_s)
@@ -281,7 +289,6 @@ class Shutdown:
     def discard(self) -> None:
         """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""
         if not self.is_closed:
-            self._memory.events.is_training = False
             self._boundaries.gate()
             self._run.drop("engine.discard", lambda entry: True)
             self._leave()
@@ -294,7 +301,7 @@ class Shutdown:
         steps = self._captures.whole_steps()
         seen_step = self._recorder.seen_step or 0
         if not steps and resumed is not None and resumed.only_in_memory:
-            return RankCaptures((resumed.step,), self._newest_durable(), seen_step, is_resumed=True)
+            return RankCaptures((resumed.newest_step,), self._newest_durable(), seen_step, is_resumed=True)
         return RankCaptures(tuple(steps), self._newest_durable(), seen_step)
 
     def _newest_durable(self) -> tuple[int, str] | None:
@@ -302,11 +309,11 @@ class Shutdown:
         resumed = self._run.resumed
         newest: tuple[int, str] | None = None
         if resumed is not None and resumed.durable_at is not None:
-            newest = (resumed.step, resumed.durable_at)
+            newest = (resumed.newest_step, resumed.durable_at)
         for index, level in enumerate(self._config.levels):
             step = self._client.newest_complete(index)
             if step < 0 and resumed is not None and self._is_stored(resumed, index):
-                step = resumed.step
+                step = resumed.newest_step
             if step >= 0 and (newest is None or step > newest[0]):
                 newest = (step, level.url)
         return newest
@@ -314,7 +321,7 @@ class Shutdown:
     def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
         """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
         levels = self._client.state.levels
-        return index < len(levels) and StepKey(resumed.start, resumed.step) in levels[index].complete
+        return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
 
     def _leave(self) -> None:
         self.statistics()  # the last ones with a keeper
@@ -323,33 +330,32 @@ class Shutdown:
         self._boundaries.close()
 
     def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
-        config = self._config
         resumed = self._run.resumed
+        untrained = None
+        if resumed is not None and resumed.step == self._recorder.seen_step:
+            untrained = resumed
+        held = self._statistics.last_whole_step
+        if held is None and resumed is not None and resumed.in_memory:
+            held = resumed.newest_step
+        durable = self._newest_durable()
         end = report.End(
             ending,
-            [level.url for level in config.levels],
-            config.memory.linger_s,
-            config.drain_timeout_s,
+            self._config,
             ranks=self._world.size,
-            untrained=resumed if resumed is not None and resumed.step == self._recorder.seen_step else None,
-            failure=self._failure(error) if error and self._run.is_begun else None,
+            untrained=untrained,
             failing=self._failing(),
+            error=error if self._run.is_begun else None,
+            step=(self._recorder.seen_step or 0) + 1,
+            durable=None if durable is None else durable[0],
+            held=held,
         )
         for line in report.summary(self._statistics, end):
-            self._messages.tell(Event.ENDS, line=line)
+            self._messages.tell(Event.END, line=line)
         warning = report.not_durable(self._statistics, end)
         if warning:
-            self._messages.tell(Event.NOT_DURABLE, line=warning)
+            self._messages.tell(Event.NOT_DURABLE, **warning)
 
     def _failing(self) -> list[str]:
         """Return the URLs of the levels that fail, as far as the last state of the keeper says."""
         levels = zip(self._config.levels, self._client.state.levels, strict=False)
         return [level.url for level, state in levels if state.failure]
-
-    def _failure(self, error: BaseException) -> report.Failure:
-        resumed = self._run.resumed
-        held = self._statistics.last_whole_step
-        if held is None and resumed is not None and resumed.in_memory:
-            held = resumed.step
-        durable, _ = self._newest_durable() or (None, "")
-        return report.Failure(error, (self._recorder.seen_step or 0) + 1, durable, held)

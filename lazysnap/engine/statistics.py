@@ -34,12 +34,12 @@ class Statistics:
     """Captures discarded because something changed while it was copied."""
     failed: int = 0
     """Captures given up for another reason."""
-    replans: int = 0
-    """Times the plan was worked out again after the first."""
     keepers_lost: int = 0
+    restart_check: str | None = None
+    """``"identical"`` if the step that a restart trained again was so on this rank, bit for bit; else what differed.
+    ``None``: no comparison is over."""
     rollbacks: int = 0
     """Times that training went back in place."""
-    bytes_captured: int = 0
     shard_bytes: int = 0
     """Size of one snapshot of this rank."""
     skipped: Counter[str] = field(default_factory=Counter)

@@ -13,21 +13,23 @@ defaults:
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from lazysnap import faults
 from lazysnap.errors import StateError
+from lazysnap.exports.checkpoint import save_torch
 from lazysnap.exports.job import Job
 from lazysnap.exports.safetensors import add_file, tied_names
-from lazysnap.exports.states import Outline, parts_of, read_state
-from lazysnap.exports.torch_file import TorchFile
+from lazysnap.exports.states import mapped_state, parts_of, read_state
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
+from lazysnap.state.codec import decode
 from lazysnap.state.scalars import plain_numbers
 
-FACTS, RNG = "accelerate", "rng"
+Value = TypeVar("Value")
+
+FACTS = "accelerate"
+RNG = "rng"
 OF_EVERY_RANK = (FACTS, RNG)
 """The parts that are read from every rank; all others from rank 0."""
 _RNG_NAMES = {
@@ -48,55 +50,97 @@ def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def write_stock(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
-    """Write the files of ``save_state`` into the directory ``path``; return notes for the user: none.
+    """Write the files of ``save_state`` into a new directory; return notes for the user: none.
 
     Blocks. Raises: StateError, if this is no state of an Accelerator, or for a value that cannot be
     pickled, or weights that safetensors refuses; FormatError; LevelError; OSError.
     """
-    outline, reads = Outline(whole), Reads()
-    state = outline.state(parts_of(None))
-    others = [WholeSnapshot(whole.snapshot, rank) for rank in range(1, whole.snapshot.plan.world_size)]
-    ranks = [outline.read({part: state.get(part) for part in OF_EVERY_RANK})]
-    ranks += [read_state(rank, parts_of(OF_EVERY_RANK)) for rank in others]
-    if not all(isinstance(rank.get(part), Mapping) for rank in ranks for part in OF_EVERY_RANK):
-        raise StateError(
-            f"a snapshot of an Accelerator has the parts {list(OF_EVERY_RANK)}, this one has {sorted(state)}: "
-            "export it in another format"
-        )
+    ranks = _ranks(whole)
     facts = ranks[0][FACTS]
-    with contextlib.ExitStack() as stack:
-        files = []
-
-        def save(value: Any, name: str) -> None:
-            faults.point("export.accelerate.file")
-            files.append(TorchFile(value, os.path.join(path, name), outline, stack, reads))
-
-        for index, part in enumerate(facts.get("models", parts_called(state, "model"))):
-            prefix = facts.get("prefixes", {}).get(part, "")
-            weights = {f"{prefix}{name}": value for name, value in state[part].items()}
-            if facts.get("safe_serialization", True):
-                faults.point("export.accelerate.file")
-                chosen = _tensors_of(weights, outline)
-                add_file(reads, stack, os.path.join(path, _numbered("model.safetensors", index)), chosen, {})
-            else:
-                save(weights, _numbered("pytorch_model.bin", index))
-        for kind in ("optimizer", "scheduler"):
-            for index, part in enumerate(parts_called(state, kind)):
-                save(state[part], _numbered(f"{kind}.bin", index))
-        for index, part in enumerate(parts_called(state, "loader")):
-            if part in facts.get("stateful_loaders", {}):
-                save(facts["stateful_loaders"][part], _numbered("dl_state_dict.bin", index))
-        if "scaler" in state:
-            save(plain_numbers(outline.read(state["scaler"])), "scaler.pt")
-        for index, part in enumerate(parts_called(state, "custom")):
-            save(state[part], f"custom_checkpoint_{index}.pkl")
-        job.fill(reads)
-        for file in files:
-            file.seal()
+    encoded = parts_of(None)(whole.meta.state)
+    models = parts_called(encoded, "model")
+    prefixes = {part: facts.get("prefixes", {}).get(part, "") for part in facts.get("models", models)}
+    os.mkdir(path)
+    if facts.get("safe_serialization", True):
+        _write_weights(whole, job, path, prefixes)
+        rest = parts_of(encoded.keys() - set(models))
+        content = _pickled(mapped_state(whole, rest, job, path), facts)
+    else:
+        state = mapped_state(whole, parts_of(None), job, path)
+        content = _pickled(state, facts)
+        for index, (part, prefix) in enumerate(prefixes.items()):
+            content[_numbered("pytorch_model.bin", index)] = _with_prefix(state[part], prefix)
     for index, rank in enumerate(ranks):
+        content[f"random_states_{index}.pkl"] = _random_states(rank, index)
+    for name, value in content.items():
         faults.point("export.accelerate.file")
-        torch.save(_random_states(rank, index), os.path.join(path, f"random_states_{index}.pkl"))
+        save_torch(value, os.path.join(path, name))
     return []
+
+
+def _pickled(state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is pickled besides weights and random states, by the names of the files."""
+    content: dict[str, Any] = {}
+    for kind in ("optimizer", "scheduler"):
+        for index, part in enumerate(parts_called(state, kind)):
+            content[_numbered(f"{kind}.bin", index)] = state[part]
+    for index, part in enumerate(parts_called(state, "loader")):
+        if part in facts.get("stateful_loaders", {}):
+            content[_numbered("dl_state_dict.bin", index)] = facts["stateful_loaders"][part]
+    if "scaler" in state:
+        content["scaler.pt"] = plain_numbers(state["scaler"])
+    for index, part in enumerate(parts_called(state, "custom")):
+        content[f"custom_checkpoint_{index}.pkl"] = state[part]
+    return content
+
+
+def _ranks(whole: WholeSnapshot) -> list[dict[str, Any]]:
+    """Return the parts that are read from every rank, by rank. Raises: StateError, if one has no such part."""
+    snapshot = whole.snapshot
+    ranks = []
+    for number in range(snapshot.plan.world_size):
+        rank = read_state(WholeSnapshot(snapshot, number), parts_of(OF_EVERY_RANK))
+        ranks.append(rank)
+        if not all(isinstance(rank.get(part), Mapping) for part in OF_EVERY_RANK):
+            raise StateError(
+                f"a snapshot of an Accelerator has the parts {list(OF_EVERY_RANK)}, this one has "
+                f"{sorted(whole.meta.state)}: export it in another format"
+            )
+    return ranks
+
+
+def _write_weights(whole: WholeSnapshot, job: Job, path: str, prefixes: Mapping[str, str]) -> None:
+    """Write a safetensors file for each model; of tied tensors the first, as Accelerate does: ``load_state`` ties them.
+
+    ``prefixes``: what the names of its weights begin with, by its part of the state.
+    """
+    reads = Reads()
+    with contextlib.ExitStack() as files:
+        for index, (part, prefix) in enumerate(prefixes.items()):
+            faults.point("export.accelerate.file")
+            weights = _with_prefix(_tensors_of(whole, part), prefix)
+            tied = tied_names(weights, list(weights))
+            owners = {name: tensor for name, tensor in weights.items() if name not in tied}
+            add_file(reads, files, os.path.join(path, _numbered("model.safetensors", index)), owners, {})
+        job.fill(reads)
+
+
+def _tensors_of(whole: WholeSnapshot, part: str) -> dict[str, JoinedTensor]:
+    """Return the weights of one model. Raises: StateError, if it has other values; FormatError."""
+    encoded = parts_of([part])(whole.meta.state)
+    with whole.snapshot.naming():
+        weights: dict[str, Any] = decode(encoded, tensor=whole.tensor)[part]
+    no_tensor = sorted(name for name, value in weights.items() if not isinstance(value, JoinedTensor))
+    if no_tensor:
+        raise StateError(
+            f"safetensors holds tensors only, the weights have {no_tensor[:3]}: use "
+            "save_state(safe_serialization=False)"
+        )
+    return weights
+
+
+def _with_prefix(weights: Mapping[str, Value], prefix: str) -> dict[str, Value]:
+    return {f"{prefix}{name}": value for name, value in weights.items()}
 
 
 def _numbered(name: str, index: int) -> str:
@@ -111,15 +155,3 @@ def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
     if missing:
         raise StateError(f"rank {index} has no random state of {sorted(missing)}, which load_state() asks for")
     return {"step": rank[FACTS].get("step", 0), **{_RNG_NAMES[name]: rng[name] for name in _RNG_NAMES if name in rng}}
-
-
-def _tensors_of(weights: Mapping[str, Any], outline: Outline) -> dict[str, JoinedTensor]:
-    """Return the weights to write: of tied ones the first, as Accelerate does; ``load_state`` ties them again."""
-    others = sorted(name for name, value in weights.items() if not isinstance(value, torch.Tensor))
-    if others:
-        raise StateError(
-            f"safetensors holds tensors only, the weights have {others[:3]}: use save_state(safe_serialization=False)"
-        )
-    found = {name: source for name, value in weights.items() if (source := outline.source(value)) is not None}
-    tied = tied_names(found, list(found))
-    return {name: tensor for name, tensor in found.items() if name not in tied}

@@ -1,10 +1,11 @@
 """A snapshot as a file of ``torch.save``: the checkpoint of Lightning, or the state dicts of a plain loop."""
 
 import argparse
-import contextlib
 import datetime
 import decimal
+import os
 import pathlib
+import pickle
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -13,12 +14,11 @@ from typing import Any
 
 import torch
 
+from lazysnap.errors import StateError
 from lazysnap.exports.job import Job
-from lazysnap.exports.states import Outline, parts_of
-from lazysnap.exports.torch_file import TorchFile
+from lazysnap.exports.states import mapped_state, parts_of
 from lazysnap.exports.weights import EXTRAS, is_lightning
 from lazysnap.snapshots.assembly import WholeSnapshot
-from lazysnap.snapshots.reads import Reads
 from lazysnap.state.codec import registered_names
 from lazysnap.state.scalars import plain_numbers, unpack
 
@@ -38,13 +38,14 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
 """Types, the names of the types that their values become, and the conversions."""
 
 
-def stock_state(whole: WholeSnapshot, outline: Outline) -> tuple[dict[str, Any], list[str]]:
-    """Return the state as other programs read it, and notes for the user. Blocks. Raises: FormatError; LevelError.
+def stock_state(whole: WholeSnapshot, job: Job, path: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the state as other programs read it, mapped, and notes for the user; ``path``: of the export.
 
     Of Lightning: the dictionary that ``Trainer.save_checkpoint`` would have written at that moment. It has no place for
     what the callback adds (position in the data, random streams, flags).
+    Blocks. Raises: FormatError; LevelError; OSError.
     """
-    state = outline.state(parts_of(None))
+    state = mapped_state(whole, parts_of(None), job, os.path.dirname(path))
     names = sorted(registered_names(whole.meta.state))
     notes = [f"values of the registered type {name!r} became what its encoder made" for name in names]
     if not is_lightning(state):
@@ -53,7 +54,7 @@ def stock_state(whole: WholeSnapshot, outline: Outline) -> tuple[dict[str, Any],
     checkpoint["callbacks"] = unpack(checkpoint.get("callbacks", {}))
     for key, value in checkpoint.items():
         if isinstance(value, dict) and "_growth_tracker" in value:  # of a precision plugin with a GradScaler
-            checkpoint[key] = plain_numbers(outline.read(value))
+            checkpoint[key] = plain_numbers(value)
     return checkpoint, notes
 
 
@@ -62,17 +63,22 @@ def write_checkpoint(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
 
     Blocks. Raises: OSError; StateError, for a value that cannot be pickled; FormatError; LevelError.
     """
-    outline = Outline(whole)
-    content, notes = stock_state(whole, outline)
+    content, notes = stock_state(whole, job, path)
     converter = _WeightsOnly()
     if not job.keep_types:
         content = converter.convert(content)
-    reads = Reads()
-    with contextlib.ExitStack() as files:
-        file = TorchFile(content, path, outline, files, reads)
-        job.fill(reads)
-        file.seal()
+    save_torch(content, path)
     return notes + converter.notes()
+
+
+def save_torch(value: Any, path: str) -> None:
+    """Call ``torch.save``. Blocks. Raises: StateError, for a value that cannot be pickled; OSError."""
+    try:
+        torch.save(value, path)
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
+        raise StateError(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
+    except RuntimeError as error:  # so torch's writer reports a full disk
+        raise OSError(f"{path}: torch.save failed: {error}") from error
 
 
 class _WeightsOnly:

@@ -8,9 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from lazysnap.config import checked_url
-from lazysnap.errors import ConfigError
-from lazysnap.exports.folder import filled
 from lazysnap.exports.job import Job
+from lazysnap.exports.named import Named, filled, named_in
 from lazysnap.exports.target import format_of, parents_made, replaced_when_whole
 from lazysnap.levels import open_store
 from lazysnap.resolver import RestartPlan
@@ -80,32 +79,27 @@ def export(
     path = os.fspath(target)
     job = Job(path=path, format=format_of(path, format))
     store = open_store(checked_url("export", place), options=storage_options)
-    return look_again(store, lambda catalogue: write(catalogue, catalogue.find(which), job))
+    named = named_in(path)
+    return look_again(store, lambda catalogue: write(catalogue, catalogue.find(which), job, named))
 
 
-def write(catalogue: Catalogue, plan: RestartPlan, job: Job) -> Exported:
-    """Write one snapshot of a catalogue. Blocks. Raises: as ``export``; FileNotFoundError, if a file vanished."""
+def write(catalogue: Catalogue, plan: RestartPlan, job: Job, named: Named | None = None) -> Exported:
+    """Write one snapshot of a catalogue. Blocks. Raises: as ``export``; FileNotFoundError, if a file vanished.
+
+    ``named``: the snapshot that the target names, if that is a directory of ``save_state(directory)``.
+    """
     module, name = _WRITERS[job.format].split(":")
     writer: Callable[[WholeSnapshot, Job, str], list[str]] = getattr(import_module(f"lazysnap.exports.{module}"), name)
     path = os.path.abspath(job.path)
-    if job.format == ACCELERATE:
-        is_free = not os.path.lexists(path) or (os.path.isdir(path) and not os.listdir(path))
-        if not (is_free or job.force):
-            raise ConfigError(
-                f"{path} exists: choose another name, or replace its checkpoint with `lazysnap export --force`"
-            )
-        place = filled(path, stock_facts(plan))
+    is_into_named = named is not None and (named.run, named.step) == (plan.run_id, plan.step)
+    if named is not None and is_into_named and job.format == ACCELERATE:
+        place = filled(path, named)
     else:
         place = replaced_when_whole(job.path, force=job.force)
     with parents_made(path), place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
         notes = writer(WholeSnapshot(snapshot), job, temp)
     size = sum(map(os.path.getsize, _files(path)))
     return Exported(catalogue.store.url, plan.step, plan.run_id, path, job.format, size, tuple(notes))
-
-
-def stock_facts(plan: RestartPlan) -> dict[str, Any]:
-    """Return what ``lazysnap-export.json`` says of a checkpoint in Accelerate's layout."""
-    return {"layout": ACCELERATE, "step": plan.step, "run_id": plan.run_id}
 
 
 def _files(path: str) -> list[str]:

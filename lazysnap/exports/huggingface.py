@@ -1,4 +1,4 @@
-"""Weights as a directory that ``from_pretrained`` of Transformers or PEFT loads: needs neither these nor torch."""
+"""Weights as a directory that ``from_pretrained`` of Transformers or PEFT loads: needs ``huggingface_hub`` alone."""
 
 import contextlib
 import json
@@ -40,15 +40,14 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     from the snapshot.
     Blocks. Raises: ConfigError, without a config; FormatError; StateError; LevelError; OSError.
     """
-    state, only = whole.meta.state, job.only
-    facts = _facts(state, only)
-    chosen = chosen_tensors(state, only)
+    facts = _facts(whole.meta.state, job.only)
+    chosen = chosen_tensors(whole.meta.state, job.only)
     adapter = facts.get("weights")
     if adapter is not None:
-        chosen = {name: chosen[held] for name, held in adapter.items() if held in chosen}
-        if len(chosen) < len(adapter):
-            missing = next(held for held in adapter.values() if held not in chosen.values())
-            raise FormatError(f"{whole.snapshot.plan.level}: the adapter's tensor {missing!r} is not in the state")
+        for stored in adapter.values():
+            if stored not in chosen:
+                raise FormatError(f"{whole.snapshot.plan.level}: the adapter's tensor {stored!r} is not in the state")
+        chosen = {name: chosen[stored] for name, stored in adapter.items()}
     files = _copied(job.config)
     needed = "config.json" if adapter is None else "adapter_config.json"
     if needed not in files and needed not in facts["files"]:
@@ -58,33 +57,47 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
         )
     tensors = {_plain(name): whole.tensor(stored) for name, stored in chosen.items()}
     tied = tied_names(tensors, list(tensors))
+    owners = {name: tensor for name, tensor in tensors.items() if name not in tied}
     os.mkdir(path)
-    with contextlib.ExitStack() as stack:
-        reads = Reads()
-        stem = "model" if adapter is None else "adapter_model"
-        shards = _shards({name: one for name, one in tensors.items() if name not in tied}, job.shard_bytes)
-        weights: dict[str, str] = {}
-        for number, shard in enumerate(shards, start=1):
-            part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            name = f"{stem}{part}.safetensors"
-            weights.update(dict.fromkeys(shard, name))
-            add_file(reads, stack, os.path.join(path, name), shard, {})
-        if len(shards) > 1:
-            size = sum(one.size_bytes for name, one in tensors.items() if name not in tied)
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weights.items()))}
-            pathlib.Path(path, f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        for name, text in facts["files"].items():
-            if name not in files:
-                pathlib.Path(path, name).write_text(text, encoding="utf-8")
-        for name, source in files.items():
-            shutil.copyfile(source, os.path.join(path, name))
-        job.fill(reads)
+    _write_weights(owners, "model" if adapter is None else "adapter_model", job, path)
+    for name, text in facts["files"].items():
+        if name not in files:
+            pathlib.Path(path, name).write_text(text, encoding="utf-8")
+    for name, source in files.items():
+        shutil.copyfile(source, os.path.join(path, name))
     has_tokenizer = any(name.startswith(("tokenizer", "vocab", "spiece", "sentencepiece")) for name in files)
-    return (
-        []
-        if has_tokenizer or adapter is not None
-        else ["no tokenizer files: `lazysnap export --config DIR` copies those of a directory"]
+    if has_tokenizer or adapter is not None:
+        return []
+    return ["no tokenizer files: `lazysnap export --config DIR` copies those of a directory"]
+
+
+def _write_weights(tensors: Mapping[str, JoinedTensor], stem: str, job: Job, path: str) -> None:
+    """Write the files that ``huggingface_hub`` splits such weights into, with an index if there are several.
+
+    Blocks. Raises: ConfigError, without ``huggingface_hub``; StateError; FormatError; LevelError; OSError.
+    """
+    try:
+        from huggingface_hub import split_state_dict_into_shards_factory
+    except ImportError as error:
+        raise ConfigError(
+            "export --format huggingface splits weights as huggingface_hub does, which is not installed: "
+            "`pip install huggingface_hub`"
+        ) from error
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.size_bytes,
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=job.shard_bytes,
     )
+    reads = Reads()
+    with contextlib.ExitStack() as files:
+        for file_name, names in split.filename_to_tensors.items():
+            shard = {name: tensors[name] for name in names}
+            add_file(reads, files, os.path.join(path, file_name), shard, {})
+        job.fill(reads)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        pathlib.Path(path, f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _facts(state: Any, only: str | None) -> dict[str, Any]:
@@ -94,11 +107,11 @@ def _facts(state: Any, only: str | None) -> dict[str, Any]:
     if text is None:
         return {"files": {}}
     try:
-        found = load_json(text.encode(), _FACTS_NESTING)
-        facts = found.get(place_of_weights(state, only), {"files": {}})
+        by_part = load_json(text.encode(), _FACTS_NESTING)
+        facts = by_part.get(place_of_weights(state, only), {"files": {}})
         weights = facts.get("weights", {})
-        is_good = all(_NOTED.fullmatch(name) and isinstance(one, str) for name, one in facts["files"].items())
-        is_good = is_good and all(isinstance(held, str) for held in weights.values())
+        is_good = all(_NOTED.fullmatch(name) and isinstance(text, str) for name, text in facts["files"].items())
+        is_good = is_good and all(isinstance(stored, str) for stored in weights.values())
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise FormatError(f"the small state has no valid {EXTRAS}.{_PRETRAINED}: {error!r}") from error
     if not is_good:
@@ -112,23 +125,10 @@ def _copied(config: str | None) -> dict[str, str]:
         return {}
     if not os.path.isdir(config):
         raise ConfigError(f"config {os.fspath(config)!r}: no such directory; name one with a config.json in it")
-    names = sorted(filter(COPIED.fullmatch, os.listdir(config)))
-    return {name: at for name in names if os.path.isfile(at := os.path.join(config, name))}
+    paths = {name: os.path.join(config, name) for name in sorted(filter(COPIED.fullmatch, os.listdir(config)))}
+    return {name: path for name, path in paths.items() if os.path.isfile(path)}
 
 
 def _plain(name: str) -> str:
     """Return a name without the parts that ``torch.compile`` and activation checkpointing add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _shards(tensors: Mapping[str, JoinedTensor], most_bytes: int) -> list[dict[str, JoinedTensor]]:
-    """Return the tensors of each file, in their order."""
-    shards: list[dict[str, JoinedTensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.size_bytes > most_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.size_bytes
-    return shards

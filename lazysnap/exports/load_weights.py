@@ -28,19 +28,28 @@ def load_weights(
     part: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the ``state_dict()`` of a snapshot's model, on the CPU: ``model.load_state_dict(load_weights(url))``.
+    """Return the ``state_dict()`` of a snapshot's model, on the CPU.
 
-    ``url``: a level, as in ``PersistentLevel``. ``which``: ``"latest"``, a step, a name given by ``keep``,
-    or ``"run:1f3a"`` (also ``"run:1f3a@200"``) for the run whose id begins so.
-    ``part``: an object of the state, as given to ``SnapshotEngine``. Default: the module of a Lightning fit, else the
-    object named ``"model"``. The result has no names of wrappers (DDP, ``torch.compile``). Sharded tensors are whole,
-    tied ones are one tensor.
+    Only the weights are read, from files of any number of ranks, and checksums are compared. Sharded tensors are whole,
+    tied ones are one tensor. No keeper and no process group is needed. If the training that writes there deletes the
+    snapshot meanwhile, the next newest is read. Blocks.
 
-    Reads only the weights, from files of any number of ranks, and compares checksums. ``"latest"`` skips a snapshot
-    that is damaged or has no such part, with a warning. No keeper and no process group is needed. If the training that
-    writes there deletes the snapshot meanwhile, the next newest is read.
-    Blocks. Raises: SnapshotNotFound; StateError, if no snapshot has such a part; FormatError, for a step, name or
-    run; StateError, for a value of a type that is not registered here; LevelError; ConfigError.
+    Args:
+        url: the path or URL of a level, as in ``PersistentLevel``.
+        which: ``"latest"``, which skips a snapshot that is damaged or has no such part, with a warning; a step, a name
+            given by ``keep``, or ``"run:1f3a@200"``.
+        part: an object of the state, as given to ``SnapshotEngine``. Default: the module of a Lightning fit, else the
+            object named ``"model"``.
+        storage_options: options for the file system of the level, as in ``PersistentLevel``.
+
+    Returns: weights by name, without names of wrappers (DDP, ``torch.compile``).
+
+    Raises: SnapshotNotFound; StateError, if no snapshot has such a part, or for a value of a type that is not
+    registered here; FormatError, for a step, name or run; LevelError; ConfigError.
+
+    Example::
+
+        model.load_state_dict(lazysnap.load_weights("runs/lazysnap"))
     """
     store = open_store(checked_url("load_weights", url), options=storage_options)
     return look_again(store, lambda catalogue: _load(catalogue, which, part))
@@ -64,10 +73,11 @@ def _load(catalogue: Catalogue, which: str | int, part: str | None) -> dict[str,
             return weights
     if errors and isinstance(errors[0], StateError):
         raise errors[0]
-    url, problems = catalogue.store.url, [*catalogue.problems, *catalogue.incomplete, *skipped]
-    found = f"; found: {'; '.join(problems[:8])}" if problems else ""
+    url = catalogue.store.url
+    problems = [*catalogue.problems, *catalogue.incomplete, *skipped]
+    details = f"; found: {'; '.join(problems[:8])}" if problems else ""
     raise SnapshotNotFound(
-        f"{url}: no complete snapshot {which!r} that can be read{found}; `lazysnap ls {url}` lists what is there"
+        f"{url}: no complete snapshot {which!r} that can be read{details}; `lazysnap ls {url}` lists what is there"
     )
 
 
@@ -82,8 +92,8 @@ def _part(state: Any, part: str | None, where: str) -> Any:
     objects = state if isinstance(state, dict) and TAG not in state else {}
     name = part if part is not None else LIGHTNING_WEIGHTS if is_lightning(objects) else MODEL
     if name not in objects:
-        found = sorted(objects.keys() - {KEY})
+        parts = sorted(objects.keys() - {KEY})
         raise StateError(
-            f"{where} has no part {name!r}, its parts are {found}: name one, as load_weights(..., part=...)"
+            f"{where} has no part {name!r}, its parts are {parts}: name one, as load_weights(..., part=...)"
         )
     return objects[name]

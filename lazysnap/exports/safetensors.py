@@ -1,4 +1,4 @@
-"""Weights as safetensors files: without torch, and with a few blocks of memory."""
+"""Tensors of a snapshot as safetensors files: without torch, and with a few blocks of memory."""
 
 import contextlib
 import os
@@ -29,10 +29,12 @@ def write_safetensors(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     tied = tied_names(tensors, sorted(tensors))
     reads = Reads()
     with contextlib.ExitStack() as files:
-        add_file(reads, files, path, {name: one for name, one in tensors.items() if name not in tied}, tied)
+        add_file(reads, files, path, {name: tensor for name, tensor in tensors.items() if name not in tied}, tied)
         job.fill(reads)
-    some = f"{len(tied)} tied tensor{'s are' if len(tied) > 1 else ' is'}"
-    return [f"{some} stored once: load with safetensors.torch.load_model"] if tied else []
+    if not tied:
+        return []
+    count = f"{len(tied)} tied tensor{'s are' if len(tied) > 1 else ' is'}"
+    return [f"{count} stored once: load with safetensors.torch.load_model"]
 
 
 def tied_names(tensors: Mapping[str, JoinedTensor], order: Sequence[str]) -> dict[str, str]:
@@ -63,12 +65,21 @@ def add_file(
                 "directory, or choose other tensors with `lazysnap export --only`"
             )
     try:
-        layout = Layout.plan([one.spec(name) for name, one in tensors.items()], {**FORMAT, **metadata})
+        layout = Layout.plan([tensor.spec(name) for name, tensor in tensors.items()], {**FORMAT, **metadata})
     except FormatError as error:
         raise StateError(f"{path}: safetensors cannot hold these tensors: {error}") from error
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)
     files.callback(os.close, handle)
+    fill_later(handle, layout, tensors, reads)
+
+
+def fill_later(handle: int, layout: Layout, tensors: Mapping[str, JoinedTensor], reads: Reads) -> None:
+    """Write the header of a safetensors file into an empty one; its tensors are written when ``reads`` runs.
+
+    Raises: OSError.
+    """
     os.ftruncate(handle, layout.size_bytes)
     pwrite_all(handle, 0, memoryview(layout.header))
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        reads.add(tensors[spec.name], written(tensors[spec.name], behind(handle, offset)))
+        tensor = tensors[spec.name]
+        reads.add(tensor, written(tensor, behind(handle, offset)))

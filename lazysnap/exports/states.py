@@ -1,20 +1,22 @@
-"""The state in a snapshot, decoded: its tensors in memory, or as outlines that are filled in a file later."""
+"""The state in a snapshot, decoded: its tensors in memory, or mapped from one temporary file."""
 
-import ctypes
+import mmap
+import tempfile
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lazysnap.errors import FormatError
+from lazysnap.exports.job import Job
+from lazysnap.exports.safetensors import fill_later, tied_names
+from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.limits import with_stack
 from lazysnap.shard.manifest import TAG
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
-from lazysnap.snapshots.tensors import into, room_for
-from lazysnap.state.codec import array_tensor_names, decode, tensor_names
+from lazysnap.snapshots.tensors import facts_of, into, room_for
+from lazysnap.state.codec import decode, tensor_names
 
 Choose = Callable[[Any], Any]
 """A function that returns a part of an encoded state."""
@@ -47,90 +49,67 @@ def read_state(whole: WholeSnapshot, choose: Choose) -> dict[str, Any]:
 
     Blocks. Raises: FormatError; LevelError; what ``choose`` raises.
     """
+    encoded, tensors = _chosen(whole, choose)
+    return _decoded(whole, encoded, _read(tensors))
+
+
+def mapped_state(whole: WholeSnapshot, choose: Choose, job: Job, directory: str) -> dict[str, Any]:
+    """Return the same as ``read_state``, with tensors that can be larger than memory.
+
+    They are put together, once, in a safetensors file in ``directory`` and mapped from there. The file has no name: the
+    system frees its space with the last of the tensors, or when this process dies.
+    """
+    encoded, tensors = _chosen(whole, choose)
+    return _decoded(whole, encoded, _map(tensors, job, directory))
+
+
+def _chosen(whole: WholeSnapshot, choose: Choose) -> tuple[Any, dict[str, JoinedTensor]]:
     with whole.snapshot.naming():
         encoded = with_stack(lambda: choose(whole.meta.state))
         names = tensor_names(encoded)
-    found = read_tensors({name: whole.tensor(name) for name in names})
-    return _decoded(whole, encoded, found.__getitem__)
+    return encoded, {name: whole.tensor(name) for name in names}
 
 
-def _decoded(whole: WholeSnapshot, encoded: Any, tensor: Callable[[str], torch.Tensor]) -> dict[str, Any]:
+def _decoded(whole: WholeSnapshot, encoded: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     with whole.snapshot.naming():
-        state = decode(encoded, tensor=tensor)
+        state = decode(encoded, tensor=tensors.__getitem__)
         if not isinstance(state, dict):
             raise FormatError(f"the state is {type(state).__name__}, expected a dict")
     return state
 
 
-def read_tensors(tensors: Mapping[str, JoinedTensor]) -> dict[str, torch.Tensor]:
+def _read(tensors: Mapping[str, JoinedTensor]) -> dict[str, torch.Tensor]:
     """Return tensors in memory, tied ones once. Blocks. Raises: FormatError; LevelError."""
-    reads, made = Reads(), {}
-    keys = {name: tensor.key for name, tensor in tensors.items()}
+    tied = tied_names(tensors, list(tensors))
+    reads = Reads()
+    made: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if keys[name] not in made:
-            made[keys[name]] = room_for(tensor)
-            reads.add(tensor, into(made[keys[name]]))
+        if name not in tied:
+            made[name] = room_for(tensor)
+            reads.add(tensor, into(made[name]))
     reads.run()
-    return {name: made[key] for name, key in keys.items()}
+    return {name: made[tied.get(name, name)] for name in tensors}
 
 
-class Outline:
-    """A state whose tensors have dtype and shape, and no memory: it can be larger than memory is."""
-
-    def __init__(self, whole: WholeSnapshot) -> None:
-        self._whole = whole
-        self._mode = FakeTensorMode()
-        self._made: dict[object, torch.Tensor] = {}
-        self._sources: dict[int, JoinedTensor] = {}
-        """The tensors that outlines stand for, by ``identity_of`` the outline's memory."""
-
-    def state(self, choose: Choose) -> dict[str, Any]:
-        """Return the part of the state that ``choose`` returns. Blocks. Raises: FormatError."""
-        with self._whole.snapshot.naming():
-            encoded = with_stack(lambda: choose(self._whole.meta.state))
-            names = array_tensor_names(encoded)
-        # NumPy has no outlines: arrays are read.
-        arrays = read_tensors({name: self._whole.tensor(name) for name in names})
-        return _decoded(self._whole, encoded, lambda name: self._tensor(name, arrays))
-
-    def _tensor(self, name: str, arrays: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        array = arrays.get(name)
-        return self._outline(self._whole.tensor(name)) if array is None else array
-
-    def _outline(self, tensor: JoinedTensor) -> torch.Tensor:
-        if tensor.key not in self._made:
-            with self._mode:
-                made = self._made[tensor.key] = room_for(tensor, is_row_major=True)
-            self._sources[identity_of(made.untyped_storage())] = tensor
-        return self._made[tensor.key]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors, tied ones once."""
-        return sum(tensor.size_bytes for tensor in self._sources.values())
-
-    def source(self, value: Any) -> JoinedTensor | None:
-        """Return the tensor of the snapshot that an outline stands for; ``None`` for any other value."""
-        return self.source_of(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
-
-    def source_of(self, storage: torch.UntypedStorage) -> JoinedTensor | None:
-        """Return the same as ``source`` for the memory of an outline."""
-        return self._sources.get(identity_of(storage))
-
-    def read(self, value: Any) -> Any:
-        """Return a value with tensors in memory in place of outlines. Blocks. Raises: FormatError; LevelError."""
-        leaves = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
-        wanted = {str(id(one)): source for one in leaves if (source := self.source(one)) is not None}
-        found = read_tensors(wanted)
-        return tree_map_only(torch.Tensor, lambda one: found.get(str(id(one)), one), value)
+def _map(tensors: Mapping[str, JoinedTensor], job: Job, directory: str) -> dict[str, torch.Tensor]:
+    """Return tensors in a mapped file, tied ones once. Blocks. Raises: FormatError; LevelError; OSError."""
+    tied = tied_names(tensors, list(tensors))
+    owners = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    layout = Layout.plan(tensor.spec(name) for name, tensor in owners.items())
+    reads = Reads()
+    with tempfile.TemporaryFile(dir=directory) as file:
+        fill_later(file.fileno(), layout, owners, reads)
+        job.fill(reads)
+        mapped = mmap.mmap(file.fileno(), layout.size_bytes)
+    made: dict[str, torch.Tensor] = {}
+    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+        made[spec.name] = _tensor_at(mapped, offset, spec, owners[spec.name])
+    return {name: made[tied.get(name, name)] for name in tensors}
 
 
-def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that is the same for all objects of one memory."""
-    return int(storage._cdata)
-
-
-def bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the memory of a tensor on the CPU. It is valid as long as the tensor lives."""
-    size = storage.nbytes()
-    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B") if size else memoryview(b"")
+def _tensor_at(mapped: mmap.mmap, offset: int, spec: TensorSpec, tensor: JoinedTensor) -> torch.Tensor:
+    """Return a tensor over a part of a mapped file; its memory is all its own, so nothing else is saved with it."""
+    if not spec.nbytes:
+        return room_for(tensor)
+    dtype, shape = facts_of(tensor.first)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=spec.nbytes, offset=offset).view(dtype).view(shape)

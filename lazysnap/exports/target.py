@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+from lazysnap import faults
 from lazysnap.errors import ConfigError
 from lazysnap.exports.huggingface import WRITTEN
 from lazysnap.levels.files import open_regular, sync_directory, temp_name
@@ -22,8 +23,16 @@ _BY_SUFFIX = {".safetensors": "safetensors", ".ckpt": "ckpt", ".pt": "ckpt", ".p
 MARK = "lazysnap-export.json"
 """A file in every exported directory: ``torch.distributed.checkpoint`` alone would write the same other names."""
 _MARK_TEXT = json.dumps({"lazysnap": "export"}) + "\n"
-_IN_DIRECTORY = re.compile(rf"\.metadata|__[0-9]{{1,9}}_[0-9]{{1,9}}\.distcp|{re.escape(MARK)}|{WRITTEN.pattern}")
-_ZIP, _ZIP_NAME = b"PK\x03\x04", 30
+STOCK_FILE = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_[0-9]{1,9})?\.(safetensors|bin)|scaler\.pt"
+    r"|random_states_[0-9]{1,9}\.pkl|custom_checkpoint_[0-9]{1,9}\.pkl"
+)
+"""Files that Accelerate writes."""
+_IN_DIRECTORY = re.compile(
+    rf"\.metadata|__[0-9]{{1,9}}_[0-9]{{1,9}}\.distcp|{re.escape(MARK)}|{WRITTEN.pattern}|{STOCK_FILE.pattern}"
+)
+_ZIP = b"PK\x03\x04"
+_ZIP_NAME = 30
 """The start of a zip file, and the offset of the name of its first member."""
 
 
@@ -58,6 +67,7 @@ def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
             with open(os.path.join(temp, MARK), "x", encoding="ascii") as mark:
                 mark.write(_MARK_TEXT)
         sync(temp)
+        faults.point("export.whole")
         _check(path, force=force)
         _move(temp, path)
         sync_directory(parent)

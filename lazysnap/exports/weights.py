@@ -29,22 +29,22 @@ def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
     """
     paths = list(_tensors(state, ()))
     prefix = place_of_weights(state, only)
-    found: dict[str, str] = {}
+    chosen: dict[str, str] = {}
     for path, name in paths:
         text = ".".join(path)
         if prefix is not None:
             if not text.startswith(f"{prefix}."):
                 continue
             text = text[len(prefix) + 1 :]
-        if text in found or text == "__metadata__":
+        if text in chosen or text == "__metadata__":
             raise FormatError(f"two tensors would be called {text!r}; choose fewer with `lazysnap export --only`")
-        found[text] = name
-    if not found and prefix is not None:
+        chosen[text] = name
+    if not chosen and prefix is not None:
         tops = sorted({path[0] for path, _ in paths if path})
         raise ConfigError(f"no tensors below {prefix!r}; --only can name one of {tops}, or a path below it")
-    if not found:
+    if not chosen:
         raise ConfigError("the snapshot holds no tensors")
-    return found
+    return chosen
 
 
 def place_of_weights(state: Any, only: str | None) -> str | None:
@@ -65,7 +65,8 @@ def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
         for key, item in value.items():
             yield from _tensors(item, (*path, key))
     elif isinstance(value, dict):
-        tag, inner = value[TAG], value.get("v")
+        tag = value[TAG]
+        inner = value.get("v")
         if tag == "tensor" and isinstance(inner, str):
             yield path, inner
         elif tag in _PAIRS and isinstance(inner, list):

@@ -4,12 +4,9 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lazysnap.config import PersistentLevel, SnapshotConfig, resolve_url
+from lazysnap.config import CAPTURE_EVERY_N_STEPS, KeepBest, PersistentLevel, SnapshotConfig, resolve_url
 from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName
-
-_EVERY_N_STEPS = 1
-"""The interval that is meant where neither the argument nor a ``config`` is given."""
 
 
 def place_beside(directory: object) -> str:
@@ -46,24 +43,27 @@ class Arguments:
         """Return the config that the arguments beside ``config`` mean. Raises: ConfigError."""
         every_n_steps = self.every_n_steps
         if every_n_steps is None:
-            every_n_steps = _EVERY_N_STEPS
-        place = default_url if self.dirpath is None else self.dirpath
+            every_n_steps = CAPTURE_EVERY_N_STEPS
+        place = self.dirpath
+        if place is None:
+            place = default_url
         level = PersistentLevel(place, every_n_steps=self.persist_every_n_steps)
         return SnapshotConfig(every_n_steps=every_n_steps, levels=(level,))
 
     def _check_beside(self, config: SnapshotConfig, url: str) -> None:
         """Raises: ConfigError, if an argument that was given says something else than ``config``."""
-        if self.dirpath is not None and url not in [each.url for each in config.levels]:
+        urls = [level.url for level in config.levels]
+        if self.dirpath is not None and url not in urls:
             raise ConfigError(
                 f"{self.owner}: dirpath={self.dirpath!r} contradicts config.levels, which names "
-                f"{[each.url for each in config.levels] or 'no place'}; give the place in config.levels only"
+                f"{urls or 'no place'}; give the place in config.levels only"
             )
         if self.every_n_steps is not None and self.every_n_steps != config.every_n_steps:
             raise ConfigError(
                 f"{self.owner}: every_n_steps={self.every_n_steps} contradicts config.every_n_steps="
                 f"{config.every_n_steps}; give it in config only"
             )
-        theirs = [each.every_n_steps for each in config.levels]
+        theirs = [level.every_n_steps for level in config.levels]
         if self.persist_every_n_steps is not None and set(theirs) != {self.persist_every_n_steps}:
             raise ConfigError(
                 f"{self.owner}: persist_every_n_steps={self.persist_every_n_steps} contradicts config.levels, "
@@ -84,12 +84,21 @@ class Arguments:
         return self.config_for(default_url or "")
 
 
+def checked_keep_best(wish: KeepBest | None, owner: str) -> KeepBest | None:
+    """Return the argument ``keep_best`` of a callback. Raises: ConfigError, if it is none."""
+    if wish is not None and not isinstance(wish, KeepBest):
+        raise ConfigError(f'{owner}.keep_best must be KeepBest("val_loss", ...) or None, got {wish!r}')
+    return wish
+
+
 def check_path(which: Any, framework: str, how: str, export: str) -> None:
     """Raises: ConfigError, if ``which`` is the directory of a snapshot, which no framework can read.
 
     ``how``: what resumes the newest snapshot; ``export``: what makes a checkpoint of one, as arguments of the command.
     """
-    text = str(os.fspath(which)) if isinstance(which, (str, os.PathLike)) else ""
+    text = ""
+    if isinstance(which, (str, os.PathLike)):
+        text = str(os.fspath(which))
     level, _, name = text.rstrip("/").rpartition("/")
     if SnapshotName.parse(name) is not None and not os.path.isfile(text):
         raise ConfigError(

@@ -33,11 +33,13 @@ def rich_bar(console: Console | None = None, column: BarColumn | None = None) ->
 @contextlib.contextmanager
 def tqdm_bar(bar: Any) -> Iterator[Show]:
     """Show ``bar``, of tqdm, with bytes."""
-    bar.unit, bar.unit_scale = "B", True
+    bar.unit = "B"
+    bar.unit_scale = True
     bar.set_description(_DESCRIPTION)
 
     def show(done_bytes: int, total_bytes: int) -> None:
-        bar.total, bar.n = total_bytes, done_bytes
+        bar.total = total_bytes
+        bar.n = done_bytes
         bar.refresh()
 
     with contextlib.closing(bar):
@@ -47,7 +49,8 @@ def tqdm_bar(bar: Any) -> Iterator[Show]:
 @contextlib.contextmanager
 def shown_later(bar: Bar | None) -> Iterator[Show]:
     """Yield a function that shows ``bar`` from the first call after a second on; ``None``: shows nothing."""
-    started_s, shows = time.monotonic(), list[Show]()
+    started_s = time.monotonic()
+    shows: list[Show] = []
     with contextlib.ExitStack() as stack:
 
         def show(done_bytes: int, total_bytes: int) -> None:

@@ -1,19 +1,68 @@
 """One training of an integration: its steps and figures, its start, rollback and end; the same for all frameworks."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import KeepBest, PersistentLevel
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments, place_beside
-from lazysnap.integrations.figures import Figures
 from lazysnap.integrations.progress_bar import Bar, shown_later
 from lazysnap.restore.known_run import newest_run
 from lazysnap.runs import means_snapshot
 from lazysnap.shard.names import new_id
 from lazysnap.state.source import StateSource
+
+_MOST_STEPS = 10_000
+"""Steps whose times are remembered."""
+
+
+class Figures:
+    """Counters and timings under ``lazysnap/…``, and how far each level lags behind training."""
+
+    def __init__(self) -> None:
+        self._passed_s: dict[int, float] = {}
+        """When training passed a step, on the monotonic clock."""
+
+    def note(self, step: int) -> None:
+        """Training passed ``step`` now."""
+        self._passed_s[step] = time.monotonic()
+        if len(self._passed_s) > _MOST_STEPS:
+            del self._passed_s[next(iter(self._passed_s))]
+
+    def values(self, statistics: Statistics, levels: Sequence[PersistentLevel]) -> dict[str, float]:
+        """Return the current figures; none before the first capture.
+
+        ``stall_ms``: the training thread waited at the last capture. ``device_wait_s``: devices stood still at gates so
+        far (only on devices). ``copy_gb_per_s``: mean of all. ``skipped``, ``torn``: so far. ``lag_steps/…``,
+        ``lag_s/…``: behind the last step, in memory, on other nodes, and at storage level 0, 1, …
+        of ``levels``.
+        """
+        if not statistics.began:
+            return {}
+        copy_s = statistics.copy.total_s
+        values = {
+            "stall_ms": 1e3 * (statistics.boundary.last_s + statistics.gate.last_s),
+            "skipped": float(statistics.skipped.total()),
+            "torn": float(statistics.torn),
+        }
+        if statistics.device_wait_s:
+            values["device_wait_s"] = statistics.device_wait_s
+        if copy_s:
+            values["copy_gb_per_s"] = statistics.shard_bytes * statistics.copy.count / copy_s / 1e9
+        newest = max(self._passed_s, default=0)
+        steps = {"memory": statistics.last_whole_step, "other_nodes": statistics.last_protected_step}
+        for number, level in enumerate(levels):  # the statistics have them in the order of their first snapshots
+            steps[f"storage_{number}"] = statistics.last_durable_step.get(level.url)
+        for place, step in steps.items():
+            if step is None:
+                continue
+            values[f"lag_steps/{place}"] = float(newest - step)
+            if step in self._passed_s:
+                values[f"lag_s/{place}"] = time.monotonic() - self._passed_s[step]
+        return {f"lazysnap/{name}": value for name, value in values.items()}
 
 
 class Session:
@@ -55,11 +104,21 @@ class Session:
         """Capture the step that passed. ``is_last``: the end of a training, also between the steps of
         ``every_n_steps``; see ``SnapshotEngine._last_boundary``.
         """
-        (self.engine._last_boundary if is_last else self.engine.boundary)(self.step)
+        if is_last:
+            self.engine._last_boundary(self.step)
+        else:
+            self.engine.boundary(self.step)
 
     def figures(self) -> dict[str, float]:
         """Return figures for loggers: see ``Figures.values``."""
-        return self._figures.values(self.engine.statistics(), self.engine.config.levels)
+        return self._figures.values(self.engine.statistics(), self.engine._config.levels)
+
+    def judge(self, wish: KeepBest, value: Any) -> None:
+        """Keep the snapshot of the running step, if its ``value`` is among the best. Collective.
+
+        Raises: as ``SnapshotEngine.keep_best``.
+        """
+        self.engine.keep_best(wish.monitor, value, mode=wish.mode, count=wish.count)
 
     @property
     def is_spoilt(self) -> bool:
@@ -97,7 +156,7 @@ class WithEngine:
     """The public view of the running training, and of the last one."""
 
     _arguments: Arguments
-    session: Session | None = None
+    _session: Session | None = None
     """The session of the running training; ``None`` outside."""
     _statistics: Statistics | None = None
     """The statistics of the last training."""
@@ -107,7 +166,9 @@ class WithEngine:
     @property
     def engine(self) -> SnapshotEngine | None:
         """The engine of the running training, for ``wait(...)`` and the like; ``None`` outside."""
-        return None if self.session is None else self.session.engine
+        if self._session is None:
+            return None
+        return self._session.engine
 
     @property
     def run_id(self) -> str | None:
@@ -124,9 +185,9 @@ class WithEngine:
         config = self._arguments.named_config(default_url)
         if config is None:
             return None
-        known = newest_run(config, default_url)
-        if known is not None:
-            return known
+        resumed_id = newest_run(config, default_url)
+        if resumed_id is not None:
+            return resumed_id
         if not self._new_run_id:
             self._new_run_id = new_id()
         return self._new_run_id
@@ -137,11 +198,15 @@ class WithEngine:
 
     def statistics(self) -> Statistics | None:
         """Counters and timings of the running training, else of the last one; ``None`` before the first."""
-        return self._statistics if self.engine is None else self.engine.statistics()
+        if self.engine is None:
+            return self._statistics
+        return self.engine.statistics()
 
     def figures(self) -> dict[str, float]:
         """See ``Session.figures``; nothing outside of a training."""
-        return {} if self.session is None else self.session.figures()
+        if self._session is None:
+            return {}
+        return self._session.figures()
 
     def keep(self, name: str) -> int:
         """Keep the newest snapshot of the running training under ``name``; see ``SnapshotEngine.keep``.
@@ -157,31 +222,30 @@ class WithEngine:
         """
         self._running().release(name)
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """The training is over; its counters stay."""
-        if self.session is not None:
-            self._statistics, self.session = self.session.engine.statistics(), None
+        if self._session is not None:
+            self._statistics = self._session.engine.statistics()
+            self._session = None
 
-    def begin(self, state: StateSource, directory: object, *, only_reads: bool = False) -> Session:
+    def _begin(self, state: StateSource, directory: object, *, only_reads: bool = False) -> Session:
         """A training begins that has this ``state`` and writes to ``directory``. Collective.
 
         ``only_reads``: it is an evaluation, which may take place within a training of the same directory.
         """
         url = place_beside(directory)
-        engine = self._make_engine(self._arguments.config_for(url), state, url, only_reads=only_reads)
+        config = self._arguments.config_for(url)
+        engine = SnapshotEngine._of_integration(config, state, default_url=url, takes_over=not only_reads)
         if not only_reads:
             engine._run.rename(self._new_run_id)
             self._new_run_id = ""
-        self.session = Session(engine)
-        return self.session
-
-    def _make_engine(self, config: SnapshotConfig, state: StateSource, url: str, *, only_reads: bool) -> SnapshotEngine:
-        return SnapshotEngine(config, state, default_url=url, takes_over=not only_reads)
+        self._session = Session(engine)
+        return self._session
 
     def _running(self) -> SnapshotEngine:
         return self._running_session().engine
 
     def _running_session(self) -> Session:
-        if self.session is None:
+        if self._session is None:
             raise ConfigError(f"{type(self).__name__}: keep, release and rollback work while a training runs")
-        return self.session
+        return self._session

@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
+
 from lazysnap.core.core import Core
 from lazysnap.core.node import whole_on_all
 from lazysnap.keeper.connections import Connection, Connections
@@ -93,16 +95,24 @@ class Answers:
                 self._answer_stop(Answer(is_done=False, text=self._text_of_training()))
 
     def finish(self) -> None:
-        """Answer that the keeper ends."""
+        """Answer that the keeper ends, and which step is durable."""
         if self._stop is not None:
-            self._answer_stop(Answer())
+            self._answer_stop(Answer(durable=self._durable_steps()))
+
+    def _durable_steps(self) -> dict[str, int | None]:
+        job = self._core.job
+        steps: dict[str, int | None] = {}
+        if job is not None:
+            for settings, level in zip(job.settings.levels, job.node.levels, strict=False):
+                newest = max(level.complete, default=None)
+                steps[settings.url] = None if newest is None else newest.step
+        return steps
 
     def _answer_stop(self, answer: Answer) -> None:
         assert self._stop is not None
         connection, question = self._stop
         self._stop = None
-        answered = Answer(number=question.number, is_done=answer.is_done, text=answer.text)
-        self._connections.answer(connection, answered)
+        self._connections.answer(connection, structs.replace(answer, number=question.number))
 
     def _reason_to_stay(self) -> str:
         """Return why the keeper does not end; empty if it does, or that is not known yet."""

@@ -16,14 +16,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lazysnap import faults
 from lazysnap.core.actions import (
     DeleteFiles,
+    Event,
     Failed,
     Job,
     JobEnded,
+    JobMoved,
     Listed,
     ListLevel,
     Missed,
@@ -35,20 +37,60 @@ from lazysnap.core.actions import (
 )
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.level_files import LevelFiles
-from lazysnap.keeper.worker import JobControl
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, shard_of
-from lazysnap.memory.capture_reader import CaptureReader
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slots import Slot
+from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 logger = logging.getLogger(__name__)
 
+BEAT_S = 0.5
+"""The least time between two messages of a job that it moves."""
+
 NodeSlots = Mapping[int, Mapping[int, Slot]]
 """Slots of a node, by local rank and slot id."""
+
+
+class JobControl:
+    """Link between a job on the thread of a level and the loop."""
+
+    def __init__(self, job: Job, post: Callable[[Event], None], level_url: str = "") -> None:
+        """Begin the job.
+
+        Args:
+            job: what the thread does.
+            post: hands an event to the loop, from any thread.
+            level_url: the level; empty for redundancy.
+        """
+        self.job = job
+        self.level_url = level_url
+        self.is_cancelled = False
+        """Set by the loop. Then the job commits nothing more."""
+        self.moved_bytes = 0
+        """Bytes that the job moved, for people."""
+        self.checksums: dict[tuple[int, int], Checksums] = {}
+        """Checksums of captures that a job stored as they are, by slot id and sequence. Set by the job."""
+        self._counting = threading.Lock()
+        self._post = post
+        self._beat_at = time.monotonic()
+
+    def beat(self) -> None:
+        """Note that the job moves. Raises: CaptureAborted, if it was cancelled."""
+        if self.is_cancelled:
+            raise CaptureAborted("the job was cancelled")
+        now = time.monotonic()
+        if now - self._beat_at >= BEAT_S:
+            self._beat_at = now
+            self._post(JobMoved(self.job.level, self.job.job))
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that were moved, on any thread. See ``levels.source.Progress``."""
+        with self._counting:
+            self.moved_bytes += num_bytes
 
 
 def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) -> JobEnded:
@@ -132,31 +174,15 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
 
 
 def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:
-    """Read the file back, if the level does that (``verify``). Return the seconds that it took.
+    """Read the file back, unless the storage checks each part as it arrives. Return the seconds that it took.
 
     Raises: FormatError, and it is no snapshot any more; LevelError.
     """
-    is_wanted = files.level.verify
-    if is_wanted is None:
-        is_wanted = not store.storage.checks_writes
-    if not is_wanted:
+    if store.storage.checks_writes:
         return 0.0
     began = time.monotonic()
     files.read_back(store, job.key, is_base_new=manifest.written_bytes == manifest.size_bytes)
     return time.monotonic() - began
-
-
-class _ByteCounter:
-    """Counts the bytes that several threads write. See ``levels.source.Progress``."""
-
-    def __init__(self, control: JobControl) -> None:
-        self._control = control
-        self._lock = threading.Lock()
-
-    def add(self, num_bytes: int) -> None:
-        """Count some bytes."""
-        with self._lock:
-            self._control.moved_bytes += num_bytes
 
 
 class _SlotWriter:
@@ -262,8 +288,7 @@ def _write_blocks(store: SnapshotStore, files: LevelFiles, blocks: FileBlocks, c
     source = VerifiedSource(blocks)
     is_cut = files.is_shared and any(has_shared_rows(shard.meta) for shard in manifest.shards)
     if not is_cut:
-        progress = _ByteCounter(control).add
-        return store.write_file(manifest.name, manifest.shards, source, progress, former=files.newest_directory)
+        return store.write_file(manifest.name, manifest.shards, source, control.count, former=files.newest_directory)
     parts: list[tuple[CaptureMeta, BlockSource]] = []
     for shard in manifest.shards:
         part = SharedPart(shard.meta, source, shard.offset, shard.size_bytes)
@@ -282,9 +307,10 @@ def _stored_part(meta: CaptureMeta, source: BlockSource, files: LevelFiles) -> t
 def _write_shards(
     store: SnapshotStore, files: LevelFiles, shards: list[tuple[CaptureMeta, BlockSource]], control: JobControl
 ) -> Manifest:
-    progress = _ByteCounter(control).add
     if len(shards) == 1:
         meta, source = shards[0]
-        return store.write_file(files.name, [shard_of(meta, source)], source, progress, former=files.newest_directory)
+        return store.write_file(
+            files.name, [shard_of(meta, source)], source, control.count, former=files.newest_directory
+        )
     together = NodeSource(shards)
-    return store.write_file(files.name, together.shards, together, progress, former=files.newest_directory)
+    return store.write_file(files.name, together.shards, together, control.count, former=files.newest_directory)

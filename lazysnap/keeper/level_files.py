@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lazysnap import faults
 from lazysnap.core.messages import JobSettings, NamedStep, NameRefusal, StepKey
 from lazysnap.errors import ConfigError, FormatError
 from lazysnap.levels import SnapshotStore, open_store
@@ -344,10 +345,12 @@ class LevelFiles:
         """
         for name in sorted({named.name for named in released}):
             store.release(self.settings.run, name)
+            faults.point("keeper.names.released")
         refused = []
         for named in given:
             try:
                 store.keep(self._entry(named.key), named.name)
+                faults.point("keeper.names.given")
             except ConfigError as error:
                 refused.append(NameRefusal(self.url, named.name, str(error)))
         return tuple(refused)

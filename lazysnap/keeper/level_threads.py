@@ -1,29 +1,59 @@
-"""One thread per level for the jobs of a keeper. Storage levels come first, redundancy is the level after the last."""
+"""Threads of a keeper for slow work: one per level, and one for memory.
+
+::
+
+    loop ──Job──> LevelThreads ──Worker──> run_level_job ──JobEnded──> loop
+
+Storage levels come first, redundancy is the level after the last. A thread that hangs at a level cannot be ended. The
+loop leaves it alone and begins another one. Its job finds itself cancelled when the level answers, and commits nothing.
+"""
 
 import functools
+import logging
+import queue
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from lazysnap import faults
 from lazysnap.core.actions import Event, Job, JobEnded, WriteLevel
 from lazysnap.core.messages import JobSettings
-from lazysnap.keeper.jobs import NodeSlots, run_level_job
+from lazysnap.keeper.jobs import JobControl, NodeSlots, run_level_job
 from lazysnap.keeper.level_files import LevelFiles
-from lazysnap.keeper.worker import JobControl, Worker
 from lazysnap.memory.slots import Slot
 
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], None]
 ParityJob = Callable[[Job, NodeSlots, JobControl], Callable[[], JobEnded]]
 
 
-@dataclass(frozen=True)
-class EndedJob:
-    """A job whose thread returned, also one that was abandoned."""
+class Worker:
+    """A thread that runs one piece of work after the other."""
 
-    job: Job
-    level_url: str
-    """The level; empty for redundancy."""
-    event: JobEnded
-    control: JobControl
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        """Run this when the work that was submitted before has ended."""
+        self._work.put(work)
+
+    def leave(self) -> None:
+        """End the thread when its work has ended, whenever that is."""
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if work is None:
+                return
+            try:
+                work()
+            except Exception:  # work handles what it expects; nothing else may end the thread
+                logger.exception("the work of thread %s ended", self._thread.name)
+            # While the thread waits, memory that only this piece of work used is to be free.
+            del work
 
 
 class LevelThreads:
@@ -32,14 +62,14 @@ class LevelThreads:
     def __init__(
         self,
         post: Callable[[Event], None],
-        ended: Callable[[EndedJob], None],
+        ended: Callable[[JobControl, JobEnded], None],
         parity_job: ParityJob,
     ) -> None:
         """Begin without levels.
 
         Args:
             post: hands an event to the loop, from any thread.
-            ended: takes each job that ended, on the thread of its level.
+            ended: takes each job whose thread returned, also one that was abandoned. On the thread of its level.
             parity_job: returns the work of a job of the redundancy level.
         """
         self._post = post
@@ -76,11 +106,11 @@ class LevelThreads:
         """Begin a job on the thread of its level."""
         if job.level not in self._workers:
             self._workers[job.level] = Worker(f"level-{job.level}")
-        control = JobControl(job, self._post)
+        control = JobControl(job, self._post, self._url(job.level))
         self._controls[job.level] = control
         self._running[job.level] = job
         work = self._work_of(job, _slots_of_job(job, slots), control)
-        self._workers[job.level].submit(functools.partial(self._run, job, self._url(job.level), work, control))
+        self._workers[job.level].submit(functools.partial(self._run, work, control))
 
     def forget(self, job: Job) -> None:
         """Note that a job ended."""
@@ -114,11 +144,11 @@ class LevelThreads:
     def _url(self, level: int) -> str:
         return self._urls[level] if level < len(self._urls) else ""
 
-    def _run(self, job: Job, level_url: str, work: Callable[[], JobEnded], control: JobControl) -> None:
+    def _run(self, work: Callable[[], JobEnded], control: JobControl) -> None:
         """Do a job. On the thread of its level."""
         event = work()
         faults.point("keeper.job_ended")
-        self._ended(EndedJob(job, level_url, event, control))
+        self._ended(control, event)
 
 
 def _slots_of_job(job: Job, slots: NodeSlots) -> NodeSlots:

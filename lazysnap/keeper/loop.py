@@ -36,6 +36,7 @@ from lazysnap.core.actions import (
     FreeSlot,
     Hold,
     Job,
+    JobEnded,
     JobMoved,
     KeeperTrouble,
     MakeSlot,
@@ -59,7 +60,8 @@ from lazysnap.core.messages import Alert, KeeperState, TrainerState
 from lazysnap.keeper.answers import Answers
 from lazysnap.keeper.connections import Connection, Connections
 from lazysnap.keeper.event_log import EventLog
-from lazysnap.keeper.level_threads import EndedJob, LevelThreads
+from lazysnap.keeper.jobs import JobControl
+from lazysnap.keeper.level_threads import LevelThreads
 from lazysnap.keeper.memory_work import MemoryWork
 from lazysnap.keeper.other_nodes import OtherNodes
 from lazysnap.keeper.questions import Answer, Question
@@ -326,16 +328,17 @@ class Keeper:
             return 0
         return self._core.job.settings.num_ranks
 
-    def _job_returned(self, ended: EndedJob) -> None:
+    def _job_returned(self, control: JobControl, event: JobEnded) -> None:
         """Take the end of a job. Called on the thread of its level."""
-        self._loop.call_soon_threadsafe(self._job_ended, ended)
+        self._loop.call_soon_threadsafe(self._job_ended, control, event)
 
-    def _job_ended(self, ended: EndedJob) -> None:
-        self._levels.forget(ended.job)
-        self._slots.note_checksums(ended.control.checksums)
-        key = ended.job.key if isinstance(ended.job, WriteLevel) else None
-        self._events.job_ended(ended.level_url, ended.event, key)
-        self._handle(ended.event)
+    def _job_ended(self, control: JobControl, event: JobEnded) -> None:
+        job = control.job
+        self._levels.forget(job)
+        self._slots.note_checksums(control.checksums)
+        key = job.key if isinstance(job, WriteLevel) else None
+        self._events.job_ended(control.level_url, event, key)
+        self._handle(event)
 
     # Memory
 

@@ -24,6 +24,8 @@ class MemoryEntry:
     checksums: Checksums | None
     """None while the keeper did not compute them."""
     slot: Slot
+    is_repeatable: bool
+    """See ``SlotView``."""
 
 
 @dataclass(frozen=True)
@@ -80,4 +82,5 @@ def _entry(slot: Slot, facts: SlotFacts) -> MemoryEntry | None:
         world_size=meta.world_size,
         checksums=checksums,
         slot=slot,
+        is_repeatable=view.is_repeatable,
     )

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from lazysnap.core.actions import Event, MakeSlot, MemoryRefused
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper import slot_maker
+from lazysnap.keeper.level_threads import Worker
 from lazysnap.keeper.slot_table import SlotTable, compute_checksums
-from lazysnap.keeper.worker import Worker
 from lazysnap.memory.slot_choice import SlotView
 from lazysnap.memory.slots import KeeperSlot, Slot
 from lazysnap.shard.checksum import Checksums

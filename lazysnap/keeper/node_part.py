@@ -12,8 +12,7 @@ from typing import Any
 from lazysnap.errors import FormatError
 from lazysnap.levels.shared_part import SharedPart, held_by_few, is_held_by_few
 from lazysnap.levels.source import BlockSource, MemorySource
-from lazysnap.memory.capture_reader import CaptureReader
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slot_choice import SlotPhase, SlotView
 from lazysnap.memory.slots import Slot
 from lazysnap.shard.limits import MAX_RANKS

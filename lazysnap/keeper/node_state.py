@@ -278,7 +278,7 @@ def _total_bytes(job: JobCore, index: int, slots: Slots) -> int:
 
 def _num_waiting(core: Core, job: JobCore, index: int) -> int:
     """Return the number of steps that somebody wants at a level, and that are neither there nor being stored."""
-    wants = core.ranks.wants()
+    wants = core.ranks.wants
     keys = set(wants.required)
     if index == 0:
         keys.update(named.key for named in wants.names)

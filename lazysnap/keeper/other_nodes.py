@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from lazysnap.core.actions import Event, Failed, Job, JobEnded, PeersListening, PeerUp, Received
 from lazysnap.core.messages import JobSettings, Order, PeerSettings, Report
+from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.questions import HeldParity
 from lazysnap.keeper.slot_table import SlotTable
-from lazysnap.keeper.worker import JobControl
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.slots import Slot
 
@@ -40,7 +40,7 @@ class OtherNodes:
             num_ranks: see ``KeeperSources``.
         """
         self._loop = loop
-        self._events = PeerEvents(handle)
+        self._handle = handle
         self._slots = slots
         self._num_ranks = num_ranks
         self._peers: Peers | None = None
@@ -71,7 +71,7 @@ class OtherNodes:
 
         self._parity = ParityStore()
         self._sources = KeeperSources(self._slots.snapshot, self._num_ranks, self._parity)
-        return Peers(self._loop, self._events, self._sources)
+        return Peers(self._loop, self, self._sources)
 
     def send(self, node: int, message: Report | Order) -> None:
         """Send a message to another node, if there is a link."""
@@ -125,12 +125,7 @@ class OtherNodes:
         if self._peers is not None:
             self._peers.close()
 
-
-class PeerEvents:
-    """Turns what other nodes do into events. See ``peers.links``."""
-
-    def __init__(self, handle: Callable[[Event], None]) -> None:
-        self._handle = handle
+    # What the other nodes do: see ``peers.links.Handler``
 
     def serving(self) -> None:
         """Take that other nodes can be served."""

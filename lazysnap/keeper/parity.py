@@ -33,15 +33,14 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
 from lazysnap.errors import KeeperError, LazySnapError
+from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.node_part import NodePart, captures_of, read_index
 from lazysnap.keeper.questions import HeldMember, HeldParity
-from lazysnap.keeper.worker import JobControl
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.budget import NODE
-from lazysnap.memory.capture_reader import CaptureReader
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slots import Slot
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
@@ -255,7 +254,6 @@ class GroupReader:
         self._group = Group(tuple(redundancy.members), redundancy.parity)
         self._position = redundancy.members.index(context.settings.node)
         self._others = [position for position in range(len(redundancy.members)) if position != self._position]
-        self._counting = threading.Lock()
         self._readers: dict[int, PeerReader] = {}
         """By position."""
         for position in self._others:
@@ -339,12 +337,8 @@ class GroupReader:
                 self._context.pace.take(length, self._control.beat)
                 checksum = reader.read_into(subject, offset, buffer[:length])
                 stripe.add(position, block, buffer[:length], checksum)
-                self._count(length)
+                self._control.count(length)
         reader.finish(subject)
-
-    def _count(self, num_bytes: int) -> None:
-        with self._counting:
-            self._control.moved_bytes += num_bytes
 
     def _of_all(self, ask: Callable[[int], Result]) -> list[Result]:
         """Ask every other node, each on a thread. The first failure ends the others: nobody delays its report."""

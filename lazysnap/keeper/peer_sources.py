@@ -12,8 +12,7 @@ from lazysnap.errors import LazySnapError
 from lazysnap.keeper.node_part import NodePart, find_capture
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.levels.source import BlockSource, MemorySource
-from lazysnap.memory.capture_reader import CaptureReader
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.memory.slots import Slot
 from lazysnap.peers.messages import NotYet, ParityOf, PartOf, SlotOf, Subject

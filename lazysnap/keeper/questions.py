@@ -4,6 +4,7 @@ A question has one answer, and changes nothing but for "stop". All else that a t
 state: see ``core.messages``.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -172,3 +173,5 @@ class Answer(Struct, frozen=True, tag="answer"):
     """True if the keeper ends. For "stop" alone."""
     text: str = ""
     """Why not, for people."""
+    durable: Mapping[str, int | None] = {}
+    """Newest complete step of each level, by URL. For "stop" alone, if the keeper ends."""

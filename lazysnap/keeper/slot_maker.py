@@ -12,8 +12,7 @@ from rich.filesize import decimal
 
 from lazysnap import faults
 from lazysnap.core.messages import MemoryWish
-from lazysnap.memory.budget import NODE
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import NODE, MemoryBoundExceeded
 from lazysnap.memory.slot_choice import is_fitting
 from lazysnap.memory.slot_files import check_room
 from lazysnap.memory.slots import KeeperSlot, Slot, make_slot, slot_bytes
@@ -58,14 +57,13 @@ def make(wish: MemoryWish, slots: Sequence[Slot]) -> KeeperSlot | None:
     return _make_slot_or_file(wish, refusal)
 
 
-def refusal_text(count: int, each_bytes: int, available_bytes: int, *, least: int, is_bound: bool) -> str:
+def refusal_text(count: int, each_bytes: int, available_bytes: int, *, is_bound: bool) -> str:
     """Return why slots do not fit, and what would.
 
     Args:
         count: number of slots that are wanted.
         each_bytes: bytes of one slot.
         available_bytes: bytes that are left for them.
-        least: the smallest number of slots that this training may be given.
         is_bound: True if ``available_bytes`` is what ``MemoryLevel.max_bytes`` leaves; else the machine has them.
     """
     limit = "MemoryLevel.max_bytes leaves" if is_bound else "this machine (or its container) has"
@@ -73,16 +71,7 @@ def refusal_text(count: int, each_bytes: int, available_bytes: int, *, least: in
     needed = f"{count} slots of {each_bytes} bytes need {needed_bytes} bytes ({decimal(needed_bytes)})"
     available = f"{limit} {available_bytes} ({decimal(available_bytes)})"
     more = f"raise max_bytes to {needed_bytes}" if is_bound else "free memory, or use a larger machine"
-    num_fitting = available_bytes // each_bytes
-    if least < count and num_fitting >= least:
-        advice = f"set MemoryLevel(slots={num_fitting}), which fits, or {more}"
-    elif num_fitting == 0:
-        advice = f"not even one fits: {more}, or capture a smaller state"
-    elif least < count:
-        advice = f"{least} slots, the least that protect a run, do not fit either: {more}, or capture a smaller state"
-    else:
-        advice = f"fewer would not protect this run: {more}, or capture a smaller state"
-    return f"{needed}, {available}; {advice}"
+    return f"{needed}, {available}; {more}, name a local disk in MemoryLevel.spill_dir, or capture a smaller state"
 
 
 def _refusal(wish: MemoryWish, fitting: Sequence[Slot], others: Sequence[Slot]) -> str:
@@ -97,9 +86,9 @@ def _refusal(wish: MemoryWish, fitting: Sequence[Slot], others: Sequence[Slot]) 
     held_bytes = _memory_of(fitting)
     free_bytes = NODE.free_bytes()
     if wish.max_bytes is not None and held_bytes + missing_bytes > wish.max_bytes:
-        return refusal_text(wish.num_slots, each_bytes, wish.max_bytes, least=wish.least, is_bound=True)
+        return refusal_text(wish.num_slots, each_bytes, wish.max_bytes, is_bound=True)
     if not _memory_of(others) and missing_bytes > free_bytes:
-        return refusal_text(wish.num_slots, each_bytes, free_bytes + held_bytes, least=wish.least, is_bound=False)
+        return refusal_text(wish.num_slots, each_bytes, free_bytes + held_bytes, is_bound=False)
     return ""
 
 

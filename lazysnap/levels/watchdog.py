@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from lazysnap.errors import LevelError
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 
 Result = TypeVar("Result")
 Beat = Callable[[], None]

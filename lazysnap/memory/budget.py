@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 
 from rich.filesize import decimal
 
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.errors import KeeperError
 from lazysnap.memory.limits import available_bytes
 
 _RESERVE_BYTES = 256 << 20
 """Free memory that is left to the rest of the machine."""
+
+
+class MemoryBoundExceeded(KeeperError, MemoryError):
+    """The slots do not fit in ``MemoryLevel.max_bytes`` or in the memory of the machine."""
 
 
 class Budget:

@@ -3,8 +3,7 @@
 import time
 from collections.abc import Callable
 
-from lazysnap.errors import FormatError
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.memory.slot_choice import SlotPhase, SlotView
 from lazysnap.memory.slots import Slot
 from lazysnap.shard.manifest import CaptureMeta
@@ -12,6 +11,10 @@ from lazysnap.shard.manifest import CaptureMeta
 STALL_S = 300.0
 """Seconds after which a capture is given up if its watermark does not move."""
 _POLL_S = 0.001
+
+
+class CaptureAborted(LazySnapError):
+    """A capture that will never be complete: it is torn, or its trainer died."""
 
 
 class CaptureReader:

@@ -37,7 +37,8 @@ captures, so two things are forbidden: only the trainer discards a whole capture
 
 import enum
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
 class SlotPhase(enum.Enum):
@@ -53,8 +54,7 @@ class SlotPhase(enum.Enum):
     VOID = "void"
 
 
-@dataclass(frozen=True)
-class SlotView:
+class SlotView(Struct, frozen=True):
     """The words of a slot at one moment, all of one capture."""
 
     slot_id: int
@@ -75,6 +75,8 @@ class SlotView:
     reached_step: int | None
     is_held: bool
     """True if the keeper holds this very capture. A hold of an earlier capture in the slot does not count."""
+    is_repeatable: bool = False
+    """True if a restart may train the step again, to prove itself; False: it resumes exactly this capture."""
 
     @property
     def is_whole(self) -> bool:

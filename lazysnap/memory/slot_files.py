@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from rich.filesize import decimal
 
 from lazysnap.config import MemoryLevel, PersistentLevel
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import MemoryBoundExceeded
 
 _RESERVE_BYTES = 256 << 20
 """Space on the disk that is left to others."""

@@ -210,6 +210,7 @@ class TrainerSlot(Slot):
         words.store(SlotWord.WATERMARK, 0)
         words.store(SlotWord.COPIED, 0)
         words.store(SlotWord.REACHED, 0)
+        words.store(SlotWord.REPEATABLE, 0)
         self._meta[: len(meta)] = meta
         words.store(SlotWord.META_BYTES, len(meta))
         words.store(SlotWord.META_SUM, xxhash.xxh3_64_intdigest(meta))
@@ -255,6 +256,10 @@ class TrainerSlot(Slot):
     def reach(self, step: int) -> None:
         """Publish that training passed the boundary of ``step``."""
         self.words.store(SlotWord.REACHED, step + 1)
+
+    def allow_repeat(self, *, is_repeatable: bool) -> None:
+        """Publish whether a restart may train the step of the capture again: see ``SlotView.is_repeatable``."""
+        self.words.store(SlotWord.REPEATABLE, int(is_repeatable))
 
     def close(self) -> None:
         """Unmap and close. Tensors that still use the image keep it mapped."""

@@ -21,6 +21,7 @@ word of a slot      writer    meaning
 ``REACHED``         trainer   step + 1 of the last step boundary, in the slot of the newest capture; for people
 ``HELD``            keeper    ``SEQUENCE`` of the capture that is being read; 0: none
 ``VOID``            keeper    ``SEQUENCE`` of a capture that will never be whole, since its trainer died
+``REPEATABLE``      trainer   1: a restart may train the step of the capture again, to prove itself
 ==================  ========  =========================================================================================
 
 The node page has one word, ``GRANT``, written by the keeper: see ``NodePage``.
@@ -93,6 +94,7 @@ class SlotWord(enum.IntEnum):
     REACHED = 13
     HELD = 14
     VOID = 15
+    REPEATABLE = 16
 
 
 class WordPage:
@@ -161,6 +163,7 @@ class SlotPage(WordPage):
             copied_ns=self.load(SlotWord.COPIED),
             reached_step=reached - 1 if reached else None,
             is_held=is_held,
+            is_repeatable=self.load(SlotWord.REPEATABLE) == 1,
         )
 
     def _phase(self, sequence: int, begin: int) -> SlotPhase:

@@ -7,7 +7,7 @@ from typing import Any
 from lazysnap.config import SnapshotConfig
 from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, LevelError, StateError
 from lazysnap.keeper.identity import given_job_id
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import MemoryBoundExceeded
 from lazysnap.ranks.world import World
 
 Settings = dict[str, Any]
@@ -21,7 +21,6 @@ MAY_DIFFER = {
     "levels[].storage_options": "credentials and endpoints may be a node's own; and secrets are sent nowhere",
     "levels[].max_bytes_per_s": "disks and networks of nodes may differ; a slow rank stores fewer of the same steps",
     "levels[].timeout_s": "as with max_bytes_per_s; it bounds what one rank waits for at its own place",
-    "levels[].verify": "places may differ in whether they check what arrives; each rank reads back its own files",
 }
 """Settings that are not compared, and why. All others must be the same on all ranks."""
 

@@ -65,8 +65,6 @@ def _at_levels(config: SnapshotConfig) -> set[str]:
             continue
         for directory in directories:
             name = SnapshotName.parse(directory.name)
-            # Of a level that each node sees a part of, no node sees a whole snapshot.
-            is_whole = directory.is_whole or level.shared is False
-            if name is not None and is_whole:
+            if name is not None and directory.is_whole:
                 runs.add(name.run_id)
     return runs

@@ -116,6 +116,7 @@ class NodeMemory:
     def _entries_of(self, number: int) -> Inventory:
         entries = []
         for capture in self._inventory(number).entries:
+            is_own = number == self._place.local_rank and capture.rank == self._place.rank
             entry = Entry(
                 MEMORY,
                 0,
@@ -126,6 +127,7 @@ class NodeMemory:
                 capture.world_size,
                 f"{number}/{capture.sequence}",
                 node=self.node,
+                is_repeatable=is_own and capture.is_repeatable,
             )
             entries.append(entry)
         return Inventory(f"{MEMORY} of local rank {number} of {self.node}", tuple(entries))

@@ -7,6 +7,7 @@ sender, names of directories, URLs.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -47,7 +48,7 @@ def pack_memory(inventories: Iterable[Inventory]) -> list[Any]:
         for entry in inventory.entries:
             local_rank, sequence = entry.location.split("/")
             key = (entry.run_id, entry.start, entry.world_size, entry.rank, int(local_rank))
-            captures[key] += [entry.step, int(sequence)]
+            captures[key] += [entry.step, int(sequence), int(entry.is_repeatable)]
     return [[*key, steps] for key, steps in captures.items()]
 
 
@@ -55,10 +56,10 @@ def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
     """Return what ``pack_memory`` packed on a rank of a node."""
     entries = []
     for run_id, start, world_size, rank, local_rank, steps in packed:
-        for step, sequence in zip(steps[::2], steps[1::2], strict=True):
+        for step, sequence, is_repeatable in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
             location = f"{local_rank}/{sequence}"
             entry = Entry(MEMORY, _MEMORY_SPEED, run_id, start, step, rank, world_size, location, node=node)
-            entries.append(entry)
+            entries.append(replace(entry, is_repeatable=bool(is_repeatable)))
     return Inventory(f"{MEMORY} of {node}", tuple(entries))
 
 

@@ -23,7 +23,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
-from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, Wanted, candidates, newest_start
+from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, Wanted, can_repeat, candidates, newest_start
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
@@ -67,6 +67,12 @@ class Restart:
     casts: bool = False
     """True for an evaluation, which may use another precision than the training: see ``targets.check_fits``."""
 
+    @property
+    def proves(self) -> bool:
+        """True if ``"latest"`` may mean the snapshot before the newest one, whose step is then trained again."""
+        config = self.config
+        return bool(config.verify_restart) and config.every_n_steps == 1 and not self.casts
+
 
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
     """See ``SnapshotEngine.fetch``; in place of ``None``, why there is none. Collective. Blocks.
@@ -76,25 +82,38 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
     choice = Choice.of(which)
     with contextlib.ExitStack() as stack:
         search = _Search(restart, stack)
+
+        def order(inventories: list[Inventory]) -> list[RestartPlan]:
+            plans = choice.plans(inventories)
+            if choice.is_latest and restart.proves and can_repeat(plans):
+                newest, before, *rest = plans
+                return [before, newest, *rest]
+            return plans
+
         # Another choice than the newest may begin a new run, which has to be later than all others.
-        snapshot = search.first_whole(choice.plans, _may_mean(choice), is_patient=not choice.is_latest)
+        search.reads_all = choice.is_best
+        snapshot = search.first_whole(order, _may_mean(choice), is_patient=not choice.is_latest)
         inventories = search.inventories
         if snapshot is not None:
-            search.note_newer(snapshot)
+            key = SnapshotKey(snapshot.run_id, snapshot.step, snapshot.start, snapshot.world_size)
             newest = next(plan for plan in candidates(inventories) if plan.key not in search.unreadable)
-            is_newest = newest.key == SnapshotKey(snapshot.run_id, snapshot.step, snapshot.start, snapshot.world_size)
+            is_newest = choice.is_latest or newest.key == key
+            repeats = newest.key if is_newest and newest.key != key else None
+            search.note_newer(repeats or key)
             return dataclasses.replace(
                 snapshot,
                 skipped=tuple(search.problems),
                 end=search.end() if choice.is_latest else None,
                 protected=search.protected,
                 stored={
-                    level.url: _stored(inventories, level, snapshot)
+                    level.url: _stored(inventories, level, repeats or key)
                     for level in restart.config.levels
                     if is_newest and any(inventory.level == level.url for inventory in inventories)
                 },
                 run=short_ids(search.runs())[snapshot.run_id],
                 new_run=None if is_newest else _new_run(restart.world, search.runs(), newest),
+                repeats=repeats,
+                is_settled=is_newest and _is_settled(newest),
             )
         if not choice.is_latest:
             raise SnapshotNotFound(choice.missing(inventories))
@@ -152,15 +171,20 @@ def _new_run(world: World, there: Sequence[str], newest: RestartPlan) -> NewRun:
     return NewRun(run_id, names[run_id], newest.key, names[newest.run_id])
 
 
-def _stored(inventories: list[Inventory], level: PersistentLevel, snapshot: Snapshot) -> list[tuple[str, int]]:
+def _is_settled(newest: RestartPlan) -> bool:
+    """Return True if memory of some rank says that no restart is to train the step of its capture again."""
+    return any(offers[0].speed == 0 and not offers[0].is_repeatable for offers in newest.sources)
+
+
+def _stored(inventories: list[Inventory], level: PersistentLevel, newest: SnapshotKey) -> list[tuple[str, int]]:
     """Complete snapshots at a level that led to this one: retention counts them. The same on every rank."""
     own = (inventory for inventory in inventories if inventory.level == level.url)
-    plans = candidates(own, Wanted(run_id=snapshot.run_id))
-    newest: dict[int, str] = {}
+    plans = candidates(own, Wanted(run_id=newest.run_id))
+    starts: dict[int, str] = {}
     for plan in plans:
-        if plan.step <= snapshot.step:
-            newest.setdefault(plan.step, plan.start)
-    return [(newest[step], step) for step in sorted(newest)[-level.keep_last :]]
+        if plan.step <= newest.step:
+            starts.setdefault(plan.step, plan.start)
+    return [(starts[step], step) for step in sorted(starts)[-level.keep_last :]]
 
 
 class _Search:
@@ -182,6 +206,8 @@ class _Search:
         """Snapshots that some rank could not read."""
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""
+        self.reads_all = False
+        """True if the manifests of all snapshots are read before one is tried."""
         places = enumerate(restart.config.levels if restart.has_storage else ())
         self._levels = levels = {level.url: Level(level, place + _FIRST_LEVEL) for place, level in places}
         for level in levels.values():
@@ -251,7 +277,7 @@ class _Search:
 
         The same on all ranks. Collective, if that is so.
         """
-        if not self._has_newest():
+        if self.survey.is_partial and (self.reads_all or not self._has_newest()):
             self._look_at_rest()
         try:
             yield from order(self.inventories)
@@ -291,9 +317,9 @@ class _Search:
             starts.append(in_memory)
         return max(starts, default=None)
 
-    def note_newer(self, snapshot: Snapshot) -> None:
+    def note_newer(self, key: SnapshotKey) -> None:
         """Name newer snapshots that a listing shows, now and when a late level answers, and that were not read."""
-        restored = SnapshotName(snapshot.run_id, snapshot.step, snapshot.start)
+        restored = SnapshotName(key.run_id, key.step, key.start)
         if self._world.rank == 0:
             self.problems += [text for name, text in self.survey.unread if name > restored]
         self.survey.follow(restored, before=self._restart.start)

@@ -61,6 +61,11 @@ class Snapshot:
     """When it was captured, in nanoseconds since the epoch."""
     end: TrainerEnd | None = None
     """The end of the trainer before this one, for ``"latest"``, if its keeper still knows it."""
+    repeats: SnapshotKey | None = None
+    """The newest snapshot, in memory, if this one is that before it: its step is trained again and compared."""
+    is_settled: bool = False
+    """True if memory has it, and says that no restart is to train its step again: the run was proved already, or the
+    training ended there."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Tensors put together from the parts that the shards of several ranks hold. Needs no torch."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 
 from lazysnap.errors import FormatError, StateError
 from lazysnap.shard.layout import ITEM_BITS, TensorSpec
@@ -30,23 +30,6 @@ class Tile:
         """The place of its first element in the wanted box."""
         return tuple(part.start for part in self.box.target)
 
-    @property
-    def shape(self) -> Extent:
-        """Its size in each dimension."""
-        return tuple(part.stop - part.start for part in self.box.target)
-
-    def rows(self, start: int, stop: int) -> "Tile":
-        """Some of its rows, counted along the first dimension."""
-
-        def cut(box: tuple[slice, ...]) -> tuple[slice, ...]:
-            return slice(box[0].start + start, box[0].start + stop), *box[1:]
-
-        return Tile(self.stored, replace(self.box, source=cut(self.box.source), target=cut(self.box.target)))
-
-    def alone(self) -> "Tile":
-        """The same part, wanted as a tensor of its own."""
-        return Tile(self.stored, replace(self.box, target=tuple(slice(0, size) for size in self.shape)))
-
 
 class JoinedTensor:
     """One tensor of all ranks, and the box of it that is wanted."""
@@ -66,10 +49,11 @@ class JoinedTensor:
         """Add the part of a rank. Raises: FormatError, if it does not fit the others."""
         shape, offsets = stored.extent
         first = self.first
-        found, expected = (stored.spec.dtype, stored.logical, shape), (first.spec.dtype, first.logical, self.shape)
-        if found != expected or len(stored.spec.shape) != len(first.spec.shape):
+        actual = (stored.spec.dtype, stored.logical, shape)
+        expected = (first.spec.dtype, first.logical, self.shape)
+        if actual != expected or len(stored.spec.shape) != len(first.spec.shape):
             raise FormatError(
-                f"{stored.shard.where}: tensor {stored.name} is {_text(*found)}, elsewhere {_text(*expected)}"
+                f"{stored.shard.where}: tensor {stored.name} is {_text(*actual)}, elsewhere {_text(*expected)}"
             )
         self._parts[rank] = stored
         self._cover.add(Piece(rank, offsets, stored.shape))
@@ -103,22 +87,14 @@ class JoinedTensor:
         """Its entry in a safetensors file, as ``name``."""
         return TensorSpec(name, self.first.spec.dtype, (*self.shape, *self.first.spec.shape[len(self.shape) :]))
 
-    def cut(self, most_bytes: int) -> Iterator[Tile]:
-        """Its tiles, large ones cut along their first dimension."""
-        for tile in self.tiles:
-            if not tile.shape:
-                yield tile
-                continue
-            rows = max(1, most_bytes // (self.item_bytes * math.prod(tile.shape[1:])))
-            for start in range(0, tile.shape[0], rows):
-                yield tile.rows(start, min(start + rows, tile.shape[0]))
-
     def check(self) -> None:
         """Raises: FormatError, if a part is missing. No format notices that: it would leave garbage."""
         if not self.is_whole:
             total = math.prod(self.box[1])
-            filled, shape = total - self._cover.missing, list(self.shape)
-            raise FormatError(f"tensor {self.name}: its pieces cover {filled} of {total} elements of {shape}")
+            filled = total - self._cover.missing
+            raise FormatError(
+                f"tensor {self.name}: its pieces cover {filled} of {total} elements of {list(self.shape)}"
+            )
 
 
 def _text(dtype: str, logical: str | None, shape: Extent) -> str:

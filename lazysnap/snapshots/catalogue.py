@@ -26,6 +26,7 @@ from lazysnap.resolver import (
     snapshots,
 )
 from lazysnap.runs import MOST_DIGITS, Choice, run_of, short_ids
+from lazysnap.shard.best import BEST, best_first
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
 
@@ -168,14 +169,20 @@ class Catalogue:
     # ---------------------------------------------------------------- one snapshot
 
     def plans(self, wanted: Wanted = ANY) -> Iterator[RestartPlan]:
-        """Complete snapshots, best first: of the newest run, then of the greatest step, then of the newest start."""
+        """Complete snapshots, best first: of the newest run, then of the greatest step, then of the newest start.
+
+        Raises: as ``candidates``.
+        """
         unnamed = replace(wanted, name=None)
         steps: dict[tuple[str, int], list[Directory]] = {}
         for directory in self._list(lambda at: unnamed.includes(at.run_id, at.step, ())):
             at = _name_of(directory)
             if wanted.includes(at.run_id, at.step, directory.names):
                 steps.setdefault((at.run_id, at.step), []).append(directory)
-        for (_, at_step), held in sorted(steps.items(), reverse=True):
+        newest_first = sorted(steps.items(), reverse=True)
+        if wanted.name == BEST:
+            newest_first = best_first((item, _names_of(item[1])) for item in newest_first)
+        for (_, at_step), held in newest_first:
             entries = tuple(entry for entry, _ in self._shards(held))
             found = candidates([Inventory(self.store.url, entries)], wanted)
             if not found:
@@ -334,6 +341,10 @@ def _name_of(directory: Directory) -> SnapshotName:
     name = SnapshotName.parse(directory.name)
     assert name is not None
     return name
+
+
+def _names_of(directories: Sequence[Directory]) -> set[str]:
+    return {name for directory in directories for name in directory.names}
 
 
 def _few(steps: list[int]) -> str:

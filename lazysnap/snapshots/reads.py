@@ -10,7 +10,7 @@ from lazysnap.levels.blocks import Wanted
 from lazysnap.levels.source import Progress, no_progress
 from lazysnap.shard.pieces import Extent
 from lazysnap.shard.strides import strides_of
-from lazysnap.snapshots.assembly import JoinedTensor, Tile
+from lazysnap.snapshots.assembly import JoinedTensor
 from lazysnap.snapshots.reader import OpenShard, read
 
 _LEAST_UNIT = 1 << 20
@@ -54,7 +54,8 @@ def spans(
         if at // unit == (stop - 1) // unit or dim == len(sizes):
             yield Span(at, stop, offsets, sizes, elements)
             return
-        stride, done = strides[dim], 0
+        stride = strides[dim]
+        done = 0
         row = stop - at - (sizes[dim] - 1) * stride
         while done < sizes[dim]:
             begin = at + done * stride
@@ -104,7 +105,8 @@ def _runs(shape: Extent, source: Sequence[int], target: Sequence[int], item: int
 
     ``source``, ``target``: the bytes from one element to the next in each dimension.
     """
-    outer, length = len(shape), item
+    outer = len(shape)
+    length = item
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1
         length *= shape[outer]
@@ -127,16 +129,13 @@ class Reads:
 
     def add(self, tensor: JoinedTensor, use: Use) -> None:
         """Have the wanted box of a tensor read. Nothing is read yet."""
+        item_bytes = tensor.item_bytes
         for tile in tensor.tiles:
-            self.add_tile(tile, tensor.item_bytes, use)
-
-    def add_tile(self, tile: Tile, item_bytes: int, use: Use) -> None:
-        """Have one tile read. Nothing is read yet."""
-        stored = tile.stored
-        block = stored.shard.blocks.block_bytes
-        unit = block * -(-_LEAST_UNIT // block)
-        for span in spans((stored.offset, item_bytes), tile.box.piece.shape, tile.box.source, unit, tile.offsets):
-            self._parts.append((stored.shard, _Part(span, use, item_bytes * math.prod(span.shape))))
+            stored = tile.stored
+            block = stored.shard.blocks.block_bytes
+            unit = block * -(-_LEAST_UNIT // block)
+            for span in spans((stored.offset, item_bytes), tile.box.piece.shape, tile.box.source, unit, tile.offsets):
+                self._parts.append((stored.shard, _Part(span, use, item_bytes * math.prod(span.shape))))
 
     @property
     def size_bytes(self) -> int:
@@ -173,9 +172,11 @@ class _Part:
         span = self._span
 
         def put(at: int, data: memoryview) -> None:
-            found = data if len(data) == span.stop - span.start else self._collected(at, data)
-            if found is not None:
-                self._use(span, found)
+            whole: memoryview | None = data
+            if len(data) < span.stop - span.start:
+                whole = self._collected(at, data)
+            if whole is not None:
+                self._use(span, whole)
                 progress(self.size_bytes)
 
         return Wanted(span.start, span.stop, put)

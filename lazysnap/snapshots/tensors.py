@@ -16,7 +16,8 @@ Facts = tuple[torch.dtype, Extent]
 
 def facts_of(stored: Stored) -> Facts:
     """Return dtype and global shape in the program. Raises: FormatError, if torch has no such dtype."""
-    where, logical = f"{stored.shard.where}: tensor {stored.name}", stored.logical
+    where = f"{stored.shard.where}: tensor {stored.name}"
+    logical = stored.logical
     if stored.spec.dtype not in DTYPES:
         raise FormatError(f"{where}: torch has no dtype for {stored.spec.dtype}")
     try:
@@ -26,12 +27,12 @@ def facts_of(stored: Stored) -> Facts:
     return dtype, stored.extent[0]
 
 
-def room_for(tensor: JoinedTensor, device: torch.device | None = None, *, is_row_major: bool = False) -> torch.Tensor:
+def room_for(tensor: JoinedTensor, device: torch.device | None = None) -> torch.Tensor:
     """Return a new tensor for the wanted box, with dtype and memory order of the stored one. Raises: FormatError."""
     shape = tensor.box[1]
-    order = None if is_row_major else tensor.first.order
+    dtype, _ = facts_of(tensor.first)
     try:
-        return torch.empty_strided(shape, strides_of(shape, order), dtype=facts_of(tensor.first)[0], device=device)
+        return torch.empty_strided(shape, strides_of(shape, tensor.first.order), dtype=dtype, device=device)
     except RuntimeError as error:
         if 0 not in shape:
             raise  # no memory
@@ -45,10 +46,10 @@ def into(target: torch.Tensor) -> Use:
     def use(span: Span, data: memoryview) -> None:
         # Inference tensors can be written only in inference mode, which is set per thread.
         with torch.inference_mode(target.is_inference()):
-            found = torch.frombuffer(data, dtype=torch.uint8)
-            if found.data_ptr() % target.dtype.itemsize:
-                found = found.clone()
-            source = found.view(target.dtype).as_strided(span.shape, span.strides)
+            flat = torch.frombuffer(data, dtype=torch.uint8)
+            if flat.data_ptr() % target.dtype.itemsize:
+                flat = flat.clone()
+            source = flat.view(target.dtype).as_strided(span.shape, span.strides)
             target[tuple(slice(at, at + size) for at, size in zip(span.offsets, span.shape, strict=True))].copy_(source)
 
     return use

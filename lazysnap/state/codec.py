@@ -24,7 +24,7 @@ from lazysnap.shard.limits import MAX_STATE_DEPTH, with_stack
 from lazysnap.shard.manifest import TAG
 
 TensorSink = Callable[[torch.Tensor, tuple[Any, ...]], str]
-TensorSource = Callable[[str], torch.Tensor]
+TensorSource = Callable[[str], Any]
 
 _EXACT_INT = 1 << 53
 _ARRAY_BYTES = 64 << 10
@@ -267,7 +267,7 @@ _PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
 
 
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
-    """Return the value that was encoded; ``tensor(name)`` returns each tensor.
+    """Return the value that was encoded; ``tensor(name)`` returns each tensor, or what stands for it.
 
     Raises: FormatError, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; StateError, if a
     type is not registered in this process.
@@ -284,12 +284,6 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
 def tensor_names(encoded: Any) -> list[str]:
     """Return the names of all tensors in an encoding, in order. Calls no registered decoder. Raises: FormatError."""
     return [_str(item.get("v")) for item in _tagged(encoded) if item[TAG] == "tensor"]
-
-
-def array_tensor_names(encoded: Any) -> list[str]:
-    """Return the names of the tensors that are NumPy arrays in the state. Raises: FormatError."""
-    arrays = [item.get("v") for item in _tagged(encoded) if item[TAG] == "array"]
-    return tensor_names(arrays)
 
 
 def registered_names(encoded: Any) -> set[str]:

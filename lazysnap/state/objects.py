@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from lazysnap.data.own_state import is_stateful_loader, load_loader, state_of_loader, warn_of_generators
 from lazysnap.data.resumable import ResumableLoader
-from lazysnap.data.stateful import is_stateful_loader, load_loader, state_of_loader
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateError
@@ -66,7 +66,10 @@ class ObjectState(StateSource):
                     f"{type(value).__qualname__}"
                 )
         self._objects = dict(objects)
-        keep_streams([value for value in objects.values() if is_stateful_loader(value)])
+        stateful_loaders = [value for value in objects.values() if is_stateful_loader(value)]
+        for loader in stateful_loaders:
+            warn_of_generators(loader)
+        keep_streams(stateful_loaders)
         self._checked = False
         self._loads_checked = False
 

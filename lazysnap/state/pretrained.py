@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.data.share import is_first_rank
+from lazysnap.data.layout import is_first_rank
 
 logger = logging.getLogger(__name__)
 

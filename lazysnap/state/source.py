@@ -26,6 +26,9 @@ class StateSource:
     synchronise a device.
     """
 
+    clocks: tuple[str, ...] = ()
+    """Places in ``collect()``, such as ``trainer.seconds``, that hold a time: a step that is repeated differs there."""
+
     def collect(self) -> dict[str, Any]:
         """Return the whole current state: nested dicts, lists and tuples of tensors and plain values.
 

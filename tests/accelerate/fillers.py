@@ -1,29 +1,28 @@
-"""The processes that fill checkpoint directories, found by their current directories."""
+"""The processes that put checkpoints into directories, found by the directory that each has open."""
 
 import os
 from pathlib import Path
 
 from support.waiting import until
 
-from lazysnap.exports.folder import UNFINISHED
-
 TIMEOUT_S = 250
 """The processes have a low priority: on a busy machine they get little."""
 
 
-def stopped_in(checkpoint: Path) -> int:
+def stopped_in(directory: Path) -> int:
     """Block until a process that fills this directory is stopped at a fault point; its number."""
-    return until(lambda: [pid for pid in _in(checkpoint) if _state(pid) == "T"], timeout_s=TIMEOUT_S)[0]
+    return until(lambda: [pid for pid in _in(directory) if _state(pid) == "T"], timeout_s=TIMEOUT_S)[0]
 
 
-def _in(checkpoint: Path) -> list[int]:
+def _in(directory: Path) -> list[int]:
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if os.readlink(f"/proc/{name}/cwd") == str(checkpoint / UNFINISHED):
-                found.append(int(name))
+            places = [os.readlink(f"/proc/{name}/fd/{number}") for number in os.listdir(f"/proc/{name}/fd")]
         except OSError:  # it ended, or is another user's
             continue
+        if str(directory) in places:
+            found.append(int(name))
     return found
 
 

@@ -1,24 +1,26 @@
-"""save_state(directory) and automatic naming of LazyAccelerator: what stock reads, made beside training."""
+"""A directory of save_state is a name of a snapshot, and gets what stock Accelerate reads, beside training."""
+
+import functools
+import os
+import shutil
+import signal
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
+from fillers import TIMEOUT_S, stopped_in
 from support.catalogue import newest_directory
+from support.listing import files_below
+from support.waiting import until
 
+import lazysnap
 from lazysnap import LazyAccelerator, MemoryLevel, PersistentLevel, SnapshotConfig
-from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.exports.folder import begin
-from lazysnap.integrations.accelerate import saving
-from lazysnap.integrations.accelerate.state import AcceleratorState
+from lazysnap.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_exports")
 
-
-@pytest.fixture
-def in_background(monkeypatch):
-    """Any state counts as large."""
-    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
+until = functools.partial(until, timeout_s=TIMEOUT_S)
 
 
 class Script:
@@ -55,7 +57,7 @@ class Script:
         return numbers, rates, self.schedule.scheduler.last_epoch, torch.get_rng_state().numpy().tobytes()
 
 
-def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path, in_background):
+def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path):
     script = Script(tmp_path)
     script.train(3)
     wanted = script.facts()
@@ -69,7 +71,7 @@ def test_stock_reads_a_named_copy_that_was_made_while_training_went_on(tmp_path,
     assert stock.facts() == wanted
 
 
-def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked_for(tmp_path, in_background):
+def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked_for(tmp_path):
     """The level takes the first snapshot at once, and each other one half a second after the one before."""
     script, wanted = Script(tmp_path, max_bytes_per_s=100_000), []
     for number in range(3):
@@ -85,30 +87,7 @@ def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked
         assert stock.facts() == facts
 
 
-def test_a_checkpoint_is_never_of_an_earlier_training_at_the_same_step(tmp_path, in_background, monkeypatch):
-    """That one could not be made, so its snapshot keeps its name; the new one is stored seconds later."""
-
-    def saved(script, place):
-        for number in range(2):
-            script.train()
-            wanted = script.facts()
-            script.accelerator.save_state(place / f"{number}")
-        script.accelerator.end_training()
-        return wanted
-
-    monkeypatch.setenv("LAZYSNAP_FAULT", "export.accelerate.file:1:kill")
-    saved(Script(tmp_path), tmp_path / "failed")
-    monkeypatch.delenv("LAZYSNAP_FAULT")
-    second = Script(tmp_path, max_bytes_per_s=20_000)
-    second.model[0].weight.data.mul_(2)
-    wanted = saved(second, tmp_path)
-
-    stock = Script(tmp_path, lazy=False)
-    stock.accelerator.load_state(str(tmp_path / "1"))
-    assert stock.facts() == wanted
-
-
-def test_without_a_level_and_within_an_accumulation_stock_writes_it_at_once(tmp_path, in_background):
+def test_without_a_level_and_within_an_accumulation_stock_writes_it_at_once(tmp_path):
     script = Script(tmp_path, levels=False)
     script.train(2)
     wanted = script.facts()
@@ -121,7 +100,7 @@ def test_without_a_level_and_within_an_accumulation_stock_writes_it_at_once(tmp_
     assert stock.facts() == wanted
 
 
-def test_hooks_are_called_and_what_they_wrote_is_part_of_the_copy(tmp_path, in_background):
+def test_hooks_are_called_and_what_they_wrote_is_part_of_the_copy(tmp_path):
     def save(models, weights, directory):
         torch.save(models[0].state_dict(), f"{directory}/own.pt")
         weights.pop()
@@ -145,7 +124,7 @@ def test_hooks_are_called_and_what_they_wrote_is_part_of_the_copy(tmp_path, in_b
     again.accelerator.end_training()
 
 
-def test_automatic_naming_keeps_its_limit_and_goes_on_behind_what_it_loads(tmp_path, in_background):
+def test_automatic_naming_keeps_its_limit_and_goes_on_behind_what_it_loads(tmp_path):
     def script():
         return Script(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
 
@@ -155,18 +134,23 @@ def test_automatic_naming_keeps_its_limit_and_goes_on_behind_what_it_loads(tmp_p
         first.train(2)
         facts.append(first.facts())
         first.accelerator.save_state()
-    first.accelerator.end_training()
+    assert first.accelerator.wait_for_checkpoints(TIMEOUT_S)
     root = tmp_path / "checkpoints"
     assert sorted(path.name for path in root.iterdir()) == ["checkpoint_1", "checkpoint_2"]
-    (root / "checkpoint_7").mkdir()  # a save of stock that died
+    first.train(2)
+    first.accelerator.save_state()
+    first.accelerator.end_training()
+    assert len(files_below(tmp_path / "level", "keep-*")) == 3, "those of deleted directories go at the next call"
 
     again = script()
-    again.accelerator.load_state()
-    assert again.facts() == facts[-1]
+    (root / "checkpoint_3" / "lazysnap.json").unlink()
+    (root / "checkpoint_7").mkdir()  # a save that died
+    again.accelerator.load_state(root / "checkpoint_2")
+    assert again.facts() == facts[2]
     again.train()
     assert again.accelerator.save_state() == str(root / "checkpoint_8")
     again.accelerator.end_training()
-    assert sorted(path.name for path in root.iterdir()) == ["checkpoint_2", "checkpoint_7", "checkpoint_8"]
+    assert sorted(path.name for path in root.iterdir()) == ["checkpoint_7", "checkpoint_8"]
 
 
 def test_behind_an_epochs_last_batch_a_checkpoint_holds_what_is_there_then(tmp_path):
@@ -215,9 +199,7 @@ class Odd:
         self.facts = state
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_an_optimizer_may_keep_more_than_a_state_per_parameter(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(saving, "SMALL_BYTES", 0 if size == "large" else saving.SMALL_BYTES)
+def test_an_optimizer_may_keep_more_than_a_state_per_parameter(tmp_path):
     config = SnapshotConfig(
         job_id=str(tmp_path), levels=(PersistentLevel(str(tmp_path / "level")),), memory=MemoryLevel(linger_s=5)
     )
@@ -238,56 +220,117 @@ def test_an_optimizer_may_keep_more_than_a_state_per_parameter(tmp_path, monkeyp
     accelerator.end_training()
 
 
-def test_all_tensors_count_for_the_size_of_a_state_however_deep_they_lie():
-    model = torch.nn.Linear(4, 4)
-    optimizer = WithMore(model.parameters())
-    before = _size(model, optimizer)
-    optimizer.step()
-    assert _size(model, optimizer) - before == 4 * 5
-    nested = Odd({"a": [{"b": torch.zeros(100)}]})
-    assert _size(model, optimizer, nested, Odd(ValueError("not now"))) - before == 4 * 105
-
-
-def _size(model, optimizer, *registered):
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(*registered)
-    return AcceleratorState(accelerator, list).size_bytes()
-
-
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_a_directory_that_was_asked_for_can_be_read_at_once(tmp_path, monkeypatch, size):
-    """A small one is complete when the call returns; a large one is there, counts, and a load waits for it."""
-    monkeypatch.setattr(saving, "SMALL_BYTES", 0 if size == "large" else saving.SMALL_BYTES)
-    script = Script(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
-    root, facts = tmp_path / "checkpoints", []
-    for number in range(2):
-        script.train()
-        facts.append(script.facts())
-        assert script.accelerator.save_state() == str(root / f"checkpoint_{number}")
-        assert (root / f"checkpoint_{number}").is_dir()
-    assert {path.name for path in root.iterdir()} >= {"checkpoint_1"}
+def test_a_directory_is_loaded_at_once_from_its_snapshot(tmp_path):
+    script = Script(tmp_path)
     script.train(3)
-    script.accelerator.load_state(str(root / "checkpoint_1"))
-    assert script.facts() == facts[-1]
-    assert script.accelerator.wait_for_checkpoints()
-    assert [path.name for path in root.iterdir()] == ["checkpoint_1"]
+    wanted = script.facts()
+    script.accelerator.save_state(tmp_path / "named")
+    script.train(2)
+
+    assert script.accelerator.load_state(tmp_path / "named").step == 3
+    assert script.facts() == wanted
+    script.train(2)
     script.accelerator.end_training()
+    assert Script(tmp_path).accelerator.load_state("latest").step == 5
 
 
-def test_a_checkpoint_that_nobody_finishes_is_refused_and_passed_over(tmp_path):
-    script = Script(tmp_path, automatic_checkpoint_naming=True)
+def test_the_snapshot_of_a_directory_stays_and_a_lost_one_leaves_what_stock_loads(tmp_path):
+    script = Script(tmp_path)
+    script.train(2)
+    wanted = script.facts()
+    script.accelerator.save_state(tmp_path / "named")
+    for _ in range(4):
+        script.train()
+        script.accelerator.engine.wait(timeout_s=TIMEOUT_S)
+    script.accelerator.end_training()
+    for path in (tmp_path / "named").glob("*.*in"):
+        path.unlink()
+
+    again = Script(tmp_path)
+    assert again.accelerator.load_state(tmp_path / "named").step == 2
+    assert again.facts() == wanted
+    again.accelerator.end_training()
+
+    lazysnap.export(tmp_path / "level", tmp_path / "named", which=2, format="accelerate")
+    shutil.rmtree(tmp_path / "level")
+    last = Script(tmp_path)
+    assert last.accelerator.load_state(tmp_path / "named") is None
+    assert last.facts() == wanted
+    last.accelerator.end_training()
+
+
+def test_a_directory_that_is_deleted_stays_so_and_its_snapshot_is_released(tmp_path):
+    script = Script(tmp_path, max_bytes_per_s=20_000)
+    script.train()
+    script.accelerator.save_state(tmp_path / "first")
+    shutil.rmtree(tmp_path / "first")
+    script.train()
+    script.accelerator.save_state(tmp_path / "second")
+    assert script.accelerator.wait_for_checkpoints(TIMEOUT_S)
+    script.accelerator.end_training()
+    assert not (tmp_path / "first").exists()
+    [name] = files_below(tmp_path / "level", "keep-*")
+    assert name.name.startswith("keep-second-")
+
+
+@pytest.mark.parametrize("point", ["export.accelerate.file:2", "export.whole:1", "export.named.move:2"])
+@pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
+def test_a_killed_export_leaves_no_mixture_and_the_snapshot_is_loaded(tmp_path, monkeypatch, caplog, point, before):
+    place = tmp_path / "named"
+    script = Script(tmp_path)
+    script.train()
+    earlier = script.facts()
+    if before != "nothing":
+        script.accelerator.save_state(place)
+        assert script.accelerator.wait_for_checkpoints(TIMEOUT_S)
     script.train()
     wanted = script.facts()
-    script.accelerator.save_state()
+    monkeypatch.setenv("LAZYSNAP_FAULT", f"{point}:kill")
+    script.accelerator.save_state(place)
+    assert not script.accelerator.wait_for_checkpoints(TIMEOUT_S)
+    monkeypatch.delenv("LAZYSNAP_FAULT")
+    [said] = [record.getMessage() for record in caplog.records if "no checkpoint was written" in record.getMessage()]
+    assert f"--to {place} --format accelerate" in said
+
+    stock = Script(tmp_path, lazy=False)
+    if before == "nothing" or "move" in point:
+        with pytest.raises(FileNotFoundError):
+            stock.accelerator.load_state(str(place))
+    else:
+        stock.accelerator.load_state(str(place))
+        assert stock.facts() == earlier
     script.train()
-    unfinished = tmp_path / "checkpoints" / "checkpoint_1"
-    begin(str(unfinished))
-    with pytest.raises(SnapshotNotFound, match="not finished"):
-        script.accelerator.load_state(str(unfinished))
-    script.accelerator.load_state()
+    script.accelerator.load_state(place)
     assert script.facts() == wanted
+
+    script.train()
+    script.accelerator.save_state(place)
+    assert script.accelerator.wait_for_checkpoints(TIMEOUT_S)
+    assert not list(place.glob(".lazysnap*"))
     script.accelerator.end_training()
+
+
+def test_an_export_goes_on_without_the_training_unless_the_directory_got_another_snapshot(tmp_path, monkeypatch):
+    place = tmp_path / "named"
+    script = Script(tmp_path)
+    for number in range(2):
+        script.train()
+        monkeypatch.setenv("LAZYSNAP_FAULT", "export.whole:1:stop")
+        script.accelerator.save_state(place)
+        assert not script.accelerator.wait_for_checkpoints(0.0)
+        assert script.accelerator.engine.wait(timeout_s=TIMEOUT_S)
+        assert not script.accelerator.wait_for_checkpoints(0.0)
+        if not number:
+            pid = stopped_in(place)
+    wanted = script.facts()
+    script.accelerator._lazysnap_door.abandon()
+    os.kill(pid, signal.SIGCONT)
+    os.kill(until(lambda: stopped_in(place) != pid and stopped_in(place)), signal.SIGCONT)
+    until(lambda: (place / "model.safetensors").exists())
+
+    stock = Script(tmp_path, lazy=False)
+    stock.accelerator.load_state(str(place))
+    assert stock.facts() == wanted
 
 
 def test_the_directory_of_a_snapshot_is_refused_with_what_to_do_instead(tmp_path):

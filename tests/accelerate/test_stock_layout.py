@@ -6,13 +6,12 @@ import torch
 from accelerate import PartialState
 from accelerate.checkpointing import load_accelerator_state
 from stock_net import Net, plain
-from support.saving import put
+from support.saving import Snapshot, put, write
 
 import lazysnap
 from lazysnap.data.streams import collect_rng
 from lazysnap.errors import StateError
-from lazysnap.exports.folder import mark_of
-from lazysnap.exports.target import MARK
+from lazysnap.state.walk import walk
 from lazysnap.state.wrappers import wrapper_prefix
 
 
@@ -23,7 +22,7 @@ def contents(directory):
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, "pt") as opened:
                 found[path.name] = [opened.metadata(), plain({key: opened.get_tensor(key) for key in opened.keys()})]  # noqa: SIM118
-        elif path.name != MARK:
+        elif not path.name.startswith("lazysnap"):
             found[path.name] = plain(torch.load(path, weights_only=False))  # written by this test
     return found
 
@@ -43,19 +42,16 @@ def test_stock_load_state_reads_the_copy_bit_for_bit(ranks, tmp_path, world, sta
     assert contents(tmp_path / "copies" / "first") == contents(stock)
     assert (stock / "dl_state_dict.bin").exists() == stateful
     assert [path.name for path in (tmp_path / "copies").iterdir()] == ["first"], "no temporary directory stays"
-    assert not list((tmp_path / "level").glob("*/keep-*")), "the name protects the snapshot no longer"
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_all_ranks_load_at_once_what_they_had_saved(ranks, tmp_path, size):
-    """A small state is written by Accelerate, a large one in the background, while training goes on."""
+def test_all_ranks_load_at_once_what_they_had_saved(ranks, tmp_path):
+    """From the snapshot; the files for stock are put there meanwhile."""
     out, stock = tmp_path / "copies" / "out", tmp_path / "stock"
     places = {"level": str(tmp_path / "level"), "directory": str(out), "stock": str(stock)}
-    found = ranks.run("door", 2, **places, small_bytes=0 if size == "large" else 1 << 20)
+    found = ranks.run("door", 2, **places)
     for rank, bits in enumerate(found):
-        # As in stock, all ranks get what there is one file of from rank 0.
-        assert bits["loaded"] == {**bits["saved"], "model": found[0]["saved"]["model"]}, rank
-    assert mark_of(str(out)).get("step") == (3 if size == "large" else None)
+        assert bits["step"] == 3
+        assert bits["loaded"] == bits["saved"], rank
     assert contents(out) == contents(stock)
     assert [path.name for path in out.parent.iterdir()] == ["out"], "nothing is left beside it"
 
@@ -69,17 +65,6 @@ def test_ranks_wait_for_a_checkpoint_longer_than_the_deadline_of_their_process_g
         assert bits["loaded"] == {**bits["saved"], "model": found[0]["saved"]["model"]}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_without_a_level_stock_saves_in_one_act_or_not_at_all(ranks, tmp_path, world):
-    """The second save fails on the last rank: all hear of it, and the first one stays."""
-    out = tmp_path / "copies" / "out"
-    saved = ranks.run("block", world, directory=str(out), fails=world - 1)
-    assert all("No space left on device" in bits.pop("error") for bits in saved)
-    for rank, bits in enumerate(ranks.run("load", world, directory=str(out))):
-        assert bits == {**saved[rank], "model": saved[0]["model"]}
-    assert [path.name for path in out.parent.iterdir()] == ["out"]
-
-
 def state_of(model, optimizer, **facts):
     return {
         "model": model.state_dict(),
@@ -91,9 +76,10 @@ def state_of(model, optimizer, **facts):
 
 def export(state, directory):
     """As the layout of ``save_state``, from a snapshot."""
-    level = directory.with_name(f"{directory.name}-level")
+    level = directory / "level"
     put(str(level), 1, state)
-    lazysnap.export(level, directory, format="accelerate")
+    lazysnap.export(level, directory / "out", format="accelerate")
+    return directory / "out"
 
 
 def stock_load(directory, model, optimizer, scaler=None):
@@ -108,10 +94,10 @@ def test_tied_and_compiled_weights_come_back_in_both_formats(tmp_path, safe, com
     loaded = torch.compile(fresh) if compiled else fresh
     prefixes = {"model": wrapper_prefix(loaded)}
     assert prefixes["model"] == ("_orig_mod." if compiled else "")
-    export(state_of(model, optimizer, safe_serialization=safe, prefixes=prefixes), tmp_path)
-    assert (tmp_path / "model.safetensors").exists() == safe
-    assert (tmp_path / "pytorch_model.bin").exists() == (not safe)
-    assert stock_load(tmp_path, loaded, other) == {"step": 7}
+    out = export(state_of(model, optimizer, safe_serialization=safe, prefixes=prefixes), tmp_path)
+    assert (out / "model.safetensors").exists() == safe
+    assert (out / "pytorch_model.bin").exists() == (not safe)
+    assert stock_load(out, loaded, other) == {"step": 7}
     assert plain(fresh.state_dict()) == plain(model.state_dict())
     assert fresh.head.weight is fresh.embedding.weight
 
@@ -123,8 +109,8 @@ def test_the_scale_of_a_grad_scaler_comes_back(tmp_path):
     for one in (scaler, fresh):
         one.scale(torch.ones(1))
     state = state_of(model, optimizer) | {"scaler": scaler.state_dict() | {"scale": torch.tensor(512.0)}}
-    export(state, tmp_path)
-    stock_load(tmp_path, model, optimizer, fresh)
+    out = export(state, tmp_path)
+    stock_load(out, model, optimizer, fresh)
     assert fresh.state_dict() == scaler.state_dict()
 
 
@@ -132,8 +118,8 @@ def test_models_that_a_save_hook_took_out_are_not_written(tmp_path):
     """Scripts write some of their models themselves."""
     model = torch.nn.Linear(2, 2)
     state = state_of(model, torch.optim.SGD(model.parameters()), models=["model_1"])
-    export(state | {"model_1": {"w": torch.ones(3)}}, tmp_path)
-    assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == {"w"}
+    out = export(state | {"model_1": {"w": torch.ones(3)}}, tmp_path)
+    assert safetensors.torch.load_file(out / "model.safetensors").keys() == {"w"}
 
 
 def test_weights_that_safetensors_cannot_hold_are_refused_by_name(tmp_path):
@@ -147,3 +133,33 @@ def test_weights_that_safetensors_cannot_hold_are_refused_by_name(tmp_path):
 def test_a_snapshot_of_another_loop_is_refused(tmp_path):
     with pytest.raises(StateError, match="a snapshot of an Accelerator has the parts"):
         export({"model": {}, "rng": collect_rng()}, tmp_path)
+
+
+def test_a_snapshot_without_a_random_state_is_refused_not_half_written(tmp_path):
+    """Stock loads NumPy's state before torch's, and drops both without a word if one is missing."""
+    model = torch.nn.Linear(2, 2)
+    state = state_of(model, torch.optim.SGD(model.parameters()))
+    del state["rng"]["numpy"]
+    with pytest.raises(StateError, match=r"no random state of \['numpy'\]"):
+        export(state, tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_random_states_and_the_step_are_those_of_every_rank(tmp_path):
+    """All else is of rank 0; the layout has one file of it for all ranks."""
+    model = torch.nn.Linear(2, 2)
+    second = {"rng": collect_rng(), "accelerate": {"step": 3}}
+    second["rng"]["torch"] = torch.Generator().manual_seed(77).get_state()
+    snapshot = Snapshot(str(tmp_path / "level"), 2, step=1)
+    for rank, state in enumerate([state_of(model, torch.optim.SGD(model.parameters())), second]):
+        walked = walk(state)
+        boxes = {name: (tensor, None) for name, tensor in zip(walked.names, walked.tensors, strict=True)}
+        write(snapshot, rank, boxes, walked.skeleton)
+
+    lazysnap.export(tmp_path / "level", tmp_path / "out", format="accelerate")
+
+    names = sorted(path.name for path in (tmp_path / "out").glob("random_states_*"))
+    assert names == ["random_states_0.pkl", "random_states_1.pkl"]
+    of_second = torch.load(tmp_path / "out" / "random_states_1.pkl", weights_only=False)
+    assert torch.equal(of_second["torch_manual_seed"], second["rng"]["torch"])
+    assert of_second["step"] == 3

@@ -197,7 +197,7 @@ class Readers:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(list(words))
         said = out.getvalue() + err.getvalue()
-        if code not in (0, 1, 2) or "not foreseen" in said or "Traceback" in said:
+        if code not in (0, 1, 2) or "a bug in lazysnap" in said or "Traceback" in said:
             return f"code {code}: {said[-600:]}"
         return ""
 
@@ -207,7 +207,7 @@ class Readers:
         yield "ls --json", lambda: self.command("ls", url, "--json")
         yield "verify", lambda: self.command("verify", url)
         yield "show", lambda: self.command("show", url, "latest")
-        yield "show 10", lambda: self.command("show", url, "10", "--json", "--full")
+        yield "show 10", lambda: self.command("show", url, "10", "--json", "--all")
         yield "prune", lambda: self.command("prune", url, "--keep-last", "1", "--dry-run")
         yield "copy", lambda: self.command("copy", url, copies)
         yield (

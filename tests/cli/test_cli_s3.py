@@ -34,7 +34,7 @@ def test_snapshots_go_to_s3_are_checked_exported_and_pruned_there_and_come_back(
     code, result = run_json(capsys, "copy", source, URL, *s3)
     assert code == 0, result
     assert [item["state"] for item in result["snapshots"]] == ["copied"] * 3
-    code, result = run_json(capsys, "copy", source, URL, "--latest", *options(s3_server, "--to-option"))
+    code, result = run_json(capsys, "copy", source, URL, "--step", "latest", *options(s3_server, "--to-option"))
     assert (code, result["snapshots"][0]["state"]) == (0, "there already")
 
     listed = run_json(capsys, "ls", URL, *s3)[1]
@@ -54,7 +54,7 @@ def test_snapshots_go_to_s3_are_checked_exported_and_pruned_there_and_come_back(
     code, result = run_json(capsys, "prune", URL, "--keep-last", "1", "--yes", *s3)
     assert code == 0
     assert [item["step"] for item in result["snapshots"]] == [20]
-    assert run("copy", URL, back, *options(s3_server, "--from-option")) == 0
+    assert run("copy", URL, back, *s3, "--to-option", "use_listings_cache=false") == 0
     assert run_json(capsys, "verify", back)[1]["ok"] is True
     assert [item["step"] for item in run_json(capsys, "ls", back)[1]["snapshots"]] == [10, 30]
 

@@ -81,11 +81,11 @@ def test_what_is_there_but_damaged_is_copied_again(make_url, what):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--latest"], [30]),
+        (["--step", "latest"], [30]),
         (["--step", "10"], [10]),
         (["--step", "best", "--step", "30"], [20, 30]),
         (["--step", "10", "--step", "first"], [10]),
-        (["--all"], [10, 20, 30]),
+        ([], [10, 20, 30]),
     ],
     ids=str,
 )

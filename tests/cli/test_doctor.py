@@ -15,11 +15,11 @@ def verdicts(result: dict) -> dict[str, str]:
 
 
 def test_a_good_directory_is_good_and_is_gone_afterwards(capsys, tmp_path):
-    code, result = run_json(capsys, "doctor", tmp_path / "runs" / "level", "--size-mb", "20")
+    code, result = run_json(capsys, "doctor", tmp_path / "runs" / "level")
 
     assert (code, result["ok"]) == (0, True)
     found = verdicts(result)
-    assert {found[topic] for topic in ("versions", "memory", "keeper", "level", "rates", "clock", "space")} == {"good"}
+    assert {found[topic] for topic in ("versions", "memory", "keeper", "level", "rates", "space")} == {"good"}
     assert not list(tmp_path.iterdir())
 
 
@@ -27,14 +27,14 @@ def test_a_directory_with_snapshots_keeps_them(capsys, tmp_path):
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "notes").write_text("mine")
 
-    assert run_json(capsys, "doctor", tmp_path, "--size-mb", "1")[0] == 0
+    assert run_json(capsys, "doctor", tmp_path)[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000001"]
 
 
 def test_a_full_disk_and_a_place_that_no_level_can_have_are_bad(capsys, tmp_path):
     with small_disk(tmp_path / "disk", 64 << 20) as disk:
         fill(disk)
-        code, result = run_json(capsys, "doctor", disk, "--size-mb", "20")
+        code, result = run_json(capsys, "doctor", disk)
         assert (code, verdicts(result)["level"]) == (1, "bad")
         assert "No space left" in json.dumps(result)
         assert sorted(os.listdir(disk)) == ["full", "lost+found"]
@@ -49,7 +49,7 @@ def test_a_bucket_is_tried_with_the_credentials_that_are_given(s3_server, capsys
     for secret, verdict in ((options["secret"], "good"), ("wrong-secret-here", "bad")):
         words = [f"{key}={json.dumps(value)}" for key, value in {**options, "secret": secret}.items()]
         given = [word for option in words for word in ("--storage-option", option)]
-        code, result = run_json(capsys, "doctor", f"s3://{seaweed.BUCKET}/doctor", "--size-mb", "20", *given)
+        code, result = run_json(capsys, "doctor", f"s3://{seaweed.BUCKET}/doctor", *given)
         assert (code, verdicts(result)["level"]) == (int(verdict == "bad"), verdict), result
         assert secret not in json.dumps(result)
 

@@ -1,5 +1,7 @@
 """One rule for what is complete, and one way to name a run, for every command and for restarts."""
 
+import re
+
 import pytest
 from cli_level import OTHER, RUN, at, put, run, run_json
 from support.catalogue import inventory_of, newest_directory
@@ -62,7 +64,7 @@ def test_what_an_earlier_start_half_wrote_is_beside_the_complete_one(url, capsys
     code, result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")
     assert code == 0
     assert complete(url) == [SECOND]
-    assert run("copy", url, f"{url}-2", "--latest") == 0
+    assert run("copy", url, f"{url}-2", "--step", "latest") == 0
     assert complete(f"{url}-2") == [SECOND]
 
 
@@ -82,9 +84,13 @@ def test_ls_shows_runs_by_their_first_digits_and_which_is_the_newest(url, capsys
     assert run("ls", url) == 0
 
     out = capsys.readouterr().out
-    assert f"{OTHER[:8]} (newest)" in out
-    assert f" {RUN[:8]} " in out
+    assert f"newest run: {OTHER[:8]}" in out
+    assert RUN[:8] in out
     assert run_json(capsys, "ls", url)[1]["newest_run"] == OTHER
+
+
+def shows(run_id, text):
+    return re.search(rf"\b{run_id[:10]}\b", text)
 
 
 def test_as_many_digits_are_shown_as_tell_runs_apart(url, capsys):
@@ -93,12 +99,12 @@ def test_as_many_digits_are_shown_as_tell_runs_apart(url, capsys):
 
     assert run("ls", url) == 0
     out = capsys.readouterr().out
-    assert f" {RUN[:10]} " in out
-    assert f" {ALIKE[:10]} " in out
+    assert shows(RUN, out)
+    assert shows(ALIKE, out)
     assert run("verify", url) == 0
-    assert f" {ALIKE[:10]} " in capsys.readouterr().out
+    assert shows(ALIKE, capsys.readouterr().out)
     assert run("prune", url, "--keep-last", "1", "--dry-run") == 0
-    assert f" {ALIKE[:10]} " in capsys.readouterr().out
+    assert shows(ALIKE, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("digits", [RUN[:10].upper(), RUN])
@@ -120,7 +126,7 @@ def test_a_run_is_chosen_by_its_first_digits(url, capsys, digits):
         10
     }
     run("ls", url, "--run", digits)
-    assert f" {RUN[:10]} " in capsys.readouterr().out
+    assert shows(RUN, capsys.readouterr().out)
 
 
 def test_export_takes_the_run_that_was_chosen(url, capsys, tmp_path):

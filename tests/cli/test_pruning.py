@@ -71,8 +71,8 @@ def test_what_has_a_name_stays_until_the_name_is_taken_from_it(url, capsys):
     result = run_json(capsys, "prune", url, "--keep-last", "1", "--yes")[1]
     assert steps(url) == [10, 20, 30]
     assert {item["step"]: item["because"] for item in result["kept"]} == {
-        10: "called best, first",
-        20: "called best",
+        10: "named",
+        20: "named",
         30: "newest complete",
     }
     assert run_json(capsys, "prune", url, "--name", "best", "--dry-run")[1]["unnamed"]

@@ -119,10 +119,9 @@ def test_the_report_agrees_with_a_stopwatch(url, tmp_path, capsys, stopped):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_of_captures(url, verify, capsys, stopped):
+def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_of_captures(url, capsys, stopped):
     model = torch.nn.Linear(1000, 1000)
-    level = PersistentLevel(url, every_n_steps=1, verify=verify)
+    level = PersistentLevel(url, every_n_steps=1)
     engine = SnapshotEngine(SnapshotConfig(every_n_steps=3, levels=(level,)), {"model": model})
     assert engine._wait_ready(60)
     for step in range(1, 40):
@@ -136,9 +135,9 @@ def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_of_ca
     until(lambda: all(any(one.step == 39 for one in told(kind)) for kind in (Stored, Progress)))
     for one in told(Stored):
         assert 0 < one.checksum_s < one.seconds  # one block, so one thread
-        assert (one.read_back_s > 0) == verify
+        assert one.read_back_s > 0
     passed = told(Progress)
     assert (passed[-1].step, passed[-1].every) == (39, 3)
     found = run_json(capsys, "report", url)[1]
     assert found["every_n_steps"] == 3
-    assert (found["levels"][url]["read_back_s"] > 0) == verify
+    assert found["levels"][url]["read_back_s"] > 0

@@ -1,30 +1,24 @@
 """Promises that all commands share."""
 
+import argparse
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
 import fsspec
 import pytest
-from cli_level import put, run, run_json
+from cli_level import OTHER, RUN, put, run, run_json
 from fsspec.implementations.memory import MemoryFileSystem
+from msgspec import structs
+from run_history import LEVEL, History, Life
 
 from lazysnap.cli import main
-from lazysnap.cli.stores import parse_option
-
-COMMANDS = (
-    "ls",
-    "verify",
-    "show",
-    "prune",
-    "copy",
-    "export",
-    "stop",
-    "status",
-    "advise",
-    "report",
-)
+from lazysnap.cli.commands import parse_option, parser
+from lazysnap.events import LevelFailed, encode
+from lazysnap.shard.names import events_file_name
 
 
 class PickyFileSystem(MemoryFileSystem):
@@ -52,14 +46,6 @@ def _picky():
     fsspec.register_implementation("picky", PickyFileSystem, clobber=True)
     yield
     sys.modules["fsspec.registry"]._registry.pop("picky")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_and_json(command, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        run(command, "--help")
-    assert exit_.value.code == 0
-    assert "--json" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -107,9 +93,11 @@ def test_copy_takes_options_for_each_side(make_url, capsys):
     source, target = make_url("memory"), make_url("memory")
     put(source, 10)
     source, target = (url.replace("memory://", "picky://") for url in (source, target))
-    assert run("copy", source, target, "--storage-option", "key=open-sesame") == 0
-    assert run("copy", source, target, "--from-option", "key=open-sesame", "--to-option", "key=wrong") == 2
-    assert run("copy", source, target, "--from-option", "key=open-sesame", "--to-option", "key=open-sesame") == 0
+    key = ("--storage-option", "key=open-sesame")
+    assert run("copy", source, target, *key) == 0
+    assert run("copy", source, target, *key, "--to-option", "key=wrong") == 2
+    assert run("copy", source, target, *key, "--to-option", "key=open-sesame", "--to-option", "region=eu") == 0
+    assert run("copy", source, target, "--to-option", "key=open-sesame") == 2
 
 
 @pytest.mark.parametrize(
@@ -176,3 +164,126 @@ def test_who_only_looks_is_told_of_no_training(capsys):
     said = capsys.readouterr().err
     assert "127.0.0.1" in said
     assert "training goes on" not in said
+
+
+# ---------------------------------------------------------------- the surface
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "cli.md"
+
+
+def subcommands():
+    [action] = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    return action.choices
+
+
+def test_the_surface_does_not_grow():
+    """A command or an option enters only together with one that leaves."""
+    options = {"--version"}
+    for command in subcommands().values():
+        for action in command._actions:
+            options.update(option for option in action.option_strings if option.startswith("--"))
+    assert len(subcommands()) <= 15
+    assert len(options) <= 45
+    assert " ".join(sorted(options)) == (
+        "--all --bytes-per-param --config --deadline --dir --dry-run --faults --force --format --help --html --json "
+        "--keep-every --keep-last --keep-types --kills --max-restarts --max-steps --may-lose --mtbf --name --nodes "
+        "--only --params --peer --persist --prometheus --ranks --result --run --runs --same-exit-within --seed "
+        "--sharding --step --step-regex --step-time --storage-option --timeout --to --to-option --version --yes"
+    )
+
+
+@pytest.mark.parametrize("command", subcommands())
+def test_help_fits_a_screen_and_has_an_example(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("Example: ") for line in lines)
+
+
+def documented_keys():
+    """Return the keys in the tables of the page, by command."""
+    keys = {}
+    command = ""
+    for line in PAGE.read_text().split("\n## JSON\n")[1].splitlines():
+        cells = re.fullmatch(r"\| (`(\w+)`|its `(\w+)`) \| (.*) \|", line)
+        if cells:
+            command = cells[2] or command
+            keys.setdefault(command, set()).update(re.findall(r"`(\w+)`", cells[4]), filter(None, [cells[3]]))
+    return keys
+
+
+def printed_keys(value, data=("packages", "durable", "state")):
+    """Return the keys of a result, but those of what a snapshot or a place is called."""
+    if isinstance(value, list):
+        return {key for item in value for key in printed_keys(item)}
+    if not isinstance(value, dict):
+        return set()
+    keys = set()
+    for key, item in value.items():
+        if re.fullmatch(r"\w+", key) and key not in ("memory",):
+            keys.add(key)
+        if key not in data or isinstance(item, list):
+            keys |= printed_keys(item)
+    return keys - {"command", "ok", "error"}
+
+
+def test_the_page_documents_the_keys_that_are_printed(make_url, tmp_path, capsys):
+    url, other = make_url("local"), make_url("local")
+    put(url, 10, names=("best",))
+    put(url, 20)
+    history = History([Life(20, wait_s=0.5, back=5), Life(10, how="goodbye")])
+    events = [*history.events, LevelFailed(t=history.now, level=LEVEL, step=7, text="full")]
+    (pathlib.Path(url) / events_file_name(RUN, 0)).write_bytes(b"".join(map(encode, events)))
+    lines = {
+        "ls": [url],
+        "show": [url, "latest", "--all"],
+        "verify": [url],
+        "copy": [url, other],
+        "export": [url, "latest", "--to", tmp_path / "w.safetensors"],
+        "prune": [url, "--keep-last", "1", "--dry-run"],
+        "advise": [url, "--params", "7b"],
+        "doctor": [tmp_path / "level"],
+        "report": [url],
+    }
+    documented = documented_keys()
+    assert set(documented) == {*lines, "status", "stop"}, "those of a keeper: tests/keeper"
+    for command, words in lines.items():
+        code, result = run_json(capsys, command, *words)
+        assert code == 0, result
+        extra = {"good", "better", "bad"} if command == "doctor" else set()
+        assert printed_keys(result) == documented[command] - extra, command
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show", "show --all", "prune", "copy", "report", "advise"])
+def test_what_a_command_prints_fits_80_columns(make_url, capsys, monkeypatch, command):
+    """Also where paths are long: a table has one line for each row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    url, other = make_url("local"), make_url("local")
+    long = "/long/place" * 8
+    for step in (10, 20):
+        put(url, step, names=("before-the-learning-rate-went-down",) if step == 10 else ())
+        put(url, step, run_id=OTHER)
+    history = History([Life(20, wait_s=0.5, back=5), Life(10, how="goodbye")])
+    events = [structs.replace(event, level=long) if hasattr(event, "level") else event for event in history.events]
+    (pathlib.Path(url) / events_file_name(RUN, 0)).write_bytes(b"".join(map(encode, events)))
+    name, *more = command.split()
+    words = {"show": ["latest"], "copy": [other], "prune": ["--keep-last", "1", "--yes"]}.get(name, [])
+
+    assert run(name, url, *words, *more) == 0
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if url not in line]  # a path alone may be long
+    assert max(map(len, lines)) <= 80
+    cut = [line for line in lines if "…" in line]
+    assert all("place" in line or "rate-went-down" in line or ": " in line for line in cut), cut
+    if "--all" not in more:
+        assert len(lines) <= 24
+
+
+def test_what_is_not_foreseen_is_called_a_bug(monkeypatch, capsys):
+    monkeypatch.setattr("lazysnap.cli.looking.open_existing", lambda *_: 1 / 0)
+    assert run("ls", "x") == 2
+    assert capsys.readouterr().err == (
+        "error: this is a bug in lazysnap; please report it: ZeroDivisionError: division by zero\n"
+    )

@@ -13,7 +13,7 @@ from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, 
 from lazysnap.errors import FormatError
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.resolver import Wanted, candidates
 
 

@@ -1,7 +1,5 @@
 """Single decisions of the core that the model shows too rarely, or not at all."""
 
-from dataclasses import replace
-
 import pytest
 from msgspec import structs
 from support.core_world import slot_view
@@ -197,7 +195,7 @@ class TestMemory:
     def test_slots_of_another_size_do_not_count(self):
         driver = Driver()
         driver.report(STATE)
-        small = replace(empty(3), image_capacity_bytes=1)
+        small = structs.replace(empty(3), image_capacity_bytes=1)
         driver.see((small,))
 
         wish = MemoryWish(1, 0, 2)
@@ -332,7 +330,7 @@ class TestTheEnd:
     @pytest.mark.parametrize("phase", [SlotPhase.CAPTURING, SlotPhase.WHOLE])
     def test_a_trainer_that_died_leaves_memory_to_a_restart_if_a_capture_is_whole(self, phase):
         driver, step = driver_with_a_grant()
-        driver.see((replace(slot(0, step), phase=phase), empty(1), empty(2)))
+        driver.see((structs.replace(slot(0, step), phase=phase), empty(1), empty(2)))
         driver.report(structs.replace(STATE, linger_s=60.0))
 
         driver.step(actions.ProcessDied(100))

@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from msgspec import structs
 from support.core_world import PATIENCE_S, TIMEOUT_S, Setting, Training, World
 
@@ -177,13 +177,46 @@ def is_answered(world: World, named: NamedStep) -> bool:
     return is_given or any(named.key in keeper.core.job.node.lost for keeper in keepers)
 
 
+NUM_PARTS = 10
+SETTINGS = settings(
+    max_examples=1000,
+    stateful_step_count=8,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate,),
+)
+
+
 @pytest.mark.slow
-class TestAnythingMayHappen(CoreMachine.TestCase):
-    settings = settings(
-        max_examples=300,
-        stateful_step_count=8,
-        derandomize=True,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate,),
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_anything_may_happen(part):
+    """Ten thousand examples, the same ones each time. In parts, which several processes share."""
+    run_state_machine_as_test(seed(part)(CoreMachine), settings=SETTINGS)
+
+
+@pytest.mark.parametrize("seed", [101, 449, 583])
+def test_storage_is_not_starved_by_slow_redundancy(seed):
+    """Redundancy is due at each step and takes ten: memory is full, and storage missed each step it was granted."""
+    levels = (
+        LevelSettings("level", every_s=0.5, every_n_steps=5, keep_last=2, keep_every_n_steps=7, timeout_s=TIMEOUT_S),
+        LevelSettings("level", every_s=5.0, every_n_steps=1, keep_last=1, keep_every_n_steps=7, timeout_s=TIMEOUT_S),
+        LevelSettings("level", every_s=5.0, keep_last=2, timeout_s=TIMEOUT_S),
     )
+    machine = CoreMachine()
+    machine.begin(
+        seed=seed,
+        num_nodes=2,
+        num_ranks=2,
+        levels=levels,
+        redundancy=RedundancySettings(every_n_steps=1, timeout_s=TIMEOUT_S),
+        step_s=1.0,
+        write_steps=10.0,
+        loss=0.02,
+        failure=0.02,
+        hang=0.02,
+    )
+    machine.train(3)
+    for ahead in (2, 2, 0):
+        machine.protect(ahead)
+    machine.teardown()

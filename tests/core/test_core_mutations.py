@@ -15,7 +15,7 @@ from lazysnap.memory.slot_choice import newest_whole
 pytestmark = pytest.mark.slow
 LEVEL = LevelSettings("level", every_n_steps=1, keep_last=1, timeout_s=TIMEOUT_S)
 REDUNDANCY = RedundancySettings(every_n_steps=2, timeout_s=TIMEOUT_S)
-NUM_SEEDS = 40
+NUM_SEEDS = 200
 
 
 def run(seed: int) -> None:
@@ -51,19 +51,19 @@ def is_noticed() -> bool:
 def one_node_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Coordinator._count_grant
 
-    def count(self, level, grant, reports):
-        present = [report for report in reports if report.version == level.version]
+    def count(self, level, grant):
+        present = [report for report in level.reports if report.version == level.version]
         if any(report.progress is Progress.STORED for report in present):
             level.become_complete(grant)
         else:
-            original(self, level, grant, reports)
+            original(self, level, grant)
 
     monkeypatch.setattr(Coordinator, "_count_grant", count)
 
 
 def earlier_grants_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(self, level, grant, reports):
-        if all(report.progress is Progress.STORED for report in reports):
+    def count(self, level, grant):
+        if all(report.progress is Progress.STORED for report in level.reports):
             level.become_complete(grant)
 
     monkeypatch.setattr(Coordinator, "_count_grant", count)

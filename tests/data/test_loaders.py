@@ -65,24 +65,6 @@ class Unsaved(IterableDataset):
         yield from self.stream
 
 
-class SavesPacks:
-    """A collate function that keeps what is left over for the next batch, and saves it."""
-
-    def __init__(self):
-        self.rest = []
-
-    def __call__(self, samples):
-        values = self.rest + [float(sample[0]) for sample in samples]
-        self.rest = values[3:]
-        return torch.tensor(values[:3])
-
-    def state_dict(self):
-        return {"rest": list(self.rest)}
-
-    def load_state_dict(self, state):
-        self.rest = list(state["rest"])
-
-
 def loader(data, **settings):
     return ResumableLoader(DataLoader(data, BATCH, **settings))
 
@@ -120,8 +102,6 @@ LOADERS = {
     "packing": lambda: loader(Unsaved()),
     "packing, saved": lambda: loader(Stream(packs=True)),
     "packing, saved, workers": lambda: loader(Stream(packs=True), num_workers=2),
-    "packing in collate_fn, saved": lambda: numbers(collate_fn=SavesPacks()),
-    "packing in collate_fn, saved, workers": lambda: numbers(collate_fn=SavesPacks(), num_workers=2),
     "torchdata nodes": graph,
 }
 
@@ -213,11 +193,34 @@ class Drawing(Sampler):
         return (random.randrange(LENGTH) for _ in range(LENGTH))
 
 
-def test_a_sampler_that_draws_from_the_global_generators_as_it_goes_is_named(caplog):
-    Run(lambda: numbers(sampler=Drawing()), 1).train()
+def test_a_sampler_that_draws_from_the_global_generators_as_it_goes_is_named_at_the_restart(caplog):
+    state = Run(lambda: numbers(sampler=Drawing()), 1).train(3).saved
+    after = Run(lambda: numbers(sampler=Drawing()), 2)
+    after.load(state)
+    after.train()
 
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("the sampler of Numbers draws from the global random generators")
+    assert line.startswith("the sampler of Numbers gives this epoch in another order than before the restart")
+
+
+class Packs(list):
+    """A collate function that keeps samples for the next batch, and says so."""
+
+    def __call__(self, samples):
+        return torch.stack(samples)
+
+    def state_dict(self):
+        return {"samples": list(self)}
+
+    def load_state_dict(self, state):
+        self[:] = state["samples"]
+
+
+def test_a_collate_function_that_keeps_a_state_is_named_once(caplog):
+    Run(lambda: numbers(collate_fn=Packs()), 1).train()
+
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("DataLoader: its collate_fn keeps a state from batch to batch")
 
 
 @pytest.mark.slow
@@ -228,7 +231,7 @@ def test_workers_whose_batches_come_in_any_order_are_named(caplog):
 
 
 def test_a_replay_says_how_long_it_takes(caplog, monkeypatch):
-    monkeypatch.setattr("lazysnap.data.iteration._SAID_AFTER_S", 0.0)
+    monkeypatch.setattr("lazysnap.data.iteration._LONG_S", 0.0)
     state = Run(lambda: loader(Unsaved()), 1).train(5).saved
     after = Run(lambda: loader(Unsaved()), 2)
     after.load(state)
@@ -259,11 +262,20 @@ def noisy(sample):
     return {"x": sample["x"], "y": random.random()}
 
 
-def hugging_face(*, streams=True, shuffled=False, maps=False):
+def hugging_face(*, streams=True, maps=False):
     data = needs("datasets").Dataset.from_dict({"x": [float(number) for number in range(LENGTH)]})
     data = data.to_iterable_dataset(num_shards=4) if streams else data
-    data = data.shuffle(seed=3, buffer_size=6) if shuffled else data
     return data.map(noisy) if maps else data
+
+
+class ReadAgain(IterableDataset):
+    """A stream whose own state is not asked for."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __iter__(self):
+        yield from self.stream
 
 
 HUGGING_FACE = {
@@ -274,7 +286,9 @@ HUGGING_FACE = {
     "streaming, persistent workers": lambda: loader(
         hugging_face(), collate_fn=values, num_workers=2, persistent_workers=True
     ),
-    "streaming, shuffle buffer": lambda: loader(hugging_face(shuffled=True), collate_fn=values),
+    "streaming, shuffle buffer, read again": lambda: loader(
+        ReadAgain(hugging_face().shuffle(seed=3, buffer_size=6)), collate_fn=values
+    ),
     "streaming, StatefulDataLoader": lambda: ResumableLoader(
         StatefulDataLoader(hugging_face(), BATCH, collate_fn=values)
     ),
@@ -285,6 +299,7 @@ HUGGING_FACE = {
 @pytest.mark.parametrize("kind", workers_are_slow(HUGGING_FACE))
 def test_datasets_of_hugging_face_go_on_exactly(kind):
     check_cuts(HUGGING_FACE[kind], FEW if "workers" in kind else CUTS)
+    check_chain(HUGGING_FACE[kind], (2, 0, 1, 3))
 
 
 @pytest.mark.slow
@@ -292,4 +307,5 @@ def test_a_stream_of_hugging_face_shuffles_each_epoch_by_its_number():
     def set_epoch(loader, epoch):
         loader.dataset.set_epoch(epoch)
 
-    check_cuts(lambda: loader(hugging_face(shuffled=True), collate_fn=values), CUTS, set_epoch)
+    # Without a buffer: its samples are lost, as the package says when a state is loaded.
+    check_cuts(lambda: loader(hugging_face().shuffle(seed=3, buffer_size=1), collate_fn=values), CUTS, set_epoch)

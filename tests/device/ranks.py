@@ -129,7 +129,7 @@ def start(place: pathlib.Path, job: str, plan: dict, shared: torch.Tensor, passe
             facts |= json.loads(line)
         text = (place / f"output.{rank}").read_text()
         facts["output"] = "" if statuses[rank] == -signal.SIGKILL else text[-3000:]
-        facts["slots"] = int((re.findall(r"(\d+) slots of ", text) or [0])[0])
+        facts["slots"] = int((re.findall(r"\((\d+) copies\)", text) or [0])[0])
         told.append(facts)
     return told
 

@@ -99,7 +99,7 @@ class Training:
 
     def wait_for_io(self, timeout_s):
         """From now on boundaries, gates and names wait for so long; the keeper had as long as it took to start."""
-        config = dataclasses.replace(self.engine.config, io_timeout_s=timeout_s)
+        config = dataclasses.replace(self.engine._config, io_timeout_s=timeout_s)
         for part in (
             self.engine._recorder,
             self.engine._recorder.memory,

@@ -54,7 +54,6 @@ def test_the_name_of_a_job_may_come_from_the_environment(monkeypatch):
         (settings(), "number of levels is 1 and 0"),
         (settings(PersistentLevel("/x", keep_last=9)), "levels[0].keep_last is 2 and 9"),
         (settings(PersistentLevel("/x", every_n_steps=7)), "levels[0].every_n_steps is"),
-        (settings(PersistentLevel("/x"), memory=MemoryLevel(slots=5)), "memory.slots is None and 5"),
         (settings(PersistentLevel("/x"), memory=MemoryLevel(linger_s=5)), "memory.linger_s is 1800.0 and 5"),
         (settings(PersistentLevel("/x"), job_id="other"), "job_id is None and 'other'"),
         (settings(PersistentLevel("/x"), io_timeout_s=5), "io_timeout_s is 60.0 and 5"),

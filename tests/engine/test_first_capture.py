@@ -31,7 +31,7 @@ def test_the_first_capture_waits_for_one_slot_alone(job, monkeypatch):
     training.run(1, 2)
 
     assert training.began == [True, False]
-    assert training.engine.statistics().skipped == {"no slots yet": 1}
+    assert training.engine.statistics().skipped == {"memory was being prepared": 1}
     assert training.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
 
 
@@ -79,7 +79,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
         training.run(2, 20)
 
         assert training.began == [False] * 20
-        assert 0 < waited_s <= 1.5 * training.engine.config.io_timeout_s
+        assert 0 < waited_s <= 1.5 * training.engine._config.io_timeout_s
         assert training.engine.statistics().memory_wait_s == waited_s
         assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
     finally:
@@ -94,7 +94,7 @@ def test_a_deadline_ends_the_wait(job, monkeypatch):
 
     statistics = training.engine.statistics()
     assert training.began == [False] * 3
-    assert statistics.skipped == {"no slots yet": 3}
+    assert statistics.skipped == {"memory was being prepared": 3}
     # At most the deadline: it is set a moment before the wait begins, and how long that moment is, nobody knows.
     assert 0 < statistics.memory_wait_s < TIMEOUT_S
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.core.messages import RedundancySettings
 from lazysnap.engine.job_settings import job_settings, num_slots
 from lazysnap.topology import places
@@ -48,9 +48,6 @@ def test_one_node_shares_its_levels_with_itself():
         ({"levels": (PersistentLevel("/a"),)}, 2, True, 4),
         ({}, 2, True, 4),
         ({"every_n_steps": 2}, 2, False, 2),
-        ({"levels": (PersistentLevel("/a"),), "memory": MemoryLevel(slots=2)}, 1, False, 2),
-        ({"levels": (PersistentLevel("/a"),), "memory": MemoryLevel(slots=2)}, 2, False, 4),
-        ({"memory": MemoryLevel(slots=7)}, 2, False, 7),
     ],
 )
 def test_a_rank_has_the_slots_that_the_argument_asks_for(config, ranks, is_redundant, slots):

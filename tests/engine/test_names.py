@@ -184,7 +184,7 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
     assert lost
     assert named(tmp_path) == {name: step for name, step in steps.items() if name not in lost}
     for name in lost:
-        assert f"no snapshot is called '{name}': that of step" in caplog.text
+        assert f"the name '{name}' is not as you asked for: no snapshot has it: the snapshot of step" in caplog.text
 
 
 @pytest.mark.slow
@@ -218,7 +218,10 @@ def test_a_name_for_a_capture_that_never_comes_is_said_to_be_unused(job, tmp_pat
 
     getattr(training.engine, end)()
 
-    assert "no snapshot is called 'next': training ended before it was captured" in caplog.text
+    assert (
+        "the name 'next' is not as you asked for: no snapshot has it: training ended before it was captured"
+        in caplog.text
+    )
     assert named(tmp_path) == {}
 
 

@@ -91,7 +91,7 @@ def test_what_is_nested_as_deep_as_allowed_is_stored_shown_verified_and_restored
     assert first.engine.close()
 
     level, copy = str(tmp_path / "level"), str(tmp_path / "copy")
-    for what in (["ls", level], ["verify", level], ["show", level, "latest"], ["show", level, "latest", "--full"]):
+    for what in (["ls", level], ["verify", level], ["show", level, "latest"], ["show", level, "latest", "--all"]):
         assert main(what) == 0
         assert main([*what, "--json"]) == 0
     assert main(["copy", level, copy]) == 0

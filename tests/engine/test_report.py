@@ -7,11 +7,13 @@ from small_training import TIMEOUT_S
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.engine import report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels import open_store
 from lazysnap.restore.snapshot import Absence
+
+CONFIG = SnapshotConfig(levels=(PersistentLevel("/a"),), memory=MemoryLevel(linger_s=1800), drain_timeout_s=60)
 
 
 def test_a_start_that_could_not_look_everywhere_does_not_say_that_there_is_nothing():
@@ -27,41 +29,32 @@ def test_directories_without_a_manifest_are_told():
     assert "`lazysnap ls /b`" in told
 
 
-def test_memory_that_is_not_held_is_not_told_as_held():
-    sizes = report.Sizes(state_bytes=100, slots=3, slot_bytes=200, available_bytes=50)
-    assert (
-        "state 100 bytes; takes 600 bytes of memory (of 50 bytes available): 3 slots of 200 bytes, each"
-        in report.opening(SnapshotConfig(), sizes, 1)
-    )
-    assert "no memory: it would take 600 bytes" in report.opening(SnapshotConfig(), sizes, 1, is_protected=False)
-
-
-def test_the_figures_of_memory_add_up():
-    sizes = report.Sizes(414_700, slots=3, slot_bytes=2_500_000, available_bytes=10**10)
-    assert report.opening(SnapshotConfig(), sizes, 1).startswith(
-        "state 414.7 kB; takes 7.5 MB of memory (of 10.0 GB available): 3 slots of 2.5 MB, each the state and 2.1 MB "
-        "for metadata and growth; "
-    )
-
-
 @pytest.mark.parametrize(
     ("interval", "words"),
     [
-        ({}, "at /a every 60 s"),
-        ({"every_s": 1.5}, "at /a every 1.5 s"),
-        ({"every_n_steps": 10}, "at /a every 10 steps"),
+        ({}, "stored at /a every 60 s"),
+        ({"every_s": 1.5}, "stored at /a every 1.5 s"),
+        ({"every_n_steps": 10}, "stored at /a every 10 steps"),
     ],
 )
 def test_the_interval_of_a_level_is_told_in_its_own_unit(interval, words):
-    sizes = report.Sizes(100, slots=3, slot_bytes=200, available_bytes=5000)
     config = SnapshotConfig(levels=(PersistentLevel("/a", **interval),))
-    assert report.opening(config, sizes, 1).endswith(words)
+    assert report.intervals(config, (1, 0)) == words
+
+
+def test_what_is_not_captured_is_told_by_reason_in_words():
+    statistics = Statistics(began=65, whole=64, torn=1, shard_bytes=9300)
+    statistics.skipped["memory was being prepared"] = 15
+    [line, _] = report.summary(statistics, report.End(report.Ending.CLOSED, CONFIG))
+    assert line == (
+        "captured 64 of 80 due steps (9.3 kB each); 15 steps not captured: memory was being prepared; "
+        "1 step not captured: the state changed while it was copied; stored 0 at /a; training waited 0 ms in all"
+    )
 
 
 def test_that_there_is_no_storage_level_is_told_beside_parity_too():
-    sizes = report.Sizes(100, slots=3, slot_bytes=200, available_bytes=5000, group=(4, 1))
-    line = report.opening(SnapshotConfig(), sizes, 4)
-    assert line.endswith("any one of 4 nodes may be lost, no storage level: nothing outlives these machines")
+    line = report.intervals(SnapshotConfig(), (4, 1))
+    assert line == "any 1 of 4 nodes may be lost, no storage level: nothing outlives these machines"
 
 
 @pytest.mark.slow
@@ -126,7 +119,8 @@ def test_memory_alone_outlasts_a_start_that_trains_nothing(job):
 
 
 def test_that_nothing_is_captured_is_said_only_where_storage_has_nothing_either():
-    statistics, end = Statistics(began=8, whole=8), report.End(report.Ending.CLOSED, ("/a",), 1800)
+    statistics = Statistics(began=8, whole=8)
+    end = report.End(report.Ending.CLOSED, CONFIG)
     assert report.summary(statistics, end)[-1].startswith("NOTHING OF THIS TRAINING IS CAPTURED")
 
     statistics.last_durable_step["/a"] = 8  # its keeper was lost since
@@ -137,16 +131,16 @@ def test_that_nothing_is_captured_is_said_only_where_storage_has_nothing_either(
 def test_a_rank_that_outlives_another_says_that_memory_has_it_and_warns_of_nothing():
     statistics = Statistics(began=33, whole=33, last_whole_step=33)
     statistics.last_durable_step["/a"] = 30
-    end = report.End(report.Ending.ABANDONED, ("/a",), 1800, ranks=2)
-    assert report.not_durable(statistics, end) == ""
-    assert report.summary(statistics, end)[-1] == (
-        'step 33: it stays in memory for 1800 s (linger_s), where a restart with "latest" finds the newest step that '
-        "all ranks have"
-    )
-    lingering = report.End(report.Ending.LINGERING, ("/a",), 1800, 60)
-    assert report.not_durable(statistics, lingering).startswith(
-        "NOT DURABLE: step 33, the newest capture, is not at /a after 60 s (drain_timeout_s); it stays in memory"
-    )
+    end = report.End(report.Ending.ABANDONED, CONFIG, ranks=2)
+    assert not report.not_durable(statistics, end)
+    finds = 'where a restart with "latest" finds the newest step that all ranks have'
+    fate = f"it stays in memory for 1800 s (linger_s), {finds}"
+    assert report.summary(statistics, end)[-1] == f"step 33: {fate}"
+    lingering = report.End(report.Ending.LINGERING, CONFIG, ranks=2)
+    assert report.not_durable(statistics, lingering) == {
+        "what": "step 33, the newest capture, is not at /a after 60 s (drain_timeout_s)",
+        "fate": fate,
+    }
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_a_training_without_memory_is_captured_into_files_and_resumes_from_them(
     assert all(slot.is_file for slot in slots(training))
     assert training.engine.statistics().unprotected is None
     assert len(warnings(caplog, f"captures go into files in {tmp_path / 'level'}")) == 1
-    assert f" in files in {tmp_path / 'level'} (memory has 65.5 kB)" in caplog.text
+    assert f" in files in {tmp_path / 'level'} (3 copies); 65.5 kB of memory available" in caplog.text
     assert training.engine.wait(8, until="captured", timeout_s=TIMEOUT_S)
     job.crash(training)
 

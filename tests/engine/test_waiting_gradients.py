@@ -14,7 +14,7 @@ from lazysnap import SnapshotConfig, SnapshotEngine
 from lazysnap.capture.gradients import WaitingGradients
 
 STEPS = 12
-LEFT_OUT = "gradients wait for an optimizer step"
+LEFT_OUT = "gradients waited for an optimizer step"
 
 
 class Accumulating:
@@ -168,13 +168,13 @@ def test_a_boundary_with_gradients_that_wait_is_not_captured(kind, eligible, say
     undisturbed = kind()
     run(undisturbed, None, 1, STEPS)
     training = kind()
-    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), training.state())
     assert engine.restore("latest") is None
     run(training, engine, 1, 10)
     left_out = engine.statistics().skipped[LEFT_OUT]
     engine.abandon()
     again = kind()
-    engine = SnapshotEngine(SnapshotConfig(levels=()), again.state(), default_url=str(tmp_path))
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), again.state())
     try:
         snapshot = engine.restore("latest")
         run(again, engine, snapshot.step + 1, STEPS)
@@ -205,7 +205,7 @@ class ValuesRead(TorchDispatchMode):
 )
 def test_no_boundary_reads_values_of_gradients(kind, tmp_path):
     training = kind()
-    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), training.state())
     try:
         engine.restore("latest")
         reads = ValuesRead()
@@ -229,7 +229,7 @@ def test_an_optimizer_whose_accumulated_gradients_were_dropped_once_is_still_wai
     """As ``GradScaler`` does after an overflow."""
     training = Accumulating()
     optimizer = training.optimizers["all"]
-    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), training.state())
     left_out = []
     try:
         engine.restore("latest")
@@ -268,7 +268,7 @@ def test_a_zero_grad_that_clears_nothing_leaves_gradients_that_wait(tmp_path):
     training = Accumulating()
     optimizer = SeldomClearing(training.model.parameters(), 1e-2)
     state = {"model": training.model, "all": optimizer}
-    engine = SnapshotEngine(SnapshotConfig(levels=()), state, default_url=str(tmp_path))
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), state)
     try:
         engine.restore("latest")
         for step in range(1, 9):
@@ -287,7 +287,7 @@ def test_the_hook_on_zero_grad_disturbs_nobody_and_goes_with_the_engine(tmp_path
     training = Accumulating()
     optimizer = training.optimizers["all"]
     before = inspect.signature(optimizer.zero_grad)
-    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), training.state())
     try:
         engine.restore("latest")
         engine.boundary(1)
@@ -320,7 +320,7 @@ def test_the_hook_on_zero_grad_keeps_no_optimizer_alive():
 @pytest.mark.slow
 def test_in_a_loop_that_asks_for_no_restart_used_gradients_do_not_wait(tmp_path):
     training = ClearedBefore()
-    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), training.state())
     try:
         run(training, engine, 1, 3)
         assert engine.statistics().skipped[LEFT_OUT] == 0
@@ -351,7 +351,7 @@ def test_gradients_that_are_never_used_hold_up_captures_for_a_while_only(tmp_pat
     """An optimizer that steps no more does not leave the training without snapshots."""
     training = TwoOptimizers()
     training.model["second"].weight.grad = torch.ones(4, 4)
-    engine = SnapshotEngine(SnapshotConfig(levels=()), training.state(), default_url=str(tmp_path))
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), training.state())
     try:
         engine.restore("latest")
         captured = []

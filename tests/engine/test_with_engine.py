@@ -107,7 +107,7 @@ def test_a_training_that_ends_before_there_is_memory_for_its_last_step_is_stored
         train(training, 2)
         training.model[0].weight = torch.nn.Parameter(torch.zeros(1 << 12, 1 << 12))  # more than a slot holds
         assert not engine.boundary()
-        assert engine.statistics().skipped == {"no slots yet": 1}
+        assert engine.statistics().skipped == {"memory was being prepared": 1}
 
     assert stored(tmp_path)[-1] == 3
     assert training.engine.close()
@@ -218,7 +218,7 @@ def test_a_path_is_a_config_with_one_level(job, tmp_path, kind):
     training = Training(kind(tmp_path))
     job.trainings.append(training)
 
-    assert training.engine.config == SnapshotConfig(levels=(PersistentLevel(str(tmp_path)),))
+    assert training.engine._config == SnapshotConfig(levels=(PersistentLevel(str(tmp_path)),))
     with training.engine:
         train(training, 2)
     assert stored(tmp_path)[-1] == 2

@@ -2,8 +2,8 @@
 
 usage: rollback_trainer.py DIRECTORY MODE JOURNAL RESULT
 
-``watch``: batch 7 makes the loss NaN. ``never``: that batch is not there. ``by hand``: steps 7 and 8 spoil the weights
-and are captured; after step 8 the loop goes back to step 6. DIRECTORY ``-``: memory alone.
+``watch``: batch 7 makes the loss NaN. ``never``: that batch is not there. ``by hand``: step 7 spoils the weights and
+is captured; then the loop goes back to step 6. DIRECTORY ``-``: memory alone.
 """
 
 import sys
@@ -56,7 +56,7 @@ def main() -> None:
     data = Position([number for number in range(count) if mode == "watch" or number != BAD])
     past = {"rolled back": False}
     levels = () if directory == "-" else (PersistentLevel(directory, every_n_steps=1, keep_last=2),)
-    config = SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=30.0, slots=5))
+    config = SnapshotConfig(levels=levels, memory=MemoryLevel(linger_s=30.0))
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "data": data})
     snapshot = engine.restore("latest")
     is_good = all(bool((parameter < 50).all()) for parameter in model.parameters())
@@ -79,10 +79,10 @@ def main() -> None:
                 model[0].weight += 100
         engine.boundary(step)
         engine.gate()
-        if mode == "by hand" and step == 8 and not past["rolled back"] and not (snapshot and is_good):
+        if mode == "by hand" and step == 7 and not past["rolled back"] and not (snapshot and is_good):
             if levels:
                 engine.wait(step, timeout_s=30)
-            step = engine.rollback(steps=3).step
+            step = engine.rollback(steps=2).step
             past["rolled back"] = True
             journal.write("back", step)
     journal.write("closed", engine.close())

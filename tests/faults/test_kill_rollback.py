@@ -74,7 +74,7 @@ def test_killed_inside_a_rollback_a_watched_training_ends_as_one_that_never_saw_
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("has_storage", [False, True])
 def test_a_rollback_over_captured_steps_holds_from_its_commit_on(zygote, root, has_storage):
-    """Steps 7 and 8 are bad. Without storage they are gone when the state is loaded; else when step 6 is captured."""
+    """Step 7 is bad. Without storage it is gone when the state is loaded; else when step 6 is captured."""
     settings = {"mode": "by hand", "has_storage": has_storage}
     wanted, points = whole_run(zygote, root / f"by hand {has_storage}", **settings)
     committed = "engine.rollback.captured:1" if has_storage else "engine.rollback.load:1"

@@ -408,7 +408,7 @@ def test_slots_are_registered_before_they_are_ready_and_not_after_the_end():
 
 def test_an_engine_restores_a_device_training_bit_for_bit():
     """Batches are drawn on the device: its random numbers are part of the state."""
-    config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(slots=3, linger_s=30))
+    config = SnapshotConfig(job_id=uuid.uuid4().hex, memory=MemoryLevel(linger_s=30))
 
     def start():
         model, optimizer = make()

@@ -119,6 +119,25 @@ def test_loggers_get_what_snapshots_cost_and_the_history_does_not(new_trainer):
     assert not [name for name in result.metrics if name.startswith("lazysnap")]
 
 
+@pytest.mark.parametrize("metric", ["loss", "eval_loss"])
+def test_the_best_snapshots_by_a_metric_of_the_evaluations_are_kept(new_trainer, tmp_path, metric):
+    trainer = new_trainer(eval_strategy="steps", eval_steps=3)
+    assert lazysnap.attach(trainer, keep_best=lazysnap.KeepBest(metric)) is trainer
+    trainer.train()
+
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    best = min(losses, key=losses.get)
+    place = tmp_path / "out" / "lazysnap"
+    assert lazysnap.export(place, tmp_path / "best.safetensors", which="best").step == best
+
+
+def test_a_metric_that_no_evaluation_gives_is_named(new_trainer):
+    trainer = new_trainer(eval_strategy="steps", eval_steps=3)
+    lazysnap.attach(trainer, keep_best=lazysnap.KeepBest("accuracy"))
+    with pytest.raises(ConfigError, match=r"no evaluation gives 'accuracy'; there are \[.*'eval_loss'"):
+        trainer.train()
+
+
 class LogsTensor(TrainerCallback):
     """Adds tensors to the log, as forks of training scripts do with auxiliary losses."""
 

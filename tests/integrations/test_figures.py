@@ -2,7 +2,7 @@
 
 from lazysnap import PersistentLevel
 from lazysnap.engine.statistics import Statistics
-from lazysnap.integrations.figures import Figures
+from lazysnap.integrations.session import Figures
 
 
 def test_a_slower_level_that_stored_first_keeps_its_number(tmp_path):

@@ -210,7 +210,7 @@ def test_what_is_no_event_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("kind", events.FILED)
 def test_every_kind_has_its_documented_name(kind):
-    page = pathlib.Path(__file__).parents[2] / "docs" / "events.md"
+    page = pathlib.Path(__file__).parents[2] / "docs" / "format.md"
     assert f"| `{kind.__struct_config__.tag}` |" in page.read_text()
 
 

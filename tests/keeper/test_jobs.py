@@ -29,9 +29,8 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.messages import JobSettings, LevelSettings, NamedStep, StepKey
 from lazysnap.errors import FormatError
-from lazysnap.keeper.jobs import run_level_job
+from lazysnap.keeper.jobs import JobControl, run_level_job
 from lazysnap.keeper.level_files import LevelFiles
-from lazysnap.keeper.worker import JobControl
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace
@@ -425,9 +424,8 @@ def test_a_job_that_is_cancelled_while_it_is_read_back_is_missed_and_deleted_aft
     assert files_below(level.root) == []
 
 
-@pytest.mark.parametrize("verify", [None, True])
-def test_a_file_that_is_read_back_damaged_is_no_snapshot_and_goes(rig, node, passing, tmp_path, verify):
-    level = rig(LevelSettings(str(tmp_path / "level"), verify=verify))
+def test_a_file_that_is_read_back_damaged_is_no_snapshot_and_goes(rig, node, passing):
+    level = rig()
     level.write(node, Capture(5))
 
     def damage(name):
@@ -441,15 +439,6 @@ def test_a_file_that_is_read_back_damaged_is_no_snapshot_and_goes(rig, node, pas
     assert "step 7: it was read back damaged" in ended.text
     assert level.list() == Listed(0, 9, (key_of(5),))
     assert not level.path(7).exists()
-
-
-def test_a_level_that_is_not_read_back_says_so(rig, node, passing, tmp_path):
-    level = rig(LevelSettings(str(tmp_path / "level"), verify=False))
-
-    ended = level.write(node, Capture(7))
-
-    assert isinstance(ended, Stored)
-    assert ended.read_back_s == 0.0
 
 
 def test_a_level_that_refuses_fails_and_comes_back(rig, node, tmp_path):

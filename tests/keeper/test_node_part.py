@@ -7,8 +7,7 @@ from support.parity_group import LAYOUT, START, Captures, image_of
 
 from lazysnap.errors import FormatError
 from lazysnap.keeper.node_part import NodePart, captures_of, find_capture, find_shard, read_index
-from lazysnap.memory.capture_reader import CaptureReader
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 

@@ -11,7 +11,7 @@ from lazysnap.keeper.node_part import read_index
 from lazysnap.keeper.parity import ParitySet, ParityStore
 from lazysnap.keeper.peer_sources import MAX_OPENED, KeeperSources
 from lazysnap.keeper.questions import HeldParity
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.peers.messages import NotYet, ParityOf, PartOf, SlotOf
 from lazysnap.shard.manifest import CaptureMeta
 

@@ -12,7 +12,7 @@ from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, Wanted, fill
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest

@@ -18,7 +18,7 @@ from lazysnap.levels import open_store
 from lazysnap.levels.blocks import Wanted
 from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.storage import probe_name
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot, read
 

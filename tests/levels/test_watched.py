@@ -16,7 +16,7 @@ from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.levels.watchdog import LevelHangs, Watchdog, WriteCancelled
 from lazysnap.levels.watched import RateLimiter, WatchedStorage
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 
 STEP, PATH = "step-00000001", "step-00000001/object"
 DATA = pattern(5000)

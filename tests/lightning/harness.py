@@ -21,6 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lazysnap import LazySnapshotCallback
 from lazysnap.engine.statistics import Statistics
+from lazysnap.integrations.arguments import place_beside
+from lazysnap.integrations.session import Session
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.codec import decode
 from lazysnap.state.walk import walk
@@ -215,7 +217,7 @@ class ListEngine:
     """The engine's calls, over a list: what is collected passes through the encoding and is copied."""
 
     def __init__(self, config: Any, state: Any, kept: list[Kept], trace: list[Any]) -> None:
-        self.config, self.state, self.kept, self.trace = config, state, kept, trace
+        self._config, self.state, self.kept, self.trace = config, state, kept, trace
         self.choice: Kept | None = None
         self.ended = ""
         self._run = self._boundaries = self._preemption = self
@@ -286,11 +288,13 @@ class ListCallback(LazySnapshotCallback):
         self.kept, self.trace, self.choice = kept, trace, choice
         self.engines: list[ListEngine] = []
 
-    def _make_engine(self, config: Any, state: Any, url: str, **_: Any) -> Any:
+    def _begin(self, state: Any, directory: object, **_: Any) -> Session:
+        config = self._arguments.config_for(place_beside(directory))
         engine = ListEngine(config, state, self.kept, self.trace)
         engine.choice = self.choice
         self.engines.append(engine)
-        return engine
+        self._session = Session(engine)  # type: ignore[arg-type]
+        return self._session
 
 
 class Case:

@@ -74,4 +74,4 @@ def test_what_lightning_says_without_the_callback_is_on_the_page_of_messages(tmp
     for said, work in tries.items():
         with pytest.raises(OSError, match=said):
             work()
-        assert f"| `{said}" in MESSAGES.read_text()
+        assert f"* `{said}" in MESSAGES.read_text()

@@ -17,6 +17,27 @@ class ReloadedLoaders(Case):
         return {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
 
 
+class Batches:
+    """Batches without a loader, an object that no weak reference can be made to."""
+
+    __slots__ = ("batches",)
+
+    def __init__(self):
+        rows = torch.randn(BATCHES, BATCH_SIZE, 3, generator=torch.Generator().manual_seed(1))
+        self.batches = [(torch.arange(BATCH_SIZE), batch) for batch in rows]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+class BatchesInMemory(Case):
+    def train_loader(self):
+        return Batches()
+
+
 class EpochSampler(Case):
     def train_loader(self):
         data = Numbers(SIZE)
@@ -147,6 +168,7 @@ class MetricObjects(Case):
 
 CASES = [
     ReloadedLoaders,
+    BatchesInMemory,
     EpochSampler,
     TwoValidations,
     ValidationInAccumulation,

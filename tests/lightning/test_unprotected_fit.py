@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from test_callback import finish, loaders, make_trainer
 
 from lazysnap import LazySnapshotCallback, MemoryLevel, PersistentLevel, SnapshotConfig
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import MemoryBoundExceeded
 
 
 class Steps(Callback):

@@ -43,7 +43,7 @@ def test_a_killed_fit_tells_where_it_goes_on_and_lightning_says_nothing_false(st
 
     assert code == 0, text
     resumed, state, summary, loaded = lines
-    assert re.fullmatch(rf"lazysnap: state .+ available\): .+; snapshots at {level} every 10 steps", state)
+    assert re.fullmatch(rf"lazysnap: state .+ available; stored at {level} every 10 steps", state)
     found = re.fullmatch(
         r"lazysnap: resumed step (\d+) of run \w{4,16} \(epoch 1, batch (\d+)\) from memory: captured [\d.]+ m?s "
         r"before the end, lost (1 step and )?at most the (?:step|one) that was running; restored in [\d.]+ m?s",
@@ -108,7 +108,7 @@ def test_persist_every_n_steps_is_what_storage_gets_and_every_n_steps_what_memor
             seen.append(lazy.statistics().began)
 
         def on_train_start(self, trainer, *_):
-            config = lazy.engine.config
+            config = lazy.engine._config
             assert (config.every_n_steps, [level.every_n_steps for level in config.levels]) == (2, [4])
 
     make_trainer(tmp_path, lazy, Ready(lazy), Look()).fit(Plain(), *loaders())

@@ -144,6 +144,7 @@ def main() -> None:
         levels=tuple(PersistentLevel(url, every_n_steps=1, keep_last=2) for url in settings["levels"]),
         memory=MemoryLevel(linger_s=200),
         collective_timeout_s=20,
+        verify_restart=False,
     )
     lazy = LazySnapshotCallback(config=config)
     trainer = pl.Trainer(

@@ -28,7 +28,7 @@ def main() -> None:
     sampler = DistributedSampler(data, world, rank, shuffle=True)
     loader = ResumableLoader(DataLoader(data, batch_size=settings["batch"], sampler=sampler))
     progress = {"epoch": 0}
-    config = SnapshotConfig(levels=(PersistentLevel(settings["directory"], every_n_steps=1),))
+    config = SnapshotConfig(levels=(PersistentLevel(settings["directory"], every_n_steps=1),), verify_restart=False)
     state = {"model": model, "optimizer": optimizer, "loader": loader, "progress": progress}
     trained = {}
     with SnapshotEngine(config, state) as engine:

@@ -292,6 +292,7 @@ def main() -> None:
     config = SnapshotConfig(
         every_n_steps=every,
         levels=levels,
+        verify_restart=settings.get("verify_restart", False),
         memory=MemoryLevel(
             linger_s=settings.get("linger_s", 30.0),
             max_bytes=settings.get("max_bytes"),
@@ -362,6 +363,9 @@ def main() -> None:
         engine.gate()
         write("gated", step)
         write("collectives", exchanges())
+        if "values" in settings:
+            engine.wait(step, until="durable", timeout_s=30)
+            write("kept", step, engine.keep_best("loss", settings["values"][step - 1], count=2))
         if settings.get("freeze_at") == step:
             os.kill(keeper_of(engine), signal.SIGSTOP)
         if settings.get("hear_at") == step:

@@ -98,5 +98,5 @@ def test_a_write_that_hangs_costs_snapshots_and_no_step_and_the_level_comes_back
     assert codes == [9, 9], job.output()
     check_every_step_was_captured(job, stopped_at(job))
     output = job.output()
-    assert len(re.findall(r"step \d+ is not persisted.*did not move for 8 s", output)) == 1, output  # once per node
+    assert len(re.findall(r"cannot store step \d+: .*did not move for 8 s", output)) == 1, output  # once per node
     assert output.count("works again: step") == 1, output

@@ -4,8 +4,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from lazysnap.memory.budget import NODE
-from lazysnap.memory.failures import MemoryBoundExceeded
+from lazysnap.memory.budget import NODE, MemoryBoundExceeded
 from lazysnap.memory.slots import make_slot
 
 RANKS = 8

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 
 from lazysnap.errors import FormatError
-from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.manifest import CaptureMeta
 
 PIECE_BYTES = 8
@@ -255,7 +254,7 @@ class World:
             data, meta = self._read(slot, view.sequence)
         except Cancelled:
             pass
-        except CaptureAborted as error:
+        except self.modules.capture_reader.CaptureAborted as error:
             if is_held and view.sequence not in self.lost:
                 raise Broken(f"capture {view.sequence} was held") from error
         except FormatError as error:

@@ -19,8 +19,7 @@ from slot_writer import NUM_PIECES, PIECE_BYTES, START, write
 
 from lazysnap.errors import FormatError
 from lazysnap.memory import capture_reader
-from lazysnap.memory.capture_reader import CaptureReader
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.memory.slots import KeeperSlot, Slot, TrainerSlot, make_slot
 from lazysnap.memory.words import GRANT_NONE, PAGE_BYTES, NodePage, SlotWord

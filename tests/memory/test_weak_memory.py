@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from weak_memory import Process, WeakMemory, WeakWords
 
 from lazysnap.errors import FormatError
-from lazysnap.memory.failures import CaptureAborted
 from lazysnap.shard.manifest import CaptureMeta
 
 IMAGE_BYTES = 8
@@ -63,7 +62,7 @@ class Machine:
             reader.view(0, IMAGE_BYTES)
             image = self.memory.load(self.keeper, "image")
             reader.finish()
-        except (CaptureAborted, FormatError, Waits):
+        except (self.modules.capture_reader.CaptureAborted, FormatError, Waits):
             return None
         return image
 

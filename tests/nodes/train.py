@@ -84,6 +84,7 @@ def main() -> None:
         levels=tuple(PersistentLevel(**level) for level in settings["levels"]),
         memory=MemoryLevel(linger_s=settings.get("linger_s", 60.0)),
         collective_timeout_s=30.0,
+        verify_restart=False,
         **given,
     )
     state = {"model": model, "optimizer": optimizer, "loader": loader, "progress": progress}

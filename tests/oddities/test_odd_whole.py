@@ -44,7 +44,7 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
         pytest.skip(f"needs {NEEDED >> 30} GiB of memory and {2 * LARGE >> 30} GiB of disk")
     place = tmp_path / "level"
     config = SnapshotConfig(
-        levels=(PersistentLevel(str(place), verify=False),),
+        levels=(PersistentLevel(str(place)),),
         memory=MemoryLevel(linger_s=TIMEOUT_S),
         job_id=f"large-{uuid.uuid4().hex}",
         io_timeout_s=TIMEOUT_S,

@@ -27,7 +27,7 @@ from support.peer_ends import QUICK, Table
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import ConfigError, FormatError, KeeperError
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.peers.messages import (
     MAX_READ_BYTES,
     Block,

@@ -78,10 +78,13 @@ def config_of(url):
     levels = [{"url": url, "every_n_steps": 1000}]
     if "LAZYSNAP_TEST_LEVELS" in os.environ:
         levels = json.loads(os.environ["LAZYSNAP_TEST_LEVELS"])
+    for level in levels:
+        level["url"] = level["url"].format(rank=os.environ.get("RANK", "0"))
     return SnapshotConfig(
         levels=tuple(PersistentLevel(**level) for level in levels),
         preemption_timeout_s=timeout_s,
         drain_timeout_s=5.0,
+        verify_restart=False,
     )
 
 

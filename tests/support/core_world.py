@@ -8,7 +8,9 @@ protected stays in memory on every node; training never waits for a slot.
 import heapq
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from lazysnap.core import actions
 from lazysnap.core.core import Core
@@ -24,6 +26,7 @@ from lazysnap.core.messages import (
     StepKey,
     TrainerState,
 )
+from lazysnap.core.node import key_of
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, choose_slot, is_untouchable, slots_needed
 
 SLOT_BYTES = 1 << 20
@@ -96,33 +99,37 @@ def slot_view(
     )
 
 
-@dataclass
 class SimSlot:
-    """The words of a slot."""
+    """A slot. Trainers begin, commit and discard; keepers hold, release and void."""
 
-    slot_id: int
-    start: int = 0
-    step: int = -1
-    sequence: int = 0
-    is_whole: bool = False
-    held_sequence: int = 0
-    void_sequence: int = 0
+    def __init__(self, slot_id: int) -> None:
+        self.view = slot_view(slot_id, None, 0)
 
-    @property
-    def key(self) -> StepKey:
-        return StepKey(self.start, self.step)
+    def has(self, key: StepKey) -> bool:
+        return self.view.step == key.step and self.view.start == key.start
 
-    def view(self) -> SlotView:
-        view = slot_view(
-            self.slot_id,
-            self.key if self.step >= 0 else None,
-            self.sequence,
-            is_whole=self.is_whole,
-            is_held=self.held_sequence == self.sequence > 0,
-        )
-        if view.phase is SlotPhase.CAPTURING and self.void_sequence == self.sequence:
-            return replace(view, phase=SlotPhase.VOID)
-        return view
+    def begin(self, key: StepKey, sequence: int) -> None:
+        self.view = slot_view(self.view.slot_id, key, sequence, is_whole=False)
+
+    def commit(self) -> None:
+        self._change(phase=SlotPhase.WHOLE, watermark_bytes=SLOT_BYTES)
+
+    def discard(self) -> None:
+        self.view = slot_view(self.view.slot_id, None, self.view.sequence)
+
+    def hold(self, sequence: int) -> None:
+        if self.view.sequence == sequence:
+            self._change(is_held=True)
+
+    def release(self) -> None:
+        self._change(is_held=False)
+
+    def void(self, sequence: int) -> None:
+        if self.view.sequence == sequence and self.view.phase is SlotPhase.CAPTURING:
+            self._change(phase=SlotPhase.VOID)
+
+    def _change(self, **words: object) -> None:
+        self.view = structs.replace(self.view, **words)
 
 
 @dataclass
@@ -206,15 +213,15 @@ class SimJob:
         is_whole = True
         for rank, slot_id in job.slots:
             slot = self.keeper.node.slots(rank)[slot_id]
-            self.world.check(slot.key == job.key, f"the slot of {job.key} was written over while it was read")
-            is_whole = is_whole and slot.is_whole
+            self.world.check(slot.has(job.key), f"the slot of {job.key} was written over while it was read")
+            is_whole = is_whole and slot.view.is_whole
         if is_whole:
             self._write(self.world.write_s())
             return
         if self.world.now >= self._moved_at + 0.5:
             self._moved_at = self.world.now
             self.keeper.handle(actions.JobMoved(job.level, job.job))
-        self._after(0.01, self._await_source)
+        self._after(self.world.setting.step_s / 10, self._await_source)
 
     def _write(self, seconds_left: float) -> None:
         """Move bytes, and say so now and then. A hang may come at any of these moments."""
@@ -297,7 +304,7 @@ class SimKeeper:
             self._set_timer()
 
     def _views(self) -> dict[int, tuple[SlotView, ...]]:
-        return {rank: tuple(slot.view() for slot in slots.values()) for rank, slots in self.node.memory.items()}
+        return {rank: tuple(slot.view for slot in slots.values()) for rank, slots in self.node.memory.items()}
 
     def _step(self, event: actions.Event) -> None:
         for action in self.core.step(event, self.world.now):
@@ -314,11 +321,11 @@ class SimKeeper:
                 self._hold(action)
                 self._must_look = True
             case actions.Release():
-                self.node.slots(action.rank)[action.slot_id].held_sequence = 0
+                self.node.slots(action.rank)[action.slot_id].release()
             case actions.AdoptSlots():
                 self._must_look = True
             case actions.VoidSlot():
-                self.node.slots(action.rank)[action.slot_id].void_sequence = action.sequence
+                self.node.slots(action.rank)[action.slot_id].void(action.sequence)
                 self._must_look = True
             case actions.CancelJob() | actions.AbandonJob():
                 self.jobs[action.level].is_cancelled = True
@@ -338,26 +345,27 @@ class SimKeeper:
 
     def _hold(self, action: actions.Hold) -> None:
         slots = self.node.slots(action.rank)
-        views = [slot.view() for slot in slots.values()]
-        view = slots[action.slot_id].view()
-        if view.sequence == action.sequence and is_untouchable(view, views, action.num_kept):
-            slots[action.slot_id].held_sequence = action.sequence
+        views = [slot.view for slot in slots.values()]
+        slot = slots[action.slot_id]
+        if is_untouchable(slot.view, views, action.num_kept):
+            slot.hold(action.sequence)
 
     def _add_slot(self, rank: int) -> None:
         if not self.is_alive:
             return
-        slot = SimSlot(self.world.random.getrandbits(60))
-        self.node.slots(rank)[slot.slot_id] = slot
+        slot_id = self.world.random.getrandbits(60)
+        self.node.slots(rank)[slot_id] = SimSlot(slot_id)
         self.handle(actions.SlotMade(rank))
 
     def _set_timer(self) -> None:
         wake_at = self.core.wake_at()
-        self._timer_at = wake_at
-        if wake_at is not None:
+        if wake_at is not None and wake_at != self._timer_at:
             self.world.at(wake_at, self._time_passed, wake_at)
+        self._timer_at = wake_at
 
     def _time_passed(self, wake_at: float) -> None:
         if self.is_alive and wake_at == self._timer_at:
+            self._timer_at = None
             self.handle(actions.TimePassed())
 
 
@@ -378,7 +386,7 @@ class SimNode:
     def has_whole(self, key: StepKey) -> bool:
         """True if all ranks have the capture whole."""
         for rank in range(self.world.setting.num_ranks):
-            if not any(slot.key == key and slot.is_whole for slot in self.slots(rank).values()):
+            if not any(slot.view.is_whole and slot.has(key) for slot in self.slots(rank).values()):
                 return False
         return True
 
@@ -468,7 +476,7 @@ class SimRank:
             return
         slots = self.node.slots(self.number)
         chosen = choose_slot(
-            [slot.view() for slot in slots.values()], self.world.setting.num_kept, image_bytes=SLOT_BYTES, meta_bytes=0
+            [slot.view for slot in slots.values()], self.world.setting.num_kept, image_bytes=SLOT_BYTES, meta_bytes=0
         )
         if chosen is None and step == self.training.last_step:
             self.world.after(0.05, self.take_step, step)
@@ -485,11 +493,8 @@ class SimRank:
     def _begin(self, step: int, slot: SimSlot) -> None:
         if not self.training.is_alive:
             return
-        self.world.check(not slot.view().is_held, f"the held slot of {slot.key} is written over")
-        slot.start = self.training.start
-        slot.step = step
-        slot.is_whole = False
-        slot.sequence = self.world.next_number()
+        self.world.check(not slot.view.is_held, f"the held slot of step {slot.view.step} is written over")
+        slot.begin(StepKey(self.training.start, step), self.world.next_number())
         keeper = self.node.keeper
         if keeper is not None and keeper.grant_step is not None and step >= keeper.grant_step:
             self.world.after(self.world.stall_s(), keeper.wake)
@@ -498,7 +503,7 @@ class SimRank:
     def _commit(self, slot: SimSlot) -> None:
         if not self.training.is_alive:
             return
-        slot.is_whole = True
+        slot.commit()
         self.is_copying = False
         self.training.advance()
 
@@ -819,7 +824,7 @@ class World:
         whole = []
         for rank in training.ranks:
             slots = rank.node.slots(rank.number).values()
-            whole.append({slot.key for slot in slots if slot.is_whole})
+            whole.append({key_of(slot.view) for slot in slots if slot.view.is_whole})
         in_memory = max(set.intersection(*whole), default=None)
         on_disk = self.newest_on_disk()
         key = max((key for key in (in_memory, on_disk) if key is not None), default=None)
@@ -828,8 +833,8 @@ class World:
         self.restored_from.append("memory" if key == in_memory else "storage")
         for rank in training.ranks:
             for slot in rank.node.slots(rank.number).values():
-                if slot.is_whole and slot.key > key:
-                    slot.is_whole = False
+                if slot.view.is_whole and key_of(slot.view) > key:
+                    slot.discard()
         return key.step
 
     def newest_on_disk(self) -> StepKey | None:

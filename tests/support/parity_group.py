@@ -8,9 +8,9 @@ from typing import Any
 
 from lazysnap.core.actions import Job, JobEnded, Stored, WriteLevel
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
+from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.parity import ParityContext, ParityStore, run_parity_job
 from lazysnap.keeper.peer_sources import KeeperSources
-from lazysnap.keeper.worker import JobControl
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.slots import KeeperSlot, TrainerSlot, make_slot
 from lazysnap.peers.secret import Secret, draw_secret

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lazysnap.core.messages import PeerAddress, PeerSettings
-from lazysnap.memory.failures import CaptureAborted
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.peers.listener import Deadlines, ReservedPort
 from lazysnap.peers.messages import Subject
 from lazysnap.peers.reads import PeerSource

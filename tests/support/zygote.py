@@ -30,6 +30,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
+from support.newest import resume_newest
+
 IMPORTED = (
     "accelerate",
     "torch._dynamo",
@@ -204,6 +206,7 @@ def _run(request: dict, handles: Sequence[int] = ()) -> None:
         os.close(directory)
     os.environ.update(request["env"])
     importlib.reload(sys.modules["lazysnap.faults"])
+    resume_newest()
     sys.argv = request["args"]
     if sys.argv[0] == "-c":
         program = sys.argv.pop(1)

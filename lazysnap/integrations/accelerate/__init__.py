@@ -1,6 +1,6 @@
 """Accelerate: ``LazyAccelerator``, and ``attach`` for an accelerator that somebody else made."""
 
-from lazysnap.integrations.installed import require
+from lazysnap.integrations.frameworks import require
 
 require("LazyAccelerator", "Accelerate", "accelerate", "accelerate")
 

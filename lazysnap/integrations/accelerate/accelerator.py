@@ -12,12 +12,12 @@ from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.door import Door, Snapshots
-from lazysnap.integrations.accelerate.saving import Wanted
 from lazysnap.integrations.arguments import check_path
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.runs import check_choice, means_snapshot
 
-_DOOR, _STOCK_KIND = "_lazysnap_door", "_lazysnap_stock_kind"
+_DOOR = "_lazysnap_door"
+_STOCK_KIND = "_lazysnap_stock_kind"
 
 
 class _WithSnapshots:
@@ -77,17 +77,18 @@ class _WithSnapshots:
         self, output_dir: "str | os.PathLike[str] | None" = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """Mark the boundary between two steps, without a directory. Captures lazily and returns in milliseconds; the
-        step that it captured, or ``None``. With a directory, or with ``automatic_checkpoint_naming``: a checkpoint in
-        Accelerate's layout; its directory. A state below 64 MB is written at once. Of a larger one the directory exists
-        at once, marked as unfinished, and is filled in the background: see ``wait_for_checkpoints``.
+        step that it captured, or ``None``. With a directory, or with ``automatic_checkpoint_naming``: the same, and the
+        directory, which is returned, names that snapshot for ``load_state``. When the snapshot is durable, a process
+        puts Accelerate's files into the directory: see ``wait_for_checkpoints``.
 
         Call it behind everything that belongs to a step, or not at all: steps are captured anyway, every
-        ``SnapshotConfig.every_n_steps``, before the next batch is fetched. A large checkpoint is written while training
-        waits where this step was captured before, while the level is busy with another snapshot, with FSDP2, and with
-        further arguments.
+        ``SnapshotConfig.every_n_steps``, before the next batch is fetched. With a directory Accelerate itself writes,
+        while training waits, where this step was captured before, while the level is busy with another snapshot, within
+        an accumulation, with FSDP2, without a level, and with further arguments.
         With a directory collective. Raises: as ``SnapshotEngine.boundary``; what stock raises, where that writes it.
         """
-        door, is_named = self._lazysnap_door, self.project_configuration.automatic_checkpoint_naming
+        door = self._lazysnap_door
+        is_named = self.project_configuration.automatic_checkpoint_naming
         stock = super().save_state  # type: ignore[misc]
         if door.is_stock:
             return stock(output_dir, safe_serialization, **kwargs)
@@ -95,21 +96,22 @@ class _WithSnapshots:
             return door.boundary()
         directory = None if output_dir is None else os.path.expanduser(os.fspath(output_dir))
         by_stock = functools.partial(stock, safe_serialization=safe_serialization, **kwargs)
-        return door.save(Wanted(directory, by_stock, safe_serialization, has_more=bool(kwargs)))
+        return door.save(directory, by_stock, safe_serialization=safe_serialization, has_more=bool(kwargs))
 
     def wait_for_checkpoints(self, timeout_s: float = 3600.0) -> bool:
-        """Block until every directory that ``save_state`` was asked for is complete; ``False`` after the deadline, or
-        if one cannot be made. The end of the program waits, too. Collective.
+        """Block until every directory that ``save_state`` was asked for has Accelerate's files; ``False`` after the
+        deadline, or if one cannot be made. The end of the program waits, too. Collective.
         """
-        return self._lazysnap_door.directories.wait(timeout_s)
+        return self._lazysnap_door.wait_for_checkpoints(timeout_s)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Snapshot | None:
         """``"latest"``, a step or ``"run:1f3a"``: restore the snapshot, from the freshest place that has it, and return
         it (its ``step``, ``level`` and ``seconds``), or ``None`` if there is none; one line names it.
 
         Prepared loaders go on in mid-epoch by themselves; ``skip_first_batches`` does not skip twice.
-        Anything else is a directory of Accelerate's; ``None``, with ``automatic_checkpoint_naming``, the newest that is
-        complete. Blocks. Collective. Raises: as ``SnapshotEngine.restore``; SnapshotNotFound, if none is complete.
+        A directory: the snapshot that it names, likewise; if there is none any more, Accelerate loads its files, and
+        ``None`` is returned. ``None``, with ``automatic_checkpoint_naming``: the newest directory that has either.
+        Blocks. Collective. Raises: as ``SnapshotEngine.restore``; what stock raises, where that loads.
         """
         door = self._lazysnap_door
         if input_dir is not None and not isinstance(input_dir, os.PathLike):
@@ -125,8 +127,7 @@ class _WithSnapshots:
             return None
         check_path(input_dir, "Accelerate", 'load_state("latest")', "--to DIRECTORY --format accelerate")
         directory = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
-        door.load_directory(directory, lambda place: stock(place, *args, **kwargs))
-        return None
+        return door.load_directory(directory, lambda place: stock(place, *args, **kwargs))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Like Accelerate's; a loader that was restored in mid-epoch goes on where it was, and skips nothing twice."""

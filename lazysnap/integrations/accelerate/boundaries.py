@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from lazysnap.data.position import Position, make_resumable, tick
+from lazysnap.data.position import Position, tick
+from lazysnap.data.resumable import make_resumable
 from lazysnap.state.wrappers import stepping
 
 

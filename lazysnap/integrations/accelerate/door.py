@@ -13,9 +13,10 @@ import torch
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.console import say
 from lazysnap.engine import SnapshotEngine, report
-from lazysnap.errors import ConfigError, JobBusy
+from lazysnap.errors import ConfigError, JobBusy, SnapshotNotFound
+from lazysnap.exports.named import Named, has_checkpoint
 from lazysnap.integrations.accelerate.boundaries import Boundaries
-from lazysnap.integrations.accelerate.saving import Directories, Wanted
+from lazysnap.integrations.accelerate.directories import Directories
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
 from lazysnap.integrations.arguments import place_beside
 from lazysnap.integrations.progress_bar import rich_bar
@@ -61,7 +62,7 @@ class Door(WithEngine):
         self.boundaries = Boundaries(self._at_boundary, self._gate, self._counted_epochs)
         self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
         self.directories = Directories(self._accelerator, self._state)
-        """The checkpoints that the program names."""
+        """The directories that the program names."""
         self._begins_from: str | None = None
         """The line about the start that the user sees when the session begins."""
         self._left_at = 0
@@ -118,20 +119,20 @@ class Door(WithEngine):
         """
         if self._end.alive:
             self._state.refresh()
-        if self.session is None:
+        if self._session is None:
             if self._config is None and self._why_stock is None:
                 self._choose_place(".")
             if self._config is None:
                 raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
             self._note_beside()
-            engine = SnapshotEngine(self._config, self._state, default_url=self._default_url)
-            self.session = Session(engine, self._left_at)
+            engine = SnapshotEngine._of_integration(self._config, self._state, default_url=self._default_url)
+            self._session = Session(engine, self._left_at)
             self._began_fresh = True
             self._has_trained = True
             self._warn_of_hooks()
             if self._begins_from is not None:
                 engine._run.tell_start(self._begins_from)
-        return self.session
+        return self._session
 
     def _warn_of_hooks(self) -> None:
         """Name the hooks that only ``save_state(directory)`` and ``load_state(directory)`` run."""
@@ -151,7 +152,7 @@ class Door(WithEngine):
     @property
     def step(self) -> int:
         """The last step that is over."""
-        return self._left_at if self.session is None else self.session.step
+        return self._left_at if self._session is None else self._session.step
 
     def _counted_epochs(self) -> dict[str, int]:
         return counted_epochs(self._state.custom_objects()) if self._end.alive else {}
@@ -185,7 +186,7 @@ class Door(WithEngine):
 
         Within an accumulation of gradients it is put off until the next optimizer step is over, and that is said once.
         """
-        goes_back = self.session is not None and self.session.is_spoilt
+        goes_back = self._session is not None and self._session.is_spoilt
         if not self._accelerator.sync_gradients and not goes_back:
             self._has_asked = True
             self._tell_once("save_state() within an accumulation of gradients: captured after the next optimizer step")
@@ -197,8 +198,8 @@ class Door(WithEngine):
         self._capture(force=asked)
 
     def _gate(self) -> None:
-        if self.session is not None:
-            self.session.engine.gate()
+        if self._session is not None:
+            self._session.engine.gate()
 
     def _capture(self, *, force: bool) -> bool:
         if self._is_refused:
@@ -208,7 +209,7 @@ class Door(WithEngine):
         self._error_before = _last_error_id()
         self._count(session)
         self._warn_of_hooks()
-        self.directories.give_up_lost(session.engine)
+        self.directories.poll(session.engine)
         if session.is_spoilt:
             session.go_back()
             return False
@@ -232,29 +233,90 @@ class Door(WithEngine):
             self.boundaries.passed()
             session.passes(session.step + 1)
 
-    def save(self, wanted: Wanted) -> str:
-        """``save_state(directory)``; the directory. Collective. See ``Directories``."""
-        directory, is_small = self.directories.choose(wanted)
-        self._choose_place(os.path.dirname(os.path.abspath(directory)))
-        if not is_small and not self._is_refused:
-            self.directories.save(directory, wanted, self.opened().engine, lambda: self._capture(force=True))
-            return directory
-        if self.boundaries.has_stepped and self._accelerator.sync_gradients:
-            self._capture(force=True)
-        self.directories.save_at_once(directory, wanted)
-        return directory
+    def save(
+        self, directory: str | None, stock: Callable[[str], Any], *, safe_serialization: bool, has_more: bool
+    ) -> str:
+        """``save_state(directory)``; the directory. Collective.
 
-    def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> None:
-        """``load_state(directory)``: by stock, from a complete checkpoint."""
-        found = self.directories.find(directory)
+        Args:
+            directory: ``None``: the next one by automatic naming.
+            stock: writes a checkpoint into a directory, as Accelerate does.
+            safe_serialization: see ``Accelerator.save_state``.
+            has_more: true if there are further arguments, which stock alone knows.
+        """
+        place = self.directories.begin(directory)
+        self._choose_place(os.path.dirname(os.path.abspath(place)))
+        reason = self._why_saved_by_stock(has_more=has_more)
+        if reason is None:
+            engine = self.opened().engine
+            if self.directories.save(
+                place, engine, lambda: self._capture(force=True), safe_serialization=safe_serialization
+            ):
+                return place
+            reason = "memory or storage cannot take this step now"
+        elif self.boundaries.has_stepped and self._accelerator.sync_gradients:
+            self._capture(force=True)
+        message = "save_state(%r): Accelerate writes it while training waits: %s"
+        self._tell_once(message, place, reason, severity=logging.INFO)
         self._gate()
-        stock(found)
+        self.directories.save_by_stock(place, stock)
+        return place
+
+    def _why_saved_by_stock(self, *, has_more: bool) -> str | None:
+        """Return why the next directory cannot name a snapshot; ``None`` if it can. Collective, as ``opened``."""
+        if self._is_refused:
+            return "another program uses the place for snapshots"
+        if has_more:
+            return "it has arguments that Accelerate hands to the model's own way of saving"
+        if self._accelerator.distributed_type.name == "FSDP":
+            return "its layout for FSDP2 is written by all ranks"
+        if not self._accelerator.sync_gradients:
+            return "it is within an accumulation of gradients"
+        session = self.opened()
+        if not session.engine._config.levels:
+            return "there is no level that stores snapshots"
+        if session.is_spoilt:
+            return "training goes back"
+        if not self.boundaries.has_stepped and session.engine._recorder.last_step == session.step:
+            return "this step was captured before, and more than that may have changed since"
+        return None
+
+    def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> Snapshot | None:
+        """``load_state(directory)``: the snapshot that the directory names, else by stock, which returns ``None``."""
+        chosen = directory
+        for chosen, named in self.directories.to_load(directory):
+            if named is None:
+                break
+            snapshot = self._load_named(chosen, named)
+            if snapshot is not None:
+                return snapshot
+            if has_checkpoint(chosen):
+                break
+        self._gate()
+        stock(chosen)
         self.boundaries.passed()
-        if found is not None:
-            self.directories.loaded(found)
-            self._begins_from = report.from_checkpoint(found)
-            if self.session is not None:
-                self.session.engine._run.tell_start(self._begins_from)
+        if chosen is not None:
+            self.directories.loaded(chosen)
+            self._begins_from = report.from_checkpoint(chosen)
+            if self._session is not None:
+                self._session.engine._run.tell_start(self._begins_from)
+        return None
+
+    def _load_named(self, directory: str, named: Named) -> Snapshot | None:
+        """Restore the snapshot that a directory names; ``None``, if there is none any more. Collective."""
+        if self._is_refused:
+            return None
+        self._choose_place(os.path.dirname(os.path.abspath(directory)))
+        session = self.opened()
+        if named.place not in [level.url for level in session.engine._config.levels]:
+            return None
+        self.directories.settle(session.engine, session.engine._config.drain_timeout_s)
+        self.directories.run_load_hooks(directory)
+        try:
+            return self._restore(session, named.which)
+        except SnapshotNotFound as error:
+            logger.warning("load_state(%r): the checkpoint of Accelerate is loaded instead: %s", directory, error)
+            return None
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -290,6 +352,10 @@ class Door(WithEngine):
             )
             session.engine._preemption.listen()
             return None
+        self.directories.settle(session.engine, session.engine._config.drain_timeout_s)
+        return self._restore(session, which)
+
+    def _restore(self, session: Session, which: int | str) -> Snapshot | None:
         snapshot = session.engine.restore(which)
         if snapshot is not None:
             self._began_fresh = False
@@ -298,11 +364,15 @@ class Door(WithEngine):
         session.engine._preemption.listen()
         return snapshot
 
+    def wait_for_checkpoints(self, timeout_s: float) -> bool:
+        """See ``LazyAccelerator.wait_for_checkpoints``. Collective."""
+        return self._session is None or self.directories.wait(self._session.engine, timeout_s)
+
     # ---------------------------------------------------------------- its end
 
     def close(self) -> None:
         """End well: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
-        session = self.session
+        session = self._session
         if session is None:
             return
         if self._is_refused:
@@ -318,8 +388,7 @@ class Door(WithEngine):
             if session.step:
                 session.capture(is_last=True)
         session.close(rich_bar if self._is_main_process else None)
-        self.directories.give_up_lost(session.engine)
-        self._end_at(session, session.engine.config.drain_timeout_s)
+        self._end_at(session, session.engine._config.drain_timeout_s)
 
     def _note_beside(self) -> None:
         """Make the directory that holds the default place of snapshots, and remember it."""
@@ -351,14 +420,14 @@ class Door(WithEngine):
 
     def abandon(self, error: BaseException | None = None) -> None:
         """Leave as after a crash: memory stays for a restart. ``error``: what ended the training."""
-        if self.session is not None:
-            self.session.engine.abandon(error)
-            self._end_at(self.session, 0.0)
+        if self._session is not None:
+            self._session.engine.abandon(error)
+            self._end_at(self._session, 0.0)
 
     def _end_at(self, session: Session, timeout_s: float) -> None:
-        self.directories.close(timeout_s)
+        self.directories.close(session.engine, timeout_s)
         self._left_at = session.step
-        self.leave()
+        self._leave()
 
     def _finish(self) -> None:
         """The training is over without ``end_training``: well, or by an error that nobody caught."""
@@ -373,10 +442,10 @@ class Door(WithEngine):
             logger.info("not ended well at exit, the keeper stores the last snapshot: %s", error)
             self.abandon()
 
-    def _tell_once(self, message: str, *values: object) -> None:
+    def _tell_once(self, message: str, *values: object, severity: int = logging.WARNING) -> None:
         if message not in self._has_told:
             self._has_told.add(message)
-            logger.warning(message, *values)
+            logger.log(severity, message, *values)
 
 
 def _last_error_id() -> int | None:

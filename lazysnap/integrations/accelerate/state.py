@@ -1,17 +1,14 @@
 """The training state of an accelerator: all that was prepared, registered, or counts."""
 
-import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from lazysnap.data import Position
 from lazysnap.exports.accelerate import FACTS
 from lazysnap.state.objects import ObjectState
-from lazysnap.state.sharding import local_of
 
 _EPOCH = re.compile(
     r"((current|completed|finished|trained|num)_)?epochs?(_(completed|done|finished|trained|idx|index))?"
@@ -27,6 +24,8 @@ class _Counters:
         self._accelerator = accelerator
         self.facts: dict[str, Any] = {}
         """More for a snapshot that becomes a checkpoint: see ``exports.accelerate``."""
+        self.names: dict[str, str] = {}
+        """Names of snapshots, by the directories of ``save_state(directory)``."""
 
     def state_dict(self) -> dict[str, Any]:
         accelerator = self._accelerator
@@ -34,12 +33,14 @@ class _Counters:
             "iteration": accelerator.project_configuration.iteration,
             "step": accelerator.step,
             "world_size": accelerator.num_processes,
+            "names": self.names,
             **self.facts,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._accelerator.project_configuration.iteration = state["iteration"]
         self._accelerator.step = state["step"]
+        self.names = dict(state["names"])
 
 
 def counted_epochs(custom_objects: Sequence[Any]) -> dict[str, int]:
@@ -106,18 +107,6 @@ class AcceleratorState(ObjectState):
         if accelerator.scaler is not None:
             found["scaler"] = accelerator.scaler
         return {**found, FACTS: self.counters}
-
-    def size_bytes(self) -> int:
-        """The bytes of all tensors of the models, the optimizers and what is registered, in this process."""
-        accelerator = self._accelerator
-        found: list[Any] = [one for model in accelerator._models for one in (*model.parameters(), *model.buffers())]
-        for optimizer in accelerator._optimizers:
-            found += tree_leaves(dict(optimizer.state))  # anything may stand in it, not only a state per parameter
-        for custom in accelerator._custom_objects:
-            with contextlib.suppress(Exception):  # who saves it meets the error
-                found += tree_leaves(custom.state_dict())
-        parts = [local_of(tensor) for tensor in found if isinstance(tensor, torch.Tensor)]
-        return sum(part.numel() * part.element_size() for part in parts)
 
     def check_averages_gradients(self) -> None:
         """See ``ObjectState.check_averages_gradients``. Accelerate accumulates within ``no_sync()``, too."""

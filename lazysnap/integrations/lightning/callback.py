@@ -1,25 +1,27 @@
 """``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts."""
 
+import functools
 import logging
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn
 
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.engine import SnapshotEngine
-from lazysnap.integrations.arguments import Arguments
+from lazysnap.errors import ConfigError
+from lazysnap.integrations.arguments import Arguments, checked_keep_best
+from lazysnap.integrations.frameworks import Patches
+from lazysnap.integrations.lightning.boundaries import FitBoundaries
 from lazysnap.integrations.lightning.framework import callback_bases, class_of_program, extended, new_of_class
 from lazysnap.integrations.lightning.latest import HOW, Latest
-from lazysnap.integrations.lightning.loops import ended_within_epoch
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
-from lazysnap.integrations.patches import Patches
 from lazysnap.integrations.progress_bar import Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import Session, WithEngine
 
@@ -33,11 +35,20 @@ else:
 
 class LazySnapshotCallback(WithEngine, Callback):
     """Captures the training state at optimizer steps while training goes on, and makes ``ckpt_path="latest"`` work,
-    and ``ckpt_path="run:1f3a"`` for the run whose id begins so.
+    and ``ckpt_path="run:1f3a"`` for the run whose id begins so::
 
-    ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory (1). ``persist_every_n_steps``: optimizer
-    steps between snapshots on storage (by time, not by steps). ``config``: everything else; it replaces the three.
+        lazy = LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss"))
+        trainer = L.Trainer(callbacks=[lazy])
+        trainer.fit(model, data, ckpt_path="latest")
+
+    Args:
+        dirpath: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
+        every_n_steps: optimizer steps from one capture into memory to the next; default 1.
+        persist_every_n_steps: optimizer steps from one snapshot on storage to the next, in place of a time.
+        config: all other settings, in place of the three above.
+        keep_best: keeps the best snapshots by a metric of ``trainer.callback_metrics``: after each validation, or
+            after each epoch where there is none.
+
     Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
     """
 
@@ -48,15 +59,17 @@ class LazySnapshotCallback(WithEngine, Callback):
         every_n_steps: int | None = None,
         persist_every_n_steps: int | None = None,
         config: SnapshotConfig | None = None,
+        keep_best: KeepBest | None = None,
     ) -> None:
         # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.
         self.__class__ = extended(type(self))
         super().__init__()
         self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazySnapshotCallback")
+        self._keep_best = checked_keep_best(keep_best, "LazySnapshotCallback")
         self._reset()
 
     def _reset(self) -> None:
-        self.session = None
+        self._session = None
         self._state: LightningState | None = None
         self._is_fit = False
         """True in a fit that is captured; false in an evaluation."""
@@ -65,7 +78,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         """Loggers that raised: each is named once, and gets no more figures."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_arguments": self._arguments, "_new_run_id": self._new_run_id}
+        return {"_arguments": self._arguments, "_keep_best": self._keep_best, "_new_run_id": self._new_run_id}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return new_of_class, (class_of_program(self),), self.__getstate__()
@@ -79,7 +92,7 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Prepare one run of the trainer. Raises: ConfigError, for a strategy that cannot be captured."""
-        self.leave()
+        self._leave()
         if not trainer.fast_dev_run:
             check_strategy(trainer)
         self._state = state = LightningState(trainer)
@@ -94,7 +107,13 @@ class LazySnapshotCallback(WithEngine, Callback):
             wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
             wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
             self._is_fit = True
-            self._hook_loops(trainer, state)
+            FitBoundaries(
+                trainer,
+                state,
+                gate=self._gate,
+                capture=functools.partial(self._capture, trainer),
+                go_back=self._go_back_if_asked,
+            ).install(self._patches)
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """React to preemption."""
@@ -104,7 +123,8 @@ class LazySnapshotCallback(WithEngine, Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
-            session, state = self._begun(trainer), self._state
+            session = self._begun(trainer)
+            state = self._state
             _listen(trainer, session.engine)
 
             def prepare() -> None:
@@ -132,18 +152,39 @@ class LazySnapshotCallback(WithEngine, Callback):
     def _go_back_if_asked(self, trainer: Any) -> None:
         epoch_loop = trainer.fit_loop.epoch_loop
         # The whole accumulation is dropped: its other batches belong to the same step.
-        if self.session is not None and self.session.is_spoilt and not epoch_loop._should_accumulate():
-            self.session.go_back()
+        if self._session is not None and self._session.is_spoilt and not epoch_loop._should_accumulate():
+            self._session.go_back()
             # The loop counts the batch that just ended once more, at the end of it.
             epoch_loop._batches_that_stepped -= 1
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, if nothing logs the metric."""
+        if not trainer.sanity_checking:
+            self._judge(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """As ``on_validation_end``, in a fit without validation."""
+        if not trainer.enable_validation:
+            self._judge(trainer)
+
+    def _judge(self, trainer: Any) -> None:
+        wish = self._keep_best
+        if self._session is None or wish is None or not self._is_fit:
+            return
+        metrics = trainer.callback_metrics
+        if trainer.is_global_zero and wish.monitor not in metrics:
+            raise ConfigError(
+                f"LazySnapshotCallback.keep_best: nothing logs {wish.monitor!r}; logged are {sorted(metrics)}"
+            )
+        self._session.judge(wish, metrics.get(wish.monitor, math.nan))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the newest capture to the keeper, for a restart."""
         try:
-            if self.session is not None:
-                self.session.engine.abandon(exception)
+            if self._session is not None:
+                self._session.engine.abandon(exception)
         finally:
-            self.leave()
+            self._leave()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End well: the last snapshot becomes durable, the keeper leaves.
@@ -151,26 +192,27 @@ class LazySnapshotCallback(WithEngine, Callback):
         Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
         """
         try:
-            if self.session is not None and stage == "fit":
-                self.session.close((lambda: _bar_of(trainer)) if trainer.is_global_zero else None)
+            if self._session is not None and stage == "fit":
+                bar = functools.partial(_bar_of, trainer)
+                self._session.close(bar if trainer.is_global_zero else None)
             elif self.engine is not None:
                 self.engine.abandon()  # only read from: what a keeper holds for a later fit stays
         finally:
-            self.leave()
+            self._leave()
 
     # ---------------------------------------------------------------- engine
 
     def _begun(self, trainer: Any) -> Session:
         assert self._state is not None
-        if self.session is None:
-            self.begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
-        assert self.session is not None
-        return self.session
+        if self._session is None:
+            self._begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
+        assert self._session is not None
+        return self._session
 
-    def leave(self) -> None:
-        """See ``WithEngine.leave``; the trainer is as it was."""
+    def _leave(self) -> None:
+        """See ``WithEngine._leave``; the trainer is as it was."""
         if self._is_fit:  # not of an evaluation
-            super().leave()
+            super()._leave()
         self._patches.undo()
         if self._state is not None:
             self._state.leave()
@@ -180,106 +222,50 @@ class LazySnapshotCallback(WithEngine, Callback):
         if self.engine is not None:
             self.engine.gate()
 
-    # ---------------------------------------------------------------- point X
-
-    def _hook_loops(self, trainer: Any, state: LightningState) -> None:
-        fit_loop, epoch_loop, wrap = trainer.fit_loop, trainer.fit_loop.epoch_loop, self._patches.replace
-
-        def before_loaders(original: Callable[[], Any]) -> None:
-            # Positions come from the snapshot itself; Lightning drops them where loaders are set up early.
-            if not state.is_landing:
-                original()
-            state.prepare_loaders()
-
-        def before_epoch(original: Callable[[], Any]) -> None:
-            self._gate()
-            if state.is_landing and not state.lands_in_epoch():
-                state.land()
-            original()
-
-        def start_epoch(original: Callable[[Any], Any], fetcher: Any) -> None:
-            state.watch_loaders()
-            original(fetcher)
-            if state.is_landing:
-                state.land()
-
-        def before_fetch(original: Callable[[], Any]) -> None:
-            fetcher = fit_loop._data_fetcher
-            # Inside iter() a loader without length fetches one batch ahead: nothing of the epoch has begun to count.
-            if fetcher.length is not None or fetcher.fetched:
-                self._capture(trainer)
-            original()
-
-        def gated(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._gate()
-            return original(*args, **kwargs)
-
-        def end_batch(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._go_back_if_asked(trainer)  # a hook after this callback's own may have asked
-            return original(*args, **kwargs)
-
-        def end_epoch(original: Callable[[], Any]) -> None:
-            self._gate()
-            if ended_within_epoch(trainer):
-                # Before the epoch counts as over: a fit with a higher `max_steps` goes on within it.
-                self._capture(trainer, is_last=True)
-            original()
-
-        def run(original: Callable[[], Any]) -> None:
-            original()
-            if state.has_ended:
-                state.put_averages_into_model()
-
-        def end_run(original: Callable[[], Any]) -> None:
-            self._gate()
-            # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
-            self._capture(trainer, is_last=True)
-            original()
-
-        wrap(fit_loop, "_load_combined_loader_states", before_loaders)
-        wrap(fit_loop, "on_advance_start", before_epoch)
-        wrap(fit_loop, "run", run)
-        wrap(fit_loop, "on_advance_end", end_epoch)
-        wrap(fit_loop, "on_run_end", end_run)
-        wrap(epoch_loop, "on_run_start", start_epoch)
-        wrap(epoch_loop, "on_advance_end", end_batch)
-        wrap(epoch_loop, "_on_before_fetch", before_fetch)
-        wrap(epoch_loop.val_loop, "run", gated)
+    # ---------------------------------------------------------------- boundaries
 
     def _capture(self, trainer: Any, *, is_last: bool = False) -> None:
-        session = self.session
-        last = 0 if session is None else session.step
-        if session is not None and session.passes(trainer.global_step):
-            # Before the step is captured: what a logger draws from random generators belongs to it.
-            every = trainer.log_every_n_steps
-            if trainer.is_global_zero and every and session.step // every != last // every:
-                self._log(trainer.loggers, session)
-            session.capture(is_last=is_last)
+        session = self._session
+        if session is None:
+            return
+        last_step = session.step
+        if not session.passes(trainer.global_step):
+            return
+        # Before the step is captured: what a logger draws from random generators belongs to it.
+        every = trainer.log_every_n_steps
+        if trainer.is_global_zero and every and session.step // every != last_step // every:
+            self._log(trainer.loggers, session)
+        session.capture(is_last=is_last)
 
     def _log(self, loggers: list[Any], session: Session) -> None:
         values = session.figures()
-        for one in loggers if values else ():
-            if id(one) not in self._deaf:
-                try:
-                    one.log_metrics(metrics=dict(values), step=session.step)
-                    one.save()
-                except Exception as error:  # noqa: BLE001  figures are not worth a training
-                    self._deaf.add(id(one))
-                    name, kind = type(one).__name__, type(error).__name__
-                    logger.warning("%s takes no figures of snapshots: %s: %s", name, kind, error)
+        if not values:
+            return
+        for target in loggers:
+            if id(target) in self._deaf:
+                continue
+            try:
+                target.log_metrics(metrics=dict(values), step=session.step)
+                target.save()
+            except Exception as error:  # noqa: BLE001  figures are not worth a training
+                self._deaf.add(id(target))
+                text = f"{type(error).__name__}: {error}"
+                logger.warning("%s takes no figures of snapshots: %s", type(target).__name__, text)
 
 
 def _bar_of(trainer: Any) -> AbstractContextManager[Show]:
     """Return the bar for the end of a fit: one that looks as the trainer's own, if it shows one."""
-    own = trainer.progress_bar_callback
-    if own is not None and not own.is_disabled and hasattr(own, "init_train_tqdm"):
-        return tqdm_bar(own.init_train_tqdm())
-    if own is not None and not own.is_disabled and hasattr(own, "theme"):
-        own.progress.stop()  # one that is still live, and a second one, hinder each other
-        theme = own.theme
-        column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
-        return rich_bar(own._console, column)
-    return rich_bar()
+    callback = trainer.progress_bar_callback
+    if callback is None or callback.is_disabled:
+        return rich_bar()
+    if hasattr(callback, "init_train_tqdm"):
+        return tqdm_bar(callback.init_train_tqdm())
+    if not hasattr(callback, "theme"):
+        return rich_bar()
+    callback.progress.stop()  # one that is still live, and a second one, hinder each other
+    theme = callback.theme
+    column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
+    return rich_bar(callback._console, column)
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:

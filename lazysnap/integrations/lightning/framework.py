@@ -10,7 +10,7 @@ import types
 from importlib import import_module
 from typing import Any
 
-from lazysnap.integrations.installed import is_installed, require
+from lazysnap.integrations.frameworks import is_installed, require
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _EXTENDED = "_lazysnap_extended_class"

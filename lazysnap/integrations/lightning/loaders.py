@@ -1,14 +1,20 @@
 """Positions of the training data loaders: each has its own, under Lightning's ``CombinedLoader``.
 
-A single loader that saves its own state (torchdata's ``StatefulDataLoader``) is asked for it; all others are driven
-forward after a restart. Fetchers of loaders without a length hold one batch that was not trained.
+Fetchers of loaders without a length hold one batch that was not trained. Validation loaders have no position, but those
+that keep their workers draw a seed at their first iteration alone, which a restart must not draw again.
 """
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from lazysnap.data.layout import length_of
 from lazysnap.data.resumable import Recorded
-from lazysnap.data.share import length_of
 from lazysnap.data.workers import keep_streams, release_streams
+
+logger = logging.getLogger(__name__)
 
 
 class LoaderPositions:
@@ -18,68 +24,110 @@ class LoaderPositions:
         self.loaders: list[Any] = []
         """The program's own."""
         self._combined: Any = None
-        self._kind: type = object
-        self._watched: list[Recorded] = []
-        self._landing: dict[str, Any] | None = None
+        self._combined_class: type = object
+        self._recorded: list[Recorded] = []
+        self._pending: dict[str, Any] | None = None
         """The state that was loaded and not iterated yet."""
 
     def watch(self, combined: Any) -> None:
         """Iterate the loaders of ``combined`` by their positions from now on. Cheap where they are the same."""
         loaders = list(combined.flattened)
-        if combined is self._combined and all(one is old for one, old in zip(loaders, self.loaders, strict=False)):
+        is_same = combined is self._combined
+        if is_same and all(loader is known for loader, known in zip(loaders, self.loaders, strict=False)):
             return
         self.forget()
         keep_streams(loaders)
-        self.loaders, self._combined, self._kind = loaders, combined, type(combined)
-        self._watched = [Recorded(one) for one in loaders]
-        ours = {"__iter__": lambda _: self._iterate(), "__module__": self._kind.__module__}
-        combined.__class__ = type(self._kind.__name__, (self._kind,), ours)
+        self.loaders = loaders
+        self._combined = combined
+        self._combined_class = type(combined)
+        self._recorded = [Recorded(loader) for loader in loaders]
+
+        def __iter__(_: Any) -> Any:
+            return self._iterate()
+
+        members = {"__iter__": __iter__, "__module__": self._combined_class.__module__}
+        combined.__class__ = type(self._combined_class.__name__, (self._combined_class,), members)
 
     def forget(self) -> None:
         """Leave the loaders as they were."""
         if self._combined is not None:
-            self._combined.__class__ = self._kind
+            self._combined.__class__ = self._combined_class
         release_streams(self.loaders)
-        self.loaders, self._combined, self._watched = [], None, []
+        self.loaders = []
+        self._combined = None
+        self._recorded = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions as plain values (and what a loader's own state holds)."""
-        if self._landing is not None:
-            return self._landing
+        if self._pending is not None:
+            return self._pending
         consumed = getattr(self._combined._iterator, "_consumed", [])
-        return {"loaders": [one.position.state_dict() for one in self._watched], "consumed": list(consumed)}
+        positions = [recorded.position.state_dict() for recorded in self._recorded]
+        return {"loaders": positions, "consumed": list(consumed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration begin at ``state``."""
-        for one, position in zip(self._watched, state["loaders"], strict=False):
-            one.position.load_state_dict(position)
-        self._landing = state
+        for recorded, position in zip(self._recorded, state["loaders"], strict=False):
+            recorded.position.load_state_dict(position)
+        self._pending = state
 
     @property
     def are_recounted(self) -> bool:
-        """True if one of them has batches of another size, or of other ranks, than when its position was recorded."""
-        return any(one.position.is_recounted for one in self._watched)
+        """True if a loader has batches of another size, or of other ranks, than when its position was recorded."""
+        return any(recorded.position.is_recounted for recorded in self._recorded)
 
     @property
     def passed(self) -> int:
-        """Batches behind which the longest of them goes on, after ``load_state_dict``."""
-        return max((one.position.given or one.position.skipped for one in self._watched), default=0)
+        """Batches behind which the longest loader continues, after ``load_state_dict``."""
+        return max((recorded.position.given or recorded.position.skipped for recorded in self._recorded), default=0)
 
     def _iterate(self) -> Any:
-        combined, own = self._combined, self._combined._flattened
-        combined._flattened = self._watched
+        combined = self._combined
+        loaders = combined._flattened
+        combined._flattened = self._recorded
         try:
-            self._kind.__iter__(combined)  # type: ignore[attr-defined]
+            self._combined_class.__iter__(combined)  # type: ignore[attr-defined]
         finally:
-            combined._flattened = own
-        iterator = combined._iterator
-        landing, self._landing = self._landing, None
-        if landing is not None and hasattr(iterator, "_consumed"):
-            iterator._consumed = landing["consumed"] or iterator._consumed
-        elif landing is not None:
-            for number, position in enumerate(landing["loaders"][: len(iterator.iterators)]):
-                if position["given"] is None and not position["skip"]:
-                    iterator.iterators[number] = iter(())  # a shorter one, that was at its end
-        for one in self._watched:
-            one.position.is_held = length_of(combined) is None
+            combined._flattened = loaders
+        if self._pending is not None:
+            _resume_mode(combined._iterator, self._pending)
+            self._pending = None
+        for recorded in self._recorded:
+            recorded.position.is_held = length_of(combined) is None
         return combined
+
+
+def _resume_mode(iterator: Any, state: dict[str, Any]) -> None:
+    """Put back which of several loaders had been at their end."""
+    if hasattr(iterator, "_consumed"):
+        iterator._consumed = state["consumed"] or iterator._consumed
+        return
+    for number, position in enumerate(state["loaders"][: len(iterator.iterators)]):
+        if position["given"] is None and not position["skip"]:
+            iterator.iterators[number] = iter(())
+
+
+def running_workers(loaders: Sequence[Any]) -> list[bool]:
+    """Return which loaders have workers that the next iteration will use again."""
+    return [_keeps_workers(loader) and loader._iterator is not None for loader in loaders]
+
+
+def start_workers(loaders: Sequence[Any], wanted: Sequence[bool]) -> None:
+    """Start the workers of the loaders that had them, and end those of others. Draws random numbers."""
+    for loader, had_workers in zip(loaders, wanted, strict=False):
+        if not _keeps_workers(loader):
+            continue
+        if had_workers:
+            logger.warning(
+                "the data loader keeps its worker processes (persistent_workers=True): the order of its data is "
+                "resumed exactly, random numbers drawn in the workers (augmentation) are not; set "
+                "persistent_workers=False where they must be"
+            )
+        if had_workers and loader._iterator is None:
+            iter(loader)
+        elif not had_workers and not vars(loader).get("_initial_iter_for_state_dict"):
+            loader._iterator = None
+
+
+def _keeps_workers(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and bool(loader.persistent_workers)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from lazysnap.data.streams import RandomStreams
-from lazysnap.data.workers import running_workers, start_workers
 from lazysnap.errors import StateError
 from lazysnap.integrations.lightning.extras import (
     ModuleExtras,
@@ -27,7 +26,7 @@ from lazysnap.integrations.lightning.extras import (
     restore_metrics,
 )
 from lazysnap.integrations.lightning.framework import neighbour, overrides
-from lazysnap.integrations.lightning.loaders import LoaderPositions
+from lazysnap.integrations.lightning.loaders import LoaderPositions, running_workers, start_workers
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state

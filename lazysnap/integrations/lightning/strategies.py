@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lazysnap.errors import ConfigError, StateError
+from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.lightning.framework import neighbour
-from lazysnap.integrations.patches import Patches
 from lazysnap.state.scalars import state_of_scaler
 from lazysnap.state.unsupported import check_supported
 from lazysnap.state.wrappers import stepping

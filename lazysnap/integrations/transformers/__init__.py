@@ -1,6 +1,6 @@
 """The ``Trainer`` of Transformers: a callback, and ``resume_from_checkpoint="latest"``."""
 
-from lazysnap.integrations.installed import require
+from lazysnap.integrations.frameworks import require
 
 require("LazyTrainerCallback", "Transformers", "transformers", "transformers")
 

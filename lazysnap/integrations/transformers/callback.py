@@ -17,11 +17,11 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from lazysnap.config import SnapshotConfig
+from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.integrations.arguments import Arguments, check_path, place_beside
-from lazysnap.integrations.patches import Patches
+from lazysnap.integrations.arguments import Arguments, check_path, checked_keep_best, place_beside
+from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
@@ -50,11 +50,19 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     ``trainer.train(resume_from_checkpoint="latest")`` work, and ``"run:1f3a"`` for the run whose id begins so.
 
     ``attach`` gives it to a ``Trainer``. It is no argument of the constructor: a callback gets no reference to its
-    trainer before training begins, which is too late for ``"latest"``.
+    trainer before training begins, which is too late for ``"latest"``::
 
-    ``dirpath``: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
-    ``every_n_steps``: optimizer steps between captures into memory (1). ``persist_every_n_steps``: optimizer
-    steps between snapshots on storage (by time, not by steps). ``config``: everything else; it replaces the three.
+        lazy = LazyTrainerCallback("runs/a", keep_best=KeepBest("eval_loss"))
+        lazy.attach(trainer)
+        trainer.train(resume_from_checkpoint="latest")
+
+    Args:
+        dirpath: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
+        every_n_steps: optimizer steps from one capture into memory to the next; default 1.
+        persist_every_n_steps: optimizer steps from one snapshot on storage to the next, in place of a time.
+        config: all other settings, in place of the three above.
+        keep_best: keeps the best snapshots by a metric of the evaluations, with or without ``eval_``.
+
     Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
     """
 
@@ -65,9 +73,11 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         every_n_steps: int | None = None,
         persist_every_n_steps: int | None = None,
         config: SnapshotConfig | None = None,
+        keep_best: KeepBest | None = None,
     ) -> None:
         super().__init__()
         self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazyTrainerCallback")
+        self._keep_best = checked_keep_best(keep_best, "LazyTrainerCallback")
         self._trainer: Any = None
         self._is_running = False
         self._patches = Patches()
@@ -94,7 +104,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
                 f"{type(trainer).__qualname__} has a training loop of its own, which lazysnap does not know: take "
                 "snapshots in it with lazysnap.SnapshotEngine"
             )
-        self._trainer, original = trainer, trainer.train
+        self._trainer = trainer
+        original = trainer.train
         self._reset()
 
         @wraps(original)
@@ -104,7 +115,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         trainer.train = train
 
     def _default_place(self) -> str | None:
-        return None if self._trainer is None else place_beside(self._trainer.args.output_dir)
+        if self._trainer is None:
+            return None
+        return place_beside(self._trainer.args.output_dir)
 
     def _reset(self) -> None:
         self._is_running = False
@@ -126,6 +139,23 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if not self._is_running:
             raise ConfigError(f"LazyTrainerCallback was added by add_callback: {_INSTEAD}")
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, for an unknown metric."""
+        wish = self._keep_best
+        if wish is None or self._session is None:
+            return
+        values = metrics or {}
+        name = wish.monitor
+        if name not in values:
+            name = f"eval_{wish.monitor}"
+        if name in values:
+            self._session.judge(wish, values[name])
+        elif "eval_runtime" in values and not isinstance(self._trainer.eval_dataset, dict):
+            # Neither an evaluation of the program's own, nor one of several datasets, each of which has its metrics.
+            raise ConfigError(
+                f"LazyTrainerCallback.keep_best: no evaluation gives {wish.monitor!r}; there are {sorted(values)}"
+            )
+
     # ---------------------------------------------------------------- one call of train
 
     def _train(self, original: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,21 +167,32 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         check_path(which, "Transformers", how, "--to DIRECTORY --format huggingface")
         self._patches.undo()
         self._reset()
-        self._asked, self._is_running = which, True
+        self._asked = which
+        self._is_running = True
         try:
             if trial is None:
                 self._hook()
-            result = original(None if means_snapshot(which) else which, *args, **kwargs)
-            if self.session is not None:
-                bar: Bar = rich_bar if self._trainer.args.disable_tqdm else _own_bar
-                self.session.close(bar if self._trainer.is_world_process_zero() else None)
+            checkpoint = which
+            if means_snapshot(which):
+                checkpoint = None
+            result = original(checkpoint, *args, **kwargs)
+            if self._session is not None:
+                self._session.close(self._bar())
             return result
         finally:
             if self.engine is not None:
                 self.engine.abandon(sys.exc_info()[1])  # nothing after close
-            self.leave()
+            self._leave()
             self._patches.undo()
             self._reset()
+
+    def _bar(self) -> Bar | None:
+        """Return the bar for the end of the training."""
+        if not self._trainer.is_world_process_zero():
+            return None
+        if self._trainer.args.disable_tqdm:
+            return rich_bar
+        return _own_bar
 
     def _hook(self) -> None:
         trainer = self._trainer
@@ -174,12 +215,14 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self, original: Callable[..., Any], max_steps: int, steps_in_epoch: int, num_epochs: int, *rest: Any
     ) -> Any:
         """Blocks: reads one snapshot. Raises: as ``SnapshotEngine._fetch``; StateError."""
-        found = original(max_steps, steps_in_epoch, num_epochs, *rest)
+        position = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
-        engine = self.begin(self._state, self._trainer.args.output_dir).engine
-        self._snapshot = engine._fetch(self._asked) if means_snapshot(self._asked) else None
+        engine = self._begin(self._state, self._trainer.args.output_dir).engine
+        self._snapshot = None
+        if means_snapshot(self._asked):
+            self._snapshot = engine._fetch(self._asked)
         if self._snapshot is None:
-            return found
+            return position
         if self._snapshot.world_size != self._trainer.args.world_size:
             raise StateError(
                 f"the snapshot is of a training with {self._snapshot.world_size} processes, this one has "
@@ -192,12 +235,16 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         why = state.end_reason
         if why and self._trainer.is_world_process_zero():
             logger.warning("nothing is left to train: %s", why)
-        return (num_epochs, 0) if why else (epoch, batches)
+        if why:
+            return num_epochs, 0
+        return epoch, batches
 
     def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
         prepared = original(*args, **kwargs)
-        session, state, snapshot = self.session, self._state, self._snapshot
+        session = self._session
+        state = self._state
+        snapshot = self._snapshot
         assert session is not None
         state.prepare()
         if snapshot is None:
@@ -209,11 +256,13 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return prepared
 
     def _run_epoch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        options, self._state.epoch = self._trainer.args, kwargs["epoch"]
+        options = self._trainer.args
+        self._state.epoch = kwargs["epoch"]
         ignores = options.ignore_data_skip
         if self._state.landing is not None:
             # It goes on behind the batches that were trained only where a checkpoint was resumed.
-            kwargs["resume_from_checkpoint"], options.ignore_data_skip = self._asked, False
+            kwargs["resume_from_checkpoint"] = self._asked
+            options.ignore_data_skip = False
         try:
             result = original(*args, **kwargs)
         finally:
@@ -225,7 +274,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _skip_first_batches(self, original: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
         """The next iteration goes on behind them by itself."""
         is_landing = self._state.landing is not None and loader is self._loader
-        return loader if is_landing else original(loader, num_batches)
+        if is_landing:
+            return loader
+        return original(loader, num_batches)
 
     def _load_rng_state(self, original: Callable[..., Any], checkpoint: Any) -> None:
         if not means_snapshot(checkpoint):
@@ -261,8 +312,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> Any:
         """A logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
-        values = self.figures() if logs else {}
-        if values:
+        values: dict[str, float] = {}
+        if logs:
+            values = self.figures()
             logs.update(values)
         result = original(args, state, control, logs=logs, **kwargs)
         for name in values:
@@ -272,7 +324,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     # ---------------------------------------------------------------- boundaries
 
     def _capture(self, *, is_last: bool = False) -> None:
-        session = self.session
+        session = self._session
         if session is None or not session.passes(self._trainer.state.global_step):
             return
         session.capture(is_last=is_last)
@@ -281,28 +333,30 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
 
 def attach_trainer(
-    trainer: Any, snapshots: "SnapshotConfig | str | os.PathLike[str] | None" = None
+    trainer: Any,
+    snapshots: "SnapshotConfig | str | os.PathLike[str] | None" = None,
+    keep_best: KeepBest | None = None,
 ) -> LazyTrainerCallback:
     """Make a ``LazyTrainerCallback`` and attach it to ``trainer``. Returns it, or the one that the trainer has already.
 
     ``snapshots``: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
     Raises: ConfigError, for settings that cannot work, also beside a callback that is there already.
     """
-    known = next((item for item in _callbacks_of(trainer) if isinstance(item, LazyTrainerCallback)), None)
-    if known is not None and snapshots is None:
-        known.attach(trainer)
-        return known
+    for item in _callbacks_of(trainer):
+        if isinstance(item, LazyTrainerCallback) and snapshots is None and keep_best is None:
+            item.attach(trainer)
+            return item
     if isinstance(snapshots, SnapshotConfig):
-        callback = LazyTrainerCallback(config=snapshots)
+        callback = LazyTrainerCallback(config=snapshots, keep_best=keep_best)
     else:
-        callback = LazyTrainerCallback(snapshots)
+        callback = LazyTrainerCallback(snapshots, keep_best=keep_best)
     callback.attach(trainer)
     return callback
 
 
 def _callbacks_of(trainer: Any) -> list[Any]:
-    found: list[Any] = trainer.callback_handler.callbacks
-    return found
+    callbacks: list[Any] = trainer.callback_handler.callbacks
+    return callbacks
 
 
 def _own_bar() -> AbstractContextManager[Show]:
@@ -319,6 +373,6 @@ def _check(trainer: Any) -> None:
         "XLA": trainer.accelerator.distributed_type.name in ("XLA", "TPU"),
         "auto_find_batch_size=True": trainer.args.auto_find_batch_size,
     }
-    for what, is_there in refused.items():
-        if is_there:
-            raise ConfigError(f"LazyTrainerCallback: {what} is not supported; leave it out, or the callback")
+    for feature, is_used in refused.items():
+        if is_used:
+            raise ConfigError(f"LazyTrainerCallback: {feature} is not supported; leave it out, or the callback")

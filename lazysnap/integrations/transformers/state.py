@@ -46,6 +46,8 @@ _COMPLETIONS = "_buffered_inputs"
 class TrainingState(ObjectState):
     """The ``StateSource`` of one call of ``Trainer.train``."""
 
+    clocks = ("trainer.seconds",)
+
     def __init__(self, trainer: Any) -> None:
         super().__init__({})
         self._trainer = trainer

@@ -1,0 +1,189 @@
+"""``lazysnap copy`` and ``export``: snapshots at another level, or in the format of another tool."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from rich.filesize import decimal
+
+from lazysnap.cli.looking import open_existing, open_place
+from lazysnap.cli.output import Output, count_of
+from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
+from lazysnap.exports.exporting import Exported, write
+from lazysnap.exports.job import Job
+from lazysnap.exports.named import named_in
+from lazysnap.exports.target import format_of
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
+from lazysnap.levels.store import SnapshotStore
+from lazysnap.resolver import Entry, RestartPlan, Wanted
+from lazysnap.shard.manifest import Manifest
+from lazysnap.shard.names import keep_file_name
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import look_again
+
+COPIED = "copied"
+PRESENT = "there already"
+BAD = "bad"
+
+
+# ---------------------------------------------------------------- copy
+
+
+@dataclass
+class Copied:
+    """The result for one snapshot."""
+
+    step: int
+    run_id: str
+    location: str
+    state: str = PRESENT
+    size_bytes: int = 0
+    """Bytes written."""
+    problem: str | None = None
+
+
+def copy(args: argparse.Namespace, output: Output) -> int:
+    """Copy. Blocks. Exit code 1 if a snapshot was damaged, and left out. Raises: LevelError, SnapshotNotFound."""
+    source = open_existing(args.url, args.storage_option)
+    target = open_place(args.to, args.to_option or args.storage_option)
+    if source.url == target.url:
+        raise ConfigError(f"{source.url}: both URLs name the same place")
+    catalogue = Catalogue(source)
+    plans, problems = _plans(catalogue, args)
+    started = time.perf_counter()
+    target.sweep()  # what a killed copy left
+    done = []
+    for plan in plans:
+        copied = _copy(catalogue, target, plan, output)
+        done.append(copied)
+        _say(copied, output)
+    seconds = time.perf_counter() - started
+    for problem in problems:
+        output.line(f"bad: {problem}", "red")
+    bad = [*problems, *(copied.problem for copied in done if copied.problem)]
+    total = sum(copied.size_bytes for copied in done)
+    num_copied = sum(copied.state == COPIED for copied in done)
+    num_present = sum(copied.state == PRESENT for copied in done)
+    rate = decimal(int(total / max(seconds, 1e-9)))
+    output.line(
+        f"{count_of(num_copied, 'snapshot')} copied, {decimal(total)} in {seconds:.1f} s ({rate}/s), "
+        f"{num_present} there already, {len(bad)} bad"
+    )
+    return output.result(
+        ok=not bad,
+        url=source.url,
+        to=target.url,
+        snapshots=[asdict(copied) for copied in done],
+        problems=bad,
+        size_bytes=total,
+        seconds=round(seconds, 3),
+    )
+
+
+def _say(copied: Copied, output: Output) -> None:
+    text = f"step {copied.step}: {copied.problem or copied.state}"
+    if copied.size_bytes:
+        text += f", {decimal(copied.size_bytes)}"
+    output.say(text, "red" if copied.problem else "")
+
+
+def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[RestartPlan], list[str]]:
+    """Return the snapshots to copy, the newest first, and why others cannot be copied."""
+    if args.step:
+        chosen = [catalogue.find(text, args.run) for text in args.step]
+        return list({plan.key: plan for plan in chosen}.values()), []
+    run_id = None if args.run is None else catalogue.run_of(args.run)
+    plans = list(catalogue.plans(Wanted(run_id=run_id)))
+    if not plans:
+        raise SnapshotNotFound("\n".join([f"{catalogue.store.url}: no complete snapshot", *catalogue.problems]))
+    return plans, catalogue.problems
+
+
+def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
+    """Copy the missing files of a snapshot, and behind them its names."""
+    snapshot = catalogue.found(plan)
+    copied = Copied(snapshot.step, snapshot.run_id, snapshot.location)
+    total = snapshot.size_bytes
+    if not target.storage.checks_writes:
+        total *= 2  # what is written is read back
+    try:
+        with output.bar(f"step {plan.step}", total) as advance:
+            for entry, manifest in snapshot.files:
+                copied.size_bytes += _copy_file(catalogue.store, target, entry, manifest, advance)
+        for entry, _ in snapshot.shards:
+            present = target.storage.list(entry.location)
+            for name in entry.names:
+                if keep_file_name(name) not in present:
+                    target.keep(entry, name)
+    except (FormatError, FileNotFoundError) as error:
+        copied.problem = str(error)
+        copied.state = BAD
+    else:
+        if copied.size_bytes:
+            copied.state = COPIED
+    return copied
+
+
+def _copy_file(
+    source: SnapshotStore, target: SnapshotStore, entry: Entry, manifest: Manifest, advance: Callable[[int], None]
+) -> int:
+    """Copy one node's file, unless it is there and whole. Return the bytes written.
+
+    Raises: FormatError, if it is damaged where it is read; FileNotFoundError; LevelError.
+    """
+    moved = 0
+
+    def count(num_bytes: int) -> None:
+        nonlocal moved
+        moved += num_bytes
+        advance(num_bytes)
+
+    blocks = FileBlocks(source.place(entry), manifest)
+    with contextlib.closing(blocks):
+        written = target.write_file(manifest.name, manifest.shards, VerifiedSource(blocks, count))
+    if moved and not target.storage.checks_writes:
+        try:
+            read_node_file(target.place(entry), written, progress=advance)
+        except (FormatError, FileNotFoundError) as error:
+            raise LevelError(f"{target.url}/{entry.location}: reads back other bytes than were written") from error
+    return moved
+
+
+# ---------------------------------------------------------------- export
+
+
+def export(args: argparse.Namespace, output: Output) -> int:
+    """Export. Blocks. Raises: SnapshotNotFound, FormatError, StateError, ConfigError, LevelError, OSError."""
+    job = Job(
+        path=args.to,
+        format=format_of(args.to, args.format),
+        only=args.only,
+        config=args.config,
+        keep_types=args.keep_types,
+        force=args.force,
+        bar=output.bar,
+    )
+    job.check()
+    named = named_in(args.to)
+
+    def written(catalogue: Catalogue) -> tuple[str, Exported]:
+        plan = catalogue.find(args.wanted, args.run)
+        return catalogue.runs[plan.run_id], write(catalogue, plan, job, named)
+
+    run_name, done = look_again(open_existing(args.url, args.storage_option), written)
+    for note in done.notes:
+        output.say(note, "yellow")
+    output.line(
+        f"{done.path}: {done.format}, {decimal(done.size_bytes)}, step {done.step} of run {run_name} at {done.url}"
+    )
+    return output.result(
+        url=done.url,
+        step=done.step,
+        run_id=done.run_id,
+        to=done.path,
+        format=done.format,
+        size_bytes=done.size_bytes,
+        notes=done.notes,
+    )

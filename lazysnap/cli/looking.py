@@ -1,0 +1,423 @@
+"""``lazysnap ls``, ``show`` and ``verify``: the snapshots of a level, one of them, and whether they are sound."""
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+from rich.filesize import decimal
+
+from lazysnap.cli.output import Output, count_of, when, without_end
+from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
+from lazysnap.levels.blocks import read_node_file
+from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import SnapshotStore, open_store
+from lazysnap.resolver import RestartPlan
+from lazysnap.shard.manifest import TAG, Manifest
+from lazysnap.shard.names import SnapshotName, id_time_ns
+from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
+from lazysnap.snapshots.reader import OpenSnapshot, look_again, open_snapshot
+
+_MAX_NEIGHBOURS = 64
+_MAX_DEPTH = 40
+"""Levels of nesting that are shown one by one. A deeper value is one line."""
+_BARE: dict[str, Any] = {
+    "run_id": None,
+    "size_bytes": 0,
+    "names": [],
+    "ranks": 0,
+    "world_size": 0,
+    "captured_ns": 0,
+    "complete": False,
+}
+"""The fields of a directory without a valid manifest."""
+
+
+# ---------------------------------------------------------------- opening a level
+
+
+def open_place(url: str, options: Iterable[tuple[str, Any]] = ()) -> SnapshotStore:
+    """Return the store at a path or URL. Raises: LevelError, ConfigError."""
+    if not url:
+        raise ConfigError("an empty URL: name a directory or an fsspec URL")
+    return open_store(url, options=dict(options) or None)
+
+
+def open_existing(url: str, options: Iterable[tuple[str, Any]] = ()) -> SnapshotStore:
+    """Like ``open_place``, for reading: a directory that does not exist is more likely misspelt than empty.
+
+    Raises: also LevelError, if a local directory does not exist.
+    """
+    store = open_place(url, options)
+    if isinstance(store.storage, LocalStorage) and not os.path.isdir(store.url):
+        fault = "is not a directory" if os.path.exists(store.url) else "does not exist"
+        raise LevelError(f"{store.url} {fault}: name the directory of a level, which holds step-…")
+    return store
+
+
+# ---------------------------------------------------------------- what commands say of snapshots
+
+
+def fields_of(snapshot: Found) -> dict[str, Any]:
+    """Return the fields of a snapshot in a JSON result."""
+    return {
+        "step": snapshot.step,
+        "run_id": snapshot.run_id,
+        "location": snapshot.location,
+        "size_bytes": snapshot.size_bytes,
+        "names": snapshot.names,
+    }
+
+
+def show_snapshots(
+    output: Output, contents: Contents, states: Iterable[tuple[Found, str, str]], bare_steps: Iterable[int] = ()
+) -> None:
+    """Print a table of snapshots, the smallest step first, unless there are none.
+
+    Args:
+        output: where to.
+        contents: the level.
+        states: snapshots of the level, each with its state in words, and a style for that.
+        bare_steps: steps of directories without a valid manifest.
+    """
+    rows: list[dict[str, Any]] = []
+    for step in bare_steps:
+        state = output.cell("no valid manifest", "yellow")
+        rows.append({"step": step, "state": state, "size": "", "captured (UTC)": "", "run": "", "names": ""})
+    for snapshot, text, style in states:
+        rows.append(
+            {
+                "step": snapshot.step,
+                "state": output.cell(text, style),
+                "size": decimal(snapshot.size_bytes),
+                "captured (UTC)": when(snapshot.captured_ns),
+                "run": contents.runs[snapshot.run_id],
+                "names": ", ".join(snapshot.names),
+            }
+        )
+    if not rows:
+        return
+    rows.sort(key=itemgetter("step"))
+    columns = {"step": "step>", "state": "state", "size": "size>", "captured (UTC)": "captured (UTC)", "run": "run"}
+    if any(row["names"] for row in rows):
+        columns["names"] = "names<"
+    cells = [[row[name] for name in columns] for row in rows]
+    output.line(contents.url, "bold")
+    output.show(output.table("", *columns.values(), rows=cells))
+    if contents.newest_run is not None and len(contents.runs) > 1:
+        output.line(f"newest run: {contents.runs[contents.newest_run]}")
+
+
+# ---------------------------------------------------------------- ls
+
+
+def list_snapshots(args: argparse.Namespace, output: Output) -> int:
+    """List. Blocks: reads every manifest, no tensors. Raises: LevelError."""
+    store = open_existing(args.url, args.storage_option)
+    contents = Catalogue(store).contents(run=args.run)
+    levels_near: list[str] = []
+    if contents.is_empty:
+        levels_near = _levels_near(store)
+        output.line(_text_of_nothing(contents.url, levels_near))
+    states = [(snapshot, *_state_of(snapshot)) for snapshot in contents.snapshots]
+    show_snapshots(output, contents, states, [step for _, step in contents.uncommitted])
+    for problem in contents.problems:
+        output.line(problem, "yellow")
+    listed = [_listed(snapshot) for snapshot in contents.snapshots]
+    listed += [{**_BARE, "location": name, "step": step} for name, step in contents.uncommitted]
+    listed.sort(key=itemgetter("step", "location"))
+    return output.result(
+        url=contents.url,
+        newest_run=contents.newest_run,
+        snapshots=listed,
+        problems=contents.problems,
+        levels_near=levels_near,
+    )
+
+
+def _listed(snapshot: Found) -> dict[str, Any]:
+    return {
+        **fields_of(snapshot),
+        "ranks": snapshot.ranks,
+        "world_size": snapshot.world_size,
+        "captured_ns": snapshot.captured_ns,
+        "complete": snapshot.is_complete,
+    }
+
+
+def _state_of(snapshot: Found) -> tuple[str, str]:
+    """Say in words if a snapshot can be restored from this level alone, with a colour for it."""
+    if snapshot.is_complete:
+        return "complete", "green"
+    return f"{snapshot.ranks} of {snapshot.world_size} ranks", "yellow"
+
+
+def _text_of_nothing(url: str, levels_near: list[str]) -> str:
+    text = f"no snapshots in {url}"
+    if not levels_near:
+        return text
+    where = "there are levels below"
+    if levels_near == [url.rpartition("/")[0]]:
+        where = "this is a part of the level"
+    return f"{text}; {where}: {', '.join(levels_near)}"
+
+
+def _levels_near(store: SnapshotStore) -> list[str]:
+    """Return levels in the directories of ``store``, or the level that it is part of: a hint, if it has no snapshots.
+
+    Blocks: one listing per directory, of a few dozen at most. Raises nothing.
+    """
+    parent, _, name = store.url.rpartition("/")
+    if SnapshotName.parse(name) is not None:
+        return [parent]
+    levels = []
+    with contextlib.suppress(LevelError, OSError, FormatError):
+        for name in sorted(store.storage.list())[:_MAX_NEIGHBOURS]:
+            with contextlib.suppress(LevelError, OSError, FormatError):  # most likely a file
+                if any(SnapshotName.parse(inner) is not None for inner in store.storage.list(name)):
+                    levels.append(f"{store.url}/{name}")
+    return levels
+
+
+# ---------------------------------------------------------------- show
+
+
+def show(args: argparse.Namespace, output: Output) -> int:
+    """Show one snapshot. Blocks: reads manifests and the first blocks, no tensors.
+
+    Raises: SnapshotNotFound, FormatError, LevelError.
+    """
+    store = open_existing(args.url, args.storage_option)
+
+    def opened(catalogue: Catalogue) -> tuple[Catalogue, OpenSnapshot]:
+        return catalogue, open_snapshot(catalogue, catalogue.find(args.wanted, args.run), verify=True)
+
+    catalogue, snapshot = look_again(store, opened)
+    with contextlib.closing(snapshot):
+        plan = snapshot.plan
+        facts = _facts(catalogue, plan)
+        tensors = [row for rank in range(plan.world_size) for row in _tensors(snapshot, rank)]
+        state = snapshot.meta(0).state
+    parts = _parts(tensors, state)
+    _print_facts(output, facts, catalogue.runs[plan.run_id])
+    output.line("")
+    rows = [(part["part"], part["tensors"], decimal(part["bytes"]), part["values"]) for part in parts]
+    output.show(output.table("", "part of the state", "tensors>", "bytes>", "other values>", rows=rows))
+    details: dict[str, Any] = {}
+    if args.all:
+        details = {"tensors": tensors, "state": state}
+        _print_tensors(output, tensors, with_rank=plan.world_size > 1)
+        _print_state(output, "values" if plan.world_size == 1 else "values of rank 0", state)
+    elif not output.as_json:
+        output.line("")
+        output.line("--all shows each tensor and value")
+    return output.result(**facts, parts=parts, **details)
+
+
+def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
+    snapshot = catalogue.found(plan)
+    manifests = [manifest for _, manifest in snapshot.files]
+    return {
+        "url": catalogue.store.url,
+        **fields_of(snapshot),
+        "run_started_ns": id_time_ns(plan.run_id),
+        "world_size": plan.world_size,
+        "captured_ns": snapshot.captured_ns,
+        "created_ns": max(manifest.created_ns for manifest in manifests),
+        "checksum": [manifest.checksums.whole for manifest in manifests],
+        "packages": manifests[0].meta.packages,
+    }
+
+
+def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
+    """Return one row for each tensor and each further name of a tied one."""
+    rows = []
+    shard = snapshot.shards[rank]
+    for name in shard.names:
+        is_tied = name in shard.meta.aliases
+        stored = shard.stored(shard.meta.aliases.get(name, name))
+        rows.append(
+            {
+                "name": name,
+                "dtype": stored.logical or stored.spec.dtype,
+                "shape": list(stored.shape),
+                "bytes": 0 if is_tied else stored.spec.nbytes,
+                "alias_of": stored.name if is_tied else None,
+                "rank": rank,
+            }
+        )
+    return rows
+
+
+def _parts(tensors: list[dict[str, Any]], state: Any) -> list[dict[str, Any]]:
+    """Return the first level of the state: tensors and bytes of all ranks, other values of rank 0."""
+    parts: dict[str, dict[str, Any]] = {}
+
+    def part_of(path: str) -> dict[str, Any]:
+        name = path.split(".")[0]
+        return parts.setdefault(name, {"part": name, "tensors": 0, "bytes": 0, "values": 0})
+
+    for path, text in _values(state):
+        part = part_of(path)
+        if not text.startswith("tensor "):
+            part["values"] += 1
+    for tensor in tensors:
+        part = part_of(tensor["name"])
+        part["tensors"] += 1
+        part["bytes"] += tensor["bytes"]
+    return list(parts.values())
+
+
+def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield path and value of each leaf of an encoded state. Nothing is decoded."""
+    pairs: list[tuple[str, Any]] = []
+    if depth < _MAX_DEPTH:
+        if isinstance(value, dict) and TAG not in value:
+            pairs = list(value.items())
+        elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+            pairs = [(str(index), item) for index, item in enumerate(value)]
+    if pairs:
+        for key, item in pairs:
+            yield from _values(item, f"{path}.{key}" if path else key, depth + 1)
+    elif isinstance(value, dict) and value.get(TAG) == "tensor":
+        yield path, f"tensor {value.get('v')}"
+    else:
+        yield path, json.dumps(value, ensure_ascii=False)
+
+
+def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
+    times = f"{when(facts['captured_ns'])} UTC, committed {when(facts['created_ns'])}"
+    rows = (
+        ("step", str(facts["step"])),
+        ("names", ", ".join(facts["names"])),
+        ("run", f"{run_name}, started {when(facts['run_started_ns'])} UTC"),
+        ("level", facts["url"]),
+        ("directory", facts["location"]),
+        ("captured", times),
+        ("size", f"{decimal(facts['size_bytes'])} in {count_of(facts['world_size'], 'rank')}"),
+        ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
+    )
+    for name, text in rows:
+        if text:
+            output.line(f"{name:10} {text}")
+
+
+def _print_tensors(output: Output, tensors: list[dict[str, Any]], *, with_rank: bool) -> None:
+    columns = ["name<", "dtype", "shape", "bytes>", "tied to"]
+    if with_rank:
+        columns.append("rank>")
+    rows = []
+    for tensor in tensors:
+        size = decimal(tensor["bytes"])
+        row = [tensor["name"], tensor["dtype"], tensor["shape"], size, tensor["alias_of"] or "", tensor["rank"]]
+        rows.append(row[: len(columns)])
+    output.line("")
+    output.show(output.table(count_of(len(tensors), "tensor"), *columns, rows=rows))
+
+
+def _print_state(output: Output, title: str, state: Any) -> None:
+    output.line("")
+    output.line(title, "bold")
+    for path, text in _values(state):
+        line = output.cell(f"{path}: {text}").plain
+        output.line(without_end(line, output.width))
+
+
+# ---------------------------------------------------------------- verify
+
+GOOD = "good"
+INCOMPLETE = "incomplete"
+DAMAGED = "bad"
+GONE = "gone"
+_STYLES = {GOOD: "green", DAMAGED: "red"}
+
+
+@dataclass
+class Verdict:
+    """The result of reading one snapshot."""
+
+    snapshot: Found
+    state: str
+    problems: list[str] = field(default_factory=list)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields for ``--json``."""
+        return {**fields_of(self.snapshot), "state": self.state, "problems": self.problems}
+
+
+def verify(args: argparse.Namespace, output: Output) -> int:
+    """Verify. Blocks: reads everything. Exit code 1 if anything is bad, or nothing is there. Raises: LevelError."""
+    started = time.perf_counter()
+    store = open_existing(args.url, args.storage_option)
+    contents = Catalogue(store).contents(args.step, args.run)
+    without_manifest = [text for _, text in contents.without_manifest]
+    if args.step and not (contents.snapshots or contents.problems or without_manifest):
+        raise SnapshotNotFound(f"{contents.url}: no snapshot of step {', '.join(map(str, args.step))}")
+    total = sum(snapshot.size_bytes for snapshot in contents.snapshots)
+    with output.bar("reading", total) as advance:
+        verdicts = [check(store, snapshot, advance) for snapshot in contents.snapshots]
+    problems = list(contents.problems)
+    for verdict in verdicts:
+        problems += verdict.problems
+    _print_verdicts(output, contents, verdicts, problems)
+    return output.result(
+        ok=bool(verdicts) and not problems,
+        url=contents.url,
+        snapshots=[verdict.to_fields() for verdict in verdicts],
+        problems=problems,
+        without_manifest=without_manifest,
+        size_bytes=total,
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+def check(store: SnapshotStore, snapshot: Found, advance: Callable[[int], None]) -> Verdict:
+    """Read every byte of a snapshot's shards. Blocks. Raises: LevelError."""
+    verdict = Verdict(snapshot, GOOD if snapshot.is_complete else INCOMPLETE)
+    for entry, manifest in snapshot.files:
+        problem = _problem_of(store.place(entry), manifest, advance)
+        if problem is None:
+            continue
+        if problem == GONE:
+            verdict.state = GONE  # the retention of a running job deleted it meanwhile
+            return verdict
+        verdict.state = DAMAGED
+        verdict.problems.append(problem)
+    return verdict
+
+
+def _problem_of(place: FilePlace, manifest: Manifest, advance: Callable[[int], None]) -> str | None:
+    """Return what is wrong with a file, ``GONE`` if it was deleted, ``None`` if it is good."""
+    try:
+        read_node_file(place, manifest, progress=advance)
+    except FormatError as error:
+        return str(error)
+    except FileNotFoundError:
+        return GONE
+    return None
+
+
+def _print_verdicts(output: Output, contents: Contents, verdicts: list[Verdict], problems: list[str]) -> None:
+    rows = [(verdict.snapshot, verdict.state, _STYLES.get(verdict.state, "yellow")) for verdict in verdicts]
+    show_snapshots(output, contents, rows)
+    for problem in problems:
+        output.line(f"bad: {problem}", "red")
+    for _, text in contents.without_manifest:
+        output.line(f"incomplete: {text}", "yellow")
+    if not (verdicts or problems or contents.without_manifest):
+        output.line(f"no snapshots in {contents.url}: nothing to verify")
+        return
+    num_good = sum(verdict.state == GOOD for verdict in verdicts)
+    listed = {verdict.snapshot.location for verdict in verdicts}
+    num_incomplete = sum(verdict.state in (INCOMPLETE, GONE) for verdict in verdicts)
+    num_incomplete += sum(name.directory not in listed for name, _ in contents.without_manifest)
+    text = f"{count_of(num_good, 'snapshot')} good, {count_of(len(problems), 'problem')}"
+    if num_incomplete:
+        text += f", {num_incomplete} incomplete or gone"
+    output.line(text)

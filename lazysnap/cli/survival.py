@@ -1,0 +1,109 @@
+"""Survival: the snapshots that the loss of processes and nodes would leave, by the state that a keeper reports."""
+
+import pathlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from lazysnap.keeper.questions import LevelFacts, NodeState
+
+MEMORY = "memory"
+OTHER_NODES = "memory of other nodes"
+ALIVE = ("attached", "away")
+"""Phases of a rank whose trainer lives."""
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs")
+"""File systems that are on no disk of this node."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The snapshot that a restart would resume. ``step`` is ``None`` if there is none."""
+
+    step: int | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Survival:
+    """The snapshots that one loss leaves."""
+
+    safe: Resumed = field(default_factory=Resumed)
+    if_disks_stay: Resumed = field(default_factory=Resumed)
+    """A newer snapshot, on disks of the nodes that are lost."""
+
+
+def survival(state: NodeState) -> dict[str, Survival]:
+    """Return what survives the loss of the training process, of its keeper, of both, and of nodes. Pure."""
+    stored = _newest([_stored_at(level) for level in state.levels])
+    in_memory = Resumed(memory_step(state), MEMORY)
+    if in_memory.step is None:
+        in_memory = stored
+    without_keeper = stored
+    if any(rank.phase in ALIVE for rank in state.ranks):
+        without_keeper = in_memory  # the trainers hold the memory, too
+    return {
+        "process": Survival(in_memory),
+        "keeper": Survival(without_keeper),
+        "process_and_keeper": Survival(stored),
+        "node": _without_nodes(state, stored, 1),
+        "two_nodes": _without_nodes(state, stored, min(2, state.nodes)),
+        "all_nodes": _without_nodes(state, stored, state.nodes),
+    }
+
+
+def memory_step(state: NodeState) -> int | None:
+    """Return the newest step that memory of this node holds whole, of all its ranks. Pure."""
+    if state.common_step is not None or len(state.ranks) != 1:
+        return state.common_step
+    captures = state.ranks[0].captures
+    return captures[-1].step if captures else None
+
+
+def _without_nodes(state: NodeState, stored: Resumed, num_lost: int) -> Survival:
+    places = [_stored_at(level) for level in state.levels if _is_elsewhere(level, state.nodes)]
+    if num_lost <= state.may_lose and num_lost < state.nodes:
+        places.append(Resumed(state.protected, OTHER_NODES))
+    safe = _newest(places)
+    if _newest([safe, stored]) is safe:
+        return Survival(safe)
+    return Survival(safe, stored)
+
+
+def _stored_at(level: LevelFacts) -> Resumed:
+    return Resumed(level.newest, level.url)
+
+
+def _newest(candidates: Iterable[Resumed]) -> Resumed:
+    """Return the one with the greatest step; of the same step, the first."""
+    newest = Resumed()
+    for candidate in candidates:
+        if candidate.step is not None and (newest.step is None or candidate.step > newest.step):
+            newest = candidate
+    return newest
+
+
+def _is_elsewhere(level: LevelFacts, nodes: int) -> bool:
+    """True if what is stored there survives this node. The place itself is not touched: it might not answer."""
+    if urlsplit(level.url).scheme or (nodes > 1 and level.is_shared):
+        return True
+    mountinfo = pathlib.Path("/proc/self/mountinfo").read_text()
+    return nodes == 1 and file_system_of(level.url, mountinfo) in _NETWORK
+
+
+def file_system_of(path: str, mountinfo: str) -> str:
+    """Return the type of the file system that holds a path, by the text of ``/proc/self/mountinfo``. Pure."""
+    longest = -1
+    file_system = ""
+    for line in mountinfo.splitlines():
+        mount, _, source = line.partition(" - ")
+        # The kernel writes spaces and other separators of a path as octal numbers: proc_pid_mountinfo(5).
+        point = re.sub(r"\\([0-7]{3})", _character, mount.split()[4]).rstrip("/")
+        if f"{path}/".startswith(f"{point}/") and len(point) >= longest:
+            longest = len(point)
+            file_system = source.split()[0]
+    return file_system
+
+
+def _character(escape: re.Match[str]) -> str:
+    return chr(int(escape[1], 8))

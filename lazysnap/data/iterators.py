@@ -1,0 +1,168 @@
+"""Iterators of torch's ``DataLoader`` that follow an ``IterationPlan``.
+
+They pass over indices in the sampler before the first batch, and note what each batch changes. Worker processes send
+the state of their random generators (and of a dataset that saves its own) with each batch after which it has changed.
+Whenever each worker gave the same number of batches, these states are a checkpoint: new workers begin there, and fewer
+batches than there are workers are read again.
+"""
+
+import functools
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from lazysnap.data.own_state import (
+    drop_early_iterator,
+    forget_loaded_state,
+    is_stateful,
+    is_torchdata_in_process,
+)
+from lazysnap.data.plan import IterationPlan
+from lazysnap.data.workers import SendStates, WorkerBatch
+
+
+def follow(plan: IterationPlan) -> bool:
+    """Let the next iterator of the plan's loader follow the plan. False if that iterator is of an unknown kind."""
+    base = plan.base
+    if is_torchdata_in_process(base):
+        drop_early_iterator(base)
+    else:
+        is_plain = isinstance(base, DataLoader) and type(base)._get_iterator is DataLoader._get_iterator
+        if not is_plain or is_stateful(base):
+            return False
+        if isinstance(base._iterator, _FromWorkers) and plan.origin is None:
+            base._iterator.plan = plan  # workers that stay: the next epoch
+            return True
+        base._iterator = None
+    base._get_iterator = functools.partial(_make_iterator, plan)
+    return True
+
+
+def _make_iterator(plan: IterationPlan) -> Any:
+    """Make the iterator of the loader's next iteration."""
+    base = plan.base
+    del base._get_iterator
+    streams_here = None
+    if plan.origin is not None and not plan.rereads:
+        streams_here = plan.streams.collect()
+    plan.begin()
+    if plan.workers:
+        iterator: Any = _FromWorkers(base, plan)
+    else:
+        if "dataset" in plan.start:
+            base.dataset.load_state_dict(plan.start["dataset"])
+        iterator = base._get_iterator()
+        kind: Any = type(iterator)
+        iterator.plan = plan
+        iterator.__class__ = _in_process(kind)
+    if streams_here is not None:
+        plan.streams.restore(streams_here)
+    return iterator
+
+
+class _Follows:
+    """An iterator of torch that follows a plan."""
+
+    plan: IterationPlan
+    has_passed = False
+
+    def _next_index(self) -> Any:
+        plan = self.plan
+        if not self.has_passed:
+            self.has_passed = True
+            plan.pass_over(self)
+        if not plan.workers:
+            plan.before_batch()
+        index = super()._next_index()  # type: ignore[misc]
+        plan.note_index(index)
+        return index
+
+
+@functools.cache
+def _in_process(kind: Any) -> type:
+    """Return a subclass of ``kind``, an iterator that reads in this process, which follows a plan."""
+
+    class InProcess(_Follows, kind):  # type: ignore[misc]
+        def _next_data(self) -> Any:
+            plan = self.plan
+            data = super()._next_data()
+            if "dataset" in plan.start:
+                forget_loaded_state(plan.base.dataset)
+            plan.read += 1
+            plan.has_ended = bool(getattr(self._dataset_fetcher, "ended", False))
+            return data
+
+    return InProcess
+
+
+class _FromWorkers(_Follows, _MultiProcessingDataLoaderIter):
+    """An iterator over batches of worker processes, which come with the states of these."""
+
+    def __init__(self, loader: Any, plan: IterationPlan) -> None:
+        self.plan = plan
+        workers = loader.num_workers
+        self._states: list[Any] = list(plan.start.get("workers") or [None] * workers)
+        """The last state of each worker that came with a batch that was given."""
+        self._arrived = list(self._states)
+        """The last state that each worker sent, also with a batch that waits."""
+        self._can_continue = [False] * workers
+        """True for each worker of which another process can continue behind its last batch."""
+        collate = loader.collate_fn
+        init_worker = loader.worker_init_fn
+        send_states = SendStates(loader, self._states)
+        loader.collate_fn = send_states
+        loader.worker_init_fn = send_states.begin
+        try:
+            super().__init__(loader)
+        finally:
+            loader.collate_fn = collate
+            loader.worker_init_fn = init_worker
+
+    @property
+    def _base_seed(self) -> int:
+        """The seed of the workers: after a restart that of the workers before."""
+        return int(vars(self)["seed"])
+
+    @_base_seed.setter
+    def _base_seed(self, seed: int) -> None:
+        vars(self)["seed"] = self.plan.start.get("seed", seed)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        plan = self.plan
+        self.has_passed = False
+        if not first_iter or (plan.origin or {}).get("stayed"):
+            plan.begin(stayed=True)
+        super()._reset(loader, first_iter)
+        self._began_at = plan.read
+        self._has_ended = False
+        if not first_iter:  # a dataset begins anew, which its last state does not say
+            for worker, state in enumerate(self._arrived):
+                if state is not None:
+                    self._arrived[worker] = {"streams": state["streams"]}
+        self._states = list(self._arrived)
+        self._note_checkpoint()
+
+    def _get_data(self) -> Any:
+        index, data = super()._get_data()  # type: ignore[no-untyped-call]
+        if isinstance(data, WorkerBatch) and data.state is not None:
+            self._arrived[data.worker] = data.state
+        return index, data
+
+    def _next_data(self) -> Any:
+        sent: Any = super()._next_data()  # type: ignore[no-untyped-call]
+        if not isinstance(sent, WorkerBatch):
+            return sent
+        self.plan.read += 1
+        if sent.state is not None:
+            self._states[sent.worker] = sent.state
+        self._can_continue[sent.worker] = sent.can_continue
+        self._has_ended = self._has_ended or sent.has_ended
+        is_round = (self.plan.read - self._began_at) % self._num_workers == 0 and all(self._workers_status)
+        if is_round and all(self._can_continue) and not self._has_ended:
+            self._note_checkpoint()
+        return sent.batch
+
+    def _note_checkpoint(self) -> None:
+        checkpoint = {"at": self.plan.read, "seed": self._base_seed, "workers": list(self._states)}
+        self.plan.checkpoints.append(checkpoint)

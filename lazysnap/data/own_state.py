@@ -1,0 +1,152 @@
+"""Data loaders and datasets that save their own position, as torchdata's ``StatefulDataLoader``.
+
+Added to the state of such a loader (torchdata 0.11) are the random generators that loader, sampler or dataset keep: it
+draws a seed from its ``generator`` at each epoch and does not save it. Counters of batches are put back: of an iterable
+dataset that saves no position it counts batches twice when it reads them again.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from inspect import Parameter, signature
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lazysnap.data.layout import is_first_rank, length_of, ranks
+from lazysnap.data.parts import attributes_of, is_iterable
+from lazysnap.data.streams import NOT_SEARCHED, RandomStreams
+
+logger = logging.getLogger(__name__)
+
+_GENERATORS = "lazysnap_generators"
+_SIZES = "lazysnap_sizes"
+_UNITS = {"ranks": "ranks", "batch": "samples in a batch", "data": "samples in the data"}
+_COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
+_BY_NAME = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def is_stateful(value: Any) -> bool:
+    """True if ``value`` saves and loads a state of its own."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def is_stateful_loader(value: Any) -> bool:
+    """True if ``value`` is a data loader that saves and loads its position."""
+    return isinstance(value, DataLoader) and is_stateful(value)
+
+
+def saves_position(data: Any) -> bool:
+    """True if ``data``, an iterable dataset or a loader, saves its position: ``state_dict`` needs no argument."""
+    if not is_stateful(data):
+        return False
+    parameters = signature(data.state_dict).parameters.values()
+    return not any(item.default is item.empty and item.kind in _BY_NAME for item in parameters)
+
+
+def is_torchdata_in_process(base: Any) -> bool:
+    """True for a ``StatefulDataLoader`` without workers: its iterators read as those of torch do."""
+    return type(base).__name__ == "StatefulDataLoader" and not base.num_workers
+
+
+def is_asked(base: Any) -> bool:
+    """True if the loader is asked for its own state; else its indices are passed over, or its dataset is asked."""
+    return saves_position(base) and not is_torchdata_in_process(base)
+
+
+def keeps_loaded_state(dataset: Any) -> bool:
+    """True if each later iteration begins at the loaded state again, as in a stream of Hugging Face's ``datasets``."""
+    return "_starting_state_dict" in attributes_of(dataset)
+
+
+def forget_loaded_state(dataset: Any) -> None:
+    """Let the next iteration begin at the start of the data, once the present one has begun."""
+    if keeps_loaded_state(dataset):
+        dataset.load_state_dict(None)
+
+
+def rest_of(loader: Any, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """Return the iterator over what is left of the epoch that was loaded; where nothing is, no next epoch begins."""
+    if "restart_on_stop_iteration" not in attributes_of(loader):
+        return make()
+    restarts = loader.restart_on_stop_iteration  # nodes of torchdata
+    loader.restart_on_stop_iteration = False
+    try:
+        return make()
+    finally:
+        loader.restart_on_stop_iteration = restarts
+
+
+def drop_early_iterator(loader: Any) -> None:
+    """Let a ``StatefulDataLoader`` make its iterator in each epoch, and draw its seed then.
+
+    Accelerate asks it for its state when it is prepared, and so the first epoch alone would draw nothing.
+    """
+    if "_initial_iter_for_state_dict" in attributes_of(loader):
+        loader._iterator = None
+        loader._initial_iter_for_state_dict = False
+
+
+def warn_of_generators(loader: Any) -> None:
+    """Warn if the loader has so many parts that a random generator may have been overlooked."""
+    streams = RandomStreams()
+    streams.watch([loader])
+    if not streams.is_complete and is_first_rank():
+        logger.warning(NOT_SEARCHED, type(loader).__name__)
+
+
+def state_of_loader(loader: Any) -> dict[str, Any]:
+    """Return the loader's state. Draws no random number."""
+    streams = RandomStreams()
+    streams.watch([loader])
+    state: dict[str, Any] = {}
+    # Asked for its state before it is iterated, the loader would make an iterator, which draws a seed.
+    is_new = all(attributes_of(loader).get(name, loader) is None for name in ("_iterator", "next_iter_state"))
+    if not is_new:
+        state.update(loader.state_dict())
+    return {**state, _GENERATORS: streams.collect_owned(), _SIZES: _sizes_of(loader)}
+
+
+def load_loader(loader: Any, state: dict[str, Any]) -> None:
+    """Let the loader's next iteration continue at ``state``. Draws random numbers: restore the generators afterwards.
+
+    Blocks: starts the loader's workers, if it was iterated before.
+    """
+    own = dict(state)
+    sizes = own.pop(_SIZES, None)  # not in what was saved without lazysnap
+    if sizes is not None and is_first_rank():
+        _warn_of_sizes(loader, sizes)
+    generators = own.pop(_GENERATORS, None)
+    loader.load_state_dict(own)
+    if own and "next_iter_state" in vars(loader):  # of torchdata
+        loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() takes it
+        iterator = vars(loader).get("_iterator")
+        for name in _COUNTERS:
+            if name in own and name in attributes_of(iterator):
+                setattr(iterator, name, own[name])
+    if generators is not None and is_stateful_loader(loader):  # others make their iterator later
+        streams = RandomStreams()
+        streams.watch([loader])
+        streams.restore_owned(generators)
+
+
+def _sizes_of(loader: Any) -> dict[str, int | None]:
+    dataset = getattr(loader, "dataset", None)
+    return {"ranks": ranks(), "batch": getattr(loader, "batch_size", None), "data": length_of(dataset)}
+
+
+def _warn_of_sizes(loader: Any, before: dict[str, int | None]) -> None:
+    """Warn of sizes with which the batches that such a loader counts are other samples."""
+    changes = []
+    for key, size in _sizes_of(loader).items():
+        if key == "batch" and not is_iterable(loader):
+            continue  # of a sampler it counts samples
+        size_before = before[key]
+        if size and size_before and size != size_before:
+            changes.append(f"{size} {_UNITS[key]}, in the snapshot {size_before}")
+    if changes:
+        logger.warning(
+            "%s continues behind as many batches as before, but there are %s: some samples are skipped or trained "
+            "twice. Give the engine ResumableLoader(loader), which counts samples",
+            type(loader).__name__,
+            "; ".join(changes),
+        )

@@ -1,0 +1,237 @@
+"""The plan of one iteration of a loader: where it begins, and what it notes so that a restart can begin there again.
+
+Three ways lead to a position in the data:
+
+* *Indices.* Indices of a map-style dataset are passed over in the sampler; no sample is fetched.
+* *Own state.* A loader or an iterable dataset that saves its own state is asked for it.
+* *Reading again.* Anything else is read from the start, and the batches that were trained are dropped.
+
+A *checkpoint* is a place behind ``at`` batches where an iteration can begin: the state of the loader, of the dataset,
+or of the worker processes. From there, batches are read again as far as the position. All of it happens with the
+random generators as they were then.
+"""
+
+import itertools
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lazysnap.data.digests import digest_of
+from lazysnap.data.layout import is_first_rank
+from lazysnap.data.own_state import is_asked, load_loader, saves_position, state_of_loader
+from lazysnap.data.parts import attributes_of, base_of, is_iterable
+
+if TYPE_CHECKING:
+    from lazysnap.data.position import Position
+
+logger = logging.getLogger(__name__)
+
+Checkpoint = dict[str, Any]
+"""``at``, and ``loader``; or ``dataset`` and ``has_ended``; or ``seed`` and states of the ``workers``."""
+
+_OTHER_ORDER = (
+    "the sampler of %s gives this epoch in another order than before the restart: some samples are skipped and others "
+    "trained twice. Its order comes from something that no snapshot holds, or it draws from the global random "
+    "generators as it goes: seed it when it is iterated, or let it draw from a generator that it keeps in an attribute"
+)
+
+
+def _reference_to(base: Any) -> Callable[[], Any]:
+    """Return a weak reference. A list, which none can be made to, keeps no iterator: it is kept itself."""
+    try:
+        return weakref.ref(base)
+    except TypeError:
+        return lambda: base
+
+
+class IterationPlan:
+    """Plan of one iteration: its beginning, and the notes of its batches.
+
+    It has many attributes: what is noted of each batch until the batch is over.
+    """
+
+    def __init__(self, position: "Position") -> None:
+        # A loader may keep its iterator, and that keeps this; a cycle would keep worker processes.
+        self._position = weakref.ref(position)
+        self._base = _reference_to(base_of(position.loader))
+        self.streams = position.streams
+        self.reads_ahead = hasattr(type(position.loader), "adjust_state_dict_for_prefetch")
+        """True for Accelerate's loaders: they fetch one batch before they give the one before it."""
+        self.is_asked = is_asked(self.base)
+        """True if the loader is asked for its own state."""
+        self.notes: dict[str, Any] = {}
+        """Random generators as they were when the iteration began, before its first batch and before the last one."""
+        self.checkpoints: deque[Checkpoint] = deque(maxlen=2)
+        self.read = 0
+        """Batches that the iterator of torch has read or passed over."""
+        self.passes = 0
+        """Batches to pass over by their indices."""
+        self.start: Checkpoint = {}
+        """The checkpoint at which the iteration begins."""
+        self.origin: dict[str, Any] | None = None
+        """The position with whose generators it begins; ``None``: with those of the program."""
+        self.rereads = False
+        """True if batches are read again: the generators of the program are put back behind them."""
+        self.streams_before: dict[int, dict[str, Any] | None] = {}
+        """Generators to put back before a batch is read, by its number; ``None``: those of the program."""
+        self.has_ended = False
+        """True if the iterable dataset gave its last sample: its own state is that of the next epoch."""
+        self._streams_at_first: dict[str, Any] | None = None
+        self._order_warned = False
+        self._taken = 0
+        """Indices of batches that were taken from the sampler."""
+        self._digests: dict[int, int] = {}
+        """Digests of the last of them, by number: workers and Accelerate's loaders take some before they are given."""
+
+    @property
+    def base(self) -> Any:
+        """The loader of torch."""
+        return self._base()
+
+    @property
+    def workers(self) -> int:
+        """Worker processes of the loader."""
+        return int(getattr(self.base, "num_workers", 0))
+
+    # ---------------------------------------------------------------- beginning
+
+    def begin(self, *, stayed: bool = False) -> None:
+        """Note or restore the generators at the beginning; ``stayed``: the workers are those of the epoch before."""
+        if self.origin is None:
+            self.notes["at_iter"] = self.streams.collect()
+            self.notes["stayed"] = stayed
+        else:
+            self.streams.restore(self.origin["at_iter"])
+
+    def load_own(self) -> None:
+        """Give the loader the state of its own with which it begins."""
+        load_loader(self.base, self.start["loader"])
+
+    def pass_over(self, iterator: Any) -> None:
+        """Before the first index is taken from the sampler: pass over ``passes`` batches."""
+        self._watch()
+        streams_here = self.streams.collect()
+        self._streams_at_first = streams_here
+        if self.origin is None or "at_first" not in self.origin:  # or it was captured before its first batch
+            self._note_streams()
+        elif not self.workers or self._has_other_workers():
+            self.streams.restore(self.origin["at_first"])
+        self.read = self.passes or self.start.get("at", 0)
+        if self.passes:
+            self._pass_over_indices(iterator)
+        if self.origin is not None and not self.workers and not self.rereads:
+            self.streams.restore(streams_here)
+
+    def _pass_over_indices(self, iterator: Any) -> None:
+        first_index = list(itertools.islice(iterator._sampler_iter, 1))
+        last_index = list(itertools.islice(iterator._sampler_iter, max(self.passes - 2, 0), self.passes - 1))
+        for index in first_index:
+            self.note_index(index)
+        self._taken = self.passes - len(last_index)
+        for index in last_index:
+            self.note_index(index)
+        if len(first_index) + len(last_index) < min(self.passes, 2):
+            logger.warning("the data ends before batch %d, where it was to continue", self.passes)
+        for name in ("_num_yielded", "_sampler_iter_yielded"):
+            if name in attributes_of(iterator):
+                setattr(iterator, name, self.passes)
+
+    def _has_other_workers(self) -> bool:
+        position = self._position()
+        return position is not None and position.has_other_workers
+
+    def _watch(self) -> None:
+        position = self._position()
+        if position is not None:
+            self.streams.watch([position.loader, self.base])
+
+    # ---------------------------------------------------------------- notes of each batch
+
+    def note_index(self, index: Any) -> None:
+        """Note a digest of a batch's indices; after a restart compare the first and the last with those of before."""
+        if is_iterable(self.base):
+            return
+        self._taken += 1
+        digest = digest_of(index)
+        self._digests[self._taken] = digest
+        self._digests.pop(self._taken - self._most_ahead() - 2, None)
+        if self._taken == 1:
+            self.notes["first_index"] = digest
+        self._compare_order(digest)
+
+    def _most_ahead(self) -> int:
+        """Return how many batches may be taken from the sampler before they are given."""
+        return self.workers * (self.base.prefetch_factor or 1) + self.reads_ahead
+
+    def _compare_order(self, digest: int) -> None:
+        position = self._position()
+        if self.origin is None or position is None or position.is_recounted:
+            return
+        digests_before = []
+        if self._taken == 1:
+            digests_before.append(self.origin.get("first_index"))
+        if self._taken == self.origin["given"]:
+            digests_before.append(self.origin.get("last_index"))
+        is_same = all(digest_before in (None, digest) for digest_before in digests_before)
+        if not is_same and not self._order_warned:
+            self._order_warned = True
+            if is_first_rank():
+                logger.warning(_OTHER_ORDER, type(self.base.dataset).__name__)
+
+    def digest_of_index(self, number: int) -> int | None:
+        """Return the digest of the indices of batch ``number``; ``None``, if they were not noted."""
+        return self._digests.get(number)
+
+    def before_batch(self) -> None:
+        """The indices of the next batch are taken, and it is read then."""
+        number = self.read + 1
+        if number in self.streams_before:
+            streams = self.streams_before.pop(number) or self._streams_at_first
+            assert streams is not None
+            self._watch()
+            self.streams.restore(streams)
+        if self.reads_ahead:
+            self._note_streams()
+            self._note_checkpoint()
+
+    def _note_streams(self) -> None:
+        streams = self.streams.collect()
+        self.notes["ahead"] = streams
+        self.notes.setdefault("at_first", streams)
+
+    def _note_checkpoint(self) -> None:
+        if not self.read:
+            return
+        at = self.read
+        if self.is_asked:
+            at += 1  # counted are the batches that Accelerate's loader gave: it has fetched one more
+        checkpoint = self._checkpoint_here(at)
+        if checkpoint is not None:
+            self.checkpoints.append(checkpoint)
+
+    def _checkpoint_here(self, at: int) -> Checkpoint | None:
+        """Return the state that the loader, or the dataset in this process, saves behind ``at`` batches."""
+        if self.is_asked:
+            return {"at": at, "loader": state_of_loader(self.base)}
+        if not self.workers and is_iterable(self.base) and saves_position(self.base.dataset):
+            return {"at": at, "dataset": self.base.dataset.state_dict(), "has_ended": self.has_ended}
+        return None
+
+    def checkpoint_behind(self, given: int, *, is_at_end: bool) -> Checkpoint | None:
+        """Return the newest checkpoint behind at most ``given`` batches. ``is_at_end``: they are the whole epoch."""
+        if given and self.start.get("at") == given:
+            return self.start  # nothing was given since
+        # Before the first batch a loader's own state may be that of the epoch before, at its end.
+        if given and not self.reads_ahead and (self.is_asked or given == self.read):
+            checkpoint = self._checkpoint_here(given)
+            if checkpoint is not None:
+                return checkpoint
+        most = given
+        if is_at_end and self.reads_ahead:
+            most = given - 1  # with no batch left, Accelerate's loaders would not count the epoch
+        for checkpoint in reversed(self.checkpoints):
+            if checkpoint["at"] <= most:
+                return checkpoint
+        return None

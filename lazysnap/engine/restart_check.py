@@ -1,0 +1,328 @@
+"""The check of a restart: a step that is trained again is compared with the capture of it that memory has.
+
+What no snapshot holds cannot be compared, but what it changes can: a batch that the program fetched ahead, a generator
+that is not part of the state. docs/architecture.md has the argument why the check loses nothing.
+"""
+
+import ctypes
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lazysnap import faults
+from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.dtypes import DTYPES
+from lazysnap.capture.plan import view_of
+from lazysnap.engine.messages import Event, Messages
+from lazysnap.errors import LazySnapError
+from lazysnap.keeper.client import KeeperClient
+from lazysnap.memory.slots import TrainerSlot
+from lazysnap.resolver import SnapshotKey
+from lazysnap.shard.layout import Layout, TensorSpec
+from lazysnap.shard.manifest import TAG, CaptureMeta
+
+logger = logging.getLogger("lazysnap.engine")
+
+_DEADLINE_S = 60.0
+"""Seconds that the copy of the repeated step and the comparison may take together."""
+_PIECE_BYTES = 16 << 20
+"""Bytes that are compared between two looks at the clock."""
+_ELEMENTS = 1 << 15
+"""Elements of a difference that are worked out at a time: torch uses one thread for so many."""
+_MOST_NAMED = 3
+_ROUNDING = 1e-3
+"""Largest relative difference in one step that kernels with another order of sums make."""
+
+_GENERATORS = "owned"
+"""Key of the generators that loaders and samplers own, as ``data.streams`` collects them. A sampler makes some at its
+first iteration, so one of two captures may lack them: those that both have are compared."""
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a step that was trained again differs from before. Empty: it is identical, bit for bit."""
+
+    entries: tuple[str, ...] = ()
+    """Names of differing entries of the small state, and of tensors that only the one or the other has."""
+    tensors: tuple[str, ...] = ()
+    """Names of differing tensors; once ``ratios`` is known, the largest difference first."""
+    ratios: tuple[float, ...] = ()
+    """The largest difference in each of ``tensors``, as a part of its largest value. Empty: not worked out."""
+
+    @property
+    def text(self) -> str:
+        """Return what differs, in words; empty if nothing does."""
+        parts = []
+        if self.entries:
+            parts.append(f"small state: {_some(self.entries)}")
+        if self.tensors:
+            named = list(self.tensors)
+            if self.ratios:
+                named = [f"{name} by {ratio:.1g}" for name, ratio in zip(self.tensors, self.ratios, strict=True)]
+            parts.append(f"tensors: {_some(named)}")
+        return "; ".join(parts)
+
+    @property
+    def usual_cause(self) -> str:
+        """Return what such a difference usually means."""
+        if self.entries and not self.tensors:
+            return "a time in the state, which no restart repeats, or data and random numbers that no snapshot has"
+        if self.entries:
+            return "a batch that the program holds or draws ahead, or data and random numbers that no snapshot has"
+        if self.ratios and max(self.ratios) <= _ROUNDING:
+            return "kernels that are not deterministic (torch.use_deterministic_algorithms)"
+        return "a batch that the program holds, or an object that trains and is not part of the state"
+
+
+class RestartCheck:
+    """Compares one step of a restart with the capture of an earlier start. Used on the training thread.
+
+    IDLE -> AWAITING (``begin``) -> COMPARING (``compare``), and from any to IDLE (``cancel``, ``report``). Until it is
+    IDLE again the slots that it reads are not written over.
+    """
+
+    def __init__(self, client: KeeperClient, messages: Messages, clocks: tuple[str, ...]) -> None:
+        """``clocks``: see ``StateSource``."""
+        self._client = client
+        self._messages = messages
+        self._clocks = clocks
+        self.step: int | None = None
+        """The step that this start trains again; it stays when the check is over."""
+        self._expected: TrainerSlot | None = None
+        """The slot with the capture of the earlier start; ``None`` while IDLE."""
+        self._comparison: _Comparison | None = None
+        """Not ``None`` while COMPARING."""
+
+    def begin(self, key: SnapshotKey) -> None:
+        """Await the step of a capture in memory, and let no later restart train it again."""
+        self.cancel()
+        for slot in self._client.mapped():
+            view = slot.view()
+            if view.is_whole and view.step == key.step and view.start == int(key.start, 16):
+                slot.allow_repeat(is_repeatable=False)
+                self.step = key.step
+                self._expected = slot
+        faults.point("engine.check_begun")
+
+    def compare(self, capture: Capture) -> None:
+        """A capture began: if it is of the awaited step, compare it beside training once it is whole."""
+        if self._expected is None or self._comparison is not None:
+            return
+        if capture.step != self.step:
+            self._end(Event.RESTART_NOT_COMPARED, text="the step was not captured again")
+            return
+        comparison = _Comparison(self._expected, capture, self._clocks)
+        try:
+            comparison.start()
+        except RuntimeError as error:  # a limit of threads
+            self._end(Event.RESTART_NOT_COMPARED, text=error)
+        else:
+            self._comparison = comparison
+
+    def uses(self, slot: TrainerSlot) -> bool:
+        """Return True if the slot holds what is, or will be, compared."""
+        if self._expected is None:
+            return False
+        return slot is self._expected or (self._comparison is not None and slot is self._comparison.capture.slot)
+
+    def report(self) -> None:
+        """Print the result once it is known. Hot."""
+        comparison = self._comparison
+        if comparison is not None and not comparison.is_alive():
+            self._report(comparison)
+
+    def _report(self, comparison: "_Comparison") -> None:
+        difference = comparison.difference
+        if difference is None:
+            self._end(Event.RESTART_NOT_COMPARED, text=comparison.failure)
+        elif difference.text:
+            self._messages.statistics.restart_check = difference.text
+            self._end(Event.RESTART_DIFFERS, text=difference.text, cause=difference.usual_cause)
+        else:
+            self._messages.statistics.restart_check = "identical"
+            self._end(Event.RESTART_EXACT)
+
+    def give_up(self) -> bool:
+        """End a comparison, since a capture needs a slot, and report what is known. Returns: True if there was one."""
+        comparison = self._comparison
+        if comparison is None:
+            return False
+        comparison.is_cancelled = True
+        self._report(comparison)
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a comparison under way is over, at most ``timeout_s``, and report it."""
+        if self._comparison is not None:
+            self._comparison.join(timeout_s)
+            self.report()
+
+    def cancel(self) -> None:
+        """Compare nothing any more: training goes on from another state, or ends."""
+        if self._comparison is not None:
+            self._comparison.is_cancelled = True
+        self._comparison = None
+        self._expected = None
+        self.step = None
+
+    def _end(self, event: Event, **values: Any) -> None:
+        self._comparison = None
+        self._expected = None
+        self._messages.tell(event, step=self.step, **values)
+
+
+class _Comparison(threading.Thread):
+    """Compares two slots beside training. Nothing that fails here reaches training."""
+
+    def __init__(self, expected: TrainerSlot, capture: Capture, clocks: tuple[str, ...]) -> None:
+        super().__init__(name="lazysnap-restart-check", daemon=True)
+        self.capture = capture
+        self._expected = expected
+        self._clocks = clocks
+        self._deadline_s = time.monotonic() + _DEADLINE_S
+        self.is_cancelled = False
+        self.difference: Difference | None = None
+        """The result; ``None`` if there is none. It has no ratios at first."""
+        self.failure = "its slots were needed for the next capture"
+        """Why there is none."""
+
+    def run(self) -> None:
+        """Wait until the capture is whole, then compare."""
+        try:
+            self.capture.released.wait(_DEADLINE_S)
+            if self.capture.phase is Phase.WHOLE:
+                faults.point("engine.compare")
+                self._compare(_Image.of(self._expected), _Image.of(self.capture.slot))
+            else:
+                self.failure = f"the repeated step was not captured: {self.capture.reason or 'its copy hangs'}"
+        except Exception as error:  # noqa: BLE001  the outermost handler of the thread: it costs the line alone
+            self.failure = str(error) or repr(error)
+
+    def _compare(self, before: "_Image", after: "_Image") -> None:
+        entries = [name for name in _differing(before.meta.state, after.meta.state) if name not in self._clocks]
+        tensors = []
+        for name in sorted({*before.names, *after.names}):
+            if not (name in before.layout and name in after.layout) or before.spec(name) != after.spec(name):
+                entries.append(name)
+            elif not self._are_equal(before, after, name):
+                if before.tensor(name).is_floating_point():
+                    tensors.append(name)
+                else:  # a generator or a counter
+                    entries.append(name)
+        self.difference = Difference(tuple(entries), tuple(tensors))
+        ratios = {name: self._relative_difference(before.tensor(name), after.tensor(name)) for name in tensors}
+        tensors.sort(key=ratios.__getitem__, reverse=True)
+        self.difference = Difference(tuple(entries), tuple(tensors), tuple(ratios[name] for name in tensors))
+
+    def _are_equal(self, before: "_Image", after: "_Image", name: str) -> bool:
+        first = before.address(name)
+        second = after.address(name)
+        size_bytes = before.spec(name).nbytes
+        for offset in range(0, size_bytes, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, size_bytes - offset)
+            # Other threads run meanwhile, unlike with a comparison of memoryviews.
+            is_equal = _libc.memcmp(first + offset, second + offset, length) == 0
+            self._check_time()  # behind the comparison: a slot that was needed has other bytes by now
+            if not is_equal:
+                return False
+        return True
+
+    def _relative_difference(self, before: torch.Tensor, after: torch.Tensor) -> float:
+        """Return the greatest difference of two elements, as a part of the greatest element."""
+        greatest = 0.0
+        largest = 0.0
+        for start in range(0, before.numel(), _ELEMENTS):
+            first = before[start : start + _ELEMENTS].double()
+            second = after[start : start + _ELEMENTS].double()
+            greatest = max(greatest, float((first - second).abs().max()))
+            largest = max(largest, float(first.abs().max()), float(second.abs().max()))
+            self._check_time()
+        return greatest / largest if largest else 0.0
+
+    def _check_time(self) -> None:
+        if self.is_cancelled or time.monotonic() > self._deadline_s:
+            raise LazySnapError(f"the comparison took more than {_DEADLINE_S:g} s")
+
+
+@dataclass(frozen=True)
+class _Image:
+    """The capture in a slot, read."""
+
+    meta: CaptureMeta
+    layout: Layout
+    data: torch.Tensor
+    """All bytes. It keeps the slot mapped."""
+
+    @classmethod
+    def of(cls, slot: TrainerSlot) -> "_Image":
+        """Read the headers of a whole capture. Raises: FormatError."""
+        size_bytes = slot.view().image_bytes
+        layout = Layout.parse(slot.image[:size_bytes], size_bytes)
+        return cls(CaptureMeta.from_bytes(slot.read_meta()), layout, view_of(slot.image, 0, torch.uint8, (size_bytes,)))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors whose bytes are there."""
+        return [spec.name for spec in self.layout.specs]
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return name, dtype and shape of a tensor."""
+        spec, _ = self.layout.find(name)
+        return spec
+
+    def address(self, name: str) -> int:
+        """Return where the bytes of a tensor are in this process."""
+        _, offset = self.layout.find(name)
+        return self.data.data_ptr() + offset
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the elements of a tensor, flat."""
+        spec, offset = self.layout.find(name)
+        return self.data[offset : offset + spec.nbytes].view(DTYPES[spec.dtype])
+
+
+def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the places in an encoded state (``state.codec``) where two of them differ."""
+    if before == after:
+        return
+    if path[-1:] == (_GENERATORS,) and _are_generators(before) and _are_generators(after):
+        states = {place: state for place, _, state in after}
+        for place, _, state in before:
+            yield from _differing(state, states.get(place, state), (*path, place))
+    elif isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
+        for key in before:
+            inner = path if TAG in before else (*path, key)
+            yield from _differing(before[key], after[key], inner)
+    elif _are_nested(before) and _are_nested(after) and len(before) == len(after):
+        for number, (first, second) in enumerate(zip(before, after, strict=True)):
+            yield from _differing(first, second, (*path, str(number)))
+    else:
+        yield ".".join(path)
+
+
+def _are_generators(value: Any) -> bool:
+    """Return True for a list of places, types and states."""
+    return isinstance(value, list) and all(isinstance(item, list) and len(item) == 3 for item in value)
+
+
+def _are_nested(value: Any) -> bool:
+    """Return True for a list whose items hold others. One of plain values is named as a whole."""
+    return isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
+
+
+def _some(names: "tuple[str, ...] | list[str]") -> str:
+    """Return the first names, and how many there are besides."""
+    unique = list(dict.fromkeys(names))
+    text = ", ".join(itertools.islice(unique, _MOST_NAMED))
+    if len(unique) > _MOST_NAMED:
+        text += f" and {len(unique) - _MOST_NAMED} more"
+    return text

@@ -1,0 +1,135 @@
+"""A directory of ``save_state(directory)``: the name of a snapshot, and the place for a checkpoint made of that.
+
+``lazysnap.json`` in it says which snapshot. When that is durable, the files of Accelerate's layout are put there: those
+of an earlier checkpoint are deleted, and the new ones are moved in, weights last. Stock ``load_state`` fails without
+weights, so it never takes some files of a checkpoint, or files of two. All other files stay.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from lazysnap import faults
+from lazysnap.errors import ConfigError
+from lazysnap.exports.target import STOCK_FILE, check_outside, sync
+from lazysnap.levels.files import sync_directory, temp_name
+from lazysnap.shard.limits import load_json
+
+_NAME_FILE = "lazysnap.json"
+_EXPORT = ".lazysnap-export"
+_MOST_BYTES = 1 << 16
+_NESTING = 2
+_FIRST_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""Files without which stock ``load_state`` fails, whatever else is there."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """The snapshot that a directory names."""
+
+    place: str
+    """Path or URL of the first level that stores it."""
+    run: str
+    step: int
+
+    @property
+    def which(self) -> str:
+        """The snapshot as ``restore`` and ``export`` take it."""
+        return f"run:{self.run}@{self.step}"
+
+
+def name_snapshot(directory: str, named: Named) -> None:
+    """Let a directory, which is made if it is not there, name a snapshot, durably.
+
+    Blocks. Raises: ConfigError, for a directory in a snapshot of a level; OSError.
+    """
+    directory = os.path.realpath(directory)
+    check_outside(directory)
+    os.makedirs(directory, exist_ok=True)
+    temp = os.path.join(directory, temp_name(_NAME_FILE))
+    with open(temp, "x", encoding="utf-8") as file:
+        json.dump(asdict(named), file)
+    sync(temp)
+    os.replace(temp, os.path.join(directory, _NAME_FILE))
+    sync_directory(directory)
+
+
+def named_in(directory: str) -> Named | None:
+    """Return the snapshot that a directory names; ``None`` if it names none. Blocks."""
+    try:
+        with open(os.path.join(directory, _NAME_FILE), "rb") as file:
+            named = Named(**load_json(file.read(_MOST_BYTES), _NESTING))
+    except (OSError, ValueError, TypeError):
+        return None
+    is_valid = isinstance(named.place, str) and isinstance(named.run, str) and type(named.step) is int
+    return named if is_valid else None
+
+
+def forget_name(directory: str) -> None:
+    """Let a directory name no snapshot any more. Blocks: until a checkpoint is in it that is being put there."""
+    with contextlib.suppress(FileNotFoundError), _locked(directory):
+        os.unlink(os.path.join(directory, _NAME_FILE))
+
+
+def has_checkpoint(directory: str) -> bool:
+    """True if there are files of a checkpoint in a directory. Blocks."""
+    return any(STOCK_FILE.fullmatch(name) for name in os.listdir(directory))
+
+
+@contextlib.contextmanager
+def filled(directory: str, named: Named) -> Iterator[str]:
+    """Yield a path for a new directory; on success its files become the checkpoint in ``directory``, durably.
+
+    Blocks: while another process does this, too. Raises: ConfigError, if the directory names another snapshot by now,
+    whose files are not touched; OSError; FileNotFoundError, if the directory was deleted.
+    """
+    with _locked(directory):
+        _check_named(directory, named)
+        temp = os.path.join(directory, _EXPORT)
+        shutil.rmtree(temp, ignore_errors=True)  # of a process that was killed
+        try:
+            yield temp
+            sync(temp)
+            faults.point("export.whole")
+            _check_named(directory, named)
+            _move_into(directory, temp)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+
+
+def _check_named(directory: str, named: Named) -> None:
+    if named_in(directory) != named:
+        raise ConfigError(f"{directory} does not name step {named.step} any more: export to another directory")
+
+
+def _move_into(directory: str, temp: str) -> None:
+    earlier = filter(STOCK_FILE.fullmatch, os.listdir(directory))
+    for name in sorted(earlier, key=_place_in_order, reverse=True):
+        os.unlink(os.path.join(directory, name))
+        sync_directory(directory)
+    for name in sorted(os.listdir(temp), key=_place_in_order):
+        faults.point("export.named.move")
+        sync_directory(directory)
+        os.rename(os.path.join(temp, name), os.path.join(directory, name))
+    sync_directory(directory)
+
+
+def _place_in_order(name: str) -> tuple[bool, bool]:
+    """Return where a file comes among those of its checkpoint: weights behind others, those of the first model last."""
+    return name.startswith(("model", "pytorch_model")), name in _FIRST_WEIGHTS
+
+
+@contextlib.contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """Let one process at a time change a directory. Blocks. Raises: FileNotFoundError, if it is not there."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

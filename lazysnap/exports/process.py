@@ -1,0 +1,67 @@
+"""An export in a process of its own, which outlives the training."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+from lazysnap.config import PersistentLevel
+from lazysnap.errors import LazySnapError
+from lazysnap.exports.exporting import ACCELERATE, export
+from lazysnap.exports.named import named_in
+from lazysnap.levels.redaction import Redaction
+
+_NICE = 10  # a tenth of a busy core; 19 would be a seventieth, and a process begins with an import of torch
+_PROGRAM = "import sys; from lazysnap.exports.process import main; sys.exit(main())"
+
+
+def start_export(directory: str, level: PersistentLevel) -> "subprocess.Popen[str]":
+    """Start a detached process of low priority that puts a checkpoint into a directory of ``save_state(directory)``.
+
+    ``level``: has the snapshot that the directory names. Standard output says what went wrong, if the exit code is not
+    0. Does not block for more than some milliseconds. Raises: OSError.
+    """
+    arguments = {
+        "directory": os.path.abspath(directory),
+        "place": level.url,
+        "storage_options": dict(level.storage_options or {}),
+    }
+    root = str(pathlib.Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM],
+        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+        text=True,
+    )
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin:  # there no other user sees the options of the storage
+        json.dump(arguments, process.stdin)
+    threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True).start()
+    return process
+
+
+def main() -> int:
+    """Export to the directory that standard input names, unless it was deleted. Return the exit code. Blocks."""
+    arguments = json.load(sys.stdin)
+    directory = arguments["directory"]
+    options = arguments["storage_options"]
+    named = named_in(directory)
+    if named is None:
+        return 0
+    try:
+        export(arguments["place"], directory, which=named.which, format=ACCELERATE, storage_options=options)
+    except (LazySnapError, OSError) as error:
+        if named_in(directory) == named:
+            sys.stdout.write(Redaction({"secret": list(options.values())}).clean(error))
+            return 1
+    return 0

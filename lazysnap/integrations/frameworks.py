@@ -1,0 +1,108 @@
+"""What integrations need of a framework: is it there, which object is of it, methods that are replaced for a while."""
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from importlib.util import find_spec
+from typing import Any
+
+from lazysnap.config import KeepBest, SnapshotConfig
+from lazysnap.errors import ConfigError
+
+_MISSING = object()
+
+
+def is_installed(package: str) -> bool:
+    """True if ``package`` can be imported; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook refuses it, or a test put None in its place
+        return False
+
+
+def require(who: str, framework: str, extra: str, *packages: str) -> None:
+    """Check for a framework before any other import, so that the error names it, and not a package that it brings.
+
+    Raises: ModuleNotFoundError, if none of ``packages`` is installed, which ``who`` needs.
+    """
+    if any(map(is_installed, packages)):
+        return
+    searched = ""
+    if len(packages) > 1:
+        searched = f" (neither {' nor '.join(packages)})"
+    raise ModuleNotFoundError(
+        f'{who} needs {framework}, which is not installed here{searched}: run `pip install "lazysnap[{extra}]"`',
+        name=packages[0],
+    )
+
+
+def attach(
+    target: Any,
+    snapshots: "str | os.PathLike[str] | SnapshotConfig | None" = None,
+    *,
+    keep_best: KeepBest | None = None,
+) -> Any:
+    """Give an object of a framework snapshots, in place, and return it. Idempotent::
+
+        lazysnap.attach(trainer)
+        trainer.train(resume_from_checkpoint="latest")
+
+    Args:
+        target: an ``accelerate.Accelerator``, which has then what a ``LazyAccelerator`` has, or a
+            ``transformers.Trainer`` (those of TRL are, too), which has what ``LazyTrainerCallback`` gives it.
+        snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap`` or
+            ``<output_dir>/lazysnap``.
+        keep_best: keeps the best snapshots by a metric of a Trainer's evaluations. With an Accelerator, call
+            ``accelerator.engine.keep_best``.
+
+    Raises: ConfigError, for anything else, and as ``LazyAccelerator`` and ``LazyTrainerCallback``.
+    """
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(target).__mro__}
+    if "accelerate.Accelerator" in names:
+        from lazysnap.integrations.accelerate import attach_accelerator
+
+        if keep_best is not None:
+            raise ConfigError("attach: an Accelerator knows no metric: call accelerator.engine.keep_best(name, value)")
+        return attach_accelerator(target, snapshots)
+    if "transformers.Trainer" in names:
+        from lazysnap.integrations.transformers import attach_trainer
+
+        attach_trainer(target, snapshots, keep_best)
+        return target
+    raise ConfigError(
+        f"attach: an accelerate.Accelerator or a transformers.Trainer is needed, got {type(target).__qualname__}; for "
+        "Lightning use LazySnapshotCallback, for a plain loop SnapshotEngine"
+    )
+
+
+class Patches:
+    """A stack of methods that are replaced for a while. Only instances are touched, never classes.
+
+    ``is_on``: where it is false when a method is called, the original alone runs.
+    """
+
+    def __init__(self, is_on: Callable[[], bool] = lambda: True) -> None:
+        self._is_on = is_on
+        self._stack: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """Let ``owner.name(...)`` be ``replacement(original, ...)``."""
+        original = getattr(owner, name)
+
+        @wraps(original)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_on():
+                return original(*args, **kwargs)
+            return replacement(original, *args, **kwargs)
+
+        self._stack.append((owner, name, vars(owner).get(name, _MISSING)))
+        setattr(owner, name, method)
+
+    def undo(self) -> None:
+        """Put everything back, last first. Idempotent."""
+        while self._stack:
+            owner, name, before = self._stack.pop()
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)

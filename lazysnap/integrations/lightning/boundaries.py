@@ -1,0 +1,107 @@
+"""The step boundary of a Lightning fit: the methods of its loops that are replaced, and what each one does instead.
+
+The boundary of step k is just before the batches of step k + 1 are fetched: all of step k is over, and nothing of the
+next one has begun.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lazysnap.integrations.frameworks import Patches
+from lazysnap.integrations.lightning.loops import ended_within_epoch
+from lazysnap.integrations.lightning.state import LightningState
+
+
+class FitBoundaries:
+    """Finds the boundaries of one fit. Each method takes the place of one of a loop, and gets the original."""
+
+    def __init__(
+        self,
+        trainer: Any,
+        state: LightningState,
+        *,
+        gate: Callable[[], None],
+        capture: Callable[..., None],
+        go_back: Callable[[Any], None],
+    ) -> None:
+        """Nothing is replaced yet.
+
+        Args:
+            trainer: the trainer of the fit.
+            state: its state.
+            gate: waits until weights may change again.
+            capture: captures the step that is over; with ``is_last``, the last one of the fit.
+            go_back: goes back, if the program asked for it.
+        """
+        self._trainer = trainer
+        self._state = state
+        self._gate = gate
+        self._capture = capture
+        self._go_back = go_back
+
+    def install(self, patches: Patches) -> None:
+        """Replace the methods of the loops."""
+        fit_loop = self._trainer.fit_loop
+        epoch_loop = fit_loop.epoch_loop
+        patches.replace(fit_loop, "_load_combined_loader_states", self._before_loaders)
+        patches.replace(fit_loop, "run", self._run)
+        patches.replace(fit_loop, "on_advance_start", self._before_epoch)
+        patches.replace(epoch_loop, "on_run_start", self._start_epoch)
+        patches.replace(epoch_loop, "_on_before_fetch", self._before_fetch)
+        patches.replace(epoch_loop, "on_advance_end", self._end_batch)
+        patches.replace(epoch_loop.val_loop, "run", self._gated)
+        patches.replace(fit_loop, "on_advance_end", self._end_epoch)
+        patches.replace(fit_loop, "on_run_end", self._end_run)
+
+    # In the order of a fit
+
+    def _before_loaders(self, original: Callable[[], Any]) -> None:
+        # Positions come from the snapshot itself; Lightning drops them where loaders are set up early.
+        if not self._state.is_landing:
+            original()
+        self._state.prepare_loaders()
+
+    def _run(self, original: Callable[[], Any]) -> None:
+        original()
+        if self._state.has_ended:
+            self._state.put_averages_into_model()
+
+    def _before_epoch(self, original: Callable[[], Any]) -> None:
+        self._gate()
+        if self._state.is_landing and not self._state.lands_in_epoch():
+            self._state.land()
+        original()
+
+    def _start_epoch(self, original: Callable[[Any], Any], fetcher: Any) -> None:
+        self._state.watch_loaders()
+        original(fetcher)
+        if self._state.is_landing:
+            self._state.land()
+
+    def _before_fetch(self, original: Callable[[], Any]) -> None:
+        fetcher = self._trainer.fit_loop._data_fetcher
+        # Inside iter() a loader without length fetches one batch ahead: nothing of the epoch has begun to count.
+        if fetcher.length is not None or fetcher.fetched:
+            self._capture()
+        original()
+
+    def _end_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._go_back(self._trainer)  # a hook behind the callback's own may have asked
+        return original(*args, **kwargs)
+
+    def _gated(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._gate()
+        return original(*args, **kwargs)
+
+    def _end_epoch(self, original: Callable[[], Any]) -> None:
+        self._gate()
+        if ended_within_epoch(self._trainer):
+            # Before the epoch counts as over: a fit with a higher `max_steps` goes on within it.
+            self._capture(is_last=True)
+        original()
+
+    def _end_run(self, original: Callable[[], Any]) -> None:
+        self._gate()
+        # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
+        self._capture(is_last=True)
+        original()

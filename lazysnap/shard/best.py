@@ -1,0 +1,114 @@
+"""The names that ``keep_best`` gives. A name holds the value, so the names alone say which snapshots are the best.
+
+``best-val_loss-min-0.25-1200`` is the snapshot of step 1200, whose value is 0.25; smaller values are better. There is
+no other record: names at the levels are all that a restart, another process or a command needs to know. Pure.
+"""
+
+import operator
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lazysnap.errors import SnapshotNotFound
+
+BEST = "best"
+"""The best snapshot of all that are there, in place of a step or a name."""
+_NAME = re.compile(
+    r"best-(?P<metric>[A-Za-z0-9._-]+)-(?P<mode>min|max)-(?P<value>-?[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)-(?P<step>[0-9]+)"
+)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
+_METRIC_LENGTH = 24
+"""Characters of a metric that a name has room for: the last ones."""
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class BestName:
+    """The name of a snapshot that is among the best by a metric."""
+
+    metric: str
+    mode: str
+    """``min`` or ``max``: which values are better."""
+    value: float
+    """The value, with nine significant digits: no float32 number loses any."""
+    step: int
+
+    @classmethod
+    def of(cls, metric: str, mode: str, value: float, step: int) -> "BestName":
+        """Return the name for a metric of any name, such as ``val/loss``."""
+        short_metric = _NOT_IN_NAMES.sub("_", metric)[-_METRIC_LENGTH:]
+        return cls(short_metric, mode, float(f"{value:.9g}"), step)
+
+    @classmethod
+    def parse(cls, name: str) -> "BestName | None":
+        """Return what a name says; ``None`` for one that ``keep_best`` did not give."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return None
+        return cls(match["metric"], match["mode"], float(match["value"]), int(match["step"]))
+
+    @property
+    def text(self) -> str:
+        """The name."""
+        value = f"{self.value:.9g}".replace("+", "")
+        return f"best-{self.metric}-{self.mode}-{value}-{self.step}"
+
+    @property
+    def ranking(self) -> tuple[str, str]:
+        """Names are compared with names of the same metric and mode alone."""
+        return self.metric, self.mode
+
+    @property
+    def place(self) -> tuple[float, int]:
+        """The best name has the least; of equal values that of the earlier step."""
+        if self.mode == "max":
+            return -self.value, self.step
+        return self.value, self.step
+
+
+def best_names(names: Iterable[str]) -> list[BestName]:
+    """Return those names that ``keep_best`` gave, the best first."""
+    parsed = []
+    for name in names:
+        best_name = BestName.parse(name)
+        if best_name is not None:
+            parsed.append(best_name)
+    return sorted(parsed, key=_place_of)
+
+
+def _place_of(name: BestName) -> tuple[float, int]:
+    return name.place
+
+
+def has_name(names: Collection[str], wanted: str) -> bool:
+    """True if a snapshot with these names may be meant by ``wanted``."""
+    return wanted in names or (wanted == BEST and len(best_names(names)) > 0)
+
+
+def best_first(named: Iterable[tuple[_Item, Collection[str]]]) -> list[_Item]:
+    """Return the items in the order in which ``"best"`` means them.
+
+    Args:
+        named: items and their names, the newest first. Each has a name that ``keep_best`` gave, or is called "best".
+
+    Raises: SnapshotNotFound, if they are the best by different metrics.
+    """
+    called_best = []
+    ranked = []
+    rankings: set[tuple[str, str]] = set()
+    for item, names in named:
+        ranked_names = best_names(names)
+        rankings.update(name.ranking for name in ranked_names)
+        if BEST in names:
+            called_best.append(item)
+        elif ranked_names:
+            ranked.append((ranked_names[0].place, item))
+    if called_best:
+        return called_best
+    if len(rankings) > 1:
+        metrics = ", ".join(sorted(f"{metric} ({mode})" for metric, mode in rankings))
+        raise SnapshotNotFound(f'"best" may mean the best by {metrics}: give a name instead, `lazysnap ls` shows them')
+    ranked.sort(key=operator.itemgetter(0))
+    return [item for _, item in ranked]

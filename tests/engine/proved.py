@@ -1,0 +1,99 @@
+"""A training whose restart is checked: ``proved.py DIRECTORY CASE STEPS KILLED_AT VERIFY [END]``.
+
+It kills itself when step KILLED_AT is captured (0: never), in the way that END says. What is printed at the end: the
+check, and the digest of the weights. Each CASE but the first two has a hole: what it keeps is in no snapshot.
+"""
+
+import os
+import random
+import signal
+import sys
+
+import torch
+from support.bits import digest
+
+from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
+
+VERIFY = {"first": True, "always": "always", "never": False}
+
+
+class Data(torch.utils.data.Dataset):
+    """Samples with noise of a generator of its own, which has no seed."""
+
+    def __init__(self):
+        self.generator = random.Random()
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return torch.full((8,), index + self.generator.random())
+
+
+class Training:
+    def __init__(self, case):
+        torch.manual_seed(0)
+        self.case = case
+        self.model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 8))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.teacher = [parameter.detach().clone() for parameter in self.model.parameters()]
+        self.largest_loss = 0.0
+        self.data = Data()
+        self.held = None
+
+    def batch(self):
+        if self.case == "held" and self.held is not None:
+            batch = self.held
+        elif self.case == "generator":
+            batch = self.data[3]
+        else:
+            batch = torch.randn(4, 8)
+        if self.case == "held":
+            self.held = torch.randn(4, 8)
+        return batch
+
+    def loss(self):
+        batch = self.batch()
+        loss = (self.model(batch) - batch).square().mean()
+        if self.case == "ema":
+            for parameter, smoothed in zip(self.model.parameters(), self.teacher, strict=True):
+                loss = loss + (parameter - smoothed).square().sum()
+        if self.case == "metric":
+            self.largest_loss = max(self.largest_loss, loss.item())
+            loss = loss / self.largest_loss
+        return loss
+
+    def step(self):
+        for _ in range(3 if self.case == "accumulated" else 1):
+            self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, smoothed in zip(self.model.parameters(), self.teacher, strict=True):
+                smoothed.lerp_(parameter, 0.1)
+
+
+def main():
+    directory, case, steps, killed_at, verify, *end = sys.argv[1:]
+    training = Training(case)
+    config = SnapshotConfig(levels=(PersistentLevel(directory),), verify_restart=VERIFY[verify])
+    engine = SnapshotEngine(config, {"model": training.model, "optimizer": training.optimizer})
+    snapshot = engine.restore("latest")
+    print("resumed", snapshot and snapshot.step, flush=True)
+    with engine:
+        assert engine._wait_ready(60)
+        while engine.step < int(steps):
+            training.step()
+            is_killed = engine.step + 1 == int(killed_at)
+            engine.boundary(force=is_killed and end == ["forced"])
+            if is_killed:
+                if end == ["named"]:
+                    engine.keep("best")
+                assert engine.wait(until="captured", timeout_s=60)
+                os.kill(os.getpid(), signal.SIGKILL)
+    print("check", engine.statistics().restart_check)
+    print("digest", digest(training.model.state_dict()))
+
+
+if __name__ == "__main__":
+    main()
