@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but Python >= 3.10 with pip: each sets up .venv by itself.
 #
-#   make demo    kill a real training three times, resume it, compare bit for bit (DEMO="--kills 10")
+#   make demo    kill a real training, resume it, compare bit for bit
 #   make test    the quick tier of the tests: two minutes, on two busy cores
 #   make test-all  lint, types, import layers, all tests
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
@@ -30,7 +30,6 @@ export PYTHONDONTWRITEBYTECODE :=
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PYTEST ?=
-DEMO ?=
 BENCH ?= --params small
 LEVELS ?=
 RESTORE ?=
@@ -55,7 +54,7 @@ help:
 	@sed -n '2,21s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.demo
-	$(BIN)/lazysnap demo $(DEMO)
+	$(BIN)/lazysnap demo
 
 record: $(VENV)/.dev  # the picture in the README, of a run on this machine
 	$(BIN)/python docs/record.py docs/demo.svg $(BIN)/lazysnap demo
@@ -115,7 +114,7 @@ wheel: $(VENV)/.made
 	$(BIN)/uv pip install --quiet --python $(VENV)-wheel/bin/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"} \
 	  "$(TORCH)" dist/*.whl
 	bin="$$PWD/$(VENV)-wheel/bin"; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; cd "$$empty"; \
-	"$$bin/lazysnap" demo --max-steps 60 --kills 2
+	"$$bin/lazysnap" demo
 
 pythons: $(VENV)/.dev
 	found=""; for version in 3.10 3.12 3.13 3.14; do \

@@ -7,6 +7,7 @@ again, the keeper too, and only they are struck.
 import contextlib
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
@@ -14,53 +15,60 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lazysnap.keeper.runtime import ENVIRONMENT as RUNTIME_DIRECTORY
+from lazysnap.shard.names import SnapshotName, is_directory_of_ours, parse_file_name
 
+LOGS = "lazysnap-chaos"
+"""The directory of all logs, in the current one."""
+_STEP = re.compile(
+    r"(?i)^(?!.*(?:lazysnap|resum|restor|start|load|sav)).*?\b(?:global_)?(?:step|iter(?:ation)?)\W{0,3}(\d+)"
+)
+"""Lines that speak of a restart are not about a step that was trained."""
+_COPIED_BYTES = 100 << 20
 _TICK_S = 0.005
 _DEATH_S = 30.0
-_LONGEST_LINE = 1 << 16
+
+
+def step_of(line: str) -> int | None:
+    """Return the step that was trained, if a line is about one."""
+    match = _STEP.search(line)
+    return int(match[1]) if match else None
 
 
 @dataclass
-class Start:
-    """One start of the command, and the steps that it printed."""
+class CommandStart:
+    """One start of the command, and what it printed."""
 
     process: "subprocess.Popen[bytes]"
-    began_s: float
+    lines: list[str] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
 
 
 class Training:
-    """One training in an empty directory of its own. It has no keeper in common with others of this user."""
+    """A training in a directory of its own, over all its starts."""
 
-    def __init__(self, words: Sequence[str], step_line: "re.Pattern[str]", place: pathlib.Path) -> None:
-        """``words``: the command, with ``{dir}`` for the directory. ``step_line``: its first group is a step."""
-        self._words = words
-        self._step_line = step_line
-        self.place = place
-        """The place of this training: its log, and in ``files`` what the command writes."""
+    def __init__(self, place: pathlib.Path, words: list[str]) -> None:
+        """``place`` gets its log, and ``files``, where it runs. ``words``: the command."""
         self.files = place / "files"
         self.files.mkdir(parents=True)
-        self.directory: pathlib.Path | None = None
-        """The directory in which the command runs; ``None``: the current one."""
+        self._words = words
         self.log = place / "log.txt"
         self._log = self.log.open("wb", buffering=0)
         self._runtime = tempfile.TemporaryDirectory(prefix="lazysnap-", ignore_cleanup_errors=True)
         self._mark = f"{RUNTIME_DIRECTORY}={self._runtime.name}"
-        self._environment = {**os.environ, RUNTIME_DIRECTORY: self._runtime.name, "PYTHONUNBUFFERED": "1"}
         self._readers: list[threading.Thread] = []
-        self.starts: list[Start] = []
+        self.starts: list[CommandStart] = []
 
     def __enter__(self) -> "Training":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End all processes that are left, keepers too. Its files go if it is interrupted."""
-        self.end(self.all)
+        self.kill(self.all)
         for reader in self._readers:
             reader.join(_DEATH_S)
         self._log.close()
@@ -70,55 +78,53 @@ class Training:
 
     def start(self) -> None:
         """Start the command. Raises: OSError, if there is no such program."""
-        words = [word.replace("{dir}", str(self.files)) for word in self._words]
-        began_s = time.monotonic()
         process = subprocess.Popen(
-            words,
+            [word.replace("{dir}", str(self.files)) for word in self._words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=self._environment,
-            cwd=self.directory,
+            env={**os.environ, RUNTIME_DIRECTORY: self._runtime.name, "PYTHONUNBUFFERED": "1"},
+            cwd=self.files,
             start_new_session=True,
         )
-        self.starts.append(start := Start(process, began_s))
-        self._readers.append(threading.Thread(target=self._read, args=(start,), daemon=True))
-        self._readers[-1].start()
+        start = CommandStart(process)
+        reader = threading.Thread(target=self._read, args=(start,), daemon=True)
+        reader.start()
+        self.starts.append(start)
+        self._readers.append(reader)
 
-    def _read(self, start: Start) -> None:
+    def _read(self, start: CommandStart) -> None:
         assert start.process.stdout is not None
-        rest = b""
         with start.process.stdout as stream:
-            while data := os.read(stream.fileno(), _LONGEST_LINE):
+            for data in stream:
                 self._log.write(data)
-                *lines, rest = re.split(rb"[\r\n]+", (rest + data)[-2 * _LONGEST_LINE :])
-                for line in lines:
-                    match = self._step_line.search(line.decode(errors="replace"))
-                    if match and match[1] and match[1].isdecimal():
-                        start.times_s.append(time.monotonic())
-                        start.steps.append(int(match[1]))
+                line = data.decode(errors="replace").rstrip()
+                line = line.rpartition("\r")[2].replace(str(self.files), "{dir}")
+                start.lines.append(line)
+                step = step_of(line)
+                if step is not None:
+                    start.times_s.append(time.monotonic())
+                    start.steps.append(step)
 
     @property
     def code(self) -> int | None:
         """Exit code of the command's last start; ``None`` while it runs."""
         return self.starts[-1].process.poll()
 
-    def wait(self, is_met: Callable[[], bool], until_s: float) -> bool:
-        """Block until ``is_met``, the command ended, or the time came. True if ``is_met``."""
-        while not (met := is_met()) and self.code is None and time.monotonic() < until_s:
+    def wait(self, timeout_s: float, is_met: Callable[[], bool] = lambda: False) -> bool:
+        """Block until ``is_met``, or the command ended and its output is read. False after ``timeout_s``."""
+        until_s = time.monotonic() + timeout_s
+        while self.code is None and not is_met():
+            if time.monotonic() > until_s:
+                return False
             time.sleep(_TICK_S)
-        return met or is_met()
-
-    def wait_ended(self, until_s: float) -> bool:
-        """Block until the command ended and its output is read. False if the time came before."""
-        if not self.wait(lambda: self.code is not None, until_s):
-            return False
-        self._readers[-1].join(1.0)  # another process may hold its output open
+        if self.code is not None:
+            self._readers[-1].join(1.0)  # another process may hold its output open
         return True
 
-    def all(self) -> dict[int, bool]:
+    def _living(self) -> dict[int, bool]:
         """Return all living processes, and True for each that is a keeper of lazysnap."""
-        found: dict[int, bool] = {}
+        living = {}
         group = self.starts[-1].process.pid if self.starts and self.code is None else None
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             try:
@@ -128,30 +134,110 @@ class Training:
             except OSError:  # it ended, or is of another user
                 continue
             if state not in "ZX" and (is_marked or int(its_group) == group):
-                found[int(path.name)] = b"lazysnap.keeper" in words
-        return found
+                living[int(path.name)] = b"lazysnap.keeper" in words
+        return living
+
+    def all(self) -> list[int]:
+        """Return all living processes."""
+        return list(self._living())
 
     def trainers(self) -> list[int]:
         """Return the living processes but keepers."""
-        return [pid for pid, is_keeper in self.all().items() if not is_keeper]
+        return [pid for pid, is_keeper in self._living().items() if not is_keeper]
 
     def keepers(self) -> list[int]:
         """Return the living keepers of lazysnap."""
-        return [pid for pid, is_keeper in self.all().items() if is_keeper]
+        return [pid for pid, is_keeper in self._living().items() if is_keeper]
 
-    def signal(self, number: int, processes: Iterable[int]) -> None:
-        """Send a signal to those processes that still live."""
-        for pid in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def end(self, which: Callable[[], Collection[int]]) -> None:
-        """Kill ``which`` with SIGKILL until there are none."""
+    def kill(self, which: Callable[[], list[int]]) -> None:
+        """Send SIGKILL to ``which`` until there are none."""
         until_s = time.monotonic() + _DEATH_S
-        while (left := which()) and time.monotonic() < until_s:
-            self.signal(signal.SIGKILL, left)
+        while (pids := which()) and time.monotonic() < until_s:
+            _send(signal.SIGKILL, pids)
             time.sleep(_TICK_S)
+
+    def strike(self, fault: str, dice: random.Random, window_s: float) -> str:
+        """Do what ``fault`` names, and say what was done. Blocks for ``window_s`` if the fault passes."""
+        who = "training"
+        which = self.trainers
+        if fault in ("keeper", "stop-keeper"):
+            who = "keeper"
+            which = self.keepers
+        if fault in ("both", "flip"):
+            who = "training and keeper"
+            which = self.all
+        if fault in ("stop", "stop-keeper"):
+            pids = which()
+            _send(signal.SIGSTOP, pids)
+            try:
+                self.wait(window_s)
+            finally:
+                _send(signal.SIGCONT, pids)
+            return f"{who} stopped for {window_s:.1f} s"
+        if fault == "term":
+            _send(signal.SIGTERM, which())
+            if self.wait(_DEATH_S):
+                return f"SIGTERM; {who} ended with code {self.code}"
+        self.kill(which)
+        if fault == "flip":
+            return f"{who} killed, {self._damage(dice)}"
+        return f"{who} killed"
+
+    def _damage(self, dice: random.Random) -> str:
+        """Flip a bit of a file of the newest snapshot."""
+        path = dice.choice(self.newest_snapshot())
+        at = dice.randrange(path.stat().st_size)
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << dice.randrange(8)]))
+        return f"a bit of byte {at} of {path.relative_to(self.files)} flipped"
+
+    def newest_snapshot(self) -> list[pathlib.Path]:
+        """Return the files of the newest complete snapshot that lazysnap stored here; empty if there is none."""
+        snapshots: dict[SnapshotName, list[pathlib.Path]] = {}
+        paths: list[pathlib.Path] = []
+        with contextlib.suppress(FileNotFoundError):  # the training deletes snapshots, too
+            paths += self.files.rglob("node-*")
+        for path in sorted(paths):
+            name = SnapshotName.parse(path.parent.name)
+            if name is not None and parse_file_name(path.name) is not None:
+                snapshots.setdefault(name, []).append(path)
+        for name in sorted(snapshots, reverse=True):
+            if any(path.suffix == ".json" for path in snapshots[name]):  # the manifest, which is written last
+                return snapshots[name]
+        return []
 
     def last_lines(self, count: int) -> str:
         """Return the end of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
+
+
+def _send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def copy_directory(source: pathlib.Path, to: pathlib.Path, result: str | None) -> list[str]:
+    """Copy a directory, but for the snapshots and results of an earlier training.
+
+    An entry that is large is linked instead. Returns: the names of these entries.
+    """
+    linked = []
+    for path in source.iterdir():
+        children = list(path.rglob("*"))
+        if path.name == LOGS or any(is_directory_of_ours(child.name) for child in children):
+            continue
+        size_bytes = sum(child.lstat().st_size for child in [path, *children])
+        if path.is_symlink() or size_bytes > _COPIED_BYTES:
+            (to / path.name).symlink_to(path)
+            linked.append(path.name)
+        elif path.is_dir():
+            shutil.copytree(path, to / path.name, symlinks=True)
+        elif path.is_file():
+            shutil.copy2(path, to)
+    for path in list(to.glob(result)) if result is not None else ():
+        path.unlink()
+    return linked

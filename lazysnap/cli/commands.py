@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import lazysnap
 from lazysnap.cli.advise import parse_params, parse_time
-from lazysnap.cli.chaos import FAULTS, STEP_LINE, parse_faults
+from lazysnap.cli.chaos import FAULTS, parse_faults
 from lazysnap.cli.output import BAD, FAILED, INTERRUPTED, Output, command_words
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.exports.target import FORMATS
@@ -76,7 +76,6 @@ _ANY_URL = _argument("url", metavar="URL", nargs="?", help=_URL_HELP)
 _WANTED = _argument("wanted", metavar="STEP|NAME|latest", help="a step, a name given by keep, or 'latest'")
 _WORDS = _argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, behind --")
 _SAME_EXIT = "no restart after two equal exits within that time without a new step (30)"
-_SEED = _argument("--seed", type=int, default=1603, help="seed of the moments of the faults (1603)")
 
 COMMANDS = {
     "ls": Command(
@@ -231,28 +230,15 @@ COMMANDS = {
         "chaos:run",
         (
             _argument("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=",".join(FAULTS)),
-            _argument("--runs", type=int, metavar="N", help="runs in all, one fault each, in turn (one of each)"),
-            _SEED,
-            _argument("--result", metavar="GLOB", help="files of the result, to compare (default: the final snapshot)"),
-            _argument("--step-regex", default=STEP_LINE, metavar="REGEX", help="of lines of a step (of 'step 12')"),
-            _argument("--may-lose", type=int, metavar="N", help="steps that may be trained again (a tenth of all)"),
-            _argument("--max-restarts", type=int, default=5, metavar="N", help="restarts of a run (5)"),
-            _argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed one + 60)"),
-            _argument("--dir", metavar="DIR", help="for logs and files, a new one (lazysnap-chaos/TIME)"),
+            _argument("--seed", type=int, default=1603, help="chooses the moments of the faults (1603)"),
+            _argument("--result", metavar="GLOB", help="files to compare, beside the numbers that it prints"),
+            _argument("--may-lose", type=int, metavar="N", help="steps that may be repeated (any, if it resumes)"),
+            _argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed + 60)"),
             _WORDS,
         ),
         "lazysnap chaos -- python train.py",
     ),
-    "demo": Command(
-        "kill a real training, resume it, compare bit for bit",
-        "demo:run",
-        (
-            _argument("--max-steps", type=int, default=200, metavar="N", help="optimizer steps of the training (200)"),
-            _argument("--kills", type=int, default=3, metavar="N", help="times that it is killed (3)"),
-            _SEED,
-        ),
-        "lazysnap demo",
-    ),
+    "demo": Command("kill a real training, resume it, compare bit for bit", "demo:run", (), "lazysnap demo"),
     "run": Command(
         "start a training again after a crash, warm",
         "commands:run_again",

@@ -1,12 +1,9 @@
 """The training that ``lazysnap demo`` kills: a small transformer in a plain PyTorch loop, on text that Python brings.
 
-    python -m lazysnap.cli.demo_training --max-steps 200 --directory runs/demo
-
-It needs torch alone. Without ``--directory`` it runs without snapshots.
+It needs torch alone.
 """
 
 import argparse
-import contextlib
 import hashlib
 import inspect
 from typing import Any
@@ -15,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig, SnapshotEngine
+from lazysnap import ResumableLoader, SnapshotEngine
 
-_CONTEXT, _WIDTH, _BATCH = 64, 64, 4
+_CONTEXT = 64
+_WIDTH = 64
+_BATCH = 4
+_STEPS = 200
 
 
 class _Model(nn.Module):
@@ -59,42 +59,28 @@ def _digest(*states: Any) -> str:
 
 def main() -> None:
     """Train, print a line per step, and at the end the digest of weights and optimizer state."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--max-steps", type=int, default=200)
-    parser.add_argument("--directory")
-    parser.add_argument("--persist-every-n-steps", type=int, default=20)
-    args = parser.parse_args()
-
     torch.set_num_threads(1)  # steps are so small that threads would only wait for each other
     torch.manual_seed(1603)
     windows, characters = _windows()
     model = _Model(characters)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.max_steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
     loader = ResumableLoader(torch.utils.data.DataLoader(windows, _BATCH, shuffle=True, drop_last=True))  # type: ignore[arg-type]
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
-    with contextlib.ExitStack() as stack:
-        engine, step, source = None, 0, "nothing"
-        if args.directory is not None:
-            config = SnapshotConfig(levels=(PersistentLevel(args.directory, every_n_steps=args.persist_every_n_steps),))
-            engine = stack.enter_context(SnapshotEngine(config, state))
-            snapshot = engine.restore("latest")
-            step, source = engine.step, "nothing" if snapshot is None else snapshot.level
-        print(f"starting at step {step} from {source}", flush=True)  # noqa: T201
-        while step < args.max_steps:
+    with SnapshotEngine("lazysnap", state) as engine:
+        engine.restore("latest")
+        while engine.step < _STEPS:
             for batch in loader:
                 loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-                step += 1
-                if engine is not None:
-                    engine.boundary()
-                print(f"step {step} loss {loss.item():.4f}", flush=True)  # noqa: T201
-                if step == args.max_steps:
+                engine.boundary()
+                print(f"step {engine.step} loss {loss.item():.8f}", flush=True)  # noqa: T201
+                if engine.step == _STEPS:
                     break
-    print(f"finished at step {step}: {_digest(model.state_dict(), optimizer.state_dict())}", flush=True)  # noqa: T201
+    print(f"weights and optimizer state: {_digest(model.state_dict(), optimizer.state_dict())}")  # noqa: T201
 
 
 if __name__ == "__main__":

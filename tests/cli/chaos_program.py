@@ -1,66 +1,97 @@
-"""A training without torch that resumes by itself, and what users get wrong in theirs: the options.
+"""A plain loop that stores every step with lazysnap and prints its loss. Its argument names what it does wrong.
 
-Its result depends on all of its state. It stores every fifth step.
+``nothing``; state that no snapshot has: ``prefetch`` (nanoGPT), ``average`` (diffusers), ``metric`` (torchmetrics),
+``generator`` (webdataset), ``accumulate`` (two optimizers), ``position``; ``replaced`` (TensoRF: a second optimizer in
+place of the first), ``detached`` (a load that makes new tensors); ``refused`` (alpaca-lora); ``anew``.
 """
 
-import argparse
-import hashlib
 import pathlib
 import random
+import sys
+import time
 
-parser = argparse.ArgumentParser()
-parser.add_argument("directory", type=pathlib.Path)
-parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--forgets-momentum", action="store_true")
-parser.add_argument("--begins-anew", action="store_true")
-parser.add_argument("--refuses-to-resume", action="store_true")
-parser.add_argument("--unseeded", action="store_true")
-parser.add_argument("--silent", action="store_true")
-args = parser.parse_args()
+import torch
 
+from lazysnap import SnapshotEngine
 
-def load(path):
-    if args.refuses_to_resume:
-        raise RuntimeError(f"{path.name}: checkpoint of another day")
-    data = path.read_bytes()
-    if hashlib.sha256(data[32:]).digest() != data[:32]:
-        raise ValueError(f"{path.name} is damaged")
-    return int.from_bytes(data[32:36], "little"), data[36:68], data[68:]
+WRONG = sys.argv[1]
+STEPS = 30
 
 
-def newest():
-    for path in sorted(args.directory.glob("checkpoint-*.bin"), reverse=True):
-        try:
-            return load(path)
-        except ValueError:
-            continue
-    return None
+class Progress:
+    """State whose load fails."""
+
+    def state_dict(self):
+        return {"seen": 1}
+
+    def load_state_dict(self, state):
+        raise KeyError("adapter weights")
 
 
-def save(step, momentum, weights):
-    data = step.to_bytes(4, "little") + momentum + weights
-    data = hashlib.sha256(data).digest() + data
-    path = args.directory / f"checkpoint-{step:04}.bin"
-    draft = path.with_suffix(".tmp")
-    draft.write_bytes(data)
-    draft.rename(path)
-    for old in sorted(args.directory.glob("checkpoint-*.bin"))[:-2]:
-        old.unlink()
+class Weight:
+    """A parameter that its load replaces."""
+
+    def __init__(self):
+        self.value = torch.nn.Parameter(torch.ones(64))
+
+    def state_dict(self):
+        return {"value": self.value.detach()}
+
+    def load_state_dict(self, state):
+        self.value = torch.nn.Parameter(state["value"].clone())
 
 
-step, momentum, weights = 0, bytes(32), bytes(4096)
-if args.unseeded:
-    weights = random.SystemRandom().randbytes(4096)
-if not args.begins_anew and (found := newest()) is not None:
-    step, momentum, weights = found
-    if args.forgets_momentum:
-        momentum = bytes(32)
-while step < args.steps:
-    step += 1
-    momentum = hashlib.pbkdf2_hmac("sha256", momentum + weights[:64], step.to_bytes(4, "little"), 6000)
-    weights = weights[32:] + momentum
-    if not args.silent:
-        print(f"step {step}")
-    if step % 5 == 0:
-        save(step, momentum, weights)
-(args.directory / "result.json").write_text(f'{{"weights": "{hashlib.sha256(weights).hexdigest()}"}}')
+def draw():
+    return scale * torch.randn(8, 64)
+
+
+torch.manual_seed(7)
+scale = float(pathlib.Path("scale.txt").read_text())
+data = torch.randn(STEPS, 64)
+order = iter(range(STEPS))
+model = torch.nn.Linear(64, 1)
+weight = Weight()
+optimizer = torch.optim.AdamW([*model.parameters(), weight.value], lr=0.01)
+average = model.weight.detach().clone()
+waiting = torch.zeros_like(model.weight)
+augment = random.Random(3)
+seen = 0.0
+state = {"model": model, "optimizer": optimizer, "weight": weight}
+if WRONG == "refused":
+    state["progress"] = Progress()
+if WRONG != "detached":
+    state["weight"] = {"value": weight.value}
+
+with SnapshotEngine("lazysnap", state) as engine:
+    if WRONG != "anew":
+        engine.restore("latest")
+    if WRONG == "prefetch":
+        batch = draw()
+    while engine.step < STEPS:
+        began_s = time.perf_counter()
+        if WRONG != "prefetch":
+            batch = draw()
+        if WRONG == "generator":
+            batch = batch * augment.random()
+        if WRONG == "position":
+            batch = batch + data[next(order)]
+        if WRONG == "replaced" and engine.step == 3:
+            optimizer = torch.optim.AdamW([*model.parameters(), weight.value], lr=0.02)
+        loss = (model(batch * weight.value) - 1).square().mean()
+        if WRONG == "prefetch":
+            batch = draw()
+        loss.backward()
+        if WRONG == "accumulate":
+            waiting += model.weight.grad
+            model.weight.grad = waiting.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.lerp_(model.weight.detach(), 0.1)
+        seen += loss.item()
+        torch.arange(200_000).flip(0).sort()  # the work of a step
+        engine.boundary()
+        if engine.step == 3:
+            engine.wait(3, until="durable", timeout_s=60)
+        shown = {"average": average.norm().item(), "metric": seen}.get(WRONG, loss.item())
+        print(f"step {engine.step} loss {shown:.6f} in {time.perf_counter() - began_s:.4f} s", flush=True)
+torch.save(model.state_dict(), "model.pt")

@@ -112,8 +112,10 @@ def test_a_limit_of_file_sizes_below_a_slot_is_named_at_the_first_boundary_and_t
 def test_memory_that_was_refused_for_a_limit_is_asked_for_again(tmp_path):
     """The limit of the running keeper is raised, as ``prlimit`` of the shell does."""
     raise_and_train = """
-resource.prlimit(engine._client.keeper_pid, resource.RLIMIT_FSIZE, (hard, hard))
 deadline = time.monotonic() + 60
+while "File too large" not in str(engine.statistics().unprotected) and time.monotonic() < deadline:
+    train()
+resource.prlimit(engine._client.keeper_pid, resource.RLIMIT_FSIZE, (hard, hard))
 while not engine.statistics().began and time.monotonic() < deadline:
     train()
 engine.close()
@@ -122,7 +124,6 @@ engine.close()
 
     done = subprocess.run(arguments, timeout=120, capture_output=True, text=True, check=True)
 
-    before, after = done.stderr.split("went on")
+    before, _ = done.stderr.split("protected in memory again")
     assert "NOT protected in memory" in before
-    assert "protected in memory again" in after
     assert list((tmp_path / "run").glob("step-*"))
