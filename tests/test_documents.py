@@ -34,7 +34,6 @@ SYNOPSIS = [line for key, line in command_lines() if key == "cli.md#the-command-
 CALLS = [line for line in LINES if line.startswith("lazysnap ") and line not in SYNOPSIS]
 CONCRETE = {text for _, text in inline_commands("lazysnap") if re.search(r" runs/| --params", text)}
 NOT_RUN = {
-    "lazysnap demo": "half a minute: tests/cli/test_demo.py",
     "lazysnap chaos": "minutes: tests/cli/test_chaos.py",
     "lazysnap run": "cold starts: tests/warm, and below",
 }

@@ -185,10 +185,10 @@ def test_the_surface_does_not_grow():
     assert len(subcommands()) <= 15
     assert len(options) <= 45
     assert " ".join(sorted(options)) == (
-        "--all --bytes-per-param --config --deadline --dir --dry-run --faults --force --format --help --html --json "
-        "--keep-every --keep-last --keep-types --kills --max-restarts --max-steps --may-lose --mtbf --name --nodes "
-        "--only --params --peer --persist --prometheus --ranks --result --run --runs --same-exit-within --seed "
-        "--sharding --step --step-regex --step-time --storage-option --timeout --to --to-option --version --yes"
+        "--all --bytes-per-param --config --deadline --dry-run --faults --force --format --help --html --json "
+        "--keep-every --keep-last --keep-types --max-restarts --may-lose --mtbf --name --nodes "
+        "--only --params --peer --persist --prometheus --ranks --result --run --same-exit-within --seed "
+        "--sharding --step --step-time --storage-option --timeout --to --to-option --version --yes"
     )
 
 
