@@ -82,12 +82,14 @@ def _model_and_data(nan_at=0, batches=10):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
+    samples = torch.randn(16 * batches + 32, 8, generator=torch.Generator().manual_seed(1))
+
     class Data(L.LightningDataModule):
         def train_dataloader(self):
-            return torch.utils.data.DataLoader(torch.randn(16 * batches, 8), batch_size=16, shuffle=True)
+            return torch.utils.data.DataLoader(samples[32:], batch_size=16, shuffle=True)
 
         def val_dataloader(self):
-            return torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=16)
+            return torch.utils.data.DataLoader(samples[:32], batch_size=16)
 
     L.seed_everything(7, verbose=False)
     return {"model": Model(), "data": Data()}

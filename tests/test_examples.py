@@ -96,7 +96,8 @@ def test_an_example_that_is_killed_goes_on_where_it_was(tmp_path, script):
     assert "starting fresh" in first
     done = max(int(step) for step in re.findall(r"^step (\d+) loss", first, flags=re.M))
     [resumed] = re.findall(r"resumed step (\d+) of run .* from memory", second)
-    assert done - 1 <= int(resumed) <= done + 1
+    # The newest step is trained again.
+    assert done - 2 <= int(resumed) <= done + 1
     steps = [int(step) for step in re.findall(r"^step (\d+) loss", second, flags=re.M)]
     assert int(resumed) < steps[0] <= int(resumed) + 10
     losses = dict(re.findall(r"^step (\d+) loss ([\d.]+)$", first, flags=re.M))
@@ -184,8 +185,8 @@ def test_two_ranks_go_on_from_memory_when_one_of_them_was_killed(tmp_path):
     resumed = re.findall(r"rank (\d), process \d+: resumed at step (\d+) from memory", job.text)
     steps = {step for _, step in resumed}
     assert {rank for rank, _ in resumed} == {"0", "1"}, job.text[-4000:]
-    # Rank 0 was through step 10; what was begun two steps before was whole on both by then.
+    # Rank 0 was through step 10; what was begun two steps before was whole on both by then, and is trained again.
     assert len(steps) == 1
-    assert int(steps.pop()) >= 8
+    assert int(steps.pop()) >= 7
     assert f"finished at step 40 after {40 * 2 * 16 * 64:,} characters" in job.text
     assert code == 0, job.text[-4000:]

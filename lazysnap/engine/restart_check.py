@@ -298,15 +298,36 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
         states = {place: state for place, _, state in after}
         for place, _, state in before:
             yield from _differing(state, states.get(place, state), (*path, place))
-    elif isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
+    elif isinstance(before, str) and isinstance(after, str):
+        return  # such as the path of a file in the directory of a start: no step is computed from a text
+    elif _is_tagged(before) and _is_tagged(after) and before[TAG] == after[TAG]:
+        if before[TAG] != "Path":
+            yield from _differing_tagged(before, after, path)
+    elif isinstance(before, dict) and isinstance(after, dict) and len(before) == len(after):
+        others = after
+        if before.keys() != after.keys():  # keys are texts, too
+            others = dict(zip(before, after.values(), strict=True))
         for key in before:
-            inner = path if TAG in before else (*path, key)
-            yield from _differing(before[key], after[key], inner)
+            yield from _differing(before[key], others[key], (*path, key))
     elif _are_nested(before) and _are_nested(after) and len(before) == len(after):
         for number, (first, second) in enumerate(zip(before, after, strict=True)):
             yield from _differing(first, second, (*path, str(number)))
     else:
         yield ".".join(path)
+
+
+def _differing_tagged(before: dict[str, Any], after: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+    """As ``_differing``, of two values of one type. A text in them stands for bytes or a number."""
+    for key in before:
+        if isinstance(before[key], str):
+            if before[key] != after.get(key):
+                yield ".".join(path)
+        else:
+            yield from _differing(before[key], after.get(key), path)
+
+
+def _is_tagged(value: Any) -> bool:
+    return isinstance(value, dict) and TAG in value
 
 
 def _are_generators(value: Any) -> bool:

@@ -149,7 +149,7 @@ def test_the_example_is_listed_verified_shown_copied_and_exported(tmp_path, caps
     assert run("verify", url) == 0
     target = make_url("memory")
     assert run("copy", url, target, "--step", "latest") == 0
-    shown = run_json(capsys, "show", target, "latest")[1]
+    shown = run_json(capsys, "show", target, "latest", "--all")[1]
     assert shown["state"]["global_step"] == 6
     assert "lightning" in shown["packages"]
 
