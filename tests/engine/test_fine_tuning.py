@@ -49,7 +49,9 @@ def test_a_fine_tuning_resumes_from_storage_and_stores_its_base_once(job, tmp_pa
     end(second)
 
     bases = sorted(pathlib.Path(tmp_path).glob("step-*/*.base"))
-    assert [base.parent.name[:13] for base in bases] == ["step-00000003", "step-00000005"]
+    first_step, last_step = [base.parent.name[:13] for base in bases]
+    assert first_step in ("step-00000003", "step-00000004")  # the first step of a start is stored, if it is in time
+    assert last_step == "step-00000005"
     assert bases[0].samefile(bases[1])
 
 

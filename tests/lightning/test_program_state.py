@@ -148,6 +148,6 @@ def test_a_slow_hook_is_called_at_every_captured_step_and_named_once(tmp_path, c
     fit(tmp_path, model=model)
 
     assert model.calls == [*range(1, 13)]  # no entry is older than its step
-    [said] = lines(caplog, "collecting the training state took")
+    [said] = lines(caplog, "collecting the training state takes")
     assert "on_save_checkpoint" in said
     assert "raise every_n_steps" in said
