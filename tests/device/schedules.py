@@ -109,7 +109,9 @@ class Start:
         software, file = accelerator.SOFTWARE, told.open("a")
         os.environ |= {"LAZYSNAP_FAULT": self.fault, "LAZYSNAP_FAULT_LOG": log}
         training = Training(self.kind)
-        config = SnapshotConfig(job_id=job, every_n_steps=self.every, memory=MemoryLevel(linger_s=60))
+        config = SnapshotConfig(
+            job_id=job, every_n_steps=self.every, memory=MemoryLevel(linger_s=60), verify_restart=False
+        )
         engine = SnapshotEngine(config, training.state)
         found = engine.restore("latest")
         begins = 0 if found is None else found.step
