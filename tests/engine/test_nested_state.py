@@ -136,5 +136,5 @@ def test_a_state_that_becomes_too_deep_costs_its_snapshots_and_flush_says_so(job
     training.run(2, 2)
 
     assert training.began == [True, False]
-    assert training.engine.statistics().skipped == {"unsupported state": 1}
+    assert training.engine.statistics().skipped == {"the state could not be captured": 1}
     assert not training.engine.close()
