@@ -430,9 +430,11 @@ class SnapshotConfig:
 
 @dataclass(frozen=True)
 class KeepBest:
-    """A metric whose best snapshots are kept, whatever retention deletes::
+    """A metric whose best snapshots are kept.
 
-    LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss", mode="min", count=3))
+    Retention does not delete them::
+
+        LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss", mode="min", count=3))
     """
 
     monitor: str

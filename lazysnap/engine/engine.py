@@ -273,6 +273,7 @@ class SnapshotEngine:
                 newest snapshot of the run whose id begins so) or ``"run:1f3a@200"`` (step 200 of it).
 
         Returns: the snapshot, whose state is loaded; ``None`` if there is none to resume.
+
         Raises: SnapshotNotFound, if ``which`` names a snapshot that is not there; StateError, if it is of another
             model, or the model has a tensor that no snapshot can hold; JobBusy, if this job runs already; ConfigError,
             for a bad name; WaitTimeout, if another rank is missing; what ``load_state_dict`` raises. An error on one
@@ -363,6 +364,7 @@ class SnapshotEngine:
             force: capture it also between the steps of ``every_n_steps``.
 
         Returns: True if a capture began.
+
         Raises: at the first boundary StateError, for a value that cannot be encoded, and KeeperError, where memory is
             required and cannot be had; JobBusy, if the same job runs already on this node; ConfigError after the end,
             or while a graph is being captured; SystemExit, when the training is preempted (docs/preemption.md); what
@@ -428,6 +430,7 @@ class SnapshotEngine:
             reason: for the line that the user sees.
 
         Returns: the step at which training stands again, and how long it took.
+
         Raises: SnapshotNotFound; ConfigError; what ``load_state_dict`` raises; WaitTimeout.
         """
         self._check_open("rollback")
@@ -450,6 +453,7 @@ class SnapshotEngine:
             name: 1 to 64 letters, digits, points, dashes or underscores.
 
         Returns: the step; of a boundary that is still to come, the least that it can have.
+
         Raises: ConfigError, for a bad name, or without persistent levels.
         """
         self._check_open("keep")
@@ -476,6 +480,7 @@ class SnapshotEngine:
             count: snapshots to keep. One more stays until the next call.
 
         Returns: the step, as ``keep``; ``None`` if the snapshot is not among the best.
+
         Raises: ConfigError, also without persistent levels; WaitTimeout, if another rank is missing.
         """
         self._check_open("keep_best")
@@ -526,6 +531,7 @@ class SnapshotEngine:
             timeout_s: seconds to wait at most.
 
         Returns: False after the deadline, or if that capture was dropped.
+
         Raises: ConfigError, if nothing could make it so.
         """
         self._check_open("wait")
@@ -572,9 +578,11 @@ class SnapshotEngine:
         return self._shutdown.flush(timeout_s, progress)
 
     def statistics(self) -> Statistics:
-        """Return counters and timings so far: a copy, which later boundaries do not change::
+        """Return counters and timings so far.
 
-        print(engine.statistics().waited_s)
+        They are a copy, which later boundaries do not change::
+
+            print(engine.statistics().waited_s)
         """
         return self._shutdown.statistics()
 
@@ -596,6 +604,7 @@ class SnapshotEngine:
 
         Returns: False if the last step that was due was not captured, or not stored at every level, if another rank is
             missing, and after ``abandon``.
+
         Raises: SystemExit, if the training is preempted.
         """
         return self._shutdown.close(drain=drain, progress=progress)
