@@ -177,7 +177,7 @@ def is_answered(world: World, named: NamedStep) -> bool:
     return is_given or any(named.key in keeper.core.job.node.lost for keeper in keepers)
 
 
-NUM_PARTS = 20
+NUM_PARTS = 6
 SETTINGS = settings(
     max_examples=500,
     stateful_step_count=8,
@@ -191,7 +191,7 @@ SETTINGS = settings(
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_anything_may_happen(part):
-    """Ten thousand examples, the same ones each time. In parts, which several processes share."""
+    """Three thousand examples, the same ones each time. In parts, which several processes share."""
     run_state_machine_as_test(seed(part)(CoreMachine), settings=SETTINGS)
 
 
