@@ -52,9 +52,10 @@ def plain_run(directory, way):
 @pytest.mark.timeout(250)
 @pytest.mark.parametrize(
     ("way", "statuses", "resumed"),
-    [("no-end", {0}, "7 storage"), ("exception", {1}, "4 memory"), ("ctrl-c", {-signal.SIGINT, 130}, "4 memory")],
+    [("no-end", {0}, "7 storage"), ("exception", {1}, "3 memory"), ("ctrl-c", {-signal.SIGINT, 130}, "3 memory")],
 )
 def test_however_a_program_ends_without_end_training_the_next_one_goes_on(tmp_path, way, statuses, resumed):
+    """From memory it resumes the step before the newest, which it trains again."""
     status, _, text = plain_run(tmp_path, way)
     assert status in statuses, text
     assert "ignored" not in text, "an error at the end that Python has nobody to tell of"
