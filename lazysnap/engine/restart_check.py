@@ -300,9 +300,8 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
             yield from _differing(state, states.get(place, state), (*path, place))
     elif isinstance(before, str) and isinstance(after, str):
         return  # such as the path of a file in the directory of a start: no step is computed from a text
-    elif _is_tagged(before) and _is_tagged(after) and before[TAG] == after[TAG]:
-        if before[TAG] != "Path":
-            yield from _differing_tagged(before, after, path)
+    elif _is_tagged(before) or _is_tagged(after):
+        yield from _differing_tagged(before, after, path)
     elif isinstance(before, dict) and isinstance(after, dict) and len(before) == len(after):
         others = after
         if before.keys() != after.keys():  # keys are texts, too
@@ -316,14 +315,16 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
         yield ".".join(path)
 
 
-def _differing_tagged(before: dict[str, Any], after: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """As ``_differing``, of two values of one type. A text in them stands for bytes or a number."""
-    for key in before:
-        if isinstance(before[key], str):
-            if before[key] != after.get(key):
+def _differing_tagged(before: Any, after: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """As ``_differing``, of values of which one has a type. A text in them stands for bytes or a number."""
+    if not _is_tagged(before) or not _is_tagged(after) or before.keys() != after.keys() or before[TAG] != after[TAG]:
+        yield ".".join(path)
+    elif before[TAG] != "Path":
+        for key in before:
+            if not isinstance(before[key], str):
+                yield from _differing(before[key], after[key], path)
+            elif before[key] != after[key]:
                 yield ".".join(path)
-        else:
-            yield from _differing(before[key], after.get(key), path)
 
 
 def _is_tagged(value: Any) -> bool:

@@ -47,7 +47,7 @@ def digest_in(text):
     return re.search(r"^digest (\w+)$", text, re.MULTILINE)[1]
 
 
-@pytest.mark.parametrize("case", ["plain", "accumulated"])
+@pytest.mark.parametrize("case", ["plain", "accumulated", "places"])
 def test_a_restart_of_an_exact_program_says_so(job, case):
     job.run(case, killed_at=6)
 
@@ -77,6 +77,13 @@ def test_a_hole_that_changes_the_next_step_is_found(job, case, found):
 
     assert re.search(rf"step 6 was trained again and is NOT identical \({found}.* by [\d.e-]+", text), text
     assert EXACT not in text
+
+
+def test_a_number_of_another_type_is_named(job):
+    """Both are texts in the encoded state, as paths are, which are not compared."""
+    job.run("number", killed_at=6)
+
+    assert "NOT identical (small state: notes.limit)" in job.run("number")
 
 
 def test_only_the_first_restart_costs_a_step(job, undisturbed):
