@@ -323,8 +323,8 @@ class Coordinator:
         is_training = self._is_training_on_all()
         first = self._key_to_read_first(ranks)
         for index, level in enumerate(self.levels):
-            level.is_overtaken = False
-            if is_training and self._may_be_overtaken(index):
+            # It stays so until the grant is over: a node may have let go of it already, and the step is not gone.
+            if is_training and not level.is_overtaken and self._may_be_overtaken(index):
                 level.is_overtaken = first not in (None, level.grant) or self._has_copy_to_make(index)
 
     def _key_to_read_first(self, ranks: Sequence[RankView]) -> StepKey | None:

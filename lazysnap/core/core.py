@@ -7,8 +7,6 @@
 The keeper has memory (``ranks``) before it knows what is to be stored (``job``): trainers restore first.
 """
 
-import itertools
-
 from msgspec import structs
 
 from lazysnap.core.actions import (
@@ -36,6 +34,7 @@ from lazysnap.core.actions import (
     TrainerReported,
 )
 from lazysnap.core.job import JobCore
+from lazysnap.core.jobs import Threads
 from lazysnap.core.lifecycle import Lifecycle, Phase
 from lazysnap.core.messages import Alert, KeeperState, PeerSettings
 from lazysnap.core.ranks import Presence, Rank, Ranks
@@ -62,7 +61,7 @@ class Core:
         self.lifecycle = Lifecycle(now)
         self.job_start = 0
         """The newest start of which a trainer came."""
-        self._job_numbers = itertools.count(1)
+        self._threads = Threads()
         self._coordinator_number = coordinator_number
         self._pid = pid
         self._peers: PeerSettings | None = None
@@ -205,7 +204,7 @@ class Core:
             return
         if self.job is not None:
             self._actions += self.job.abandon_all()
-        self.job = JobCore(settings, self._job_numbers, self._coordinator_number, self.now)
+        self.job = JobCore(settings, self._threads, self._coordinator_number, self.now)
         self._coordinator_number += 1
         self._actions.append(BeginJob(settings))
 

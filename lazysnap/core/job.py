@@ -14,7 +14,6 @@ One rank alone on one node is the case of a coordinator whose only node is its o
 that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
 """
 
-import itertools
 from collections.abc import Sequence
 
 import xxhash
@@ -22,7 +21,7 @@ from msgspec import json, structs
 
 from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send, SetGrant
 from lazysnap.core.coordinator import Coordinator
-from lazysnap.core.jobs import LevelJobs, Wishes
+from lazysnap.core.jobs import LevelJobs, Threads, Wishes
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
     Alert,
@@ -57,19 +56,19 @@ class JobCore:
     There is a new one when a start has other settings than the one before.
     """
 
-    def __init__(self, settings: JobSettings, numbers: "itertools.count[int]", coordinator: int, now: float) -> None:
+    def __init__(self, settings: JobSettings, threads: Threads, coordinator: int, now: float) -> None:
         """Begin with nothing known.
 
         Args:
             settings: those of all ranks of the node.
-            numbers: of jobs; none is used twice by one keeper.
+            threads: of the keeper, also those of settings before these.
             coordinator: random number; used where this keeper is a coordinator.
             now: seconds of a monotonic clock.
         """
         self.settings = settings
         self.digest = _digest(settings)
         self.node = Node(settings.node, _storage_levels(settings), _redundancy_level(settings))
-        self.levels = [LevelJobs(index, self.node, numbers) for index in range(len(self.node.levels))]
+        self.levels = [LevelJobs(index, self.node, threads) for index in range(len(self.node.levels))]
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
         self.is_preempted = False

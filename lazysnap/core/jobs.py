@@ -10,10 +10,12 @@ A level has one thread, so one job at a time::
 A job that moves no byte for ``timeout_s`` hangs: its thread is abandoned, and counts as a failed job. A level that
 hangs costs that thread and nothing else. At most ``MAX_HANGING`` threads of a level are abandoned at a time.
 
-Invariant: no two threads of one ``LevelJobs`` work on the same step. An abandoned thread may wake up in the middle of a
-rename or an unlink. Until it has returned, its step is not deleted, and a grant of it ends as MISSED.
+Invariant: no two threads work on the same step of a level, also if a restart changes settings between them. An
+abandoned thread may wake up in the middle of a rename or an unlink. Until it has returned, its step is not deleted, and
+a grant of it ends as MISSED.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -52,13 +54,22 @@ class Wishes:
 
 
 @dataclass
+class Threads:
+    """What all jobs of a keeper share, whatever settings it serves."""
+
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Numbers of jobs; none is used twice by one keeper."""
+    abandoned: dict[str, dict[int, Job]] = field(default_factory=dict)
+    """Jobs whose threads have not returned, by name of the level and number."""
+
+
+@dataclass
 class LevelJobs:
     """The jobs of one level."""
 
     index: int
     node: Node
-    numbers: Iterator[int]
-    """Numbers of jobs; none is used twice by one keeper."""
+    threads: Threads
     level: NodeLevel = field(init=False)
     """The node's state of the level."""
     job: Job | None = None
@@ -77,13 +88,17 @@ class LevelJobs:
     """Names that the level does not take. They are not tried again."""
     _moved_at: float = 0.0
     _is_cancelled: bool = False
-    _abandoned: dict[int, Job] = field(default_factory=dict)
-    """Jobs whose threads still hang, by number."""
+    _abandoned: dict[int, Job] = field(init=False)
+    """Jobs of this level whose threads have not returned, by number."""
     _retry_at: float = 0.0
     _pause_s: float = FIRST_PAUSE_S
 
     def __post_init__(self) -> None:
         self.level = self.node.levels[self.index]
+        self._abandoned = self.threads.abandoned.setdefault(self.level.name, {})
+        if len(self._abandoned) >= MAX_HANGING:
+            self.failure = _hang_text(self.level)
+            self.level.become_failed()
 
     def deadlines(self) -> list[float]:
         """Return the times at which ``decide`` may say something new."""
@@ -111,9 +126,12 @@ class LevelJobs:
         """Give up the job that runs: the keeper begins a training with other settings, and this object is of no use."""
         if self.job is None:
             return []
-        job = self.job
+        return [self._abandon(self.job)]
+
+    def _abandon(self, job: Job) -> AbandonJob:
         self.job = None
-        return [AbandonJob(self.index, job.job)]
+        self._abandoned[job.job] = job
+        return AbandonJob(self.index, job.job)
 
     def moved(self, number: int, now: float) -> None:
         """The job moved some bytes."""
@@ -205,20 +223,20 @@ class LevelJobs:
         if not self.level.is_ready:
             if now < self._retry_at:
                 return None
-            return ProbeLevel(self.index, next(self.numbers))
+            return ProbeLevel(self.index, next(self.threads.numbers))
         if self.level.progress is Progress.LISTING:
-            return ListLevel(self.index, next(self.numbers))
+            return ListLevel(self.index, next(self.threads.numbers))
         write = self._write(ranks)
         if write is not None:
             return write
         names = self._names_to_set(wishes)
         if names is not None:
             given, released = names
-            return SetNames(self.index, next(self.numbers), given, released)
+            return SetNames(self.index, next(self.threads.numbers), given, released)
         expired = self._keys_to_delete()
         if expired:
             self.level.forget(expired)
-            return DeleteFiles(self.index, next(self.numbers), expired)
+            return DeleteFiles(self.index, next(self.threads.numbers), expired)
         return None
 
     def _write(self, ranks: Sequence[RankView]) -> WriteLevel | None:
@@ -236,7 +254,7 @@ class LevelJobs:
             if len(slots) < len(ranks):
                 return None
         level.become_writing()
-        return WriteLevel(self.index, next(self.numbers), key, slots, level.source)
+        return WriteLevel(self.index, next(self.threads.numbers), key, slots, level.source)
 
     def _names_to_set(self, wishes: Wishes) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
         """Return the names to give and to take away; None if all is as it should be."""
@@ -268,10 +286,8 @@ class LevelJobs:
     def _watch(self, job: Job, ranks: Sequence[RankView], now: float) -> list[Action]:
         """Cancel a write that is wanted no more, and abandon a job that hangs."""
         if now >= self._moved_at + self.level.timeout_s:
-            self.job = None
-            self._abandoned[job.job] = job
             self._fail(job, _hang_text(self.level), now)
-            return [AbandonJob(self.index, job.job)]
+            return [self._abandon(job)]
         if isinstance(job, WriteLevel) and not self._is_cancelled and not self._is_wanted(job, ranks):
             self._is_cancelled = True
             return [CancelJob(self.index, job.job)]

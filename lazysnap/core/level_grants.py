@@ -61,7 +61,8 @@ class LevelGrants:
     is_ahead: bool = True
     """True if the granted step was not begun when it was granted, or nobody knows: a miss does not give it up then."""
     is_overtaken: bool = False
-    """True if the granted step lies ahead, and a required one is to be read first."""
+    """True once a required step is to be read before the granted one. Nodes let go of the grant then, which is no
+    miss. It stays True until the grant is over."""
     due_start: int = 0
     """The start for which ``due_at`` was set; 0: none. In any other one the level is due at once."""
     due_at: float = 0.0

@@ -23,7 +23,7 @@ FAULTS = st.sampled_from((0.0, 0.02, 0.1))
 def level_settings() -> st.SearchStrategy[LevelSettings]:
     return st.builds(
         LevelSettings,
-        url=st.just("level"),
+        url=st.just(""),
         every_s=st.sampled_from((0.5, 5.0)),
         every_n_steps=st.sampled_from((None, 1, 2, 5)),
         keep_last=st.sampled_from((1, 2, 5)),
@@ -52,10 +52,11 @@ class CoreMachine(RuleBasedStateMachine):
         failure=FAULTS,
         hang=FAULTS,
     )
-    def begin(self, num_nodes, redundancy, **others):
+    def begin(self, num_nodes, redundancy, levels, **others):
         if num_nodes == 1:
             redundancy = None
-        self.setting = Setting(num_nodes=num_nodes, redundancy=redundancy, **others)
+        levels = tuple(structs.replace(level, url=f"level {index}") for index, level in enumerate(levels))
+        self.setting = Setting(num_nodes=num_nodes, redundancy=redundancy, levels=levels, **others)
         self.world = World(self.setting)
         self.count = 0
 
@@ -177,7 +178,7 @@ def is_answered(world: World, named: NamedStep) -> bool:
     return is_given or any(named.key in keeper.core.job.node.lost for keeper in keepers)
 
 
-NUM_PARTS = 6
+NUM_PARTS = 20
 SETTINGS = settings(
     max_examples=500,
     stateful_step_count=8,
@@ -191,7 +192,7 @@ SETTINGS = settings(
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_anything_may_happen(part):
-    """Three thousand examples, the same ones each time. In parts, which several processes share."""
+    """Ten thousand examples, the same ones each time. In parts, which several processes share."""
     run_state_machine_as_test(seed(part)(CoreMachine), settings=SETTINGS)
 
 
@@ -219,4 +220,58 @@ def test_storage_is_not_starved_by_slow_redundancy(seed):
     machine.train(3)
     for ahead in (2, 2, 0):
         machine.protect(ahead)
+    machine.teardown()
+
+
+def test_a_step_whose_write_was_overtaken_is_stored_later():
+    """The reason to let go of it was over when the node said so, and the step counted as gone for ever."""
+    level = LevelSettings(url="level", every_s=5.0, every_n_steps=1, keep_last=1, keep_every_n_steps=7, timeout_s=5.0)
+    slower = LevelSettings(url="level", every_s=0.5, every_n_steps=1, keep_last=2, timeout_s=5.0)
+    machine = CoreMachine()
+    machine.begin(
+        seed=335,
+        num_nodes=3,
+        num_ranks=1,
+        levels=(level, slower),
+        redundancy=RedundancySettings(every_n_steps=3, timeout_s=5.0),
+        step_s=0.1,
+        write_steps=2.0,
+        loss=0.0,
+        failure=0.0,
+        hang=0.02,
+    )
+    machine.restart_training(farewell=Farewell.LEFT, keep_last=None, node=2, pause_s=0.01, with_keeper=False)
+    machine.train(steps=3)
+    machine.keep(ahead=0)
+    machine.require(ahead=2)
+    machine.require(ahead=1)
+    machine.protect(ahead=0)
+    machine.release(number=1)
+    machine.teardown()
+
+
+def test_a_thread_that_hangs_works_alone_on_its_step_also_after_a_change_of_settings():
+    """The next start copied the step once more, and the thread then deleted what it found."""
+    fast = LevelSettings(url="level", every_s=0.5, every_n_steps=2, keep_last=1, timeout_s=5.0)
+    slow = LevelSettings(url="level", every_s=5.0, every_n_steps=2, keep_last=5, keep_every_n_steps=7, timeout_s=5.0)
+    machine = CoreMachine()
+    machine.begin(
+        seed=215,
+        num_nodes=1,
+        num_ranks=1,
+        levels=(fast, slow, structs.replace(fast, keep_last=2)),
+        redundancy=None,
+        step_s=1.0,
+        write_steps=2.0,
+        loss=0.0,
+        failure=0.0,
+        hang=0.1,
+    )
+    machine.restart_training(farewell=Farewell.OVER, keep_last=None, node=0, pause_s=8.0, with_keeper=True)
+    machine.part_a_node(node=0, steps=20)
+    machine.train(steps=3)
+    machine.train(steps=10)
+    machine.preempt(rank=0)
+    machine.restart_training(farewell=None, keep_last=3, node=1, pause_s=8.0, with_keeper=False)
+    machine.protect(ahead=2)
     machine.teardown()

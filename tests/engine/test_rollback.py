@@ -145,7 +145,7 @@ def test_a_training_that_ends_where_it_went_back_to_is_durable_and_says_so(job, 
 
     assert list(training.engine.statistics().last_durable_step.values()) == [4]
     assert "NOT DURABLE" not in caplog.text
-    assert "(newest: step 4)" in caplog.text
+    assert "(newest: step 4" in caplog.text
 
 
 @pytest.mark.slow

@@ -34,7 +34,8 @@ def main(directory, width, steps, kill=0):
     if torch.distributed.is_initialized():
         model = torch.nn.parallel.DistributedDataParallel(model)
     level = PersistentLevel(directory, every_n_steps=1000)
-    config = SnapshotConfig(levels=(level,), memory=MemoryLevel(linger_s=120), io_timeout_s=60)
+    memory = MemoryLevel(linger_s=120)
+    config = SnapshotConfig(levels=(level,), memory=memory, io_timeout_s=60, verify_restart=False)
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
     snapshot = engine.restore("latest")
     print("fresh" if snapshot is None else f"{snapshot.level}:{snapshot.step}", flush=True)
