@@ -295,11 +295,11 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     """The part of the lost node is computed once more, by the new one, into memory that it has. Collective."""
     import torch.distributed as dist
 
-    from lazysnap.levels.blocks import Wanted
+    from lazysnap.levels.blocks import WantedBytes
     from lazysnap.resolver import Entry
     from lazysnap.restore.lost_parts import lost_parts
     from lazysnap.restore.parity import Parity
-    from lazysnap.restore.peer_memory import Connections
+    from lazysnap.restore.peer_memory import PeerConnections
     from lazysnap.snapshots.reader import read
 
     rank, nodes = dist.get_rank(), dist.get_world_size()
@@ -325,12 +325,12 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     dist.barrier()
     if rank == nodes - 1:
         cpu_s, started = _cpu_s(everyone), time.perf_counter()
-        connections = Connections(engine._run.restart.discovery)
+        connections = PeerConnections(engine._run.restart.discovery)
         source = Parity(connections)
         source.lost = parts
         [entry] = [entry for entry in computed if entry.rank == rank]
         shard = source.open(entry, "the lost node")
-        read({shard: [Wanted(shard.offset, shard.offset + shard.layout.size_bytes, put)]})
+        read({shard: [WantedBytes(shard.offset, shard.offset + shard.layout.size_bytes, put)]})
         connections.close()
         ours |= {"s": time.perf_counter() - started, "cpu_s": _cpu_s(everyone) - cpu_s}
     dist.barrier()

@@ -114,7 +114,7 @@ def is_complete(entries: Sequence[Entry]) -> bool:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SnapshotFilter:
     """The snapshots that are looked for; without limits all of them."""
 
     step: int | None = None
@@ -128,10 +128,10 @@ class Wanted:
         return is_named and self.step in (None, step) and self.run_id in (None, run_id)
 
 
-ANY = Wanted()
+ANY = SnapshotFilter()
 
 
-def candidates(inventories: Iterable[Inventory], wanted: Wanted = ANY) -> list[RestartPlan]:
+def candidates(inventories: Iterable[Inventory], wanted: SnapshotFilter = ANY) -> list[RestartPlan]:
     """Every complete snapshot that is wanted, the best first: of the newest run, the greatest step, the newest start.
 
     With the name ``"best"`` the best by the metric is first. The parts of a snapshot may be at different levels. The

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.resolver import Entry, Inventory, RestartPlan, Wanted, candidates
+from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotFilter, candidates
 from lazysnap.shard.best import BEST, has_name
 from lazysnap.shard.names import check_name
 
@@ -125,9 +125,9 @@ class Choice:
         is_of_run = self.run is None or run_id.startswith(self.run)
         return is_of_run and self.step in (None, step) and (self.name is None or has_name(names, self.name))
 
-    def wanted(self, run_of: Callable[[str], str]) -> Wanted:
+    def wanted(self, run_of: Callable[[str], str]) -> SnapshotFilter:
         """Return the snapshots that are meant. ``run_of`` returns the id of the run that begins with these digits."""
-        return Wanted(self.step, self.name, None if self.run is None else run_of(self.run))
+        return SnapshotFilter(self.step, self.name, None if self.run is None else run_of(self.run))
 
     def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:
         """Complete snapshots that are meant, the best first. Raises: SnapshotNotFound, for a run that is not there."""
@@ -136,7 +136,7 @@ class Choice:
     def missing(self, inventories: list[Inventory]) -> str:
         """That there is none, and what there is."""
         if self.run is not None:
-            found = candidates(inventories, Wanted(run_id=run_of(self.run, inventories)))
+            found = candidates(inventories, SnapshotFilter(run_id=run_of(self.run, inventories)))
             steps = f", which has steps {sorted({plan.step for plan in found})}" if found else ""
             of_step = f"of step {self.step} " if self.step is not None else ""
             return f"no whole snapshot {of_step}of run {self.run}{steps}; {listed(inventories)}"

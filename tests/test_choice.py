@@ -5,7 +5,7 @@ import pytest
 import lazysnap
 from lazysnap.errors import ConfigError
 from lazysnap.levels import open_store
-from lazysnap.resolver import ANY, Wanted
+from lazysnap.resolver import ANY, SnapshotFilter
 from lazysnap.runs import Choice, means_snapshot
 from lazysnap.snapshots.catalogue import Catalogue
 
@@ -19,11 +19,11 @@ def run_of(digits):
 
 MEANINGS = {
     "latest": ANY,
-    7: Wanted(step=7),
-    0: Wanted(step=0),
-    "best": Wanted(name="best"),
-    "run:1f3a": Wanted(run_id=RUN),
-    "run:2B4C@200": Wanted(step=200, run_id=OTHER),
+    7: SnapshotFilter(step=7),
+    0: SnapshotFilter(step=0),
+    "best": SnapshotFilter(name="best"),
+    "run:1f3a": SnapshotFilter(run_id=RUN),
+    "run:2B4C@200": SnapshotFilter(step=200, run_id=OTHER),
 }
 
 
@@ -52,11 +52,11 @@ def test_a_run_that_is_named_twice_is_refused(tmp_path):
     ("wanted", "is_included"),
     [
         (ANY, True),
-        (Wanted(step=7, name="best", run_id=RUN), True),
-        (Wanted(step=8), False),
-        (Wanted(name="other"), False),
-        (Wanted(run_id=OTHER), False),
-        (Wanted(step=7, run_id=OTHER), False),
+        (SnapshotFilter(step=7, name="best", run_id=RUN), True),
+        (SnapshotFilter(step=8), False),
+        (SnapshotFilter(name="other"), False),
+        (SnapshotFilter(run_id=OTHER), False),
+        (SnapshotFilter(step=7, run_id=OTHER), False),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ import pytest
 from support.documents import PAGES, ROOT, prose
 
 import lazysnap
-from lazysnap.engine.messages import Event
+from lazysnap.engine.messages import MessageKind
 
 PLACES = r"(?:tests/|examples/|benchmarks/|lazysnap/(?=[\w/]*\.py))"
 """``lazysnap/stall_ms`` and the like are figures."""
@@ -89,7 +89,7 @@ def test_each_message_that_the_page_of_messages_explains_is_said_by_something():
 
 
 def test_each_message_of_an_engine_is_explained_in_the_page_of_messages():
-    texts = {event: re.sub(r"%\(\w+\)[.\d]*[a-z]", "\0", event.value.text) for event in Event}
+    texts = {event: re.sub(r"%\(\w+\)[.\d]*[a-z]", "\0", event.value.text) for event in MessageKind}
     composed = {event for event, text in texts.items() if text == "\0"}  # of texts that the page explains one by one
     missing = [
         event.name

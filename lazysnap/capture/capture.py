@@ -12,7 +12,7 @@ from lazysnap.capture.plan import CapturePlan
 from lazysnap.memory.slots import TrainerSlot
 
 
-class Phase(enum.Enum):
+class CapturePhase(enum.Enum):
     """COPYING -> WHOLE, or -> dropped for a reason: TORN (a source changed meanwhile), FAILED (error, deadline),
     ABORTED (it could not begin).
     """
@@ -46,7 +46,7 @@ class Capture:
         """Kept alive until nothing reads them; empty then."""
         self._versions = [tensors[index]._version for index in plan.lazy]
         """Of each lazy tensor at the boundary."""
-        self.phase = Phase.COPYING
+        self.phase = CapturePhase.COPYING
         self.reason = ""
         """Why it was dropped."""
         self.copy_s = 0.0
@@ -70,7 +70,7 @@ class Capture:
     @property
     def is_dropped(self) -> bool:
         """True if its result will not be used: the copy may stop."""
-        return self.phase in (Phase.TORN, Phase.FAILED, Phase.ABORTED)
+        return self.phase in (CapturePhase.TORN, CapturePhase.FAILED, CapturePhase.ABORTED)
 
     @property
     def is_in_slot(self) -> bool:
@@ -102,7 +102,7 @@ class Capture:
         change them. A capture whose sources changed is dropped.
         """
         with self._lock:
-            if self.phase is Phase.COPYING:
+            if self.phase is CapturePhase.COPYING:
                 self._compare()
             self.is_past_gate = True
 
@@ -111,18 +111,18 @@ class Capture:
         every source was read. The last act of a capture, on the copy thread.
         """
         with self._lock:
-            if self.phase is Phase.COPYING and not self.is_past_gate:
+            if self.phase is CapturePhase.COPYING and not self.is_past_gate:
                 # What changes from now on does not matter; what changed before may be torn.
                 self._compare()
-            if self.phase is not Phase.COPYING:
+            if self.phase is not CapturePhase.COPYING:
                 return False
             faults.point("capture.commit")
             self.slot.commit(copied_ns=int(1e9 * self.copy_s))
-            self.phase = Phase.WHOLE
+            self.phase = CapturePhase.WHOLE
         faults.point("capture.committed")
         return True
 
-    def drop(self, phase: Phase, reason: str) -> bool:
+    def drop(self, phase: CapturePhase, reason: str) -> bool:
         """Discard the capture, unless it is whole already."""
         with self._lock:
             return self._drop(phase, reason)
@@ -136,10 +136,10 @@ class Capture:
     def _compare(self) -> None:
         changed = self.changed_sources()
         if changed:
-            self._drop(Phase.TORN, f"{len(changed)} tensors changed while they were copied: {changed[0]}, …")
+            self._drop(CapturePhase.TORN, f"{len(changed)} tensors changed while they were copied: {changed[0]}, …")
 
-    def _drop(self, phase: Phase, reason: str) -> bool:
-        if self.phase is not Phase.COPYING:
+    def _drop(self, phase: CapturePhase, reason: str) -> bool:
+        if self.phase is not CapturePhase.COPYING:
             return False
         self.slot.discard(self.sequence)
         self.phase = phase

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from lazysnap import faults
-from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.copier import CopyThread, copy_eager
 from lazysnap.capture.device import DeviceCopier
 from lazysnap.memory.slot_choice import SlotPhase, SlotView
@@ -43,7 +43,7 @@ class Captures:
 
     def _newest_first(self) -> Iterator[Capture]:
         for capture in reversed(self.history):
-            if capture.phase is not Phase.ABORTED and capture.sequence > self._past_sequence:
+            if capture.phase is not CapturePhase.ABORTED and capture.sequence > self._past_sequence:
                 yield capture
 
     @property
@@ -109,7 +109,7 @@ class Captures:
         return True
 
     def _hang(self, capture: Capture, timeout_s: float) -> None:
-        capture.drop(Phase.FAILED, f"the copy did not end within {timeout_s:g} s")
+        capture.drop(CapturePhase.FAILED, f"the copy did not end within {timeout_s:g} s")
         self._is_hung = True
 
     def begin(self, capture: Capture) -> None:
@@ -123,7 +123,7 @@ class Captures:
             self._start(capture)
         except BaseException as error:
             # A capture that stayed half begun would keep its readers waiting.
-            capture.drop(Phase.ABORTED, f"it could not begin: {type(error).__name__}: {error}")
+            capture.drop(CapturePhase.ABORTED, f"it could not begin: {type(error).__name__}: {error}")
             capture.is_past_gate = True
             self._gate_devices(capture)
             raise
@@ -177,7 +177,7 @@ class Captures:
     def take_ended(self) -> list[Capture]:
         """Captures that are whole or dropped by now, and past their gate; each once."""
         ended = [one for one in self.history if one.is_past_gate and not one.is_counted]
-        ended = [one for one in ended if one.phase not in (Phase.COPYING, Phase.ABORTED)]
+        ended = [one for one in ended if one.phase not in (CapturePhase.COPYING, CapturePhase.ABORTED)]
         for capture in ended:
             capture.is_counted = True
         return ended
@@ -190,7 +190,7 @@ class Captures:
 
     def discard(self, reason: str) -> bool:
         """Drop the capture in flight: an optimizer stepped without waiting for it. ``False``, if there is none."""
-        return self.before_gate is not None and self.before_gate.drop(Phase.TORN, reason)
+        return self.before_gate is not None and self.before_gate.drop(CapturePhase.TORN, reason)
 
     def is_disturbed(self) -> bool:
         """True if a source of the capture in flight changed since the boundary, before it was whole."""
@@ -198,7 +198,9 @@ class Captures:
         if capture is None:
             return False
         # TORN: the copy thread found it first.
-        return capture.phase is Phase.TORN or (capture.phase is Phase.COPYING and bool(capture.changed_sources()))
+        return capture.phase is CapturePhase.TORN or (
+            capture.phase is CapturePhase.COPYING and bool(capture.changed_sources())
+        )
 
     def is_writing(self, slot: TrainerSlot) -> bool:
         """True if something may still write into ``slot`` for an earlier capture."""
@@ -237,7 +239,7 @@ def slot_phase(capture: Capture) -> SlotPhase:
 
 
 def _is_whole_in_slot(capture: Capture) -> bool:
-    return capture.phase is Phase.WHOLE and slot_phase(capture) is SlotPhase.WHOLE
+    return capture.phase is CapturePhase.WHOLE and slot_phase(capture) is SlotPhase.WHOLE
 
 
 def _is_needed(capture: Capture) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.capture.batches import Batch
-from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.plan import view_of
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class CopyThread:
                 if not capture.is_dropped:
                     self._copy(capture)
             except Exception as error:  # noqa: BLE001  the outermost handler of the thread: the capture fails, training goes on
-                capture.drop(Phase.FAILED, f"{type(error).__name__}: {error}")
+                capture.drop(CapturePhase.FAILED, f"{type(error).__name__}: {error}")
             finally:
                 capture.cpu_sources_read.set()
                 _await_devices(capture)
@@ -154,4 +154,4 @@ def _await_devices(capture: Capture) -> None:
         try:
             behind.synchronize()
         except Exception as error:  # noqa: BLE001  a device that failed writes nothing more
-            capture.drop(Phase.FAILED, f"{type(error).__name__}: {error}")
+            capture.drop(CapturePhase.FAILED, f"{type(error).__name__}: {error}")

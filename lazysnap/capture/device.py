@@ -46,7 +46,7 @@ Transfer = tuple[int, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _CopyRun:
     """Adjacent tensors in the file that travel as one copy, from ``[start, end)`` of the image."""
 
     start: int
@@ -63,7 +63,7 @@ class DeviceCopier:
         self._device = device
         self._side = torch.Stream(device)
         self._plan: CapturePlan | None = None
-        self._runs: list[_Run] = []
+        self._runs: list[_CopyRun] = []
         self._large: dict[bool, list[int]] = {}
         """Tensors that are copied without staging, the lazy ones under ``True``."""
         self._staging: dict[int, torch.Tensor] = {}
@@ -167,7 +167,7 @@ class DeviceCopier:
 
     def _close_run(self, plan: CapturePlan, members: list[int]) -> None:
         first, last = plan.records[members[0]], plan.records[members[-1]]
-        run = _Run(first.offset, last.offset + last.nbytes, tuple(members))
+        run = _CopyRun(first.offset, last.offset + last.nbytes, tuple(members))
         # Offsets in the file are multiples of the item size, so the same offsets modulo 16 keep views aligned.
         lead = run.start % 16
         buffer = torch.empty(lead + run.end - run.start, dtype=torch.uint8, device=self._device)

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.devices import event_for_thread
 from lazysnap.capture.plan import CapturePlan
 from lazysnap.memory.slots import TrainerSlot
@@ -36,7 +36,7 @@ _ROW_WORDS = _ROW_BYTES // 4
 
 
 @dataclass(frozen=True)
-class _Image:
+class _FrozenImage:
     """What a slot has of the frozen tensors since a capture."""
 
     sequence: int
@@ -69,7 +69,7 @@ class FrozenTensors:
                 start = self._num_sums
                 self._num_sums += record.nbytes // _ROW_BYTES + _ROW_WORDS
                 self._places[index] = slice(start, self._num_sums)
-        self._images: weakref.WeakKeyDictionary[TrainerSlot, _Image] = weakref.WeakKeyDictionary()
+        self._images: weakref.WeakKeyDictionary[TrainerSlot, _FrozenImage] = weakref.WeakKeyDictionary()
         self._differences: torch.Tensor | None = None
         """Of the sums at this boundary from those of the bytes in the slot."""
         self._changing: set[int] = set()
@@ -95,7 +95,7 @@ class FrozenTensors:
             version = 0 if source.is_inference() else source._version
             marks.append((source.data_ptr(), version))
         sums = self._sums(capture)
-        self._images[capture.slot] = _Image(capture.sequence, marks, sums)
+        self._images[capture.slot] = _FrozenImage(capture.sequence, marks, sums)
         if before is None or before.sequence != capture.previous_sequence:
             return set()
         unchanged = set()
@@ -150,7 +150,7 @@ class FrozenTensors:
         self._changing.update(changed)
         names = ", ".join(self._plan.records[index].name for index in changed[:3])
         capture.drop(
-            Phase.FAILED,
+            CapturePhase.FAILED,
             f"frozen weights were written to without a trace, through .data for example ({len(changed)}: {names}); "
             "they are copied at every capture from now on",
         )

@@ -68,7 +68,7 @@ parse_time = _quantity("a time such as 0.4s, 5min, 3h or 2d", {"s": 1.0, "min": 
 
 
 @dataclass(frozen=True)
-class Facts:
+class TrainingFigures:
     """Figures of a training; ``None``, or 0 seconds: not known."""
 
     run_id: str = ""
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             output.say(f"{args.url}: there is no file of events: no run stored anything there")
             if args.params is None:
                 return output.result(ok=False, too_young=["no events"])
-    facts = _with_arguments(measured or Facts(), args)
+    facts = _with_arguments(measured or TrainingFigures(), args)
     advice = advise(facts)
     missing = _missing(measured, facts)
     advice["too_young"] = missing or None
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return output.result(**advice)
 
 
-def _with_arguments(facts: Facts, args: argparse.Namespace) -> Facts:
+def _with_arguments(facts: TrainingFigures, args: argparse.Namespace) -> TrainingFigures:
     """Return what is given, else what was measured. Raises: ConfigError."""
     nodes = args.nodes or facts.nodes
     ranks = args.ranks
@@ -149,7 +149,7 @@ def _with_arguments(facts: Facts, args: argparse.Namespace) -> Facts:
     )
 
 
-def _missing(measured: Facts | None, facts: Facts) -> list[str]:
+def _missing(measured: TrainingFigures | None, facts: TrainingFigures) -> list[str]:
     """Return what is not known, and the option that gives it."""
     missing = []
     if facts.step_s is None:
@@ -171,14 +171,14 @@ def _missing(measured: Facts | None, facts: Facts) -> list[str]:
 # ---------------------------------------------------------------- what a run measured
 
 
-def measure(files: Sequence[EventFile]) -> Facts | None:
+def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
     """Return the figures of the newest run; ``None``, if there is none. Pure."""
     if not files:
         return None
     files = [file for file in files if file.run_id == files[-1].run_id]
     starts = starts_of(files)
     if not starts:
-        return Facts(files[0].run_id)
+        return TrainingFigures(files[0].run_id)
     nodes = 1
     for event in files[0].events:
         if isinstance(event, KeeperStarted):
@@ -201,7 +201,7 @@ def measure(files: Sequence[EventFile]) -> Facts | None:
             up = after.waits[0][0] if after.waits else microseconds(after.name.t)
             restarts_s.append((up - before.ended) / 1e6)
     is_enough = timed_steps >= _LEAST_STEPS
-    return Facts(
+    return TrainingFigures(
         files[0].run_id,
         nodes=nodes,
         ranks=starts[-1].name.world_size,
@@ -234,7 +234,7 @@ def _median(values: Sequence[float]) -> float:
 # ---------------------------------------------------------------- the advice
 
 
-def advise(facts: Facts) -> dict[str, Any]:
+def advise(facts: TrainingFigures) -> dict[str, Any]:
     """Return the advice, as the JSON result has it. Pure.
 
     ``snapshots`` has a row for memory and for each level: its interval, and if that is known the work that a failure
@@ -268,7 +268,7 @@ def advise(facts: Facts) -> dict[str, Any]:
 
 
 def _row(
-    facts: Facts, overhead: float | None, every: int | None, step_s: float | None, delay_s: float
+    facts: TrainingFigures, overhead: float | None, every: int | None, step_s: float | None, delay_s: float
 ) -> dict[str, float | None]:
     """Return the facts of one place. ``delay_s``: time from a step boundary until its snapshot is complete there."""
     row: dict[str, float | None] = dict.fromkeys(("every_s", "lost_s", "goodput"))
@@ -290,7 +290,7 @@ def _storage_interval_s(persist_s: float, mtbf_s: float | None) -> float:
     return max(2 * persist_s, wanted_s)
 
 
-def estimate(state_bytes: float, is_sharded: bool, facts: Facts) -> dict[str, Any]:
+def estimate(state_bytes: float, is_sharded: bool, facts: TrainingFigures) -> dict[str, Any]:
     """Return the sizes that a training takes. Bytes are those of all nodes, if the name does not say otherwise. Pure.
 
     Args:
@@ -330,7 +330,7 @@ def estimate(state_bytes: float, is_sharded: bool, facts: Facts) -> dict[str, An
 # ---------------------------------------------------------------- the screen
 
 
-def _show(measured: Facts | None, facts: Facts, advice: dict[str, Any], output: Output) -> None:
+def _show(measured: TrainingFigures | None, facts: TrainingFigures, advice: dict[str, Any], output: Output) -> None:
     if measured is not None:
         ranks = count_of(measured.ranks, "rank")
         output.line(f"run {measured.run_id[:8]}, {ranks}: {count_of(measured.timed_steps, 'step')} timed", "bold")
@@ -344,7 +344,7 @@ def _show(measured: Facts | None, facts: Facts, advice: dict[str, Any], output: 
     output.line("")
 
 
-def _cells(place: str, row: Mapping[str, Any], facts: Facts) -> Iterable[str]:
+def _cells(place: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterable[str]:
     steps = ""
     if row["every_n_steps"] is not None:
         steps = f"{row['every_n_steps']:,}"
@@ -360,7 +360,7 @@ def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else duration(seconds)
 
 
-def _texts_of_sizes(sizes: dict[str, Any], facts: Facts) -> Iterator[str]:
+def _texts_of_sizes(sizes: dict[str, Any], facts: TrainingFigures) -> Iterator[str]:
     state = decimal(sizes["captured_bytes"])
     yield f"snapshot  {state}: the state, as it is stored"
     kept = f"{sizes['slots_kept_whole']} newest whole, 1 being written, 1 being stored"

@@ -12,12 +12,12 @@ from lazysnap.cli.looking import open_existing, open_place
 from lazysnap.cli.output import Output, count_of
 from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
 from lazysnap.exports.exporting import Exported, write
-from lazysnap.exports.job import Job
+from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import named_in
 from lazysnap.exports.target import format_of
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.resolver import Entry, RestartPlan, Wanted
+from lazysnap.resolver import Entry, RestartPlan, SnapshotFilter
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
 from lazysnap.snapshots.catalogue import Catalogue
@@ -95,7 +95,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
         chosen = [catalogue.find(text, args.run) for text in args.step]
         return list({plan.key: plan for plan in chosen}.values()), []
     run_id = None if args.run is None else catalogue.run_of(args.run)
-    plans = list(catalogue.plans(Wanted(run_id=run_id)))
+    plans = list(catalogue.plans(SnapshotFilter(run_id=run_id)))
     if not plans:
         raise SnapshotNotFound("\n".join([f"{catalogue.store.url}: no complete snapshot", *catalogue.problems]))
     return plans, catalogue.problems
@@ -156,7 +156,7 @@ def _copy_file(
 
 def export(args: argparse.Namespace, output: Output) -> int:
     """Export. Blocks. Raises: SnapshotNotFound, FormatError, StateError, ConfigError, LevelError, OSError."""
-    job = Job(
+    job = ExportJob(
         path=args.to,
         format=format_of(args.to, args.format),
         only=args.only,

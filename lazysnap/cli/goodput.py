@@ -21,7 +21,7 @@ Newest = list[tuple[int, int | None]]
 
 
 @dataclass(frozen=True)
-class Span:
+class TimeSpan:
     """A part of the wall time."""
 
     begin: int
@@ -64,7 +64,7 @@ class Account:
     """The result. ``spans`` follow one another without gaps, from ``began`` to ``ended``."""
 
     starts: list[Start]
-    spans: list[Span]
+    spans: list[TimeSpan]
     waits: Marks
     """Time that training waited for copies, over all starts."""
     newest: dict[str, Newest]
@@ -135,7 +135,7 @@ def account(files: Sequence[EventFile]) -> Account | None:
     starts = starts_of(files)
     if not starts:
         return None
-    spans = [Span(before.ended, after.began, "down") for before, after in pairwise(starts)]
+    spans = [TimeSpan(before.ended, after.began, "down") for before, after in pairwise(starts)]
     waits: Marks = [(starts[0].began, 0)]
     usual_us = _usual_step_us(starts)
     for index, start in enumerate(starts):
@@ -159,15 +159,15 @@ def _usual_step_us(starts: Sequence[Start]) -> int:
     return int(median(step_times)) if step_times else 0
 
 
-def _before_work(start: Start, usual_us: int, kind: str) -> list[Span]:
+def _before_work(start: Start, usual_us: int, kind: str) -> list[TimeSpan]:
     """Return the spans until work begins. A first step takes as long as any other; what it takes more is no work."""
     if start.waits:
         first_boundary = start.waits[0][0]
         step_us = usual_us if start.step_us is None else start.step_us
-        return [Span(start.began, max(start.began, first_boundary - step_us), kind)]
+        return [TimeSpan(start.began, max(start.began, first_boundary - step_us), kind)]
     named = min(max(microseconds(start.name.t), start.began), start.ended)
     rest = "draining" if start.how == GOODBYE else kind
-    return [Span(start.began, named, kind), Span(named, start.ended, rest)]
+    return [TimeSpan(start.began, named, kind), TimeSpan(named, start.ended, rest)]
 
 
 # ---------------------------------------------------------------- work
@@ -204,7 +204,7 @@ def _cut(starts: list[Start], index: int) -> int:
     return cost
 
 
-def _work(start: Start, waits: Marks) -> list[Span]:
+def _work(start: Start, waits: Marks) -> list[TimeSpan]:
     """Return what counts, what was trained again, and what follows the last boundary."""
     begin = start.marks[0][0]
     kept_at = start.passed(start.kept)
@@ -215,9 +215,9 @@ def _work(start: Start, waits: Marks) -> list[Span]:
     waited = min(value_at(waits, kept_at) - value_at(waits, begin), kept_at - begin)
     rest = "draining" if start.how == GOODBYE else "lost"
     return [
-        Span(begin, kept_at, "productive", waited),
-        Span(kept_at, reached_at, "lost"),
-        Span(reached_at, start.ended, rest),
+        TimeSpan(begin, kept_at, "productive", waited),
+        TimeSpan(kept_at, reached_at, "lost"),
+        TimeSpan(reached_at, start.ended, rest),
     ]
 
 

@@ -195,7 +195,7 @@ def _shortened(cell: Text, max_length: int) -> Text:
     return Text(without_beginning(cell.plain, max_length), cell.style)
 
 
-class _Console(Console):
+class _ExitingConsole(Console):
     """A console that leaves the exit code to the program."""
 
     def on_broken_pipe(self) -> None:
@@ -207,4 +207,4 @@ def _console(*, stderr: bool) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     # In a pipe or file, lines need not fit a screen.
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
-    return _Console(stderr=stderr, width=width, highlight=False)
+    return _ExitingConsole(stderr=stderr, width=width, highlight=False)

@@ -217,7 +217,7 @@ def _text_of(event: Event) -> str:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TableRows:
     """A table of texts, for ``Output.table``."""
 
     columns: Sequence[str]
@@ -257,7 +257,7 @@ def _end_of(figures: dict[str, Any]) -> str:
     return "still runs"
 
 
-def tables(figures: dict[str, Any]) -> Iterator[Rows]:
+def tables(figures: dict[str, Any]) -> Iterator[TableRows]:
     """Yield the tables, without those that would be empty."""
     rows = []
     for name in CLASSES:
@@ -265,15 +265,15 @@ def tables(figures: dict[str, Any]) -> Iterator[Rows]:
         if seconds:
             share = seconds / figures["wall_s"]
             rows.append((LABELS[name], length(seconds), percent(share, 1), "█" * round(_BAR_WIDTH * share)))
-    yield Rows(("where the time went", "time>", "share>", ""), rows)
+    yield TableRows(("where the time went", "time>", "share>", ""), rows)
     interruptions = figures["interruptions"]
     if interruptions:
         columns = ["interrupted at", "end", "step>", "resumed", "lost>", "new step after>"]
-        yield Rows(columns, [_interruption_row(row, figures) for row in interruptions[-_SHOWN:]])
+        yield TableRows(columns, [_interruption_row(row, figures) for row in interruptions[-_SHOWN:]])
     places = dict.fromkeys([*figures["places"], *figures["levels"]])
     if places:
         columns = ["complete at<", "newest>", "behind>", "mean>", "most>", "stored>", "size>", "write>", "failed>"]
-        yield Rows(columns, [_place_row(place, figures) for place in places])
+        yield TableRows(columns, [_place_row(place, figures) for place in places])
 
 
 def _interruption_row(interruption: dict[str, Any], figures: dict[str, Any]) -> Sequence[str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from lazysnap.cli.report import LABELS, Rows, heading, length, notes, tables
+from lazysnap.cli.report import LABELS, TableRows, heading, length, notes, tables
 
 _WIDTH = 960
 _LEFT = 70
@@ -56,7 +56,7 @@ def _key(label: str, colour: str) -> str:
     return f"<i style='background:{colour}'></i>{escape(label)}"
 
 
-def _table(table: Rows) -> str:
+def _table(table: TableRows) -> str:
     kinds = [" class='n'" if column.endswith(">") else "" for column in table.columns]
     head = _cells("th", [column.rstrip("<>") for column in table.columns], kinds)
     rows = [_cells("td", row, kinds) for row in table.rows]

@@ -17,7 +17,7 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "
 
 
 @dataclass(frozen=True)
-class Resumed:
+class RestartPoint:
     """The snapshot that a restart would resume. ``step`` is ``None`` if there is none."""
 
     step: int | None = None
@@ -28,15 +28,15 @@ class Resumed:
 class Survival:
     """The snapshots that one loss leaves."""
 
-    safe: Resumed = field(default_factory=Resumed)
-    if_disks_stay: Resumed = field(default_factory=Resumed)
+    safe: RestartPoint = field(default_factory=RestartPoint)
+    if_disks_stay: RestartPoint = field(default_factory=RestartPoint)
     """A newer snapshot, on disks of the nodes that are lost."""
 
 
 def survival(state: NodeState) -> dict[str, Survival]:
     """Return what survives the loss of the training process, of its keeper, of both, and of nodes. Pure."""
     stored = _newest([_stored_at(level) for level in state.levels])
-    in_memory = Resumed(memory_step(state), MEMORY)
+    in_memory = RestartPoint(memory_step(state), MEMORY)
     if in_memory.step is None:
         in_memory = stored
     without_keeper = stored
@@ -60,23 +60,23 @@ def memory_step(state: NodeState) -> int | None:
     return captures[-1].step if captures else None
 
 
-def _without_nodes(state: NodeState, stored: Resumed, num_lost: int) -> Survival:
+def _without_nodes(state: NodeState, stored: RestartPoint, num_lost: int) -> Survival:
     places = [_stored_at(level) for level in state.levels if _is_elsewhere(level, state.nodes)]
     if num_lost <= state.may_lose and num_lost < state.nodes:
-        places.append(Resumed(state.protected, OTHER_NODES))
+        places.append(RestartPoint(state.protected, OTHER_NODES))
     safe = _newest(places)
     if _newest([safe, stored]) is safe:
         return Survival(safe)
     return Survival(safe, stored)
 
 
-def _stored_at(level: LevelFacts) -> Resumed:
-    return Resumed(level.newest, level.url)
+def _stored_at(level: LevelFacts) -> RestartPoint:
+    return RestartPoint(level.newest, level.url)
 
 
-def _newest(candidates: Iterable[Resumed]) -> Resumed:
+def _newest(candidates: Iterable[RestartPoint]) -> RestartPoint:
     """Return the one with the greatest step; of the same step, the first."""
-    newest = Resumed()
+    newest = RestartPoint()
     for candidate in candidates:
         if candidate.step is not None and (newest.step is None or candidate.step > newest.step):
             newest = candidate

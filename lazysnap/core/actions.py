@@ -102,7 +102,7 @@ class Listed(JobEnded):
 
 
 @dataclass(frozen=True)
-class Stored(JobEnded):
+class StepStored(JobEnded):
     """The step was written, committed and read back."""
 
     size_bytes: int = 0
@@ -307,7 +307,7 @@ class ProbeLevel(Job):
 
 @dataclass(frozen=True)
 class WriteLevel(Job):
-    """Store a step. ``Stored``, ``Missed`` or ``Failed`` follows."""
+    """Store a step. ``StepStored``, ``Missed`` or ``Failed`` follows."""
 
     key: StepKey
     slots: tuple[tuple[int, int], ...]

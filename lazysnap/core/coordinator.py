@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.core.level_grants import MAX_REMEMBERED, LevelGrants
-from lazysnap.core.messages import MAX_TOLD, Order, Progress, Report, StepKey
+from lazysnap.core.messages import MAX_TOLD, GrantProgress, Order, Report, StepKey
 from lazysnap.core.node import RankView, is_in_memory, is_missed
 
-_UNDER_WAY = (Progress.WAITING, Progress.WRITING, Progress.STORED)
-_GIVEN_UP = (Progress.MISSED, Progress.FAILED)
+_UNDER_WAY = (GrantProgress.WAITING, GrantProgress.WRITING, GrantProgress.STORED)
+_GIVEN_UP = (GrantProgress.MISSED, GrantProgress.FAILED)
 
 
 @dataclass
@@ -183,11 +183,11 @@ class Coordinator:
         """See whether the granted step is complete, or can never be."""
         present = [report for report in level.reports if report.version == level.version]
         progress = {report.progress for report in present}
-        if len(present) == self.num_nodes and progress == {Progress.STORED}:
+        if len(present) == self.num_nodes and progress == {GrantProgress.STORED}:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):
             # A missed step that was begun when it was granted is gone. One that lay ahead was granted too late.
-            is_missed_step = Progress.MISSED in progress
+            is_missed_step = GrantProgress.MISSED in progress
             if is_missed_step and not level.is_ahead and not level.is_overtaken:
                 level.given_up.add(grant)
                 if level.source is None and not level.is_memory and grant in self.required | self.to_name:

@@ -36,7 +36,7 @@ from lazysnap.core.actions import (
 from lazysnap.core.job import JobCore
 from lazysnap.core.jobs import Threads
 from lazysnap.core.lifecycle import Lifecycle, Phase
-from lazysnap.core.messages import Alert, KeeperState, PeerSettings
+from lazysnap.core.messages import KeeperAlert, KeeperState, PeerSettings
 from lazysnap.core.ranks import Presence, Rank, Ranks
 
 MAX_TROUBLES = 8
@@ -260,7 +260,7 @@ class Core:
 
     def _common_state(self) -> KeeperState:
         """Return what all trainers of the node get to know."""
-        alerts = [Alert("keeper", text) for text in self._troubles]
+        alerts = [KeeperAlert("keeper", text) for text in self._troubles]
         if self.job is None:
             return KeeperState(pid=self._pid, alerts=tuple(alerts), is_serving_peers=self._is_serving_peers)
         job = self.job

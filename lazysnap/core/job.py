@@ -24,13 +24,13 @@ from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.jobs import LevelJobs, Threads, Wishes
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
-    Alert,
+    GrantProgress,
     JobSettings,
+    KeeperAlert,
     LevelState,
     NamedStep,
     NameRefusal,
     Order,
-    Progress,
     Report,
     StepKey,
 )
@@ -322,7 +322,7 @@ class JobCore:
         """
         steps = [key.step for key in unanswered]
         for level in self.node.levels:
-            if level.progress is Progress.WAITING and level.grant is not None and level.source is None:
+            if level.progress is GrantProgress.WAITING and level.grant is not None and level.source is None:
                 steps.append(level.grant.step)
         if self.is_preempted or any(rank.awaits_first for rank in ranks):
             steps.append(0)
@@ -346,7 +346,7 @@ class JobCore:
                 LevelState(
                     complete=level.complete,
                     given_up=tuple(sorted(level.given_up)),
-                    is_listed=level.progress is not Progress.LISTING,
+                    is_listed=level.progress is not GrantProgress.LISTING,
                     is_failing=level.is_failing or level.is_failing_somewhere,
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,
@@ -390,7 +390,7 @@ class JobCore:
         level = self.node.levels[index]
         if not level.is_ready or named in level.names:
             return False
-        return level.progress is Progress.LISTING or self.levels[index].may_give(named)
+        return level.progress is GrantProgress.LISTING or self.levels[index].may_give(named)
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
         """Note whether something is due to be protected, and was not yet."""
@@ -407,7 +407,7 @@ class JobCore:
     def _silent_nodes(self, now: float) -> list[int]:
         return [node for node, heard_at in self._node_heard_at.items() if now >= heard_at + UNREACHED_S]
 
-    def alerts(self, now: float, address: str) -> list[Alert]:
+    def alerts(self, now: float, address: str) -> list[KeeperAlert]:
         """Return the trouble that lasts.
 
         Args:
@@ -417,12 +417,12 @@ class JobCore:
         alerts = []
         silent = self._silent_nodes(now)
         if silent and not self._is_alone:
-            alerts.append(Alert("links", _unreached(self.settings.node, silent, address)))
+            alerts.append(KeeperAlert("links", _unreached(self.settings.node, silent, address)))
         if self.settings.redundancy is not None and now >= self._protected_at + UNPROTECTED_S:
             reason = self.levels[-1].failure or "a node of its group, or of another one, has no parity yet"
             if silent:
                 reason = f"no link to the keeper of node {min(silent)}"
-            alerts.append(Alert("protection", f"nothing was protected for {UNPROTECTED_S:.0f} s: {reason}"))
+            alerts.append(KeeperAlert("protection", f"nothing was protected for {UNPROTECTED_S:.0f} s: {reason}"))
         return alerts
 
 

@@ -33,10 +33,10 @@ from lazysnap.core.actions import (
     NamesSet,
     ProbeLevel,
     SetNames,
-    Stored,
+    StepStored,
     WriteLevel,
 )
-from lazysnap.core.messages import NamedStep, NameRefusal, Progress, StepKey
+from lazysnap.core.messages import GrantProgress, NamedStep, NameRefusal, StepKey
 from lazysnap.core.node import Node, NodeLevel, RankView
 
 MAX_HANGING = 3
@@ -144,7 +144,7 @@ class LevelJobs:
         One that was abandoned counted as failed then. A file that it stored all the same counts now.
         """
         abandoned = self._abandoned.pop(event.job, None)
-        if isinstance(abandoned, WriteLevel) and isinstance(event, Stored):
+        if isinstance(abandoned, WriteLevel) and isinstance(event, StepStored):
             self.level.become_stored(abandoned.key)
         if self.job is None or self.job.job != event.job:
             return
@@ -154,7 +154,7 @@ class LevelJobs:
             self._fail(job, event.text, now)
         elif isinstance(event, Missed) and isinstance(job, WriteLevel):
             # Of a cancelled write the step may be granted anew already: that grant waits for its own write.
-            if self.level.progress is Progress.WRITING:
+            if self.level.progress is GrantProgress.WRITING:
                 self.level.become_missed(job.key)
             self._leave_behind(job)
         else:
@@ -169,7 +169,7 @@ class LevelJobs:
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
             self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)
-        elif isinstance(event, Stored) and isinstance(job, WriteLevel):
+        elif isinstance(event, StepStored) and isinstance(job, WriteLevel):
             self.level.become_stored(job.key)
             self.stored_bytes = event.size_bytes
             self.stored_s = event.seconds
@@ -224,7 +224,7 @@ class LevelJobs:
             if now < self._retry_at:
                 return None
             return ProbeLevel(self.index, next(self.threads.numbers))
-        if self.level.progress is Progress.LISTING:
+        if self.level.progress is GrantProgress.LISTING:
             return ListLevel(self.index, next(self.threads.numbers))
         write = self._write(ranks)
         if write is not None:
@@ -295,7 +295,7 @@ class LevelJobs:
 
     def _is_wanted(self, job: WriteLevel, ranks: Sequence[RankView]) -> bool:
         """Return False if the grant is over, or a rank died while it captured the step."""
-        if self.level.grant != job.key or self.level.progress is not Progress.WRITING:
+        if self.level.grant != job.key or self.level.progress is not GrantProgress.WRITING:
             return False
         if job.source is not None:
             return True

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from lazysnap.core.messages import (
     MAX_TOLD,
+    GrantProgress,
     LevelOrder,
     LevelReport,
     LevelSettings,
-    Progress,
     RedundancySettings,
     StepKey,
 )
@@ -95,7 +95,7 @@ class LevelGrants:
     def take_reports(self, reports: list[LevelReport]) -> None:
         """Take what the nodes reported."""
         self.reports = reports
-        self.is_listing = any(report.progress is Progress.LISTING for report in reports)
+        self.is_listing = any(report.progress is GrantProgress.LISTING for report in reports)
         self.is_ready = all(report.is_ready for report in reports)
         self.is_failing = any(report.is_failing for report in reports)
         self.named = set()

@@ -222,7 +222,7 @@ class LevelState(Struct, frozen=True):
     moved_bytes: int = 0
 
 
-class Alert(Struct, frozen=True, array_like=True):
+class KeeperAlert(Struct, frozen=True, array_like=True):
     """Trouble that the user should know of, as long as it lasts."""
 
     about: str
@@ -257,7 +257,7 @@ class KeeperState(Struct, frozen=True, tag="keeper"):
     name_refusals: tuple[NameRefusal, ...] = ()
     lost: tuple[StepKey, ...] = ()
     """Required steps that no level can store any more."""
-    alerts: tuple[Alert, ...] = ()
+    alerts: tuple[KeeperAlert, ...] = ()
     is_preempted: bool = False
     """True if the processes of some rank are about to be killed."""
     is_serving_peers: bool = False
@@ -266,7 +266,7 @@ class KeeperState(Struct, frozen=True, tag="keeper"):
     """Why this trainer is not served. The keeper closes the connection after it."""
 
 
-class Progress(enum.Enum):
+class GrantProgress(enum.Enum):
     """Progress of one node with the grant of one level.
 
     ::
@@ -301,7 +301,7 @@ class LevelReport(Struct, frozen=True, array_like=True):
     version: int
     """Version of the order that the node obeyed. Only reports on the present version are counted."""
     grant: StepKey | None
-    progress: Progress
+    progress: GrantProgress
     is_ready: bool
     """False from a failed job until a small write works. Nothing is granted then."""
     stored: tuple[StepKey, ...]

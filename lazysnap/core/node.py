@@ -1,7 +1,7 @@
 """What does one node make of the coordinator's orders? Pure.
 
 ``coordinator`` decides which step all nodes store. This is the other side: is the step in the slots of this node, which
-slots are held for it, and what does the node report? ``messages.Progress`` draws the states.
+slots are held for it, and what does the node report? ``messages.GrantProgress`` draws the states.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from msgspec import Struct
 
 from lazysnap.core.messages import (
     MAX_STORED_REPORTED,
+    GrantProgress,
     LevelOrder,
     LevelReport,
     NamedStep,
     Order,
-    Progress,
     Report,
     StepKey,
 )
@@ -111,7 +111,7 @@ def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
 
 @dataclass
 class NodeLevel:
-    """The node's state of one level, or of redundancy. Each transition of ``Progress`` is a method."""
+    """The node's state of one level, or of redundancy. Each transition of ``GrantProgress`` is a method."""
 
     name: str
     """For people: the path, or ``redundancy``."""
@@ -119,7 +119,7 @@ class NodeLevel:
     timeout_s: float
     is_memory: bool = False
     """True for redundancy: what is stored is lost with the keeper, and its slots are held along with it."""
-    progress: Progress = Progress.LISTING
+    progress: GrantProgress = GrantProgress.LISTING
     grant: StepKey | None = None
     source: int | None = None
     """The level that the granted step is copied from; None: the slots."""
@@ -152,7 +152,7 @@ class NodeLevel:
     @property
     def wanted_key(self) -> StepKey | None:
         """The granted step, as long as its source must stay."""
-        if self.progress in (Progress.WAITING, Progress.WRITING):
+        if self.progress in (GrantProgress.WAITING, GrantProgress.WRITING):
             return self.grant
         return None
 
@@ -165,7 +165,7 @@ class NodeLevel:
         """
         if self.source is not None:
             return None
-        if self.is_memory and self.progress is Progress.STORED:
+        if self.is_memory and self.progress is GrantProgress.STORED:
             return self.grant
         return self.wanted_key
 
@@ -188,7 +188,7 @@ class NodeLevel:
         if (order.grant, order.source) != (self.grant, self.source):
             self.grant = order.grant
             self.source = order.source
-            if self.progress is not Progress.LISTING:
+            if self.progress is not GrantProgress.LISTING:
                 self._follow_grant()
 
     def forget_orders(self) -> None:
@@ -203,16 +203,16 @@ class NodeLevel:
         self.named = frozenset()
         self.grant = None
         self.source = None
-        if self.progress is not Progress.LISTING:
+        if self.progress is not GrantProgress.LISTING:
             self._follow_grant()
 
     def _follow_grant(self) -> None:
         if self.grant is None:
-            self.progress = Progress.IDLE
+            self.progress = GrantProgress.IDLE
         elif self.grant in self.stored:
-            self.progress = Progress.STORED
+            self.progress = GrantProgress.STORED
         else:
-            self.progress = Progress.WAITING
+            self.progress = GrantProgress.WAITING
 
     def become_listed(
         self,
@@ -240,21 +240,21 @@ class NodeLevel:
 
     def become_writing(self) -> None:
         """A job writes the granted step. Its source stays meanwhile."""
-        assert self.progress is Progress.WAITING
-        self.progress = Progress.WRITING
+        assert self.progress is GrantProgress.WAITING
+        self.progress = GrantProgress.WRITING
 
     def become_stored(self, key: StepKey) -> None:
         """A file was read back. It is there and counts, even if its grant is over."""
         self.stored.add(key)
         self.leftovers.discard(key)
         self.unusable.discard(key)
-        if key == self.grant and self.progress is not Progress.LISTING:
-            self.progress = Progress.STORED
+        if key == self.grant and self.progress is not GrantProgress.LISTING:
+            self.progress = GrantProgress.STORED
 
     def become_missed(self, key: StepKey) -> None:
         """The step cannot be stored, through no fault of the level."""
         if key == self.wanted_key:
-            self.progress = Progress.MISSED
+            self.progress = GrantProgress.MISSED
 
     def become_failed(self) -> None:
         """A job failed or hangs, whichever it was. The level gets no grant before a small write works.
@@ -263,8 +263,8 @@ class NodeLevel:
         """
         self.is_ready = False
         self.is_failing = True
-        if self.progress in (Progress.WAITING, Progress.WRITING):
-            self.progress = Progress.FAILED
+        if self.progress in (GrantProgress.WAITING, GrantProgress.WRITING):
+            self.progress = GrantProgress.FAILED
 
     def become_ready(self) -> None:
         """A small write works."""
@@ -272,7 +272,7 @@ class NodeLevel:
 
     def expired(self) -> list[StepKey]:
         """Return the snapshots that need not stay, oldest first. What is granted or has a name stays."""
-        if not self.is_open or self.progress is Progress.LISTING:
+        if not self.is_open or self.progress is GrantProgress.LISTING:
             return []
         spared = self.named | {named.key for named in self.names} | {self.grant}
         keys = sorted(self.leftovers - {self.grant})
@@ -441,7 +441,7 @@ class Node:
             key = level.wanted_key
             if key is None:
                 continue
-            is_writing = level.progress is Progress.WRITING
+            is_writing = level.progress is GrantProgress.WRITING
             is_overtaken = level.is_overtaken and (is_writing or key > begun)
             is_gone = not is_writing and self._is_gone(key, level.source, ranks)
             if is_overtaken or is_gone:
@@ -453,7 +453,7 @@ class Node:
 
     def _is_crowded_out(self, level: NodeLevel, key: StepKey) -> bool:
         """Return True if another level still reads an older step. Memory has one slot to spare for what is read."""
-        if level.progress is not Progress.WAITING:
+        if level.progress is not GrantProgress.WAITING:
             return False
         return any(other.key_to_hold is not None and other.key_to_hold < key for other in self.storage)
 

@@ -11,7 +11,7 @@ from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.capture.plan import check_kinds
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.messages import Event
+from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, StateError
@@ -107,7 +107,7 @@ class Boundaries:
             self._preemption.listen()
             began = self._pass(step, is_forced=force)
         for optimizer in self.gates.take_replacements():
-            self._messages.tell(Event.OTHER_OPTIMIZER, kind=type(optimizer).__qualname__)
+            self._messages.tell(MessageKind.OTHER_OPTIMIZER, kind=type(optimizer).__qualname__)
         self._optimizer_steps = self.gates.steps
         self._supervisor.reached(step)
         self._preemption.boundary_passed()
@@ -153,7 +153,7 @@ class Boundaries:
         ``is_forced``: it is captured all the same.
         """
         self._awaits_gradients = False
-        if self._messages.is_open(Event.IN_GRAPH):
+        if self._messages.is_open(MessageKind.IN_GRAPH):
             return False  # a graph that is replayed steps without a hook
         gradients = self.gates.gradients
         optimizers = self._source.optimizers()
@@ -165,10 +165,10 @@ class Boundaries:
         named = self._source.named_optimizers().items()
         names = ", ".join(name for name, optimizer in named if optimizer in awaited)
         if is_forced or gradients.abandon_late(awaited):
-            self._messages.tell(Event.GRADIENTS_LOST, step=step, names=names)
+            self._messages.tell(MessageKind.GRADIENTS_LOST, step=step, names=names)
             return False
         if any(gradients.is_kept_long(optimizer) for optimizer in awaited):
-            self._messages.tell(Event.GRADIENTS_WAIT, step=step, names=names)
+            self._messages.tell(MessageKind.GRADIENTS_WAIT, step=step, names=names)
         self._statistics.skipped["gradients waited for an optimizer step"] += 1
         self._awaits_gradients = True
         return True
@@ -211,14 +211,14 @@ class Boundaries:
             self._recorder.skip("the state could not be captured")
             if not self._recorder.encoded_once:
                 raise
-            self._messages.tell(Event.NOT_CAPTURED, step=step, kind=StateError, text=error)
+            self._messages.tell(MessageKind.NOT_CAPTURED, step=step, kind=StateError, text=error)
         except JobBusy:
             raise
         except Exception as error:
             if not _is_of_capture(error):
                 raise
             text = f"{type(error).__name__}: {error}"
-            self._messages.tell(Event.NOT_CAPTURED, step=step, kind=type(error), text=text)
+            self._messages.tell(MessageKind.NOT_CAPTURED, step=step, kind=type(error), text=text)
             self._recorder.skip("the capture failed")
         seconds = time.perf_counter() - started
         self._statistics.waited_s += seconds
@@ -281,7 +281,7 @@ class Boundaries:
 
     def _versions_now(self) -> list[int] | None:
         """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""
-        if self._messages.is_open(Event.IN_GRAPH):
+        if self._messages.is_open(MessageKind.IN_GRAPH):
             return None  # a graph that is replayed changes them without any sign
         return [self.gates.steps, *(weight._version for weight in self._weights)]
 
@@ -317,7 +317,7 @@ class Boundaries:
                 'wait for that. Call engine.wait(until="captured", timeout_s=60) right before the capture, and '
                 "engine.gate() before every replay()"
             )
-        self._messages.tell(Event.IN_GRAPH)
+        self._messages.tell(MessageKind.IN_GRAPH)
 
     def _stepped_beside(self) -> None:
         if self._captures.discard("an optimizer stepped while it was copied, without engine.gate() before it"):

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from lazysnap.config import SnapshotConfig, due_every
-from lazysnap.core.messages import Alert, KeeperState, LevelState, NamedStep, StepKey
-from lazysnap.engine.messages import Event, Messages
+from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, StepKey
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.keeper.client import KeeperClient
 
 _REMEMBERED = 1024
 """Complete steps of one level that are remembered, so that none is counted twice."""
-_ALERTS = {"links": Event.UNLINKED, "protection": Event.NODE_UNPROTECTED}
+_ALERTS = {"links": MessageKind.UNLINKED, "protection": MessageKind.NODE_UNPROTECTED}
 """Events of the alerts that are reported again while they last, and whose end is reported."""
 
 
 @dataclass(frozen=True)
-class Connection:
+class KeeperConnection:
     """The connection to the keeper at one moment."""
 
     pid: int | None = None
@@ -27,7 +27,7 @@ class Connection:
     """True if the keeper seems to live, and does not answer."""
 
     @classmethod
-    def of(cls, client: KeeperClient) -> "Connection":
+    def of(cls, client: KeeperClient) -> "KeeperConnection":
         """Return the present state of the connection."""
         pid = client.keeper_pid if client.is_connected else None
         return cls(pid, client.is_silent)
@@ -53,7 +53,7 @@ class KeeperEvents:
                 every = due_every(level.every_n_steps, config.every_n_steps)
             self._due.append(every)
         self._state = KeeperState()
-        self._connection = Connection()
+        self._connection = KeeperConnection()
         self._start = 0
         self._from_step = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
@@ -104,7 +104,7 @@ class KeeperEvents:
 
     # ---------------------------------------------------------------- comparing
 
-    def compare(self, state: KeeperState, connection: Connection) -> None:
+    def compare(self, state: KeeperState, connection: KeeperConnection) -> None:
         """Count and report what is new since the last call."""
         before = self._state
         if state.pid != before.pid:
@@ -133,21 +133,21 @@ class KeeperEvents:
             self._messages.forget(event)
         return KeeperState(protected=state.protected, name_refusals=state.name_refusals)
 
-    def _compare_connection(self, now: Connection) -> None:
+    def _compare_connection(self, now: KeeperConnection) -> None:
         before = self._connection
         if before.pid is not None and now.pid != before.pid:
-            self._messages.tell(Event.KEEPER_LOST)
+            self._messages.tell(MessageKind.KEEPER_LOST)
             self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again
         if now.pid is None:
             return
         if now.pid != before.pid:
-            self._messages.forget(Event.KEEPER_LOST)
-            self._messages.forget(Event.KEEPER_SILENT)
-            before = Connection()
+            self._messages.forget(MessageKind.KEEPER_LOST)
+            self._messages.forget(MessageKind.KEEPER_SILENT)
+            before = KeeperConnection()
         if now.is_silent and not before.is_silent:
-            self._messages.tell(Event.KEEPER_SILENT, pid=now.pid, node=socket.gethostname(), rank=self._rank)
+            self._messages.tell(MessageKind.KEEPER_SILENT, pid=now.pid, node=socket.gethostname(), rank=self._rank)
         elif before.is_silent and not now.is_silent:
-            self._messages.tell_over(Event.KEEPER_SILENT, pid=now.pid)
+            self._messages.tell_over(MessageKind.KEEPER_SILENT, pid=now.pid)
 
     # ---------------------------------------------------------------- levels
 
@@ -155,7 +155,7 @@ class KeeperEvents:
         url = self._urls[index]
         steps = self._count_new(index, now.complete)
         if steps:
-            self._messages.tell_over(Event.LEVEL_FAILS, level=url, step=steps[-1])
+            self._messages.tell_over(MessageKind.LEVEL_FAILS, level=url, step=steps[-1])
         self._compare_failure(url, before, now)
 
     def _compare_failure(self, url: str, before: LevelState, now: LevelState) -> None:
@@ -166,7 +166,9 @@ class KeeperEvents:
             what = "anything"
             if now.failed_step is not None:
                 what = f"step {now.failed_step}"
-            self._messages.tell(Event.LEVEL_FAILS, level=url, what=what, text=now.failure.removeprefix(f"{url}: "))
+            self._messages.tell(
+                MessageKind.LEVEL_FAILS, level=url, what=what, text=now.failure.removeprefix(f"{url}: ")
+            )
 
     def _count_new(self, index: int, complete: Sequence[StepKey]) -> list[int]:
         """Count the steps that became complete. Returns: these steps, in ascending order."""
@@ -209,7 +211,7 @@ class KeeperEvents:
     def _compare_names(self, before: KeeperState, now: KeeperState) -> None:
         for refusal in now.name_refusals:
             if refusal not in before.name_refusals:
-                self._messages.tell(Event.NAME_FAILS, name=refusal.name, text=f"{refusal.url}: {refusal.text}")
+                self._messages.tell(MessageKind.NAME_FAILS, name=refusal.name, text=f"{refusal.url}: {refusal.text}")
         for name, step in list(self._wanted_names.items()):
             if not self._is_answered(name, step, now):
                 continue
@@ -221,13 +223,13 @@ class KeeperEvents:
 
     def lose_name(self, name: str, text: str) -> None:
         """The snapshot of that name will never be there."""
-        self._messages.tell(Event.NAME_FAILS, name=name, text=f"no snapshot has it: {text}")
+        self._messages.tell(MessageKind.NAME_FAILS, name=name, text=f"no snapshot has it: {text}")
         self.lost_names[name] = text
 
-    def _compare_alerts(self, before: Sequence[Alert], now: Sequence[Alert]) -> None:
+    def _compare_alerts(self, before: Sequence[KeeperAlert], now: Sequence[KeeperAlert]) -> None:
         for alert in now:
             if alert not in before:
-                self._messages.tell(_ALERTS.get(alert.about, Event.KEEPER_TROUBLE), text=alert.text)
+                self._messages.tell(_ALERTS.get(alert.about, MessageKind.KEEPER_TROUBLE), text=alert.text)
         lasting = {alert.about for alert in now}
         for about in {alert.about for alert in before} - lasting:
             if about in _ALERTS:

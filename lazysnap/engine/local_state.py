@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.plan import CapturePlan, Key, check_walk, frozen_keys, lazy_keys, make_plan
-from lazysnap.engine.messages import Event, Messages
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.ranks.partition import Partition, replicated_keys
 from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
@@ -56,7 +56,7 @@ class LocalState:
         # Not the first one alone: a framework may import or set up something there.
         if is_slow and self._was_slow:
             ms = (encoded - started) * 1e3
-            self._messages.tell(Event.SLOW_STATE, ms=ms, encoding_ms=(encoded - collected) * 1e3)
+            self._messages.tell(MessageKind.SLOW_STATE, ms=ms, encoding_ms=(encoded - collected) * 1e3)
         self._was_slow = is_slow
         return everything
 

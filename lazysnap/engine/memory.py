@@ -12,9 +12,9 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import MemoryWish
 from lazysnap.engine import report
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
-from lazysnap.engine.events import Connection, KeeperEvents
+from lazysnap.engine.events import KeeperConnection, KeeperEvents
 from lazysnap.engine.job_settings import num_kept, num_slots
-from lazysnap.engine.messages import Event, Messages
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.protection import NO_MEMORY, Protection
 from lazysnap.engine.restart_check import RestartCheck
 from lazysnap.errors import JobBusy, KeeperError
@@ -260,7 +260,7 @@ class Memory:
 
     def look_at_keeper(self) -> None:
         """Count and report what is new of the keeper, of levels and of memory since the last call."""
-        self.events.compare(self.client.state, Connection.of(self.client))
+        self.events.compare(self.client.state, KeeperConnection.of(self.client))
         error = self._missing_memory()
         if error is None:
             return
@@ -287,7 +287,7 @@ class Memory:
             return False
         self.group = (1, 0)
         self._ignored_refusal = refusal
-        self._messages.tell(Event.NO_PARITY, text=refusal)
+        self._messages.tell(MessageKind.NO_PARITY, text=refusal)
         self.ask_again()
         return True
 
@@ -359,7 +359,7 @@ class Memory:
         else:
             use = f"uses {taken} of memory{per_rank} ({self.needed} copies)"
         self._messages.tell(
-            Event.SIZES,
+            MessageKind.SIZES,
             state=f"{decimal(image_bytes)}{per_rank}",
             use=use,
             available=available,
@@ -377,4 +377,4 @@ class Memory:
         """A capture began in that slot: print that there is memory again, and whether it is a file."""
         self.protection.regain()
         if slot.is_file:
-            self._messages.tell(Event.FILES, directory=self._spill_dir)
+            self._messages.tell(MessageKind.FILES, directory=self._spill_dir)

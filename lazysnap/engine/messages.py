@@ -48,7 +48,7 @@ class Row:
     """The value that distinguishes the troubles of this row, such as the level."""
 
 
-class Event(enum.Enum):
+class MessageKind(enum.Enum):
     """The table. ``docs/troubleshooting.md`` has an entry for each row."""
 
     # The start and the end. Lines are composed in ``report``.
@@ -215,8 +215,8 @@ class Messages:
     Example::
 
         messages = Messages(Statistics())
-        messages.tell(Event.LEVEL_FAILS, level="/disk", what="step 4", text="disk full")
-        messages.tell_over(Event.LEVEL_FAILS, level="/disk", step=5)
+        messages.tell(MessageKind.LEVEL_FAILS, level="/disk", what="step 4", text="disk full")
+        messages.tell_over(MessageKind.LEVEL_FAILS, level="/disk", step=5)
     """
 
     def __init__(
@@ -230,10 +230,10 @@ class Messages:
         self.statistics = statistics
         self._speaks = {By.EACH: True, By.NODE: speaks_for_node, By.FIRST: is_first}
         self._clock = clock
-        self._open: dict[tuple[Event, Any], _Trouble] = {}
+        self._open: dict[tuple[MessageKind, Any], _Trouble] = {}
         """Trouble that was reported and is not over."""
 
-    def tell(self, event: Event, **values: Any) -> None:
+    def tell(self, event: MessageKind, **values: Any) -> None:
         """Count the event, and print it unless its trouble is known."""
         row: Row = event.value
         if row.counter:
@@ -250,7 +250,7 @@ class Messages:
             self._open[trouble] = _Trouble(now_s, now_s + _FIRST_REMINDER_S)
         self._print(row, row.text, {"since": "", **values})
 
-    def tell_again(self, event: Event, **values: Any) -> None:
+    def tell_again(self, event: MessageKind, **values: Any) -> None:
         """Print trouble again that lasts, if it is time: after a minute, then every ten. Hot."""
         row: Row = event.value
         trouble = self._open.get((event, values.get(row.of)))
@@ -260,18 +260,18 @@ class Messages:
             minutes = (now_s - trouble.since_s) / 60
             self._print(row, row.text, {"since": f" for {minutes:.0f} min", **values})
 
-    def tell_over(self, event: Event, **values: Any) -> None:
+    def tell_over(self, event: MessageKind, **values: Any) -> None:
         """Print that a trouble is over, if it was reported."""
         row: Row = event.value
         trouble = self._open.pop((event, values.get(row.of)), None)
         if trouble is not None:
             self._print(row, row.over, {"seconds": self._clock() - trouble.since_s, **values})
 
-    def forget(self, event: Event) -> None:
+    def forget(self, event: MessageKind) -> None:
         """Note that a trouble is over. Prints nothing."""
         self._open.pop((event, None), None)
 
-    def is_open(self, event: Event) -> bool:
+    def is_open(self, event: MessageKind) -> bool:
         """True if this trouble was reported, and is not over. Hot."""
         return (event, None) in self._open
 

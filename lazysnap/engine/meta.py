@@ -7,7 +7,7 @@ from typing import Any
 
 from lazysnap.capture.plan import CapturePlan, storage_of
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.messages import Event, Messages
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.world import World
 from lazysnap.restore.level import newest_id
@@ -138,5 +138,5 @@ def names_of_parameters(source: StateSource, everything: Walk, messages: Message
                     nameless.append(parameter)
             count = sum(storage_of(parameter) not in held for parameter in nameless)
             if count:
-                messages.tell(Event.VALUES_MISSING, count=count, path=path)
+                messages.tell(MessageKind.VALUES_MISSING, count=count, path=path)
     return complete or None

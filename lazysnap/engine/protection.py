@@ -1,6 +1,6 @@
 """The memory that outlives the training process: what the user reads while no capture goes there."""
 
-from lazysnap.engine.messages import Event, Messages
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.errors import KeeperError
 
 NO_MEMORY = "there was no memory"
@@ -34,16 +34,16 @@ class Protection:
         self.error = error
         self._last = str(error)
         if is_new and not is_reported:
-            self._messages.tell(Event.NO_MEMORY, text=error, lost=self.what_is_lost())
+            self._messages.tell(MessageKind.NO_MEMORY, text=error, lost=self.what_is_lost())
 
     def regain(self) -> None:
         """Become PROTECTED: captures are in memory again."""
         self.error = None
-        self._messages.tell_over(Event.NO_MEMORY)
+        self._messages.tell_over(MessageKind.NO_MEMORY)
 
     def remind(self) -> None:
         """Warn again, rarely, while training goes on without memory. Called at a boundary."""
-        self._messages.tell_again(Event.NO_MEMORY, text=self.error, lost=self.what_is_lost())
+        self._messages.tell_again(MessageKind.NO_MEMORY, text=self.error, lost=self.what_is_lost())
 
     def sum_up(self) -> None:
         """Report the steps that were not protected, if any. Called at the end."""
@@ -53,7 +53,7 @@ class Protection:
         durable = self._statistics.last_durable_step
         stored = ", ".join(f"{url}: step {step}" for url, step in durable.items()) or "none"
         plural = "s" * (count != 1)
-        self._messages.tell(Event.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last, stored=stored)
+        self._messages.tell(MessageKind.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last, stored=stored)
 
     def what_is_lost(self) -> str:
         """Return, for a message, what a crash loses as long as there is no memory."""

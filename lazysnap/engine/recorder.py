@@ -4,13 +4,13 @@ import logging
 from collections import Counter
 
 from lazysnap import faults
-from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.captures import slot_phase
 from lazysnap.capture.plan import CapturePlan, check_walk, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.local_state import LocalState
 from lazysnap.engine.memory import NO_SLOTS, PASSING, Memory
-from lazysnap.engine.messages import Event, Messages
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.meta import MetaWriter, names_of_parameters
 from lazysnap.engine.protection import NO_MEMORY
 from lazysnap.keeper.client import KeeperClient
@@ -269,11 +269,11 @@ class Recorder:
     def _count_ended(self, capture: Capture) -> None:
         """A capture into memory is over: count it, and say so if it was dropped."""
         statistics = self._statistics
-        if capture.phase is Phase.WHOLE:
+        if capture.phase is CapturePhase.WHOLE:
             statistics.whole += 1
             statistics.copy.add(capture.copy_s)
             return
-        event = Event.TORN if capture.phase is Phase.TORN else Event.FAILED
+        event = MessageKind.TORN if capture.phase is CapturePhase.TORN else MessageKind.FAILED
         self.messages.tell(event, step=capture.step, text=capture.reason)
 
     # Names

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from lazysnap import faults
-from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.dtypes import DTYPES
 from lazysnap.capture.plan import view_of
-from lazysnap.engine.messages import Event, Messages
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.slots import TrainerSlot
@@ -118,13 +118,13 @@ class RestartCheck:
         if self._expected is None or self._comparison is not None:
             return
         if capture.step != self.step:
-            self._end(Event.RESTART_NOT_COMPARED, text="the step was not captured again")
+            self._end(MessageKind.RESTART_NOT_COMPARED, text="the step was not captured again")
             return
         comparison = _Comparison(self._expected, capture, self._clocks)
         try:
             comparison.start()
         except RuntimeError as error:  # a limit of threads
-            self._end(Event.RESTART_NOT_COMPARED, text=error)
+            self._end(MessageKind.RESTART_NOT_COMPARED, text=error)
         else:
             self._comparison = comparison
 
@@ -143,13 +143,13 @@ class RestartCheck:
     def _report(self, comparison: "_Comparison") -> None:
         difference = comparison.difference
         if difference is None:
-            self._end(Event.RESTART_NOT_COMPARED, text=comparison.failure)
+            self._end(MessageKind.RESTART_NOT_COMPARED, text=comparison.failure)
         elif difference.text:
             self._messages.statistics.restart_check = difference.text
-            self._end(Event.RESTART_DIFFERS, text=difference.text, cause=difference.usual_cause)
+            self._end(MessageKind.RESTART_DIFFERS, text=difference.text, cause=difference.usual_cause)
         else:
             self._messages.statistics.restart_check = "identical"
-            self._end(Event.RESTART_EXACT)
+            self._end(MessageKind.RESTART_EXACT)
 
     def give_up(self) -> bool:
         """End a comparison, since a capture needs a slot, and report what is known. Returns: True if there was one."""
@@ -174,7 +174,7 @@ class RestartCheck:
         self._expected = None
         self.step = None
 
-    def _end(self, event: Event, **values: Any) -> None:
+    def _end(self, event: MessageKind, **values: Any) -> None:
         self._comparison = None
         self._expected = None
         self._messages.tell(event, step=self.step, **values)
@@ -199,7 +199,7 @@ class _Comparison(threading.Thread):
         """Wait until the capture is whole, then compare."""
         try:
             self.capture.released.wait(_DEADLINE_S)
-            if self.capture.phase is Phase.WHOLE:
+            if self.capture.phase is CapturePhase.WHOLE:
                 faults.point("engine.compare")
                 self._compare(_Image.of(self._expected), _Image.of(self.capture.slot))
             else:

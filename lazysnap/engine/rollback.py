@@ -14,7 +14,7 @@ import torch
 from lazysnap import faults
 from lazysnap.console import duration
 from lazysnap.engine.boundaries import Boundaries
-from lazysnap.engine.messages import Event
+from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.report import places
 from lazysnap.engine.run import Run
@@ -70,7 +70,7 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
         _capture_branch(run, boundaries, snapshot.step)
     done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
     recorder.messages.tell(
-        Event.ROLLED_BACK,
+        MessageKind.ROLLED_BACK,
         reason=f" ({reason})" if reason else "",
         took=duration(done.seconds),
         from_step=from_step,
@@ -156,7 +156,7 @@ def _capture_branch(run: Run, boundaries: Boundaries, step: int) -> None:
     is_held = began and boundaries.wait_captured(step, run.restart.config.io_timeout_s)
     faults.point("engine.rollback.captured")
     if not all(run.restart.world.exchange("capturing after a rollback", is_held)):
-        run.recorder.messages.tell(Event.BRANCH_NOT_CAPTURED, step=step)
+        run.recorder.messages.tell(MessageKind.BRANCH_NOT_CAPTURED, step=step)
 
 
 def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:

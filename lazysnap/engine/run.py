@@ -9,7 +9,7 @@ from lazysnap import faults
 from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.job_settings import job_settings
-from lazysnap.engine.messages import Event
+from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.recorder import Recorder
 from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
 from lazysnap.keeper.memory_inventory import MemoryEntry
@@ -176,7 +176,7 @@ class Run:
         if snapshot.new_run is not None:
             new, left = snapshot.new_run, snapshot.new_run.left
             run = {"new": new.name, "run": snapshot.run, "left": new.left_name}
-            self._messages.tell(Event.NEW_RUN, step=snapshot.step, newest=left.step, **run)
+            self._messages.tell(MessageKind.NEW_RUN, step=snapshot.step, newest=left.step, **run)
 
     def go_on(self, snapshot: Snapshot, run_id: str) -> None:
         """Captures from here on are of that run, which continues behind ``snapshot``."""
@@ -197,7 +197,7 @@ class Run:
         """
         if not self.has_told_start:
             self.has_told_start = True
-            self._messages.tell(Event.START, line=line or report.fresh(self._absence))
+            self._messages.tell(MessageKind.START, line=line or report.fresh(self._absence))
 
     # ---------------------------------------------------------------- beginning
 
@@ -229,7 +229,7 @@ class Run:
         last = self.recorder.seen_step or 0
         if step >= last:
             return
-        self._messages.tell(Event.BEGINS_AGAIN, step=step, last=last)
+        self._messages.tell(MessageKind.BEGINS_AGAIN, step=step, last=last)
         self.recorder.check.cancel()
         self.meta.follow(None)
         self.resumed = None  # what was resumed is not what these go on from

@@ -9,7 +9,7 @@ from lazysnap.engine import report
 from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.memory import NO_SLOTS
-from lazysnap.engine.messages import Event
+from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption, RankCaptures
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import Statistics
@@ -175,7 +175,7 @@ class Shutdown:
         try:
             self._boundaries.capture_last()
         except WaitTimeout as error:  # of a rank that died here no capture would be whole
-            self._messages.tell(Event.END_UNKNOWN, text=error)
+            self._messages.tell(MessageKind.END_UNKNOWN, text=error)
 
     def _drain(self, progress: Progress | None, *, is_common: bool) -> bool:
         """Wait until the newest capture is durable at every level."""
@@ -187,7 +187,7 @@ class Shutdown:
         self._memory.look_at_keeper()
         if not durable and is_there and self._memory.newest_held_step() is None:  # else ``_tell_end`` says so
             what = "the last snapshot is not at every level, and memory does not have it"
-            self._messages.tell(Event.NOT_DURABLE, what=what, fate=self._reason())
+            self._messages.tell(MessageKind.NOT_DURABLE, what=what, fate=self._reason())
         return durable
 
     def _settle_names(self, *, is_common: bool) -> None:
@@ -219,7 +219,7 @@ class Shutdown:
                 last = None if newest is None or None in steps else min(steps)
             done = world.exchange_after("making the last snapshot durable", lambda: drain(last))
         except WaitTimeout as error:
-            self._messages.tell(Event.END_UNKNOWN, text=error)
+            self._messages.tell(MessageKind.END_UNKNOWN, text=error)
             return False
         return all(done) and is_same
 
@@ -246,7 +246,7 @@ class Shutdown:
         if last is None or last == newest:
             return True
         self._messages.tell(
-            Event.LAST_NOT_CAPTURED,
+            MessageKind.LAST_NOT_CAPTURED,
             step=last,
             newest="none" if newest is None else f"that of step {newest}",
             reason=self._reason(),
@@ -350,10 +350,10 @@ class Shutdown:
             held=held,
         )
         for line in report.summary(self._statistics, end):
-            self._messages.tell(Event.END, line=line)
+            self._messages.tell(MessageKind.END, line=line)
         warning = report.not_durable(self._statistics, end)
         if warning:
-            self._messages.tell(Event.NOT_DURABLE, **warning)
+            self._messages.tell(MessageKind.NOT_DURABLE, **warning)
 
     def _failing(self) -> list[str]:
         """Return the URLs of the levels that fail, as far as the last state of the keeper says."""

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from lazysnap import faults
 from lazysnap.errors import StateError
 from lazysnap.exports.checkpoint import save_torch
-from lazysnap.exports.job import Job
+from lazysnap.exports.job import ExportJob
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.states import mapped_state, parts_of, read_state
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
@@ -49,7 +49,7 @@ def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
     return first[:1] + rest
 
 
-def write_stock(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
+def write_stock(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write the files of ``save_state`` into a new directory; return notes for the user: none.
 
     Blocks. Raises: StateError, if this is no state of an Accelerator, or for a value that cannot be
@@ -109,7 +109,7 @@ def _ranks(whole: WholeSnapshot) -> list[dict[str, Any]]:
     return ranks
 
 
-def _write_weights(whole: WholeSnapshot, job: Job, path: str, prefixes: Mapping[str, str]) -> None:
+def _write_weights(whole: WholeSnapshot, job: ExportJob, path: str, prefixes: Mapping[str, str]) -> None:
     """Write a safetensors file for each model; of tied tensors the first, as Accelerate does: ``load_state`` ties them.
 
     ``prefixes``: what the names of its weights begin with, by its part of the state.

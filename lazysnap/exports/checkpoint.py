@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lazysnap.errors import StateError
-from lazysnap.exports.job import Job
+from lazysnap.exports.job import ExportJob
 from lazysnap.exports.states import mapped_state, parts_of
 from lazysnap.exports.weights import EXTRAS, is_lightning
 from lazysnap.snapshots.assembly import WholeSnapshot
@@ -38,7 +38,7 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
 """Types, the names of the types that their values become, and the conversions."""
 
 
-def stock_state(whole: WholeSnapshot, job: Job, path: str) -> tuple[dict[str, Any], list[str]]:
+def stock_state(whole: WholeSnapshot, job: ExportJob, path: str) -> tuple[dict[str, Any], list[str]]:
     """Return the state as other programs read it, mapped, and notes for the user; ``path``: of the export.
 
     Of Lightning: the dictionary that ``Trainer.save_checkpoint`` would have written at that moment. It has no place for
@@ -58,7 +58,7 @@ def stock_state(whole: WholeSnapshot, job: Job, path: str) -> tuple[dict[str, An
     return checkpoint, notes
 
 
-def write_checkpoint(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
+def write_checkpoint(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write a new file; return one line for each kind of value that was converted.
 
     Blocks. Raises: OSError; StateError, for a value that cannot be pickled; FormatError; LevelError.

@@ -9,11 +9,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lazysnap.errors import StateError
 from lazysnap.exports.checkpoint import stock_state
-from lazysnap.exports.job import Job
+from lazysnap.exports.job import ExportJob
 from lazysnap.snapshots.assembly import WholeSnapshot
 
 
-def write_distributed(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
+def write_distributed(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write a new directory; return notes for the user. No process group is needed.
 
     Optimizers are in the form of ``get_state_dict`` where the snapshot has the names of their parameters.

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from lazysnap.config import checked_url
-from lazysnap.exports.job import Job
+from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import Named, filled, named_in
 from lazysnap.exports.target import format_of, parents_made, replaced_when_whole
 from lazysnap.levels import open_store
@@ -77,19 +77,21 @@ def export(
         lazysnap.export("runs/lazysnap", "model", which="best", format="huggingface")
     """
     path = os.fspath(target)
-    job = Job(path=path, format=format_of(path, format))
+    job = ExportJob(path=path, format=format_of(path, format))
     store = open_store(checked_url("export", place), options=storage_options)
     named = named_in(path)
     return look_again(store, lambda catalogue: write(catalogue, catalogue.find(which), job, named))
 
 
-def write(catalogue: Catalogue, plan: RestartPlan, job: Job, named: Named | None = None) -> Exported:
+def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named | None = None) -> Exported:
     """Write one snapshot of a catalogue. Blocks. Raises: as ``export``; FileNotFoundError, if a file vanished.
 
     ``named``: the snapshot that the target names, if that is a directory of ``save_state(directory)``.
     """
     module, name = _WRITERS[job.format].split(":")
-    writer: Callable[[WholeSnapshot, Job, str], list[str]] = getattr(import_module(f"lazysnap.exports.{module}"), name)
+    writer: Callable[[WholeSnapshot, ExportJob, str], list[str]] = getattr(
+        import_module(f"lazysnap.exports.{module}"), name
+    )
     path = os.path.abspath(job.path)
     is_into_named = named is not None and (named.run, named.step) == (plan.run_id, plan.step)
     if named is not None and is_into_named and job.format == ACCELERATE:

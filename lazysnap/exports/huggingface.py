@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lazysnap.errors import ConfigError, FormatError
-from lazysnap.exports.job import Job
+from lazysnap.exports.job import ExportJob
 from lazysnap.exports.safetensors import add_file, tied_names
 from lazysnap.exports.weights import EXTRAS, chosen_tensors, place_of_weights
 from lazysnap.shard.limits import load_json
@@ -32,12 +32,12 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _PRETRAINED = "pretrained"
 
 
-def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
+def write_folder(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write a new directory; return notes for the user.
 
     The weights are those of one model, in files of at most ``shard_bytes`` with an index; of a PEFT model the adapter
-    alone. Of tied tensors the first is written. ``config.json`` and the other files come from ``Job.config``, else
-    from the snapshot.
+    alone. Of tied tensors the first is written. ``config.json`` and the other files come from ``ExportJob.config``,
+    else from the snapshot.
     Blocks. Raises: ConfigError, without a config; FormatError; StateError; LevelError; OSError.
     """
     facts = _facts(whole.meta.state, job.only)
@@ -71,7 +71,7 @@ def write_folder(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
     return ["no tokenizer files: `lazysnap export --config DIR` copies those of a directory"]
 
 
-def _write_weights(tensors: Mapping[str, JoinedTensor], stem: str, job: Job, path: str) -> None:
+def _write_weights(tensors: Mapping[str, JoinedTensor], stem: str, job: ExportJob, path: str) -> None:
     """Write the files that ``huggingface_hub`` splits such weights into, with an index if there are several.
 
     Blocks. Raises: ConfigError, without ``huggingface_hub``; StateError; FormatError; LevelError; OSError.

@@ -26,7 +26,7 @@ def no_bar(what: str, total: int) -> Iterator[Progress]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ExportJob:
     """One export."""
 
     path: str

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from lazysnap.errors import FormatError, StateError
-from lazysnap.exports.job import Job, behind
+from lazysnap.exports.job import ExportJob, behind
 from lazysnap.exports.weights import chosen_tensors
 from lazysnap.levels.files import pwrite_all
 from lazysnap.shard.layout import Layout
@@ -16,7 +16,7 @@ FORMAT = {"format": "pt"}
 """The metadata of every file: its tensors are those of torch."""
 
 
-def write_safetensors(whole: WholeSnapshot, job: Job, path: str) -> list[str]:
+def write_safetensors(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write the chosen weights to a new file; return notes for the user.
 
     Tied tensors are stored once, under the alphabetically first name; the header's ``__metadata__`` holds the other

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lazysnap.errors import FormatError
-from lazysnap.exports.job import Job
+from lazysnap.exports.job import ExportJob
 from lazysnap.exports.safetensors import fill_later, tied_names
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.limits import with_stack
@@ -53,7 +53,7 @@ def read_state(whole: WholeSnapshot, choose: Choose) -> dict[str, Any]:
     return _decoded(whole, encoded, _read(tensors))
 
 
-def mapped_state(whole: WholeSnapshot, choose: Choose, job: Job, directory: str) -> dict[str, Any]:
+def mapped_state(whole: WholeSnapshot, choose: Choose, job: ExportJob, directory: str) -> dict[str, Any]:
     """Return the same as ``read_state``, with tensors that can be larger than memory.
 
     They are put together, once, in a safetensors file in ``directory`` and mapped from there. The file has no name: the
@@ -91,7 +91,7 @@ def _read(tensors: Mapping[str, JoinedTensor]) -> dict[str, torch.Tensor]:
     return {name: made[tied.get(name, name)] for name in tensors}
 
 
-def _map(tensors: Mapping[str, JoinedTensor], job: Job, directory: str) -> dict[str, torch.Tensor]:
+def _map(tensors: Mapping[str, JoinedTensor], job: ExportJob, directory: str) -> dict[str, torch.Tensor]:
     """Return tensors in a mapped file, tied ones once. Blocks. Raises: FormatError; LevelError; OSError."""
     tied = tied_names(tensors, list(tensors))
     owners = {name: tensor for name, tensor in tensors.items() if name not in tied}

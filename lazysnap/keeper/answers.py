@@ -7,9 +7,9 @@ from msgspec import structs
 
 from lazysnap.core.core import Core
 from lazysnap.core.node import whole_on_all
-from lazysnap.keeper.connections import Connection, Connections
+from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.node_state import NodeHistory, node_state
-from lazysnap.keeper.questions import Answer, HeldParity, Question, RankMemory
+from lazysnap.keeper.questions import Answer, HeldParity, KeptMemory, Question
 from lazysnap.keeper.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
@@ -18,16 +18,16 @@ logger = logging.getLogger(__name__)
 class Answers:
     """Answers questions, at once or when the answer is known. Used on the loop's thread."""
 
-    def __init__(self, core: Core, slots: SlotTable, connections: Connections) -> None:
+    def __init__(self, core: Core, slots: SlotTable, connections: TrainerConnections) -> None:
         self._core = core
         self._slots = slots
         self._connections = connections
-        self._stop: tuple[Connection, Question] | None = None
+        self._stop: tuple[TrainerConnection, Question] | None = None
         """The question whether the keeper can end, until it is answered."""
         self._must_end = False
         """True once the keeper was told to end because of that question."""
 
-    def forget(self, connection: Connection) -> None:
+    def forget(self, connection: TrainerConnection) -> None:
         """Note that nobody waits at a connection any more. The keeper then ends, or stays, as it is."""
         if self._stop is not None and self._stop[0] is connection:
             self._stop = None
@@ -35,11 +35,11 @@ class Answers:
     # Memory and state
 
     def answer_memory(
-        self, connection: Connection, question: Question, history: NodeHistory, parity: Sequence[HeldParity]
+        self, connection: TrainerConnection, question: Question, history: NodeHistory, parity: Sequence[HeldParity]
     ) -> None:
         """Send what memory a rank has; to anybody but its trainer with descriptors that can only be read."""
         rank = question.local_rank
-        memory = RankMemory(
+        memory = KeptMemory(
             slots=self._slots.facts(rank),
             end=history.ends.get(rank),
             local_ranks=self._slots.ranks,
@@ -50,13 +50,13 @@ class Answers:
             descriptors = self._slots.reading_descriptors(rank, memory.slots)
         self._connections.answer(connection, Answer(number=question.number, memory=memory), descriptors)
 
-    def _is_trainer(self, connection: Connection, rank: int) -> bool:
+    def _is_trainer(self, connection: TrainerConnection, rank: int) -> bool:
         ranks = self._core.ranks.all
         return rank < len(ranks) and ranks[rank].connection == connection.number
 
     def answer_status(
         self,
-        connection: Connection,
+        connection: TrainerConnection,
         question: Question,
         parity_bytes: int,
         history: NodeHistory,
@@ -68,7 +68,7 @@ class Answers:
 
     # The end
 
-    def stop_asked(self, connection: Connection, question: Question) -> None:
+    def stop_asked(self, connection: TrainerConnection, question: Question) -> None:
         """Take the question whether the keeper can end. It is answered when that is known."""
         self._stop = (connection, question)
 

@@ -29,17 +29,17 @@ _MAX_ANSWERS = 16
 class Owner(Protocol):
     """Takes what happens at the connections."""
 
-    def received(self, connection: "Connection", frame: Frame) -> None:
+    def received(self, connection: "TrainerConnection", frame: Frame) -> None:
         """A message came. Its descriptors belong to the frame."""
 
-    def connection_lost(self, connection: "Connection") -> None:
+    def connection_lost(self, connection: "TrainerConnection") -> None:
         """The other end is gone."""
 
     def process_died(self, pid: int) -> None:
         """A process that was connected ended. Of one that cannot be watched the end of a connection counts."""
 
 
-class Connection:
+class TrainerConnection:
     """The keeper's end of one connection."""
 
     def __init__(self, number: int, channel: Channel) -> None:
@@ -63,7 +63,7 @@ class Connection:
         return self.channel.is_sending or self.unsent_state is not None or bool(self.unsent_answers)
 
 
-class Connections:
+class TrainerConnections:
     """All connections of a keeper. Used on the loop's thread."""
 
     def __init__(
@@ -86,12 +86,12 @@ class Connections:
         self._first_descriptors = first_descriptors
         self._slot_descriptor = slot_descriptor
         self._listener: socket.socket | None = None
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, TrainerConnection] = {}
         self._last_number = 0
         self._pidfds: dict[int, int] = {}
         """By process, of all processes that connected and are alive."""
 
-    def get(self, number: int) -> Connection | None:
+    def get(self, number: int) -> TrainerConnection | None:
         """Return a connection; None if it was closed."""
         return self._connections.get(number)
 
@@ -123,7 +123,7 @@ class Connections:
             logger.warning("refused a connection: %s", error)
             return
         self._last_number += 1
-        connection = Connection(self._last_number, channel)
+        connection = TrainerConnection(self._last_number, channel)
         self._connections[connection.number] = connection
         self._loop.add_reader(channel, self._read, connection)
         self._watch_process(connection.pid)
@@ -141,7 +141,7 @@ class Connections:
 
     # Reading
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: TrainerConnection) -> None:
         if connection.number not in self._connections or connection.is_closing:
             return
         frames = self._receive(connection)
@@ -155,7 +155,7 @@ class Connections:
             finally:
                 frame.close()
 
-    def _receive(self, connection: Connection) -> list[Frame] | None:
+    def _receive(self, connection: TrainerConnection) -> list[Frame] | None:
         """Return the messages that came; None if the connection is of no use any more."""
         try:
             return connection.channel.receive()
@@ -167,7 +167,7 @@ class Connections:
             logger.warning("closing the connection to process %d: %s", connection.pid, error)
         return None
 
-    def _lose(self, connection: Connection) -> None:
+    def _lose(self, connection: TrainerConnection) -> None:
         self._owner.connection_lost(connection)
         self._close_now(connection)
         if connection.pid not in self._pidfds:
@@ -195,7 +195,7 @@ class Connections:
         connection.unsent_state = (rank, state)
         self._send(connection)
 
-    def answer(self, connection: Connection, answer: Answer, descriptors: Sequence[int] = ()) -> None:
+    def answer(self, connection: TrainerConnection, answer: Answer, descriptors: Sequence[int] = ()) -> None:
         """Send an answer. The descriptors belong to the connection from now on."""
         if connection.number not in self._connections:
             _close_all(descriptors)
@@ -207,7 +207,7 @@ class Connections:
             return
         self._send(connection)
 
-    def _send(self, connection: Connection) -> None:
+    def _send(self, connection: TrainerConnection) -> None:
         """Send all that waits, as far as the socket takes it."""
         try:
             connection.channel.flush()
@@ -226,7 +226,7 @@ class Connections:
         if connection.is_closing:
             self._close_now(connection)
 
-    def _send_next(self, connection: Connection) -> None:
+    def _send_next(self, connection: TrainerConnection) -> None:
         if connection.unsent_answers:
             answer, descriptors = connection.unsent_answers.popleft()
             try:
@@ -239,7 +239,7 @@ class Connections:
         connection.unsent_state = None
         self._send_state_now(connection, rank, state)
 
-    def _send_state_now(self, connection: Connection, rank: int, state: KeeperState) -> None:
+    def _send_state_now(self, connection: TrainerConnection, rank: int, state: KeeperState) -> None:
         """Send a state with the descriptors that this trainer does not have: at first node page and eventfd."""
         descriptors: list[int] = []
         slots: list[int] = []
@@ -256,7 +256,7 @@ class Connections:
                 descriptors.append(descriptor)
         connection.channel.send(structs.replace(state, slots=tuple(slots)), descriptors)
 
-    def _drop_unsent(self, connection: Connection) -> None:
+    def _drop_unsent(self, connection: TrainerConnection) -> None:
         """Give up what cannot be sent, and all that comes later: half a message is in its way."""
         connection.unsent_state = None
         for _, descriptors in connection.unsent_answers:
@@ -284,7 +284,7 @@ class Connections:
             self._loop.remove_reader(self._listener)
             self._listener.close()
 
-    def _close_now(self, connection: Connection) -> None:
+    def _close_now(self, connection: TrainerConnection) -> None:
         if self._connections.pop(connection.number, None) is None:
             return
         self._loop.remove_reader(connection.channel)

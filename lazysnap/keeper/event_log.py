@@ -18,9 +18,9 @@ from typing import Literal, ParamSpec
 
 from lazysnap import events
 from lazysnap.config import PersistentLevel, is_path
-from lazysnap.core.actions import JobEnded, Stored
+from lazysnap.core.actions import JobEnded, StepStored
 from lazysnap.core.core import Core
-from lazysnap.core.messages import Alert, JobSettings, KeeperState, LevelState, StepKey
+from lazysnap.core.messages import JobSettings, KeeperAlert, KeeperState, LevelState, StepKey
 from lazysnap.core.ranks import Rank
 from lazysnap.keeper.event_file import EventFileWriter
 from lazysnap.keeper.node_state import NodeHistory, captured_ns, reached_step
@@ -105,7 +105,7 @@ class EventLog:
         log = EventLog()
         log.job_began(settings, core)
         log.trainer_came(core.ranks.all[0])
-        log.job_ended("/scratch/run", Stored(level=0, job=1, size_bytes=1000), key)
+        log.job_ended("/scratch/run", StepStored(level=0, job=1, size_bytes=1000), key)
         log.close()
     """
 
@@ -116,7 +116,7 @@ class EventLog:
         """By URL."""
         self._core: Core | None = None
         self._protected: StepKey | None = None
-        self._alerts: tuple[Alert, ...] = ()
+        self._alerts: tuple[KeeperAlert, ...] = ()
         self._is_preempted = False
         self._slots: Mapping[int, Mapping[int, Slot]] = {}
         self._file: EventFileWriter | None = None
@@ -294,7 +294,7 @@ class EventLog:
         notes = self._levels.get(level_url)
         if notes is None:
             return
-        if isinstance(event, Stored) and key is not None:
+        if isinstance(event, StepStored) and key is not None:
             notes.stored.append(key)
             stored = events.Stored(
                 t=time.time(),

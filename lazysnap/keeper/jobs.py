@@ -4,7 +4,7 @@
 
     loop ──Job──> run_level_job ──JobEnded──> loop
                     │
-                    └─ WriteLevel: slots, or a faster level ──> file, manifest (commits) ──> read back ──> Stored
+                    └─ WriteLevel: slots, or a faster level ──> file, manifest (commits) ──> read back ──> StepStored
 
 ``core.jobs`` decides which job is next, and handles a level that fails. A job that is cancelled or abandoned notices it
 at its next ``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more. A job
@@ -32,7 +32,7 @@ from lazysnap.core.actions import (
     NamesSet,
     ProbeLevel,
     SetNames,
-    Stored,
+    StepStored,
     WriteLevel,
 )
 from lazysnap.errors import FormatError, LazySnapError
@@ -152,7 +152,7 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) 
     return JobEnded(job.level, job.job)
 
 
-def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobControl) -> Stored:
+def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobControl) -> StepStored:
     """Write the file of the node, commit it by its manifest, read it back. Only then it counts."""
     began = time.monotonic()
     store = files.open(control.beat)
@@ -170,7 +170,7 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
     read_back_s = _read_back(job, files, store, manifest)
     faults.point("keeper.persist.verified")
     files.end_write(job.key)
-    return Stored(job.level, job.job, size_bytes, seconds, manifest.checksums.seconds, read_back_s)
+    return StepStored(job.level, job.job, size_bytes, seconds, manifest.checksums.seconds, read_back_s)
 
 
 def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:

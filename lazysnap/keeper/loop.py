@@ -56,9 +56,9 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.core import Core
 from lazysnap.core.lifecycle import Phase
-from lazysnap.core.messages import Alert, KeeperState, TrainerState
+from lazysnap.core.messages import KeeperAlert, KeeperState, TrainerState
 from lazysnap.keeper.answers import Answers
-from lazysnap.keeper.connections import Connection, Connections
+from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.level_threads import LevelThreads
@@ -121,7 +121,7 @@ class Keeper:
         self._node_page = NodePage.create()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._slots = SlotTable()
-        self._connections = Connections(
+        self._connections = TrainerConnections(
             self._loop, self, (self._node_page.descriptor, self._wake), self._slot_descriptor
         )
         self._handed_over: list[int] = []
@@ -249,7 +249,7 @@ class Keeper:
             return
         alerts = []
         while not self._trouble.texts.empty():
-            alerts.append(Alert("keeper", self._trouble.texts.get()))
+            alerts.append(KeeperAlert("keeper", self._trouble.texts.get()))
         for action in self._sent.values():
             state = structs.replace(action.state, alerts=(*action.state.alerts, *alerts))
             self._connections.send_state(action.connection, action.rank, state)
@@ -357,7 +357,7 @@ class Keeper:
 
     # Connections
 
-    def received(self, connection: Connection, frame: Frame) -> None:
+    def received(self, connection: TrainerConnection, frame: Frame) -> None:
         """Take a message."""
         message = frame.message
         if isinstance(message, TrainerState):
@@ -367,7 +367,7 @@ class Keeper:
         else:
             logger.warning("process %d sent a %s", connection.pid, type(message).__name__)
 
-    def _trainer_reported(self, connection: Connection, state: TrainerState, frame: Frame) -> None:
+    def _trainer_reported(self, connection: TrainerConnection, state: TrainerState, frame: Frame) -> None:
         faults.set_peer(connection.pid)
         self._handed_over = frame.descriptors
         frame.descriptors = []
@@ -378,7 +378,7 @@ class Keeper:
             frame.descriptors = self._handed_over
             self._handed_over = []
 
-    def connection_lost(self, connection: Connection) -> None:
+    def connection_lost(self, connection: TrainerConnection) -> None:
         """Take the end of a connection."""
         self._answers.forget(connection)
         self._handle(ConnectionLost(connection.number))
@@ -418,7 +418,7 @@ class Keeper:
 
     # Questions
 
-    def _answer(self, connection: Connection, question: Question) -> None:
+    def _answer(self, connection: TrainerConnection, question: Question) -> None:
         try:
             self._answer_question(connection, question)
         except Exception as error:  # a question must not end the keeper
@@ -426,7 +426,7 @@ class Keeper:
             text = f"{type(error).__name__}: {error}"
             self._connections.answer(connection, Answer(number=question.number, is_done=False, text=text))
 
-    def _answer_question(self, connection: Connection, question: Question) -> None:
+    def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
         self._handle(TimePassed())  # captures may have begun that nothing woke the keeper for
         history = self._events.history
         match question.about:

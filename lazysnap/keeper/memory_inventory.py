@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lazysnap.errors import LazySnapError
-from lazysnap.keeper.questions import HeldParity, RankMemory, SlotFacts, TrainerEnd
+from lazysnap.keeper.questions import HeldParity, KeptMemory, SlotFacts, TrainerEnd
 from lazysnap.memory.slots import Slot
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
@@ -41,7 +41,7 @@ class MemoryInventory:
     """Parity that the node holds; for the first rank of a node alone."""
 
     @classmethod
-    def of(cls, memory: RankMemory, slots: Mapping[int, Slot]) -> "MemoryInventory":
+    def of(cls, memory: KeptMemory, slots: Mapping[int, Slot]) -> "MemoryInventory":
         """Return the contents of a keeper's answer, without the captures that cannot be read.
 
         Args:

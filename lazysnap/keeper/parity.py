@@ -28,7 +28,7 @@ from lazysnap.core.actions import (
     Missed,
     NamesSet,
     SetNames,
-    Stored,
+    StepStored,
     WriteLevel,
 )
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
@@ -223,7 +223,7 @@ def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot
 
 def _protect(
     job: WriteLevel, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
-) -> Stored:
+) -> StepStored:
     faults.point("keeper.parity.begin")
     began = time.monotonic()
     captures = captures_of(job.slots, slots, (job.key.start, job.key.step))
@@ -240,7 +240,7 @@ def _protect(
     faults.point("keeper.parity.done")
     control.beat()
     context.store.add(parity)
-    return Stored(job.level, job.job, size_bytes=parity.size_bytes, seconds=time.monotonic() - began)
+    return StepStored(job.level, job.job, size_bytes=parity.size_bytes, seconds=time.monotonic() - began)
 
 
 class GroupReader:

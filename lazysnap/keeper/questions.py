@@ -69,7 +69,7 @@ class HeldParity(Struct, frozen=True):
     """Position of the holder among the members."""
 
 
-class RankMemory(Struct, frozen=True):
+class KeptMemory(Struct, frozen=True):
     """The memory that a keeper holds for one rank.
 
     Whoever is not the trainer of the rank gets the descriptors of all ``slots`` along, in this order, opened for
@@ -166,7 +166,7 @@ class Answer(Struct, frozen=True, tag="answer"):
     """Answer to one question."""
 
     number: int = 0
-    memory: RankMemory | None = None
+    memory: KeptMemory | None = None
     status: NodeState | None = None
     """None if the keeper knows no training yet."""
     is_done: bool = True

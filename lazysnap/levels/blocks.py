@@ -22,7 +22,7 @@ from lazysnap.shard.manifest import Manifest, Shard
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
+class WantedBytes:
     """Bytes ``[start, stop)`` of a file, or of a shard in memory, and the function that receives them."""
 
     start: int
@@ -183,7 +183,7 @@ class MemoryBlocks(Blocks):
     def verify(self, size_bytes: int) -> None:
         """Compare the blocks of the first bytes with their checksums. Blocks. Raises: FormatError."""
         upto = min(size_bytes, self.size_bytes)
-        fill({self: [Wanted(0, upto, lambda at, data: None)]})
+        fill({self: [WantedBytes(0, upto, lambda at, data: None)]})
 
 
 class VerifiedSource:
@@ -236,24 +236,24 @@ def read_node_file(
         fill({blocks: _all_bytes(manifest, skips_base=skips_base)}, progress=progress)
 
 
-def _all_bytes(manifest: Manifest, *, skips_base: bool) -> list[Wanted]:
+def _all_bytes(manifest: Manifest, *, skips_base: bool) -> list[WantedBytes]:
     """Want every byte of a file, and nothing with it."""
     wanted = []
     start = 0
     if skips_base:
         for first, behind_last in manifest.base:
-            wanted.append(Wanted(start, first * manifest.checksums.block_bytes, lambda at, data: None))
+            wanted.append(WantedBytes(start, first * manifest.checksums.block_bytes, lambda at, data: None))
             start = behind_last * manifest.checksums.block_bytes
-    return [*wanted, Wanted(start, manifest.size_bytes, lambda at, data: None)]
+    return [*wanted, WantedBytes(start, manifest.size_bytes, lambda at, data: None)]
 
 
-def fill(jobs: Mapping[Blocks, Sequence[Wanted]], *, progress: Progress = no_progress) -> None:
+def fill(jobs: Mapping[Blocks, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
     """Read everything that is wanted of these shards. Blocks. Files that do not stay open are closed in the end.
 
     Raises: FormatError, naming file and block; LevelError; FileNotFoundError; what ``put`` and ``progress`` raise.
     """
     buffers = Buffers()
-    parts: dict[tuple[Blocks, int], list[Wanted]] = defaultdict(list)
+    parts: dict[tuple[Blocks, int], list[WantedBytes]] = defaultdict(list)
     for blocks, wanted in jobs.items():
         for one in (one for one in wanted if one.start < one.stop):
             for index in range(one.start // blocks.block_bytes, -(-one.stop // blocks.block_bytes)):

@@ -33,7 +33,7 @@ _LONGEST_PAUSE_S = 0.2
 _decoder: "msgpack.Decoder[Answer]" = msgpack.Decoder(Answer)
 
 
-class Facts(NamedTuple):
+class AgreedFacts(NamedTuple):
     """What all answers about one thing must agree on."""
 
     size_bytes: int
@@ -83,7 +83,7 @@ class PeerReader:
         self._patience_s = patience_s
         self._peer = f"{address[0]}:{address[1]}"
         self._connection: socket.socket | None = None
-        self._facts: dict[Subject, Facts] = {}
+        self._facts: dict[Subject, AgreedFacts] = {}
         self._lock = threading.Lock()
         """Held while the connection is replaced: ``interrupt`` comes from any thread."""
         self._is_interrupted = False
@@ -151,7 +151,7 @@ class PeerReader:
         while True:
             answer = self._exchange(read, out)
             if isinstance(answer, Block):
-                self._check_facts(read.what, Facts(answer.size_bytes, answer.identity))
+                self._check_facts(read.what, AgreedFacts(answer.size_bytes, answer.identity))
                 return answer
             if not answer.is_not_yet or time.monotonic() >= give_up_at:
                 raise PeerRefused(f"{self._peer}: {answer.text}")
@@ -159,7 +159,7 @@ class PeerReader:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _check_facts(self, what: Subject, facts: Facts) -> None:
+    def _check_facts(self, what: Subject, facts: AgreedFacts) -> None:
         known = self._facts.setdefault(what, facts)
         if known != facts:
             raise PeerRefused(f"{self._peer}: {what} was captured again while it was read")

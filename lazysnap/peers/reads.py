@@ -31,7 +31,7 @@ class PeerSource(BlockSource, Protocol):
         ...
 
 
-class Sources(Protocol):
+class ServedSources(Protocol):
     """What a keeper lets others read. Thread-safe."""
 
     def open(self, what: Subject) -> PeerSource:
@@ -47,7 +47,7 @@ Answered = tuple[Block | Refusal, memoryview | None]
 """An answer, and the bytes behind it."""
 
 
-def answer_read(sources: Sources, read: Read) -> Answered:
+def answer_read(sources: ServedSources, read: Read) -> Answered:
     """Return the answer to a read. Blocks: while the bytes are read from memory. Never raises."""
     try:
         return _read(sources.open(read.what), read)

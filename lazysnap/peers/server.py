@@ -19,7 +19,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.peers.links import Handler, Links
 from lazysnap.peers.listener import Deadlines, Gate, listener_at
 from lazysnap.peers.messages import Hello, Read, Refusal, Request, StateMessage
-from lazysnap.peers.reads import ReadThreads, Sources, answer_read
+from lazysnap.peers.reads import ReadThreads, ServedSources, answer_read
 from lazysnap.peers.secret import Secret
 from lazysnap.peers.streams import Stream
 from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
@@ -50,7 +50,7 @@ class Peers:
         self,
         loop: asyncio.AbstractEventLoop,
         handler: Handler,
-        sources: Sources,
+        sources: ServedSources,
         deadlines: Deadlines | None = None,
     ) -> None:
         self._loop = loop

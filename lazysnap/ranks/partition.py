@@ -28,7 +28,7 @@ digest of the tensors' names, shapes and dtypes."""
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TensorPart:
     """One captured tensor: number ``index`` of the walk, all of its local rows or some."""
 
     index: int
@@ -82,10 +82,10 @@ class Partition:
 
     def _sorted_out(
         self, walk: Walk, replicated: Collection[Key], rank: int, num_ranks: int
-    ) -> tuple[list[_Part], dict[tuple[int, ...], list[_Shared]]]:
+    ) -> tuple[list[_TensorPart], dict[tuple[int, ...], list[_Shared]]]:
         """Return this rank's own tensors, and shared ones by the ranks that hold them."""
         everyone = tuple(range(num_ranks))
-        own: list[_Part] = []
+        own: list[_TensorPart] = []
         shared: dict[tuple[int, ...], list[_Shared]] = {}
         first: dict[object, int] = {}
         for index, (tensor, name) in enumerate(zip(walk.tensors, walk.names, strict=True)):
@@ -95,7 +95,7 @@ class Partition:
             if primary != index:
                 self._tied[index] = primary
             elif is_own:
-                own.append(_Part(index))
+                own.append(_TensorPart(index))
             else:
                 one, holders = _shared(index, tensor, held, everyone)
                 # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
@@ -105,7 +105,7 @@ class Partition:
 
     def _cut(
         self, walk: Walk, ones: Sequence[_Shared], at: Sequence[str], holders: Sequence[int], rank: int
-    ) -> list[_Part]:
+    ) -> list[_TensorPart]:
         """This rank's rows of what ``holders`` hold; ``at``: their nodes."""
         sizes, here = [one.rows for one in ones], at[holders.index(rank)]
         node_ranks = [other for other, node in zip(holders, at, strict=True) if node == here]
@@ -120,7 +120,7 @@ class Partition:
         for rows in share(sizes, node_ranks.index(rank), len(node_ranks)):
             one, name = ones[rows.index], walk.names[ones[rows.index].index]
             whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
-            parts.append(_Part(one.index, None if whole else (rows.start, rows.stop)))
+            parts.append(_TensorPart(one.index, None if whole else (rows.start, rows.stop)))
             start = (one.offsets[0] + rows.start, *one.offsets[1:]) if one.offsets else ()
             self.facts[name] = {"scope": one.scope, "global_shape": list(one.global_shape), "offsets": list(start)}
             # Of the whole tensor: its rows alone do not show it.

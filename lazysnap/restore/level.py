@@ -22,7 +22,7 @@ logger = logging.getLogger("lazysnap.engine")
 _Result = TypeVar("_Result")
 
 
-class Answer(Generic[_Result]):
+class LevelAnswer(Generic[_Result]):
     """The answer of a level to a question that was begun."""
 
     def __init__(self, work: "Watchdog[_Result]", timeout_s: float) -> None:
@@ -72,11 +72,11 @@ class Level:
         """Start to open the level: packages are imported, sessions made. Does not block."""
         Watchdog(lambda beat: self._open(), f"opening {self.url}")
 
-    def begin_names(self, *, marked: bool) -> Answer[Listing]:
+    def begin_names(self, *, marked: bool) -> LevelAnswer[Listing]:
         """Start to list what the level has by its name alone. Does not block."""
         return self._begin("listing", lambda store: list_names(store.storage, marked=marked))
 
-    def begin_newest_id(self) -> Answer[str]:
+    def begin_newest_id(self) -> LevelAnswer[str]:
         """Start to find the greatest id of a run or start in the names of its directories; "" without any. Does not
         block."""
 
@@ -90,13 +90,13 @@ class Level:
 
         return self._begin("listing", newest_id)
 
-    def begin_look(self, listing: Listing, share: tuple[int, int]) -> Answer[Inventory]:
+    def begin_look(self, listing: Listing, share: tuple[int, int]) -> LevelAnswer[Inventory]:
         """Start to find out what a share of that offers. Does not block."""
         return self._begin("looking at", lambda store: Catalogue(store, listing).inventory(share))
 
-    def _begin(self, what: str, work: Callable[[SnapshotStore], _Result]) -> Answer[_Result]:
+    def _begin(self, what: str, work: Callable[[SnapshotStore], _Result]) -> LevelAnswer[_Result]:
         watched = Watchdog(lambda beat: work(self._open().watched(beat)), f"{what} {self.url}")
-        return Answer(watched, self._level.timeout_s)
+        return LevelAnswer(watched, self._level.timeout_s)
 
     def watch(self, what: str, work: Callable[[Beat], _Result]) -> _Result:
         """Do some work at the level. Blocks. Raises: LevelHangs, if it does not move for too long; what it raises."""

@@ -18,7 +18,7 @@ from lazysnap.parity.pieces import CHECKSUM_BYTES
 from lazysnap.peers.messages import ParityOf, PartOf
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import LostPart
-from lazysnap.restore.peer_memory import Connections, PeerFile, open_at
+from lazysnap.restore.peer_memory import PeerConnections, PeerFile, open_at
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("lazysnap.engine")
 class Parity:
     """Shards that are computed from parity. See ``restore.sources.Source``."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: PeerConnections) -> None:
         self._connections = connections
         self.lost: Sequence[LostPart] = ()
         """The parts that entries of parity refer to, by their number."""

@@ -25,7 +25,7 @@ _PATIENCE_S = 60.0
 """What a restart reads is whole: a keeper that has it not yet is busy, and not for longer than this."""
 
 
-class Connections:
+class PeerConnections:
     """Readers of the keepers of other nodes, for one restart. An idle one is used again, whatever is read next."""
 
     def __init__(self, discovery: "Discovery") -> None:
@@ -73,7 +73,7 @@ class Connections:
 class PeerFile:
     """One thing that the keeper of another node lets others read. Thread-safe."""
 
-    def __init__(self, connections: Connections, node: str, what: Subject) -> None:
+    def __init__(self, connections: PeerConnections, node: str, what: Subject) -> None:
         self._connections = connections
         self._node = node
         self._what = what
@@ -120,7 +120,7 @@ class PeerBlocks(Blocks):
 class PeerMemory:
     """The memory of other nodes. See ``restore.sources.Source``."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: PeerConnections) -> None:
         self._connections = connections
 
     def open(self, entry: Entry, where: str) -> OpenShard:

@@ -23,14 +23,23 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
-from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotKey, Wanted, can_repeat, candidates, newest_start
+from lazysnap.resolver import (
+    Entry,
+    Inventory,
+    RestartPlan,
+    SnapshotFilter,
+    SnapshotKey,
+    can_repeat,
+    candidates,
+    newest_start,
+)
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.offers import pack_memory, pack_parity, unpack_memory, unpack_parity
 from lazysnap.restore.parity import Parity
 from lazysnap.restore.part import PartReader
-from lazysnap.restore.peer_memory import Connections, PeerMemory
+from lazysnap.restore.peer_memory import PeerConnections, PeerMemory
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
 from lazysnap.restore.sources import Failure, Places, Sources
 from lazysnap.restore.survey import IsWanted, Survey
@@ -179,7 +188,7 @@ def _is_settled(newest: RestartPlan) -> bool:
 def _stored(inventories: list[Inventory], level: PersistentLevel, newest: SnapshotKey) -> list[tuple[str, int]]:
     """Complete snapshots at a level that led to this one: retention counts them. The same on every rank."""
     own = (inventory for inventory in inventories if inventory.level == level.url)
-    plans = candidates(own, Wanted(run_id=newest.run_id))
+    plans = candidates(own, SnapshotFilter(run_id=newest.run_id))
     starts: dict[int, str] = {}
     for plan in plans:
         if plan.step <= newest.step:
@@ -213,7 +222,7 @@ class _Search:
         for level in levels.values():
             level.begin_open()
         self.survey = Survey(world, levels)
-        self._connections = Connections(restart.discovery)
+        self._connections = PeerConnections(restart.discovery)
         self._parity = Parity(self._connections)
         timeout_s = restart.config.io_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)

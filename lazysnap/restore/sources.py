@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lazysnap.errors import FormatError
-from lazysnap.levels.blocks import Blocks, Wanted
+from lazysnap.levels.blocks import Blocks, WantedBytes
 from lazysnap.resolver import Entry
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY
@@ -100,7 +100,7 @@ class Sources:
             self._entries[shard.blocks] = entry
         return self._opened[entry]
 
-    def read(self, shard: OpenShard, wanted: Sequence[Wanted]) -> Failure | None:
+    def read(self, shard: OpenShard, wanted: Sequence[WantedBytes]) -> Failure | None:
         """Read what is wanted of a shard that was opened here, verified. Blocks."""
         entry = self._entries[shard.blocks]
         jobs = {shard: wanted}

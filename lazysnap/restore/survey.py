@@ -25,7 +25,7 @@ from lazysnap.config import is_path
 from lazysnap.levels.listing import Directory, Listing, without_manifest
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Inventory, joined
-from lazysnap.restore.level import Answer, Level
+from lazysnap.restore.level import Level, LevelAnswer
 from lazysnap.restore.offers import pack_files, unpack_files
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
@@ -111,7 +111,7 @@ class Survey:
         not read in time. With the message about each. The same on every rank."""
         self.late: set[str] = set()
         """Levels that did not answer in time. The same on every rank."""
-        self.unanswered: dict[str, Answer[Listing]] = {}
+        self.unanswered: dict[str, LevelAnswer[Listing]] = {}
         """Listings of late levels that this rank began."""
         self.names: list[SnapshotName] = []
         """Every snapshot of which some part is committed, whether its manifests were read or not. The same on every
@@ -257,7 +257,9 @@ class Survey:
         faults.point("restore.surveyed")
         return [found, late]
 
-    def _result(self, url: str, answer: Answer[_Result], until: float | None, problems: list[str]) -> _Result | None:
+    def _result(
+        self, url: str, answer: LevelAnswer[_Result], until: float | None, problems: list[str]
+    ) -> _Result | None:
         """Return the answer of a level; ``None``, and a problem, if it has none. Blocks.
 
         Without a deadline of a few seconds the user is warned, once for each level, that the restart waits.
@@ -277,7 +279,7 @@ class Survey:
             return None
 
 
-def _tell_newer(url: str, listing: Answer[Listing], restored: SnapshotName, before: str) -> None:
+def _tell_newer(url: str, listing: LevelAnswer[Listing], restored: SnapshotName, before: str) -> None:
     where = url
     try:
         directories = listing().directories

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lazysnap.errors import FormatError, StateError
 from lazysnap.shard.layout import ITEM_BITS, TensorSpec
 from lazysnap.shard.pieces import Cover, Extent, Overlap, Piece
-from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, Stored
+from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, StoredTensor
 
 Box = Callable[[str, Extent], tuple[Extent, Extent]]
 """Returns offsets and shape of what is wanted of a tensor, from its name and its global shape."""
@@ -22,7 +22,7 @@ def whole_box(name: str, shape: Extent) -> tuple[Extent, Extent]:
 class Tile:
     """A part of a wanted box that one shard holds."""
 
-    stored: Stored
+    stored: StoredTensor
     box: Overlap
 
     @property
@@ -34,7 +34,7 @@ class Tile:
 class JoinedTensor:
     """One tensor of all ranks, and the box of it that is wanted."""
 
-    def __init__(self, name: str, first: Stored, box: tuple[Extent, Extent]) -> None:
+    def __init__(self, name: str, first: StoredTensor, box: tuple[Extent, Extent]) -> None:
         """``first``: one of its parts, not added yet. Its dtype is that of all, and its memory order counts."""
         self.name = name
         self.first = first
@@ -43,9 +43,9 @@ class JoinedTensor:
         self.box = box
         """Offsets and shape of what is wanted."""
         self._cover = Cover(*box)
-        self._parts: dict[int, Stored] = {}
+        self._parts: dict[int, StoredTensor] = {}
 
-    def add(self, rank: int, stored: Stored) -> None:
+    def add(self, rank: int, stored: StoredTensor) -> None:
         """Add the part of a rank. Raises: FormatError, if it does not fit the others."""
         shape, offsets = stored.extent
         first = self.first
@@ -123,14 +123,14 @@ class Assembly:
         """Names of wanted tensors of which a part was in no shard so far."""
         return self._missing.keys()
 
-    def add(self, shard: OpenShard) -> dict[str, Stored]:
+    def add(self, shard: OpenShard) -> dict[str, StoredTensor]:
         """Add the shard of a rank; the own rank's first.
 
         Returns a part of each tensor, wanted or not, that was in no shard before.
         Raises: FormatError, if it does not fit others.
         """
         self._shards.append(shard)
-        new: dict[str, Stored] = {}
+        new: dict[str, StoredTensor] = {}
         for name in shard.names:
             stored = self._part_in(shard, name)
             if stored is not None and name not in self._seen:
@@ -149,12 +149,12 @@ class Assembly:
                     if name in self._missing and (stored := self._part_in(shard, name)) is not None:
                         self._put(name, stored)
 
-    def _part_in(self, shard: OpenShard, name: str) -> Stored | None:
+    def _part_in(self, shard: OpenShard, name: str) -> StoredTensor | None:
         """Return a tensor in a shard by one of its names; of other ranks only parts of shared ones."""
         stored = shard.find(name)
         return stored if stored is not None and (stored.is_scoped or shard.rank == self._own) else None
 
-    def _put(self, name: str, stored: Stored) -> None:
+    def _put(self, name: str, stored: StoredTensor) -> None:
         tensor = self._tensors.get(name)
         if tensor is None:
             tensor = self._tensors[name] = JoinedTensor(name, stored, self._box(name, stored.extent[0]))

@@ -19,8 +19,8 @@ from lazysnap.resolver import (
     Entry,
     Inventory,
     RestartPlan,
+    SnapshotFilter,
     SnapshotKey,
-    Wanted,
     candidates,
     is_complete,
     snapshots,
@@ -168,7 +168,7 @@ class Catalogue:
 
     # ---------------------------------------------------------------- one snapshot
 
-    def plans(self, wanted: Wanted = ANY) -> Iterator[RestartPlan]:
+    def plans(self, wanted: SnapshotFilter = ANY) -> Iterator[RestartPlan]:
         """Complete snapshots, best first: of the newest run, then of the greatest step, then of the newest start.
 
         Raises: as ``candidates``.

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels import SnapshotStore
-from lazysnap.levels.blocks import Blocks, FileBlocks, Wanted, fill
+from lazysnap.levels.blocks import Blocks, FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import Progress, no_progress
 from lazysnap.resolver import RestartPlan
@@ -50,13 +50,13 @@ class OpenShard:
         """All names of its tensors, the further ones of tied tensors too."""
         return [*(spec.name for spec in self.layout.specs), *self.meta.aliases]
 
-    def find(self, name: str) -> "Stored | None":
+    def find(self, name: str) -> "StoredTensor | None":
         """A tensor by one of its names, which may be a further name of a tied one; ``None``, if it is not here."""
         if name in self.meta.aliases or name in self.layout:
             return self.stored(self.meta.aliases.get(name, name))
         return None
 
-    def stored(self, name: str) -> "Stored":
+    def stored(self, name: str) -> "StoredTensor":
         """One of its tensors. Raises: FormatError, if there is none, or if its entry in the manifest is wrong."""
         if name not in self.layout:
             raise FormatError(
@@ -69,7 +69,7 @@ class OpenShard:
         logical = facts.get("dtype")
         if not isinstance(logical, (str, type(None))):
             raise FormatError(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
-        found = Stored(self, name, spec, self.offset + offset, facts)
+        found = StoredTensor(self, name, spec, self.offset + offset, facts)
         if "order" in facts and not is_order(facts["order"], len(found.shape)):
             raise FormatError(
                 f"{self.where}: tensor {name}: order must be the numbers of its {len(found.shape)} dimensions, each "
@@ -79,7 +79,7 @@ class OpenShard:
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class StoredTensor:
     """One tensor in one shard."""
 
     shard: OpenShard
@@ -221,20 +221,20 @@ def look_again(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> 
     ) from last
 
 
-def read(jobs: Mapping[OpenShard, Sequence[Wanted]], *, progress: Progress = no_progress) -> None:
+def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
     """Like ``blocks.fill``; also compares headers that were not compared yet."""
-    wanted: dict[Blocks, list[Wanted]] = {}
+    wanted: dict[Blocks, list[WantedBytes]] = {}
     for shard, parts in jobs.items():
         header = [] if shard.unverified is None else [_compared(shard, shard.unverified)]
         wanted[shard.blocks] = [*wanted.get(shard.blocks, ()), *header, *parts]
     fill(wanted, progress=progress)
 
 
-def _compared(shard: OpenShard, header: memoryview) -> Wanted:
+def _compared(shard: OpenShard, header: memoryview) -> WantedBytes:
     """Compare the header that was read first with the verified blocks."""
 
     def put(at: int, data: memoryview) -> None:
         if header[at : at + len(data)] != data:
             raise FormatError(f"{shard.where}: the header changed while it was read")
 
-    return Wanted(shard.offset, shard.offset + len(header), put)
+    return WantedBytes(shard.offset, shard.offset + len(header), put)

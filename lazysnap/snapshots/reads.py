@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lazysnap.levels.blocks import Wanted
+from lazysnap.levels.blocks import WantedBytes
 from lazysnap.levels.source import Progress, no_progress
 from lazysnap.shard.pieces import Extent
 from lazysnap.shard.strides import strides_of
@@ -125,7 +125,7 @@ class Reads:
     """Boxes to be read, by the shard that holds them."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[OpenShard, _Part]] = []
+        self._parts: list[tuple[OpenShard, _PendingSpan]] = []
 
     def add(self, tensor: JoinedTensor, use: Use) -> None:
         """Have the wanted box of a tensor read. Nothing is read yet."""
@@ -135,16 +135,16 @@ class Reads:
             block = stored.shard.blocks.block_bytes
             unit = block * -(-_LEAST_UNIT // block)
             for span in spans((stored.offset, item_bytes), tile.box.piece.shape, tile.box.source, unit, tile.offsets):
-                self._parts.append((stored.shard, _Part(span, use, item_bytes * math.prod(span.shape))))
+                self._parts.append((stored.shard, _PendingSpan(span, use, item_bytes * math.prod(span.shape))))
 
     @property
     def size_bytes(self) -> int:
         """Bytes that are wanted."""
         return sum(part.size_bytes for _, part in self._parts)
 
-    def jobs(self, progress: Progress = no_progress) -> dict[OpenShard, list[Wanted]]:
+    def jobs(self, progress: Progress = no_progress) -> dict[OpenShard, list[WantedBytes]]:
         """Return what is to be read of each shard. ``progress`` receives numbers of bytes that were used."""
-        jobs: dict[OpenShard, list[Wanted]] = defaultdict(list)
+        jobs: dict[OpenShard, list[WantedBytes]] = defaultdict(list)
         for shard, part in self._parts:
             jobs[shard].append(part.wanted(progress))
         return jobs
@@ -157,7 +157,7 @@ class Reads:
         read(self.jobs(progress))
 
 
-class _Part:
+class _PendingSpan:
     """One span on its way. It is used when all its bytes are there, which may lie in several blocks."""
 
     def __init__(self, span: Span, use: Use, size_bytes: int) -> None:
@@ -167,7 +167,7 @@ class _Part:
         self._left = span.stop - span.start
         self._buffer: bytearray | None = None
 
-    def wanted(self, progress: Progress) -> Wanted:
+    def wanted(self, progress: Progress) -> WantedBytes:
         """Return the bytes to read."""
         span = self._span
 
@@ -179,7 +179,7 @@ class _Part:
                 self._use(span, whole)
                 progress(self.size_bytes)
 
-        return Wanted(span.start, span.stop, put)
+        return WantedBytes(span.start, span.stop, put)
 
     def _collected(self, at: int, data: memoryview) -> memoryview | None:
         """Add some bytes; all of them, if these were the last."""

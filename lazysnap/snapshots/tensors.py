@@ -7,14 +7,14 @@ from lazysnap.errors import FormatError
 from lazysnap.shard.pieces import Extent
 from lazysnap.shard.strides import strides_of
 from lazysnap.snapshots.assembly import JoinedTensor
-from lazysnap.snapshots.reader import Stored
+from lazysnap.snapshots.reader import StoredTensor
 from lazysnap.snapshots.reads import Span, Use
 
 Facts = tuple[torch.dtype, Extent]
 """Dtype and shape."""
 
 
-def facts_of(stored: Stored) -> Facts:
+def facts_of(stored: StoredTensor) -> Facts:
     """Return dtype and global shape in the program. Raises: FormatError, if torch has no such dtype."""
     where = f"{stored.shard.where}: tensor {stored.name}"
     logical = stored.logical

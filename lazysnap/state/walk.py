@@ -34,12 +34,12 @@ class Walk:
     """The encoded state when ``paths`` and ``names`` were made."""
     text: str
     """The encoded state as JSON."""
-    parts: "dict[_Path, _Part]" = field(default_factory=dict, repr=False)
+    parts: "dict[_Path, _TensorDict]" = field(default_factory=dict, repr=False)
     """The dicts of tensors by their paths."""
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TensorDict:
     """A dict that holds only tensors, or only such dicts."""
 
     kind: type
@@ -97,7 +97,7 @@ class _FullWalk(Encoder):
         self.tensors: list[torch.Tensor] = []
         self.paths: list[_Path] = []
         self.names: dict[str, None] = {}
-        self.parts: dict[_Path, _Part] = {}
+        self.parts: dict[_Path, _TensorDict] = {}
         for kind in (dict, OrderedDict):
             self.table[kind] = partial(self._noted, self.table[kind])
 
@@ -120,7 +120,7 @@ class _FullWalk(Encoder):
         if value and (is_nested or _are_tensors(children)):
             inner = [*map(tuple, children)] if is_nested else None
             text = msgspec.Raw(_dump(encoded).encode("utf-8", "surrogatepass"))
-            self.parts[tuple(self.path)] = _Part(type(value), tuple(value), inner, first, text)
+            self.parts[tuple(self.path)] = _TensorDict(type(value), tuple(value), inner, first, text)
         return encoded
 
 

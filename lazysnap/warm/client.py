@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from lazysnap.warm.command import Command, python_command
+from lazysnap.warm.command import PythonCommand, python_command
 from lazysnap.warm.place import locked, owner_directory, owner_of, user_directory
 from lazysnap.warm.steps import DIRECTORY
 
@@ -65,7 +65,7 @@ def run(words: Sequence[str], directory: str) -> NoReturn:
     waited = forwarded() | {signal.SIGIO}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     for _ in range(_TRIES):
-        if not isinstance(command, Command):
+        if not isinstance(command, PythonCommand):
             break
         try:
             program = _Program(*_start(command, directory, mask))
@@ -104,7 +104,7 @@ def end_as(status: int) -> NoReturn:
 # ------------------------------------------------------------------------------------------------ the parent
 
 
-def _start(command: Command, directory: str, mask: Collection[int]) -> tuple[socket.socket, bool]:
+def _start(command: PythonCommand, directory: str, mask: Collection[int]) -> tuple[socket.socket, bool]:
     """Ask a parent to fork the program: the connection, and True if the program is to lead a session.
 
     ``mask``: the signals that the program is to block. Raises: OSError, if no parent can start it.
@@ -144,7 +144,7 @@ def _is_inherited(number: int) -> bool:
         return False
 
 
-def _surroundings(command: Command, environ: dict[str, str], leads: bool, mask: Collection[int]) -> list[Any]:
+def _surroundings(command: PythonCommand, environ: dict[str, str], leads: bool, mask: Collection[int]) -> list[Any]:
     """Return all that a program inherits, and that a parent hands on unchanged."""
     here = os.stat(".")
     facts: list[Any] = [command.python, command.argv, sorted(environ.items()), here.st_dev, here.st_ino]
@@ -158,7 +158,9 @@ def _surroundings(command: Command, environ: dict[str, str], leads: bool, mask: 
     return facts
 
 
-def _connect(command: Command, environ: dict[str, str], place: tuple[str, str], mask: Collection[int]) -> socket.socket:
+def _connect(
+    command: PythonCommand, environ: dict[str, str], place: tuple[str, str], mask: Collection[int]
+) -> socket.socket:
     """Connect to the parent of these surroundings; start it, if there is none. ``place``: directory and name."""
     directory, name = place
     connection = socket.socket(socket.AF_UNIX)
@@ -181,7 +183,7 @@ def _connect(command: Command, environ: dict[str, str], place: tuple[str, str], 
 
 
 def _start_parent(
-    command: Command,
+    command: PythonCommand,
     environ: dict[str, str],
     directory: str,
     listening: tuple[socket.socket, str],

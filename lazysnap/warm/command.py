@@ -14,7 +14,7 @@ _LONG = re.compile(rb"#!/bin/sh\n'''exec' (?:\"([^\"]+)\"|'([^']+)'|(\S+)) \"\$0
 
 
 @dataclass(frozen=True)
-class Command:
+class PythonCommand:
     """A command line that starts a Python program."""
 
     python: str
@@ -25,7 +25,7 @@ class Command:
     """The name that the kernel gives the process."""
 
 
-def python_command(words: Sequence[str]) -> Command | str:
+def python_command(words: Sequence[str]) -> PythonCommand | str:
     """Return what a shell would start for ``words``, or the reason why no warm parent can start it."""
     path = shutil.which(words[0])
     if path is None:
@@ -40,11 +40,19 @@ def python_command(words: Sequence[str]) -> Command | str:
         if not _NAME.fullmatch(os.path.basename(interpreter[0])):
             return f"{path} is no Python program"
         command = python_command([*interpreter, path, *words[1:]])
-        return replace(command, name=os.path.basename(path)) if is_direct and isinstance(command, Command) else command
+        return (
+            replace(command, name=os.path.basename(path))
+            if is_direct and isinstance(command, PythonCommand)
+            else command
+        )
     if not head.startswith(b"\x7fELF") or not _NAME.fullmatch(os.path.basename(path)):
         return f"{path} is no Python interpreter"
     refused = _refused_option(words[1:])
-    return f"python {refused} is not started warm" if refused else Command(path, tuple(words), os.path.basename(path))
+    return (
+        f"python {refused} is not started warm"
+        if refused
+        else PythonCommand(path, tuple(words), os.path.basename(path))
+    )
 
 
 def _shebang(head: bytes) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError
 from lazysnap.warm import client, steps
-from lazysnap.warm.command import Command, python_command
+from lazysnap.warm.command import PythonCommand, python_command
 from lazysnap.warm.place import owner_directory
 
 _PR_SET_PDEATHSIG = 1
@@ -64,7 +64,7 @@ def supervise(words: Sequence[str], restarts: Restarts) -> int:
 def _name_workers(words: Sequence[str], directory: str) -> None:
     """Let torchrun start its workers through a client, unless somebody named their interpreter."""
     command = python_command(words)
-    if not isinstance(command, Command):
+    if not isinstance(command, PythonCommand):
         _say(f"{command}: each start is a cold one")
         return
     path = os.path.join(directory, "python")

@@ -8,7 +8,7 @@ import torch
 from support.slots import trainer_slot
 
 from lazysnap.capture.batches import SMALL_BYTES
-from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.captures import Captures
 from lazysnap.capture.copier import SLICE_BYTES
 from lazysnap.capture.dtypes import logical_facts, logical_name
@@ -138,7 +138,7 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(bench, kind):
     it.captures.begin(job)
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.WHOLE
+    assert job.phase is CapturePhase.WHOLE
     assert it.slot.view().phase is SlotPhase.WHOLE
     held = it.held(job)
     for name, tensor in tensors.items():
@@ -158,7 +158,7 @@ def test_eager_tensors_are_in_the_slot_when_begin_returns(bench):
     counter.add_(1)  # as a forward pass does to a buffer
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.WHOLE
+    assert job.phase is CapturePhase.WHOLE
     assert torch.equal(it.held(job)["eager.counter"], torch.zeros(1000))
 
 
@@ -175,7 +175,7 @@ def test_a_tensor_that_changes_while_it_is_copied_discards_the_capture(bench):
     held.go_on.set()
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.TORN
+    assert job.phase is CapturePhase.TORN
     assert it.slot.view().phase is SlotPhase.EMPTY
     assert "lazy.b" in job.reason
 
@@ -191,7 +191,7 @@ def test_a_tensor_whose_memory_is_replaced_while_it_is_copied_discards_the_captu
     held.go_on.set()
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.TORN
+    assert job.phase is CapturePhase.TORN
 
 
 def test_a_change_after_the_copy_does_not_matter(bench):
@@ -204,7 +204,7 @@ def test_a_change_after_the_copy_does_not_matter(bench):
 
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.WHOLE
+    assert job.phase is CapturePhase.WHOLE
     assert not it.captures.is_disturbed()
 
 
@@ -217,12 +217,12 @@ def test_a_copy_that_hangs_is_given_up_and_never_becomes_whole(bench):
 
     assert it.captures.finish(0.01) is job
 
-    assert job.phase is Phase.FAILED
+    assert job.phase is CapturePhase.FAILED
     assert not it.captures.wait_released(0.0)
     held.go_on.set()
     assert job.released.wait(TIMEOUT_S)
     assert it.captures.wait_released(0.0)
-    assert (job.phase, it.slot.view().phase) == (Phase.FAILED, SlotPhase.EMPTY)
+    assert (job.phase, it.slot.view().phase) == (CapturePhase.FAILED, SlotPhase.EMPTY)
 
 
 def test_the_gate_returns_at_once_when_nothing_is_in_flight(bench):
@@ -244,7 +244,7 @@ def test_a_capture_whose_begin_fails_is_discarded_and_the_next_one_works(bench):
     again = it.job(step=2)
     it.captures.begin(again)
     it.captures.finish(TIMEOUT_S)
-    assert again.phase is Phase.WHOLE
+    assert again.phase is CapturePhase.WHOLE
 
 
 def test_an_error_in_the_copy_thread_fails_that_capture_only(bench):
@@ -255,12 +255,12 @@ def test_an_error_in_the_copy_thread_fails_that_capture_only(bench):
     it.captures.begin(job)
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.FAILED
+    assert job.phase is CapturePhase.FAILED
     assert it.slot.view().phase is SlotPhase.EMPTY
     again = it.job(step=2)
     it.captures.begin(again)
     it.captures.finish(TIMEOUT_S)
-    assert again.phase is Phase.WHOLE
+    assert again.phase is CapturePhase.WHOLE
 
 
 def test_the_watermark_only_grows_and_ends_at_the_size(bench):
@@ -280,7 +280,7 @@ def test_the_watermark_only_grows_and_ends_at_the_size(bench):
     it.captures.begin(job)
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.WHOLE, job.reason
+    assert job.phase is CapturePhase.WHOLE, job.reason
     assert len(seen) == 20
     assert seen == sorted(seen)
     assert it.slot.view().watermark_bytes == job.plan.layout.size_bytes
@@ -298,7 +298,7 @@ def test_the_header_is_written_once_while_only_this_process_captures_into_the_sl
             it.captures.history[-1].slot.image[: len(header)] = header
         it.captures.begin(job)
         it.captures.finish(TIMEOUT_S)
-        assert job.phase is Phase.WHOLE
+        assert job.phase is CapturePhase.WHOLE
         assert (bytes(it.slot.image[: len(header)]) == header) is (step != 2)
 
 
@@ -331,7 +331,7 @@ def test_the_header_is_written_again_after_anything_else_was_in_the_slot(bench, 
     it.captures.begin(job)
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.WHOLE
+    assert job.phase is CapturePhase.WHOLE
     header = job.plan.layout.header
     assert bytes(it.slot.image[: len(header)]) == header
 
@@ -351,7 +351,7 @@ def test_a_slot_that_was_returned_and_unmapped_holds_no_capture(bench):
     it.captures.finish(TIMEOUT_S)
 
     assert not first.is_in_slot
-    assert (first.phase, job.phase) == (Phase.WHOLE, Phase.WHOLE)
+    assert (first.phase, job.phase) == (CapturePhase.WHOLE, CapturePhase.WHOLE)
     assert it.captures.history == [job]
 
 
@@ -388,7 +388,7 @@ def test_thousands_of_small_tensors_arrive_bit_for_bit(bench, is_limited):
     finally:
         lift()
 
-    assert job.phase is Phase.WHOLE, job.reason
+    assert job.phase is CapturePhase.WHOLE, job.reason
     held = it.held(job)
     for name, source in zip(job.plan.names, job.plan.records, strict=True):
         assert held[name].shape == source.stored_shape

@@ -14,7 +14,7 @@ from lazysnap.errors import FormatError
 from lazysnap.levels.source import MemorySource
 from lazysnap.levels.store import SnapshotStore
 from lazysnap.memory.capture_reader import CaptureAborted
-from lazysnap.resolver import Wanted, candidates
+from lazysnap.resolver import SnapshotFilter, candidates
 
 
 def _flipped(at: int) -> Callable[[bytes], bytes]:
@@ -253,7 +253,7 @@ class StoreContract(Place):
         assert not Snapshot(1).delete(make_store())
         assert again.delete(make_store())
         assert look(store).steps() == [1]
-        assert [plan.step for plan in candidates([inventory_of(make_store())], Wanted(name="first"))] == [1]
+        assert [plan.step for plan in candidates([inventory_of(make_store())], SnapshotFilter(name="first"))] == [1]
 
         assert make_store().release(RUN, "first") == [entry.location]
         assert not Snapshot(1).delete(store)

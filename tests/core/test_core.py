@@ -12,6 +12,7 @@ from lazysnap.core.lifecycle import START_GRACE_S, Phase
 from lazysnap.core.messages import (
     PROTOCOL,
     Farewell,
+    GrantProgress,
     JobSettings,
     LevelOrder,
     LevelSettings,
@@ -19,7 +20,6 @@ from lazysnap.core.messages import (
     NamedStep,
     NameRefusal,
     Order,
-    Progress,
     RedundancySettings,
     Report,
     StepKey,
@@ -106,7 +106,7 @@ def test_a_capture_is_never_held_once_its_slot_may_be_chosen():
 
     level = driver.core.job.node.levels[0]
     assert not of_kind(done, Hold)
-    assert level.progress is not Progress.WRITING
+    assert level.progress is not GrantProgress.WRITING
     assert level.grant is None or level.grant.step > step
 
 
@@ -269,7 +269,7 @@ class TestStarts:
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)), (old,))
         job = driver.core.job.levels[0].job
         assert isinstance(job, WriteLevel)
-        done = driver.step(actions.Stored(0, job.job))
+        done = driver.step(actions.StepStored(0, job.job))
 
         assert actions.FreeSlot(1, 9) in done
 
@@ -280,7 +280,7 @@ class TestNames:
         named = NamedStep("mine", StepKey(START, step))
         driver.report(structs.replace(STATE, names=(named,)))
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
-        done = driver.step(actions.Stored(0, driver.core.job.levels[0].job.job))
+        done = driver.step(actions.StepStored(0, driver.core.job.levels[0].job.job))
         [job] = of_kind(done, actions.SetNames)
 
         refusal = NameRefusal("level", "mine", "a file of somebody else")
@@ -372,14 +372,14 @@ class TestTheEnd:
         driver.see((slot(0, 7), empty(1), empty(2)))
         done = driver.see((slot(0, 7, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
-        driver.step(actions.Stored(0, write.job))
+        driver.step(actions.StepStored(0, write.job))
 
         done = driver.step(Listed(1, second.job, ()))
         copied = []
         while writes := of_kind(done, WriteLevel):
             [write] = writes
             copied.append((write.key.step, write.source))
-            done = driver.step(actions.Stored(write.level, write.job))
+            done = driver.step(actions.StepStored(write.level, write.job))
 
         assert sorted(copied) == [(4, 0), (7, 0)]
 
@@ -396,7 +396,7 @@ class TestSeveralLevels:
         driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
         [write] = [level.job for level in driver.core.job.levels[:1]]
 
-        done = driver.step(actions.Stored(0, write.job))
+        done = driver.step(actions.StepStored(0, write.job))
 
         assert [job.source for job in of_kind(done, WriteLevel) if job.level == 1] == ([0] if copies else [])
         if not copies:
@@ -411,7 +411,7 @@ class TestSeveralLevels:
             driver.step(Listed(job.level, job.job, ()))
         driver.see((slot(0, 1, is_held=True), empty(1), empty(2), empty(3)))
         write, parity = [level.job for level in driver.core.job.levels]
-        driver.step(actions.Stored(1, parity.job))
+        driver.step(actions.StepStored(1, parity.job))
         driver.step(actions.Failed(0, write.job, "the disk is away"))
         redundancy = driver.core.job.node.levels[1]
         version = redundancy.version
@@ -440,7 +440,7 @@ class TestSeveralLevels:
         done = driver.see((slot(0, 3, is_held=True), slot(1, 4), slot(2, 5, is_whole=False)))
 
         assert not of_kind(done, Hold)
-        assert levels[0].progress is Progress.WRITING
+        assert levels[0].progress is GrantProgress.WRITING
         assert levels[1].grant is None or levels[1].grant.step > 5
 
 
@@ -459,7 +459,7 @@ class TestRequiredSteps:
         driver.see((slot(0, 4), *self.EMPTY))
         done = driver.see((slot(0, 4, is_held=True), *self.EMPTY))
         [write] = [job for job in of_kind(done, WriteLevel) if job.level == 0]
-        return driver, state, driver.step(actions.Stored(0, write.job))
+        return driver, state, driver.step(actions.StepStored(0, write.job))
 
     def test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one(self):
         slow = LevelSettings("slow", every_n_steps=5)
@@ -469,8 +469,8 @@ class TestRequiredSteps:
         driver.report(structs.replace(state, required=(4,)))
 
         first, second = driver.core.job.node.levels
-        assert (first.grant, first.progress) == (StepKey(START, 5), Progress.WAITING)
-        assert second.progress is Progress.WRITING
+        assert (first.grant, first.progress) == (StepKey(START, 5), GrantProgress.WAITING)
+        assert second.progress is GrantProgress.WRITING
 
     def test_one_that_is_to_be_protected_takes_the_place_of_a_grant_ahead(self):
         """Training waits for it, so the granted step would never be begun."""
@@ -497,7 +497,7 @@ class TestLevelsByTime:
         assert Hold(0, 0, sequence=2, num_kept=1) in done
         done = driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
-        driver.step(actions.Stored(0, write.job))
+        driver.step(actions.StepStored(0, write.job))
         driver.now += 30.0
         assert not of_kind(driver.see((slot(0, 1), slot(1, 2), empty(2))), Hold)
 
@@ -579,7 +579,7 @@ class TestWhatIsStoredFirst:
         """Its step would be waited for until the level works again."""
         driver, _ = driver_with_a_grant()
         level = driver.core.job.node.levels[0]
-        assert level.progress is Progress.WAITING
+        assert level.progress is GrantProgress.WAITING
         driver.core.job.levels[0].job = actions.DeleteFiles(0, 77, (StepKey(1, 1),))
 
         driver.step(actions.Failed(0, 77, "the disk is away"))

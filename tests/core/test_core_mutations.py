@@ -7,7 +7,7 @@ from support.core_world import TIMEOUT_S, Setting, Training, World
 
 from lazysnap.core import node
 from lazysnap.core.coordinator import Coordinator
-from lazysnap.core.messages import LevelSettings, Progress, RedundancySettings
+from lazysnap.core.messages import GrantProgress, LevelSettings, RedundancySettings
 from lazysnap.core.node import NodeLevel
 from lazysnap.core.retention import Retention
 from lazysnap.memory.slot_choice import newest_whole
@@ -53,7 +53,7 @@ def one_node_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def count(self, level, grant):
         present = [report for report in level.reports if report.version == level.version]
-        if any(report.progress is Progress.STORED for report in present):
+        if any(report.progress is GrantProgress.STORED for report in present):
             level.become_complete(grant)
         else:
             original(self, level, grant)
@@ -63,7 +63,7 @@ def one_node_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def earlier_grants_count(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(self, level, grant):
-        if all(report.progress is Progress.STORED for report in level.reports):
+        if all(report.progress is GrantProgress.STORED for report in level.reports):
             level.become_complete(grant)
 
     monkeypatch.setattr(Coordinator, "_count_grant", count)

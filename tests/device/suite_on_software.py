@@ -18,7 +18,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from support import accelerator
 
 from lazysnap.capture import device, devices, reader
-from lazysnap.capture.capture import Phase
+from lazysnap.capture.capture import CapturePhase
 from lazysnap.errors import ConfigError, StateError
 from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.memory.slot_choice import SlotPhase
@@ -50,7 +50,7 @@ def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench, m
             train(*it.parts)  # goes on, behind whatever was queued
             assert it.captures.wait_released(TIMEOUT_S)
             assert not it.captures.is_writing(it.slot)
-            assert (job.phase, it.slot.view().phase) == (Phase.ABORTED, SlotPhase.EMPTY)
+            assert (job.phase, it.slot.view().phase) == (CapturePhase.ABORTED, SlotPhase.EMPTY)
             continue
         it.captures.finish(TIMEOUT_S)
         it.check(job)
@@ -77,7 +77,7 @@ def test_a_second_device_without_memory_for_the_first_capture_shows_its_error(be
             train(*it.parts)
             train(other, optimizer)
             assert it.captures.wait_released(TIMEOUT_S)
-            assert (job.phase, it.slot.view().phase) == (Phase.ABORTED, SlotPhase.EMPTY)
+            assert (job.phase, it.slot.view().phase) == (CapturePhase.ABORTED, SlotPhase.EMPTY)
             job = it.begin(number + 1)
             it.captures.finish(TIMEOUT_S)
             it.check(job)

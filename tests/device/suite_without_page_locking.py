@@ -23,7 +23,7 @@ from gpu.test_device_capture import (  # noqa: F401  tests and a fixture
 from support import accelerator
 
 from lazysnap.capture import device, reader
-from lazysnap.capture.capture import Phase
+from lazysnap.capture.capture import CapturePhase
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.state.objects import ObjectState
 
@@ -48,7 +48,7 @@ def test_the_boundary_does_not_wait_for_the_device_and_the_gate_does(bench):  # 
         assert accelerator.SOFTWARE.synchronisations() == waits
     it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.WHOLE
+    assert job.phase is CapturePhase.WHOLE
     it.check(job)
     assert lets_go
     assert not any(lets_go), "the gate need not have waited for all pieces"
@@ -82,7 +82,7 @@ def test_a_device_without_memory_for_a_capture_costs_that_capture_alone(bench): 
         accelerator.SOFTWARE.configure()
         train(*it.parts)
         assert it.captures.wait_released(TIMEOUT_S)
-        if job.phase is Phase.WHOLE:
+        if job.phase is CapturePhase.WHOLE:
             it.check(job)
             break
         failed += 1
@@ -98,7 +98,7 @@ def test_a_tensor_that_changes_before_the_gate_discards_the_capture(bench):  # n
     torch._C._autograd._unsafe_set_version_counter((it.parts[0][0].weight,), (99,))  # without a write that races
     it.captures.finish(TIMEOUT_S)
 
-    assert (job.phase, it.slot.view().phase) == (Phase.TORN, SlotPhase.EMPTY)
+    assert (job.phase, it.slot.view().phase) == (CapturePhase.TORN, SlotPhase.EMPTY)
 
 
 def test_a_device_that_does_not_finish_costs_the_snapshot(bench):  # noqa: F811
@@ -107,7 +107,7 @@ def test_a_device_that_does_not_finish_costs_the_snapshot(bench):  # noqa: F811
     with accelerator.busy_stream():
         it.captures.begin(job)
         it.captures.finish(0.01)
-        assert (job.phase, it.slot.view().phase) == (Phase.FAILED, SlotPhase.EMPTY)
+        assert (job.phase, it.slot.view().phase) == (CapturePhase.FAILED, SlotPhase.EMPTY)
         assert it.captures.is_writing(it.slot)
     assert job.released.wait(TIMEOUT_S)
     assert it.slot.view().phase is SlotPhase.EMPTY

@@ -4,8 +4,8 @@ import pytest
 from msgspec import structs
 
 from lazysnap import PersistentLevel, SnapshotConfig
-from lazysnap.core.messages import Alert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
-from lazysnap.engine.events import Connection, KeeperEvents
+from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
+from lazysnap.engine.events import KeeperConnection, KeeperEvents
 from lazysnap.engine.messages import Messages
 from lazysnap.engine.statistics import Statistics
 
@@ -28,7 +28,7 @@ class Follower:
         self.events.begin(START, 0)
         self.level = LevelState()
         self.state = KeeperState(pid=pid, levels=(self.level,))
-        self.connection = Connection(pid)
+        self.connection = KeeperConnection(pid)
 
     def look(self):
         self.events.compare(self.state, self.connection)
@@ -49,11 +49,11 @@ class Follower:
         self.level_says(failure=text, failed_step=step, num_failures=self.level.num_failures + 1)
 
     def next_keeper(self, **state):
-        self.connection = Connection(None)
+        self.connection = KeeperConnection(None)
         self.look()
         pid = self.state.pid + 1
         self.level = LevelState()
-        self.connection = Connection(pid)
+        self.connection = KeeperConnection(pid)
         self.state = KeeperState(pid=pid, levels=(self.level,), **state)
         self.look()
 
@@ -96,7 +96,7 @@ def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
     ranks = [Follower(speaks_for_node=rank == 0) for rank in range(3)]
     for follower in ranks:
         follower.fails(1, "full")
-        alerts = (Alert("links", "no link"), Alert("protection", "alone"))
+        alerts = (KeeperAlert("links", "no link"), KeeperAlert("protection", "alone"))
         follower.says(alerts=alerts, name_refusals=(NameRefusal("/disk", "x", "-"),))
         follower.says(alerts=())
         follower.completes(2)
@@ -167,7 +167,7 @@ def test_a_lost_keeper_is_told_once_also_if_the_next_one_is_there_already(caplog
     follower.look()
 
     follower.state = KeeperState(pid=2)
-    follower.connection = Connection(2)
+    follower.connection = KeeperConnection(2)
     follower.look()
     follower.look()
 
@@ -179,7 +179,7 @@ def test_a_keeper_that_does_not_answer_is_told_and_that_it_answers_again(caplog)
     follower = Follower()
 
     for is_silent in (False, True, True, False):
-        follower.connection = Connection(1, is_silent)
+        follower.connection = KeeperConnection(1, is_silent)
         follower.look()
 
     assert said(caplog) == ["the keeper of", "the keeper (process"]
@@ -187,10 +187,10 @@ def test_a_keeper_that_does_not_answer_is_told_and_that_it_answers_again(caplog)
 
 def test_an_alert_that_the_next_keeper_does_not_know_is_not_told_as_over(caplog):
     follower = Follower()
-    follower.says(alerts=(Alert("links", "no link"),))
+    follower.says(alerts=(KeeperAlert("links", "no link"),))
 
     follower.next_keeper()
-    follower.says(alerts=(Alert("links", "no link"),))
+    follower.says(alerts=(KeeperAlert("links", "no link"),))
     follower.says(alerts=())
 
     assert said(caplog) == ["nothing new is", "the keeper is", "nothing new is", "the keepers of"]
@@ -199,7 +199,7 @@ def test_an_alert_that_the_next_keeper_does_not_know_is_not_told_as_over(caplog)
 @pytest.mark.parametrize("about", ["links", "protection"])
 def test_an_alert_that_lasts_is_told_again_after_a_minute_and_every_ten_and_no_more_once_it_is_over(about, caplog):
     follower = Follower()
-    follower.says(alerts=(Alert(about, "no link"), Alert("keeper", "a log is full")))
+    follower.says(alerts=(KeeperAlert(about, "no link"), KeeperAlert("keeper", "a log is full")))
     counts = []
 
     for now_s in (1.0, 59.0, 60.0, 61.0, 659.0, 660.0):
@@ -217,10 +217,10 @@ def test_an_alert_that_lasts_is_told_again_after_a_minute_and_every_ten_and_no_m
 
 def test_an_alert_whose_text_changes_is_told_at_once_and_again_after_ten_minutes(caplog):
     follower = Follower()
-    follower.says(alerts=(Alert("links", "no link to node 1"),))
+    follower.says(alerts=(KeeperAlert("links", "no link to node 1"),))
 
     follower.now_s = 500.0
-    follower.says(alerts=(Alert("links", "no link to node 2"),))
+    follower.says(alerts=(KeeperAlert("links", "no link to node 2"),))
     follower.now_s = 1099.0
     follower.look()
     assert len(caplog.messages) == 2
@@ -237,11 +237,11 @@ def test_protected_steps_are_counted_and_forgotten_with_the_keeper_that_has_the_
     assert follower.statistics.last_protected_step == 9
     assert follower.statistics.protected == 2
 
-    follower.connection = Connection(None)
+    follower.connection = KeeperConnection(None)
     follower.look()
     assert follower.statistics.last_protected_step is None
 
-    follower.connection = Connection(1)  # the same keeper: only the connection was lost
+    follower.connection = KeeperConnection(1)  # the same keeper: only the connection was lost
     follower.look()
     assert follower.statistics.last_protected_step == 9
 
@@ -300,7 +300,7 @@ def test_a_name_that_was_released_is_not_lost(caplog):
 def test_an_alert_of_a_kind_that_nobody_foresaw_warns_and_ends_no_training(caplog):
     follower = Follower()
 
-    follower.says(alerts=(Alert("weather", "it rains"),))
+    follower.says(alerts=(KeeperAlert("weather", "it rains"),))
     follower.says(alerts=())
 
     assert caplog.messages == ["it rains"]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trai
 import lazysnap
 from lazysnap.cli import main
 from lazysnap.exports.exporting import write
-from lazysnap.exports.job import Job
+from lazysnap.exports.job import ExportJob
 from lazysnap.levels import open_store
 from lazysnap.snapshots.catalogue import Catalogue
 
@@ -85,7 +85,7 @@ def test_large_weights_are_in_several_files_with_an_index(captured, tmp_path):
     url, stock = captured
     folder = tmp_path / "model"
     catalogue = Catalogue(open_store(url))
-    job = Job(path=str(folder), format="huggingface", shard_bytes=5000)
+    job = ExportJob(path=str(folder), format="huggingface", shard_bytes=5000)
     write(catalogue, catalogue.find("latest"), job)
 
     index = json.loads((folder / "model.safetensors.index.json").read_text())

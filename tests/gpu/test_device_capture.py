@@ -9,7 +9,7 @@ from support.slots import trainer_slot
 
 from lazysnap import MemoryLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.capture import device
-from lazysnap.capture.capture import Capture, Phase
+from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.captures import Captures
 from lazysnap.capture.plan import make_plan, optimizer_signature
 from lazysnap.memory.slot_choice import SlotPhase
@@ -194,7 +194,7 @@ def test_the_gate_of_a_state_on_both_waits_for_what_is_read_from_the_cpu_alone(b
         assert job.cpu_sources_read.is_set()
         with torch.no_grad():
             slow.weight.add_(1)  # as an optimizer behind the gate does
-        assert job.phase is Phase.COPYING
+        assert job.phase is CapturePhase.COPYING
 
     it.check(job)
 
@@ -241,7 +241,7 @@ def test_a_tensor_that_changes_before_the_gate_discards_the_capture(bench):
         torch._C._autograd._unsafe_set_version_counter((it.parts[0][0].weight,), (99,))  # without a write that races
         it.captures.finish(TIMEOUT_S)
 
-    assert job.phase is Phase.TORN
+    assert job.phase is CapturePhase.TORN
     assert it.captures.wait_released(TIMEOUT_S)
     assert it.slot.view().phase is SlotPhase.EMPTY
 
@@ -254,7 +254,7 @@ def test_a_change_behind_the_gate_does_not_matter_though_the_device_still_copies
         it.captures.finish(TIMEOUT_S)
         with torch.no_grad():
             it.parts[0][0].weight.add_(1)
-        assert job.phase is Phase.COPYING
+        assert job.phase is CapturePhase.COPYING
 
     it.check(job)
     assert it.captures.take_ended() == [job]
@@ -308,11 +308,11 @@ def test_a_gate_behind_the_next_one_waits_until_the_capture_is_whole(bench):
     with accelerator.busy_stream():
         it.captures.begin(job)
         assert it.captures.finish(TIMEOUT_S) is job
-        assert job.phase is Phase.COPYING
+        assert job.phase is CapturePhase.COPYING
 
     assert it.captures.finish(TIMEOUT_S) is None
 
-    assert job.phase is Phase.WHOLE
+    assert job.phase is CapturePhase.WHOLE
 
 
 def test_a_device_that_does_not_finish_costs_the_snapshot_and_no_more_than_one_wait(bench):
@@ -324,7 +324,7 @@ def test_a_device_that_does_not_finish_costs_the_snapshot_and_no_more_than_one_w
 
         assert not it.captures.wait_released(0.01)
 
-        assert job.phase is Phase.FAILED
+        assert job.phase is CapturePhase.FAILED
         assert it.slot.view().phase is SlotPhase.EMPTY
         assert it.captures.is_writing(it.slot)
     assert job.released.wait(TIMEOUT_S)
@@ -338,7 +338,7 @@ def test_giving_up_a_capture_that_is_whole_changes_nothing(bench):
     it.captures.finish(TIMEOUT_S)
     assert it.captures.wait_released(TIMEOUT_S)
 
-    assert not job.drop(Phase.FAILED, "too late")
+    assert not job.drop(CapturePhase.FAILED, "too late")
 
     it.check(job)
 

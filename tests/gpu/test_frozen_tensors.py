@@ -6,7 +6,7 @@ from gpu.test_device_capture import DEVICE, TIMEOUT_S, Bench
 from support import accelerator
 from support.slots import trainer_slot
 
-from lazysnap.capture.capture import Phase
+from lazysnap.capture.capture import CapturePhase
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.state.objects import ObjectState
 
@@ -51,7 +51,7 @@ def test_a_slot_gets_the_bytes_of_frozen_tensors_once(fine_tuning):
 
     job = captured(fine_tuning, 2)
 
-    assert job.phase is Phase.WHOLE
+    assert job.phase is CapturePhase.WHOLE
     assert bool((large == 7).all()), "it was copied again"
     assert torch.equal(small, fine_tuning.frozen[0].bias.cpu())
 
@@ -83,7 +83,7 @@ def test_a_change_without_a_trace_drops_the_capture_and_from_then_on_the_tensor_
     fine_tuning.frozen[0].weight.data.add_(1)
 
     dropped = captured(fine_tuning, 2)
-    assert dropped.phase is Phase.FAILED
+    assert dropped.phase is CapturePhase.FAILED
     assert "frozen weights were written to without a trace" in dropped.reason
     assert "(1: frozen.0.weight)" in dropped.reason
     assert fine_tuning.slot.view().phase is SlotPhase.EMPTY
@@ -109,7 +109,7 @@ def test_the_result_of_the_comparison_is_waited_for(fine_tuning):
             assert not job.released.wait(0.05)
         fine_tuning.captures.finish(TIMEOUT_S)
         assert fine_tuning.captures.wait_released(TIMEOUT_S)
-        assert job.phase is (Phase.FAILED if is_changed else Phase.WHOLE)
+        assert job.phase is (CapturePhase.FAILED if is_changed else CapturePhase.WHOLE)
 
 
 @pytest.mark.parametrize("element", [0, 12_345, -1])
@@ -117,7 +117,7 @@ def test_one_element_is_enough(fine_tuning, element):
     captured(fine_tuning, 1)
     fine_tuning.frozen[1].weight.data.view(-1)[element] += 0.5
 
-    assert captured(fine_tuning, 2).phase is Phase.FAILED
+    assert captured(fine_tuning, 2).phase is CapturePhase.FAILED
 
 
 def test_rows_and_columns_that_changed_places_are_found(fine_tuning):
@@ -125,14 +125,14 @@ def test_rows_and_columns_that_changed_places_are_found(fine_tuning):
     captured(fine_tuning, 1)
     weight = fine_tuning.frozen[0].weight.data
     weight.copy_(weight.roll(128, 0))
-    assert captured(fine_tuning, 2).phase is Phase.FAILED
+    assert captured(fine_tuning, 2).phase is CapturePhase.FAILED
 
     wide = torch.nn.Parameter(torch.randn(64, 1024, device=DEVICE), requires_grad=False)
     bench = Bench(others={"frozen": torch.nn.ParameterList([wide])})
     try:
         captured(bench, 1)
         wide.data.copy_(wide.data.roll(7, 1))
-        assert captured(bench, 2).phase is Phase.FAILED
+        assert captured(bench, 2).phase is CapturePhase.FAILED
     finally:
         bench.captures.close(TIMEOUT_S)
 
@@ -153,7 +153,7 @@ def test_the_same_change_of_all_elements_does_not_cancel_out(dtype, change):
             frozen[0].data.neg_()
         else:
             frozen[0].data.add_(1)
-        assert captured(bench, 2).phase is Phase.FAILED
+        assert captured(bench, 2).phase is CapturePhase.FAILED
     finally:
         bench.captures.close(TIMEOUT_S)
 
@@ -172,13 +172,13 @@ def test_what_changes_behind_the_boundary_is_no_part_of_it(fine_tuning, seed):
         for weight in fine_tuning.frozen.parameters():
             weight.data.neg_()
         assert fine_tuning.captures.wait_released(TIMEOUT_S)
-        assert job.phase is Phase.WHOLE, job.reason
+        assert job.phase is CapturePhase.WHOLE, job.reason
 
 
 def test_a_capture_that_was_dropped_leaves_nothing_to_rely_on(fine_tuning):
     captured(fine_tuning, 1)
     job = fine_tuning.begin(2)
-    job.drop(Phase.FAILED, "for the test")
+    job.drop(CapturePhase.FAILED, "for the test")
     fine_tuning.captures.finish(TIMEOUT_S)
     assert fine_tuning.captures.wait_released(TIMEOUT_S)
     image_of(fine_tuning, job, "frozen.0.weight").fill_(7)
@@ -191,11 +191,11 @@ def test_a_tensor_of_which_torch_counts_no_writes_is_compared_all_the_same():
         weight = torch.randn(256, 256, device=DEVICE)
     bench = Bench(others={"frozen": torch.nn.ParameterList([torch.nn.Parameter(weight, requires_grad=False)])})
     try:
-        assert captured(bench, 1).phase is Phase.WHOLE
-        assert captured(bench, 2).phase is Phase.WHOLE
+        assert captured(bench, 1).phase is CapturePhase.WHOLE
+        assert captured(bench, 2).phase is CapturePhase.WHOLE
         with torch.inference_mode():
             weight.add_(1)
-        assert captured(bench, 3).phase is Phase.FAILED
+        assert captured(bench, 3).phase is CapturePhase.FAILED
     finally:
         bench.captures.close(TIMEOUT_S)
 

@@ -33,7 +33,7 @@ from lazysnap.keeper.asking import NeighbourMemory, ask
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.questions import Answer, Question, RankMemory, SlotFacts
+from lazysnap.keeper.questions import Answer, KeptMemory, Question, SlotFacts
 from lazysnap.keeper.silence import Silence
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
@@ -558,8 +558,8 @@ def test_memory_is_told_with_slots_that_are_mapped(client, peer, slot):
     question = peer.question()
     checksums = Checksums(100, 100, ("0" * 16,))
     facts = (SlotFacts(slot.slot_id, 5, checksums), SlotFacts(99, 6, None))
-    peer.answer(question.number + 1, RankMemory())
-    peer.answer(question.number, RankMemory(facts, None, (0, 1)))
+    peer.answer(question.number + 1, KeptMemory())
+    peer.answer(question.number, KeptMemory(facts, None, (0, 1)))
     asking.join(TIMEOUT_S)
 
     [inventory] = found
@@ -580,7 +580,7 @@ def test_a_question_is_asked_again_where_the_keeper_is_lost(keeper, client, peer
     again.state()
     again.send()
     assert again.question().number == number
-    again.answer(number, RankMemory())
+    again.answer(number, KeptMemory())
     asking.join(TIMEOUT_S)
     assert found[0].entries == ()
 
@@ -618,7 +618,7 @@ def test_a_neighbour_reads_and_cannot_write(identity, keeper, client, peer, slot
         reading = slot.reading_descriptor()
         empty = os.open(os.devnull, os.O_RDONLY)
         facts = (SlotFacts(slot.slot_id, 5, None), SlotFacts(7, 5, None))
-        other.channel.send(Answer(memory=RankMemory(facts)), [reading, empty])
+        other.channel.send(Answer(memory=KeptMemory(facts)), [reading, empty])
         os.close(reading)
         os.close(empty)
 

@@ -11,7 +11,7 @@ from support.waiting import until
 
 from lazysnap import events
 from lazysnap.config import PersistentLevel
-from lazysnap.core.messages import Alert, JobSettings, KeeperState, LevelSettings
+from lazysnap.core.messages import JobSettings, KeeperAlert, KeeperState, LevelSettings
 from lazysnap.keeper.event_file import EventFileWriter
 from lazysnap.shard.names import events_file_name, parse_events_file_name
 
@@ -160,7 +160,7 @@ def test_trouble_is_noted_when_it_begins_and_when_it_is_over(keeper, job, noted)
     state = trainer_state(job, FIRST)
     keeper.report(state)
     keeper.capture(state, 1)
-    trouble = Alert("links", "no link to the keeper of node 1")
+    trouble = KeeperAlert("links", "no link to the keeper of node 1")
     for alerts, is_preempted in (((trouble,), False), ((trouble,), True), ((), True)):
         keeper.log.state_changed(KeeperState(alerts=alerts, is_preempted=is_preempted))
 

@@ -24,7 +24,7 @@ from lazysnap.core.actions import (
     NamesSet,
     ProbeLevel,
     SetNames,
-    Stored,
+    StepStored,
     WriteLevel,
 )
 from lazysnap.core.messages import JobSettings, LevelSettings, NamedStep, StepKey
@@ -202,7 +202,7 @@ def test_what_is_written_is_what_the_slot_holds_and_is_listed(rig, node):
 
     ended = level.write(node, Capture(7))
 
-    assert isinstance(ended, Stored)
+    assert isinstance(ended, StepStored)
     assert (ended.level, ended.job, ended.size_bytes) == (0, 1, len(image_of(7)))
     assert ended.seconds > 0
     assert ended.read_back_s > 0
@@ -241,7 +241,7 @@ def test_a_capture_is_written_while_it_is_copied(rig, node):
     node.fill(place[1], image_of(7))
     thread.join(20)
 
-    assert isinstance(ended[0], Stored)
+    assert isinstance(ended[0], StepStored)
     assert bytes_at(level.path(7)) == image_of(7)
 
 
@@ -251,7 +251,7 @@ def test_several_ranks_make_one_file(rig, node):
 
     ended = level.run(WriteLevel(0, 1, key_of(7), tuple(places)), node)
 
-    assert isinstance(ended, Stored)
+    assert isinstance(ended, StepStored)
     name = NodeName(1, 3)
     assert sorted(os.listdir(level.path(7))) == [name.manifest, name.file]
     for rank in (4, 5):
@@ -266,12 +266,12 @@ def test_of_rows_that_all_nodes_hold_a_shared_level_gets_the_share_of_the_node(r
     own_disk = LevelSettings(str(tmp_path / "own"), is_shared=False)
     level = rig(own_disk, "all", num_nodes=2, world_size=2)
     capture = Capture(7, world_size=2, shared_rows=(0, 10))
-    assert isinstance(level.write(node, capture), Stored)
+    assert isinstance(level.write(node, capture), StepStored)
     place = () if source is not None else (node.capture(capture),)
 
     ended = level.run(WriteLevel(1, 2, key_of(7), place, source), node)
 
-    assert isinstance(ended, Stored)
+    assert isinstance(ended, StepStored)
     assert bytes_at(level.path(7), NodeName(0, 2)) == image_of(7)
     stored = bytes_at(level.path(7, level=1), NodeName(0, 2))
     assert len(stored) < len(image_of(7)) / 2
@@ -294,7 +294,7 @@ def test_a_step_that_is_there_is_not_written_again(rig, node, passing):
     passed = []
     passing(passed.append)
 
-    assert isinstance(rig().write(node, Capture(7)), Stored)
+    assert isinstance(rig().write(node, Capture(7)), StepStored)
     assert "level.store.begin" not in passed
     assert "keeper.persist.verified" in passed
 
@@ -305,7 +305,7 @@ def test_the_capture_of_an_earlier_run_is_stored_under_that_run(rig, node):
 
     ended = level.write(node, Capture(7, start=FIRST, run=OTHER_RUN))
 
-    assert isinstance(ended, Stored)
+    assert isinstance(ended, StepStored)
     assert bytes_at(level.path(7, start=FIRST, run=OTHER_RUN)) == image_of(7)
     assert level.list().stored == ()
     level.delete(key_of(7, FIRST))
@@ -366,7 +366,7 @@ def test_a_job_goes_on_reading_a_slot_that_the_loop_closed(rig, node, passing):
 
     passing(close)
 
-    assert isinstance(level.run(WriteLevel(0, 1, key_of(7), (place,)), node), Stored)
+    assert isinstance(level.run(WriteLevel(0, 1, key_of(7), (place,)), node), StepStored)
     assert bytes_at(level.path(7)) == image_of(7)
 
 
@@ -453,7 +453,7 @@ def test_a_level_that_refuses_fails_and_comes_back(rig, node, tmp_path):
     (tmp_path / "level").unlink()
 
     assert level.run(ProbeLevel(0, 4)) == JobEnded(0, 4)
-    assert isinstance(level.write(node, Capture(7)), Stored)
+    assert isinstance(level.write(node, Capture(7)), StepStored)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "injected"), ValueError("of a package"), KeyError()])
@@ -488,7 +488,7 @@ def test_a_job_that_waits_for_a_bound_of_bytes_moves_meanwhile(rig, node, tmp_pa
     level = rig(LevelSettings(str(tmp_path / "level"), max_bytes_per_s=400_000))
     level.write(node, Capture(5))
 
-    assert isinstance(level.write(node, Capture(6)), Stored)
+    assert isinstance(level.write(node, Capture(6)), StepStored)
 
     assert JobMoved(0, 1) in level.events
 
@@ -502,7 +502,7 @@ def test_a_slower_level_copies_what_the_faster_one_has(rig, node):
 
     ended = level.run(WriteLevel(1, 2, key_of(7), (), 0))
 
-    assert isinstance(ended, Stored)
+    assert isinstance(ended, StepStored)
     assert bytes_at(level.path(7, level=1)) == image_of(7)
     assert (level.path(7, level=1) / FILE).stat().st_ino != (level.path(7) / FILE).stat().st_ino
 
@@ -518,7 +518,7 @@ def test_a_source_that_goes_while_it_is_copied_is_copied(rig, node, passing):
 
     passing(delete)
 
-    assert isinstance(level.run(WriteLevel(1, 2, key_of(7), (), 0)), Stored)
+    assert isinstance(level.run(WriteLevel(1, 2, key_of(7), (), 0)), StepStored)
     assert bytes_at(level.path(7, level=1)) == image_of(7)
 
 
@@ -839,7 +839,7 @@ def test_a_thread_that_was_abandoned_commits_nothing_while_another_one_works(rig
     abandoned.is_cancelled = True
 
     assert level.run(ProbeLevel(0, 2)) == JobEnded(0, 2)
-    assert isinstance(level.write(node, Capture(8)), Stored)
+    assert isinstance(level.write(node, Capture(8)), StepStored)
     goes_on.set()
     thread.join(30)
 
@@ -934,7 +934,7 @@ def test_a_new_keeper_reads_the_base_that_it_takes_over_and_replaces_a_damaged_o
     assert not levels.path(2).exists()
 
     stored = levels.write(fine_tuning, Capture(3))
-    assert isinstance(stored, Stored)
+    assert isinstance(stored, StepStored)
     assert stored.size_bytes == len(fine_tuned_image(3))
     assert whole_at(levels.path(3)) == fine_tuned_image(3)
 

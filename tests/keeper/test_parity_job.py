@@ -11,11 +11,11 @@ from support.peer_ends import settings_of
 from support.waiting import until
 
 from lazysnap import faults
-from lazysnap.core.actions import DeleteFiles, Failed, JobEnded, Listed, ListLevel, Missed, ProbeLevel, Stored
+from lazysnap.core.actions import DeleteFiles, Failed, JobEnded, Listed, ListLevel, Missed, ProbeLevel, StepStored
 from lazysnap.core.messages import StepKey
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.parity import ParityStore
-from lazysnap.levels.blocks import Wanted
+from lazysnap.levels.blocks import WantedBytes
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces
@@ -23,7 +23,7 @@ from lazysnap.peers.secret import draw_secret
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import lost_parts
 from lazysnap.restore.parity import Parity
-from lazysnap.restore.peer_memory import Connections, PeerMemory
+from lazysnap.restore.peer_memory import PeerConnections, PeerMemory
 from lazysnap.snapshots.reader import read
 
 STEP = 4
@@ -64,7 +64,7 @@ class Restart:
         addresses = {f"n{address.node}": (address.host, address.port) for address in group.peers.addresses}
         for node in lost:
             del addresses[f"n{node}"]
-        self.connections = Connections(SimpleNamespace(secret=group.secret, reads=addresses))
+        self.connections = PeerConnections(SimpleNamespace(secret=group.secret, reads=addresses))
         self.memory = {entry.rank: entry for entry in entries}
         self.source = Parity(self.connections)
         self.source.lost, found, self.problems = lost_parts(entries, held)
@@ -85,7 +85,7 @@ class Restart:
             out[at : at + len(data)] = data
 
         meanwhile()
-        read({shard: [Wanted(shard.offset, shard.offset + len(out), put)]})
+        read({shard: [WantedBytes(shard.offset, shard.offset + len(out), put)]})
         return bytes(out)
 
 
@@ -192,7 +192,7 @@ def test_captures_are_read_while_they_fill(group, restart):
     assert not any(node.store.keys() for node in group.nodes)
     fill(0)
     running.join()
-    assert outcomes(ended) == [Stored] * 3
+    assert outcomes(ended) == [StepStored] * 3
     group.nodes[0].die()
     assert restart(group, 0).compute(0) == image_of(STEP, 0)
 
@@ -207,7 +207,7 @@ def test_a_node_may_be_a_little_ahead_of_the_ranks_of_another_one(group):
     assert not ended
     group.nodes[2].capture(STEP)
     running.join()
-    assert outcomes(ended) == [Stored]
+    assert outcomes(ended) == [StepStored]
 
 
 def test_all_that_is_read_of_others_waits_for_the_rate_that_parity_is_given(group):
@@ -297,7 +297,7 @@ def test_a_node_that_is_dead_is_named_once_and_probed(group, caplog):
     assert isinstance(group.nodes[0].run(ProbeLevel(LEVEL, 2)), Failed)
     group.nodes[1].come_back(group.peers)
     assert group.nodes[0].run(ProbeLevel(LEVEL, 3)) == JobEnded(LEVEL, 3)
-    assert isinstance(group.nodes[0].run(job), Stored)
+    assert isinstance(group.nodes[0].run(job), StepStored)
     group.nodes[1].die()
     group.nodes[0].run(job)
     assert caplog.records[-1].levelno == logging.WARNING, "it worked meanwhile"
@@ -354,7 +354,7 @@ def test_a_step_without_memory_for_its_parity_fails(group, monkeypatch):
 
     monkeypatch.setattr(group.nodes[0].store, "buffers", refuse)
     ended = group.run_all([node.write(STEP) for node in group.nodes])
-    assert outcomes(ended) == [Failed, Stored, Stored]
+    assert outcomes(ended) == [Failed, StepStored, StepStored]
     assert ended[0].text == "MemoryError: "
 
 

@@ -10,7 +10,7 @@ from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.core.messages import PROTOCOL, JobSettings, KeeperState, LevelSettings, NamedStep, StepKey, TrainerState
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.questions import Answer, Question, RankMemory, SlotFacts
+from lazysnap.keeper.questions import Answer, KeptMemory, Question, SlotFacts
 from lazysnap.keeper.wire import MAX_BODY_BYTES, MAX_DESCRIPTORS, Channel, OtherVersion, WireError
 from lazysnap.shard.checksum import Checksums
 
@@ -67,7 +67,7 @@ def test_each_message_arrives_as_it_was_sent(pair):
         TrainerState(3, start=2**64 - 1, job=JobSettings("ab", (level,)), slots=(2**64 - 1,), names=(named,)),
         KeeperState(names=(named,)),
         Question(number=4, about="memory", local_rank=2),
-        Answer(number=4, memory=RankMemory(slots=(SlotFacts(5, 6, Checksums(1, 2, ("00",))),))),
+        Answer(number=4, memory=KeptMemory(slots=(SlotFacts(5, 6, Checksums(1, 2, ("00",))),))),
     ]
 
     for message in messages:

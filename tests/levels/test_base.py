@@ -17,7 +17,7 @@ from support.place import PAGE, pattern
 from lazysnap.errors import FormatError
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.base import BlockPlaces
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource, Wanted, fill
+from lazysnap.levels.blocks import FileBlocks, VerifiedSource, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous, shard_of
 from lazysnap.shard.checksum import BLOCK_BYTES
@@ -98,7 +98,7 @@ def bytes_of(store, directory, name=NAME):
         out[at : at + len(data)] = data
 
     with contextlib.closing(FileBlocks(place, manifest)) as blocks:
-        fill({blocks: [Wanted(0, len(out), put)]})
+        fill({blocks: [WantedBytes(0, len(out), put)]})
     return out
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from lazysnap.errors import FormatError
-from lazysnap.levels.blocks import MemoryBlocks, VerifiedSource, Wanted, fill
+from lazysnap.levels.blocks import MemoryBlocks, VerifiedSource, WantedBytes, fill
 from lazysnap.shard.checksum import Checksums
 
 BLOCK = 64
@@ -44,7 +44,7 @@ class Room:
     def __init__(self, start, stop):
         self.expected = IMAGE[start:stop]
         self.found = bytearray(stop - start)
-        self.wanted = Wanted(start, stop, self.put)
+        self.wanted = WantedBytes(start, stop, self.put)
 
     def put(self, at, data):
         assert not any(self.found[at : at + len(data)])

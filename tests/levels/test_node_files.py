@@ -10,7 +10,7 @@ from support.snapshots import RUN, START, lone_manifest
 
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels import open_store
-from lazysnap.levels.blocks import FileBlocks, Wanted, fill
+from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
@@ -85,7 +85,7 @@ def test_each_shard_stands_in_it_byte_for_byte_on_a_page(shards, written):
         def put(at: int, data: memoryview, got: bytearray = got) -> None:
             got[at : at + len(data)] = data
 
-        fill({blocks: [Wanted(part.offset, part.offset + size, put)]})
+        fill({blocks: [WantedBytes(part.offset, part.offset + size, put)]})
         assert got == image[:size]
 
 
@@ -105,7 +105,11 @@ def test_a_reader_finds_every_rank_and_its_tensors(shards, tmp_path):
         stored = snapshot.shards[number].find("rng")
         got = bytearray(rank)
         read(
-            {stored.shard: [Wanted(stored.offset, stored.offset + rank, lambda at, data, got=got: _put(got, at, data))]}
+            {
+                stored.shard: [
+                    WantedBytes(stored.offset, stored.offset + rank, lambda at, data, got=got: _put(got, at, data))
+                ]
+            }
         )
         assert got == image[size - rank : size]
 

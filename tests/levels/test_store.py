@@ -15,7 +15,7 @@ from support.snapshots import Snapshot
 
 from lazysnap.errors import LevelError
 from lazysnap.levels import open_store
-from lazysnap.levels.blocks import Wanted
+from lazysnap.levels.blocks import WantedBytes
 from lazysnap.levels.node_file import delete_files
 from lazysnap.levels.storage import probe_name
 from lazysnap.memory.capture_reader import CaptureAborted
@@ -215,7 +215,7 @@ def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp
             def put(at, data, out=out):
                 out[at : at + len(data)] = data
 
-            read({shard: [Wanted(0, len(out), put)]})
+            read({shard: [WantedBytes(0, len(out), put)]})
             assert out == snapshot.image
     with pytest.raises(FileNotFoundError):
         store.read_manifest(entry)

@@ -28,7 +28,7 @@ from raw_peer import (
 from support.peer_ends import HOST, QUICK, End, LoopThread, ports, settings_of
 from support.waiting import until
 
-from lazysnap.core.messages import LevelOrder, LevelReport, Order, PeerSettings, Progress, Report, StepKey
+from lazysnap.core.messages import GrantProgress, LevelOrder, LevelReport, Order, PeerSettings, Report, StepKey
 from lazysnap.peers.messages import Hello, SlotOf
 from lazysnap.peers.secret import draw_secret
 from lazysnap.peers.wire import MAX_FRAME_BYTES
@@ -42,7 +42,7 @@ def hello(node, job="job"):
 
 def report(number, node=1):
     key = StepKey(1 << 60, number)
-    return Report(node, 7, number, (LevelReport(number, key, Progress.STORED, True, (key,)),))
+    return Report(node, 7, number, (LevelReport(number, key, GrantProgress.STORED, True, (key,)),))
 
 
 def order(number):

@@ -250,7 +250,7 @@ class SimJob:
             failed = actions.Failed(self.job.level, self.job.job, "read back other bytes")
             self._withdraw(failed, is_damaged=True)
             return
-        self._end(actions.Stored(self.job.level, self.job.job))
+        self._end(actions.StepStored(self.job.level, self.job.job))
 
 
 class SimKeeper:

@@ -22,7 +22,7 @@ from lazysnap.core.actions import (
     SendToTrainer,
     SlotMade,
     SlotsSeen,
-    Stored,
+    StepStored,
     TrainerReported,
     VoidSlot,
     WriteLevel,
@@ -164,7 +164,7 @@ class FedKeeper:
         elif isinstance(job, ListLevel):
             ended = Listed(job.level, job.job, tuple(StepKey(start, step) for start, step in self.listed))
         elif isinstance(job, WriteLevel):
-            ended = Stored(job.level, job.job, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
+            ended = StepStored(job.level, job.job, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
         if isinstance(job, WriteLevel):
             key = job.key
         assert not isinstance(job, DeleteFiles) or job.keys

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazysnap.core.actions import Job, JobEnded, Stored, WriteLevel
+from lazysnap.core.actions import Job, JobEnded, StepStored, WriteLevel
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
 from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.parity import ParityContext, ParityStore, run_parity_job
@@ -199,7 +199,7 @@ class ParityGroup:
         """Have a step captured, and protected by all nodes."""
         self.capture(step)
         ended = self.run_all([node.write(step) for node in self.nodes])
-        assert all(isinstance(event, Stored) for event in ended), ended
+        assert all(isinstance(event, StepStored) for event in ended), ended
         return ended
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels.blocks import FileBlocks, Wanted, fill
+from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
 from lazysnap.levels.source import MemorySource, Progress, map_anonymous, no_progress
 from lazysnap.levels.storage import Storage
@@ -108,7 +108,7 @@ def read_image(store: SnapshotStore, entry: Entry, out: memoryview, progress: Pr
         out[at : at + len(data)] = data
 
     with contextlib.closing(FileBlocks(place, manifest)) as blocks:
-        fill({blocks: [Wanted(0, manifest.size_bytes, put)]}, progress=progress)
+        fill({blocks: [WantedBytes(0, manifest.size_bytes, put)]}, progress=progress)
     return manifest
 
 

@@ -10,7 +10,7 @@ from lazysnap.data.resumable import make_resumable
 from lazysnap.state.wrappers import stepping
 
 
-class Boundaries:
+class BoundaryWatch:
     """Watches prepared optimizers and loaders, and calls ``at_boundary`` between two steps.
 
     A loader whose iteration began after the step is one of evaluation, in the middle of the training loop's body; its

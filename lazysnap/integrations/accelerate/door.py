@@ -15,7 +15,7 @@ from lazysnap.console import say
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.errors import ConfigError, JobBusy, SnapshotNotFound
 from lazysnap.exports.named import Named, has_checkpoint
-from lazysnap.integrations.accelerate.boundaries import Boundaries
+from lazysnap.integrations.accelerate.boundaries import BoundaryWatch
 from lazysnap.integrations.accelerate.directories import Directories
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
 from lazysnap.integrations.arguments import place_beside
@@ -59,7 +59,7 @@ class Door(WithEngine):
         self._default_url: str | None = None
         self._config = None if snapshots is None or self._why_stock is not None else config_at(snapshots)
         self._choose_place()
-        self.boundaries = Boundaries(self._at_boundary, self._gate, self._counted_epochs)
+        self.boundaries = BoundaryWatch(self._at_boundary, self._gate, self._counted_epochs)
         self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
         self.directories = Directories(self._accelerator, self._state)
         """The directories that the program names."""
