@@ -190,6 +190,7 @@ SETTINGS = settings(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_anything_may_happen(part):
     """Ten thousand examples, the same ones each time. In parts, which several processes share."""
