@@ -1,6 +1,5 @@
 """Groups of nodes that protect each other, and the pieces that their members hold. Pure: of what all nodes know.
 
-
 A group of n nodes with m parities has n stripes. In stripe s the members at positions s, s+1, .. s+m-1 (modulo n) hold
 parity 0 to m-1; the others hold data. So each member holds m parity pieces and has data in n-m stripes: its part of a
 snapshot is cut into as many pieces of one size. Any m members may be lost.
