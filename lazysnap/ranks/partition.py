@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.capture.plan import Key, key_of
+from lazysnap.capture.plan import Key, key_of, moments_of
 from lazysnap.shard.checksum import digest
 from lazysnap.shard.strides import order_of
 from lazysnap.state.sharding import HeldPart, held_part, local_of
@@ -255,8 +255,8 @@ def replicated_keys(parameters: Collection[torch.nn.Parameter], optimizers: Coll
     tensors: list[torch.Tensor] = [*parameters]
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            if id(parameter) in ids and isinstance(state, dict):
-                tensors += [item for item in state.values() if isinstance(item, torch.Tensor) and item.dim()]
+            if id(parameter) in ids:
+                tensors += moments_of(state)
     keys = set()
     for tensor in tensors:
         key = key_of(tensor)
