@@ -29,7 +29,7 @@ MEANINGS = {
 
 @pytest.mark.parametrize("which", MEANINGS, ids=str)
 def test_a_choice_is_read(which):
-    assert Choice.of(which).wanted(run_of) == MEANINGS[which]
+    assert Choice.of(which).snapshot_filter(run_of) == MEANINGS[which]
     assert Choice.of(which).is_latest == (which == "latest")
     assert means_snapshot(which) == (which == "latest" or str(which).startswith("run:"))
 

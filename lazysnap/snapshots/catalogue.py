@@ -243,7 +243,7 @@ class Catalogue:
             if choice.run is not None:
                 raise ConfigError(f"{which!r} names a run, and run {run} is given as well: give one of them")
             choice = replace(choice, run=run)
-        return self.plans(choice.wanted(self.run_of))
+        return self.plans(choice.snapshot_filter(self.run_of))
 
     def find(self, which: str | int, run: str | None = None) -> RestartPlan:
         """Return the first of ``meant``. Raises: SnapshotNotFound, listing the complete steps; as ``meant``."""
