@@ -16,8 +16,9 @@ from lazysnap.memory.slots import TrainerSlot
 class Captures:
     """All methods are called on the training thread.
 
-    On a CPU the gate leaves no capture in flight. On a device it leaves one: the host goes on while the device copies,
-    until the next gate. So when a capture begins, the one before it is whole (docs/architecture.md, *How many slots*).
+    On a CPU the gate leaves no capture in flight. On a device it leaves one: the host continues while the device
+    copies, until the next gate. So when a capture begins, the capture before is whole (docs/architecture.md, *How many
+    slots*).
     """
 
     def __init__(self) -> None:

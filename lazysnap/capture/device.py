@@ -6,10 +6,10 @@ the trainer; no second host copy. Sequence at a boundary:
 1. on the compute stream: frozen tensors are compared with what the slot has of them (``capture.frozen``), and left
    out below; eager tensors (they may change in forward) are copied into a staging buffer on the device, those beyond
    ``STAGED_BYTES`` to the host;
-2. the side stream waits for an event recorded behind that; so it also waits for the optimizer's kernels;
+2. the side stream waits for an event recorded behind step 1; so it also waits for the optimizer's kernels;
 3. on the side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
    to the host, in file order, events in between. The copy thread waits for these events;
-4. the gate makes the compute stream wait for the event behind all that: no host thread blocks.
+4. the gate makes the compute stream wait for an event behind all copies: no host thread blocks.
 
 Into a slot that is not page-locked the copy thread copies instead of the side stream, through its own page-locked
 buffers (``reader``). The gate then waits for the copy thread, as for copies from a CPU.
@@ -56,8 +56,9 @@ class _CopyRun:
 
 
 class DeviceCopier:
-    """Copies for one device. Methods are called on the training thread, and do not wait for the device (but where eager
-    tensors are large and the slot is not page-locked).
+    """Copies for one device. Methods are called on the training thread.
+
+    They wait for the device only where eager tensors are large and the slot is not page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:

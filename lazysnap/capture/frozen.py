@@ -30,7 +30,7 @@ from lazysnap.capture.plan import CapturePlan
 from lazysnap.memory.slots import TrainerSlot
 
 _LEAST_BYTES = 64 << 10
-"""Smaller tensors are copied each time, together with their neighbours: that takes less than adding them up."""
+"""Smaller tensors are copied each time, together with adjacent ones: that is faster than adding them up."""
 _ROW_BYTES = 4096
 _ROW_WORDS = _ROW_BYTES // 4
 
@@ -80,7 +80,7 @@ class FrozenTensors:
         return index in self._places
 
     def unchanged(self, capture: Capture) -> set[int]:
-        """Return the records whose bytes are in the slot, as far as the host can tell. Queues the sums.
+        """Return the records whose bytes are in the slot, as far as the host knows. Queues the sums.
 
         Call it on the compute stream, once for each capture. Does not wait for the device.
         """

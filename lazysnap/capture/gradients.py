@@ -1,8 +1,8 @@
-"""Gradients that wait: a backward left them since the last step of their optimizer, and its next step will use them.
+"""Gradients that wait: a backward made them since the last step of their optimizer, and its next step will use them.
 
 A snapshot holds no gradients, so a step boundary with gradients that wait is not captured. Not every such gradient is
-used: the loss of a generator leaves gradients in its discriminator, which clears them before its own backward.
-That is learned from the first time: an optimizer that steps without the gradients of a boundary has dropped them.
+used: the loss of a generator leaves gradients in its discriminator, which clears them before its own backward. The
+first such step shows it: an optimizer that steps without the gradients of a boundary has dropped them.
 
 A gradient is judged by its version, which every write changes, and by the calls of ``step`` and ``zero_grad``. Its
 values are read only to recognise gradients that the program cleared by hand: on a device that waits for all its work.
@@ -48,7 +48,7 @@ class WaitingGradients:
         """Steps of each optimizer since its last ``zero_grad``; none for one whose ``zero_grad`` was never called."""
         self._has_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._not_cleared: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        """By optimizer on a device: numbers of writes since its step after which its gradients were not zero."""
+        """Of each optimizer on a device: numbers of writes since its step after which its gradients were not zero."""
 
     def accept(self, optimizer: torch.optim.Optimizer) -> None:
         """Treat the present gradients as used: nothing is known of the steps before. ``step`` does it, too."""

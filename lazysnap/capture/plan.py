@@ -416,7 +416,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Traits:
-    """What decides on the place of a tensor."""
+    """The facts about a tensor that decide on its place in the file."""
 
     is_frozen: bool
     lazy: bool

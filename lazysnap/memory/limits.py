@@ -33,7 +33,7 @@ def _machine_bytes(root: str) -> int:
     for line in _lines(os.path.join(root, "proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    # Without /proc the memory that caches use cannot be told from other memory.
+    # Without /proc nothing shows how much of the memory in use is caches.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -29,7 +29,7 @@ class Discovery:
     """The addresses of the other nodes' keepers, for this rank's keeper and for a restart that reads from them."""
 
     peers: PeerSettings | None = None
-    """How keepers reach each other; ``None``: there is one node, or they do not."""
+    """Addresses and secret of the keepers; ``None``: there is one node, or keepers do not reach each other."""
     redundancy: RedundancySettings | None = None
     """``None``: other nodes do not protect this one."""
     reads: Mapping[str, tuple[str, int]] = field(default_factory=dict)

@@ -170,7 +170,7 @@ class World:
         """This rank's result, once ``work`` returned."""
         work_ended = threading.Event()
         outcome: list[Any] = []
-        """What the thread returns: every rank's result, or its error."""
+        """The result of the thread: every rank's result, or its error."""
 
         def exchange_heartbeats() -> None:
             try:

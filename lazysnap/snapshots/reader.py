@@ -137,7 +137,7 @@ class OpenSnapshot:
     def __init__(self, plan: RestartPlan, shards: Sequence[OpenShard]) -> None:
         self.plan = plan
         self.shards = shards
-        """By rank."""
+        """The shards, in the order of the ranks."""
 
     def meta(self, rank: int) -> CaptureMeta:
         """Return the metadata of a rank, small state included."""

@@ -69,7 +69,7 @@ class _Cutter:
     unit: int
     item_bytes: int
     strides: Extent
-    """In elements."""
+    """Strides of the tensor, in elements."""
 
     def cut(self, start: int, offsets: Extent, shape: Extent, dim: int) -> Iterator[Span]:
         """Yield a box as one span if it crosses no multiple of ``unit``; else cut it in dimension ``dim``.
