@@ -55,7 +55,7 @@ def _add_missing(results: dict[Item, Result], items: Iterable[Item], work: Calla
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredSnapshot:
     """One snapshot of a level, complete or not."""
 
     key: SnapshotKey
@@ -124,7 +124,7 @@ class Contents:
     """Everything at a level, or everything of some steps."""
 
     url: str
-    snapshots: tuple[Found, ...]
+    snapshots: tuple[StoredSnapshot, ...]
     """Smallest step first."""
     uncommitted: tuple[tuple[str, int], ...]
     """Directories in which no manifest can be read, each with its step."""
@@ -228,7 +228,7 @@ class Catalogue:
                 self._explain(step, entries)
             yield from plans
 
-    def meant(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
+    def plans_for(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
         """Return complete snapshots for a step, a name, ``latest`` or ``run:1f3a@200``, best first.
 
         ``run``: the first digits of a run's id. Raises: SnapshotNotFound, if no run begins with them, or several;
@@ -246,8 +246,8 @@ class Catalogue:
         return self.plans(choice.snapshot_filter(self.run_of))
 
     def find(self, which: str | int, run: str | None = None) -> RestartPlan:
-        """Return the first of ``meant``. Raises: SnapshotNotFound, listing the complete steps; as ``meant``."""
-        plan = next(self.meant(which, run), None)
+        """Return the first of ``plans_for``. Raises: SnapshotNotFound, listing the complete steps; as ``plans_for``."""
+        plan = next(self.plans_for(which, run), None)
         if plan is not None:
             return plan
         message = f"{self.store.url}: no complete snapshot {which!r}"
@@ -289,9 +289,9 @@ class Catalogue:
             shards.append((entry, manifest))
         return shards
 
-    def found(self, plan: RestartPlan) -> Found:
+    def snapshot_of(self, plan: RestartPlan) -> StoredSnapshot:
         """Return the snapshot that a plan of this catalogue restores."""
-        return Found(plan.key, tuple(self.shards(plan)), is_complete=True)
+        return StoredSnapshot(plan.key, tuple(self.shards(plan)), is_complete=True)
 
     # ---------------------------------------------------------------- everything
 
@@ -316,7 +316,7 @@ class Catalogue:
             for entry in sorted(entries, key=_rank_and_location):
                 shards.append((entry, manifests[entry]))
                 committed_names.add(entry.location)
-            snapshot = Found(key, tuple(shards), is_complete(entries))
+            snapshot = StoredSnapshot(key, tuple(shards), is_complete(entries))
             stored.append(snapshot)
             if snapshot.is_complete:
                 complete_names.add(snapshot.location)
@@ -443,7 +443,7 @@ def _rank_and_location(entry: Entry) -> tuple[int, str]:
     return entry.rank, entry.location
 
 
-def _step_and_key(snapshot: Found) -> tuple[int, SnapshotKey]:
+def _step_and_key(snapshot: StoredSnapshot) -> tuple[int, SnapshotKey]:
     return snapshot.step, snapshot.key
 
 

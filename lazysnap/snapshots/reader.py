@@ -206,7 +206,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     return OpenSnapshot(plan, [shards[rank] for rank in sorted(shards)])
 
 
-def look_again(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> Result:
+def retry_if_deleted(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> Result:
     """Return ``attempt(catalogue)``; with a new catalogue, if a file vanished since it was listed.
 
     Retention of a running training deletes a snapshot only after a newer one is complete: a new listing has that one.
