@@ -138,7 +138,7 @@ def _check(settings: object) -> None:
 
 
 def checked_url(owner: str, url: object) -> str:
-    """``url`` as text. Raises: ConfigError, if it is no path or URL."""
+    """Return ``url`` as text. Raises: ConfigError, if it is no path or URL."""
     text: object = ""
     if isinstance(url, (str, os.PathLike)):
         text = os.fspath(url)
@@ -164,7 +164,7 @@ def is_path(url: str) -> bool:
 
 
 def resolve_url(url: str) -> str:
-    """One text for one place: local paths are absolute with links resolved, other URLs unchanged."""
+    """Return one text for one place: local paths are absolute with links resolved, other URLs unchanged."""
     if is_path(url):
         _, _, path = url.rpartition("://")
         resolved = os.path.realpath(os.path.expanduser(path))
@@ -195,7 +195,7 @@ def check_url(url: str) -> None:
 
 
 def _secret_of(url: str) -> str:
-    """Return what a URL holds that is secret, without its value; empty if nothing."""
+    """Return the name of a secret in a URL, without its value; empty if there is none."""
     if "://" not in url:
         return ""
     parts = urlsplit(url)
@@ -232,7 +232,7 @@ def _check_scheme(url: str) -> None:
 
 
 def _plain_options(options: object) -> dict[str, Any]:
-    """A copy of ``storage_options``. Messages never contain values: they may be secrets."""
+    """Return a copy of ``storage_options``. Messages never contain values: they may be secrets."""
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise ConfigError(f"PersistentLevel.storage_options must map names to values, got {type(options).__name__}")
     for name, value in options.items():
@@ -474,19 +474,19 @@ def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
 
 def too_few_nodes(config: SnapshotConfig, nodes: int) -> str | None:
     """Return the text of a warning, if so many nodes give less protection than was asked for."""
-    wanted = config.redundancy
+    requested = config.redundancy
     possible = redundancy_for(config, nodes)
-    if not isinstance(wanted, Redundancy) or possible is None or possible == wanted:
+    if not isinstance(requested, Redundancy) or possible is None or possible == requested:
         return None
     return (
-        f"SnapshotConfig.redundancy is Redundancy(parity={wanted.parity}), and there are {nodes} nodes: "
-        f"{possible.parity} of them may be lost; start at least {wanted.parity + 1} nodes, or set "
+        f"SnapshotConfig.redundancy is Redundancy(parity={requested.parity}), and there are {nodes} nodes: "
+        f"{possible.parity} of them may be lost; start at least {requested.parity + 1} nodes, or set "
         f"parity={possible.parity}"
     )
 
 
 def config_at(place: "SnapshotConfig | str | os.PathLike[str]") -> SnapshotConfig:
-    """``place`` itself if it is a config; of a path or URL, the config with that one level.
+    """Return ``place`` itself if it is a config; for a path or URL, the config with that one level.
 
     Raises: ConfigError, for anything else.
     """

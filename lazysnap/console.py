@@ -27,7 +27,9 @@ def _has_handlers(logger: logging.Logger | None) -> bool:
     while logger is not None:
         if any(handler is not _console for handler in logger.handlers):
             return True
-        logger = logger.parent if logger.propagate else None
+        if not logger.propagate:
+            return False
+        logger = logger.parent
     return False
 
 
@@ -44,8 +46,12 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """Say ``message()`` if what is done within takes longer than that; it is called in a thread of its own."""
-    timer = threading.Timer(seconds, lambda: say(message()))
+    """Say ``message()`` if the context lasts longer than that. ``message`` is called in a separate thread."""
+
+    def say_message() -> None:
+        say(message())
+
+    timer = threading.Timer(seconds, say_message)
     timer.daemon = True
     timer.start()
     try:
@@ -70,7 +76,7 @@ def _write(message: str) -> None:
 
 
 def _write_line(line: str) -> None:
-    """Write a line to stderr that is its own, also while bars of tqdm are shown there."""
+    """Write a separate line to stderr, also while bars of tqdm are shown there."""
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if getattr(tqdm, "_instances", None):
         tqdm.write(line, file=sys.stderr)  # type: ignore[union-attr]
@@ -80,7 +86,7 @@ def _write_line(line: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would use."""
+    """Return seconds in the unit that a person would use."""
     if seconds < 0.1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 10:

@@ -32,7 +32,7 @@ Count = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
-    """Any of them."""
+    """An event of any kind."""
 
     t: Time
     """Unix time in seconds, by the clock of the node."""
@@ -171,18 +171,18 @@ def encode(event: Event) -> bytes:
 
 
 def decode(data: bytes) -> list[Event]:
-    """Return the events of a file in their order. Nothing in it is believed: what is no event of a known kind, has
-    values out of any reason, or was cut by a crash, is passed over.
+    """Return the events of a file in their order. The file is not trusted: a line that is no event of a known kind, has
+    values out of any reason, or was cut by a crash, is skipped.
     """
-    found = []
+    events = []
     for line in data.splitlines():
         if len(line) > _MAX_LINE_BYTES:
             continue
         try:
-            found.append(_decoder.decode(line))
+            events.append(_decoder.decode(line))
         except (msgspec.MsgspecError, RecursionError):
             continue
-    return found
+    return events
 
 
 @dataclass(frozen=True)
@@ -201,21 +201,21 @@ def read(url: str, options: Mapping[str, Any] | None = None) -> list[EventFile]:
     Blocks. Raises: LevelError, if the level does not answer; ConfigError, for a bad URL.
     """
     storage = open_store(url, options=options).storage
-    lines: dict[tuple[str, int], list[Event]] = {}
+    events_by_source: dict[tuple[str, int], list[Event]] = {}
     for name in storage.list():
         parsed = parse_events_file_name(name)
         if parsed is not None:
-            lines.setdefault(parsed, []).extend(_events(storage, name))
+            events_by_source.setdefault(parsed, []).extend(_events(storage, name))
     files = []
-    for (run_id, node), found in sorted(lines.items()):
-        if found:
-            found.sort(key=lambda event: event.t)
-            files.append(EventFile(run_id, node, tuple(found)))
+    for run_id, node in sorted(events_by_source):
+        events = sorted(events_by_source[run_id, node], key=operator.attrgetter("t"))
+        if events:
+            files.append(EventFile(run_id, node, tuple(events)))
     return files
 
 
 def _events(storage: Storage, name: str) -> list[Event]:
-    """Return the events of one file; of one that is too large to be ours, those at its end."""
+    """Return the events of one file; of a file that is too large to be ours, those at its end."""
     try:
         data = storage.get(name)
     except (FileNotFoundError, FormatError):  # it was rotated since, or is no small file

@@ -36,7 +36,8 @@ def point(name: str) -> None:
 
 
 def _pass(name: str) -> None:
-    count = _counts[name] = _counts.get(name, 0) + 1
+    count = _counts.get(name, 0) + 1
+    _counts[name] = count
     if _LOG_PATH:
         # One short O_APPEND write is atomic between the processes of a job.
         handle = os.open(_LOG_PATH, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -44,10 +45,10 @@ def _pass(name: str) -> None:
         os.close(handle)
     if not _SPEC:
         return
-    wanted, at, action = _SPEC.split(":")
+    armed_name, armed_count, action = _SPEC.split(":")
     if action not in _ACTIONS:
         raise ValueError(f"LAZYSNAP_FAULT: unknown action {action!r}, expected one of {_ACTIONS}")
-    if wanted != name or int(at) != count:
+    if armed_name != name or int(armed_count) != count:
         return
     if action in ("kill-peer", "kill-both") and _peer_pid:
         os.kill(_peer_pid[0], signal.SIGKILL)

@@ -1,8 +1,9 @@
 """The snapshots that a restart may restore, from the contents of memory and levels. Pure."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from lazysnap.shard.best import BEST, best_first, has_name
 
@@ -46,18 +47,22 @@ class Inventory:
 
 
 def joined(parts: Sequence[Inventory]) -> Inventory:
-    """One inventory of a level whose parts were listed by different ranks."""
-    return Inventory(
-        parts[0].level,
-        tuple(entry for part in parts for entry in part.entries),
-        tuple(problem for part in parts for problem in part.problems),
-    )
+    """Return one inventory of a level whose parts were listed by different ranks."""
+    problems: list[str] = []
+    for part in parts:
+        problems += part.problems
+    return Inventory(parts[0].level, tuple(entries_in(parts)), tuple(problems))
+
+
+def entries_in(inventories: Iterable[Inventory]) -> Iterator[Entry]:
+    """Yield the entries of all inventories."""
+    for inventory in inventories:
+        yield from inventory.entries
 
 
 def newest_start(inventories: Iterable[Inventory]) -> str | None:
-    """The newest start that left a shard."""
-    entries = (entry for inventory in inventories for entry in inventory.entries)
-    return max((entry.start for entry in entries), default=None)
+    """Return the newest start that left a shard."""
+    return max((entry.start for entry in entries_in(inventories)), default=None)
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ class RestartPlan:
     @property
     def level(self) -> str:
         """The slowest of the first sources."""
-        return max((offers[0] for offers in self.sources), key=lambda entry: entry.speed).level
+        first_sources = [offers[0] for offers in self.sources]
+        return max(first_sources, key=attrgetter("speed")).level
 
 
 @dataclass(frozen=True, order=True)
@@ -92,20 +98,20 @@ class SnapshotKey:
 
     @classmethod
     def of(cls, entry: Entry) -> "SnapshotKey":
-        """The snapshot that a shard is part of."""
+        """Return the snapshot that a shard is part of."""
         return cls(entry.run_id, entry.step, entry.start, entry.world_size)
 
 
 def snapshots(entries: Iterable[Entry]) -> dict[SnapshotKey, list[Entry]]:
-    """The shards of each snapshot, complete or not, at any level."""
-    found: dict[SnapshotKey, list[Entry]] = defaultdict(list)
+    """Return the shards of each snapshot, complete or not, at any level."""
+    entries_by_key: dict[SnapshotKey, list[Entry]] = defaultdict(list)
     for entry in entries:
-        found[SnapshotKey.of(entry)].append(entry)
-    return dict(found)
+        entries_by_key[SnapshotKey.of(entry)].append(entry)
+    return dict(entries_by_key)
 
 
 def is_complete(entries: Sequence[Entry]) -> bool:
-    """True if these shards are a complete snapshot: that of every rank is there.
+    """True if these shards are a complete snapshot: the shard of every rank is present.
 
     Restarts, retention and commands all use this rule.
     """
@@ -115,7 +121,7 @@ def is_complete(entries: Sequence[Entry]) -> bool:
 
 @dataclass(frozen=True)
 class SnapshotFilter:
-    """The snapshots that are looked for; without limits all of them."""
+    """The snapshots to search for; without limits all of them."""
 
     step: int | None = None
     name: str | None = None
@@ -131,36 +137,39 @@ class SnapshotFilter:
 ANY = SnapshotFilter()
 
 
-def candidates(inventories: Iterable[Inventory], wanted: SnapshotFilter = ANY) -> list[RestartPlan]:
-    """Every complete snapshot that is wanted, the best first: of the newest run, the greatest step, the newest start.
+def candidates(inventories: Iterable[Inventory], snapshot_filter: SnapshotFilter = ANY) -> list[RestartPlan]:
+    """Return every complete snapshot that the filter includes, the best first.
 
-    With the name ``"best"`` the best by the metric is first. The parts of a snapshot may be at different levels. The
-    caller tries them in this order until one can be read.
+    The best is of the newest run, of the greatest step and of the newest start. With the name ``"best"`` it is the best
+    by the metric. The parts of a snapshot may be at different levels. The caller tries the plans in this order until
+    one can be read.
 
     Raises: SnapshotNotFound, if ``"best"`` may mean several metrics.
     """
-    found = snapshots(entry for inventory in inventories for entry in inventory.entries)
     plans = []
     names_of_plans = []
-    for key, entries in sorted(found.items(), reverse=True):
-        names = {given for entry in entries for given in entry.names}
-        if not wanted.includes(key.run_id, key.step, names) or not is_complete(entries):
-            continue
-        ranks: dict[int, list[Entry]] = defaultdict(list)
+    for key, entries in sorted(snapshots(entries_in(inventories)).items(), reverse=True):
+        names: set[str] = set()
         for entry in entries:
-            ranks[entry.rank].append(entry)
-        sources = tuple(
-            tuple(sorted(ranks[rank], key=lambda entry: (entry.speed, entry.location))) for rank in sorted(ranks)
-        )
-        plans.append(RestartPlan(key.run_id, key.start, key.step, key.world_size, sources))
-        names_of_plans.append(names)
-    if wanted.name == BEST:
+            names.update(entry.names)
+        if snapshot_filter.includes(key.run_id, key.step, names) and is_complete(entries):
+            plans.append(RestartPlan(key.run_id, key.start, key.step, key.world_size, _sources_of(entries)))
+            names_of_plans.append(names)
+    if snapshot_filter.name == BEST:
         return best_first(zip(plans, names_of_plans, strict=True))
     return plans
 
 
+def _sources_of(entries: Iterable[Entry]) -> tuple[tuple[Entry, ...], ...]:
+    """Return the entries of each rank, in the order of the ranks; the fastest level first."""
+    offers: dict[int, list[Entry]] = defaultdict(list)
+    for entry in sorted(entries, key=attrgetter("rank", "speed", "location")):
+        offers[entry.rank].append(entry)
+    return tuple(map(tuple, offers.values()))
+
+
 def can_repeat(plans: Sequence[RestartPlan]) -> bool:
-    """Return True if a restart can resume the second best of ``plans`` and train the step of the best one again.
+    """True if a restart can resume the second best of ``plans`` and train the step of the best one again.
 
     The second is of the step before, of the same start and in memory. Each rank has the best one in a slot of its own.
     """

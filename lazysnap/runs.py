@@ -1,4 +1,4 @@
-"""Which snapshot is meant by ``"latest"``, a step, a name or ``run:1f3a@200``; short ids of runs. Pure.
+"""The choice of a snapshot by ``"latest"``, a step, a name or ``run:1f3a@200``; short ids of runs. Pure.
 
 A run id has 16 hexadecimal digits (``shard.names``). Users see and type its first ones: at least eight, and as many as
 are unique among the runs of a level.
@@ -6,9 +6,10 @@ are unique among the runs of a level.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.resolver import Entry, Inventory, RestartPlan, SnapshotFilter, candidates
+from lazysnap.resolver import Inventory, RestartPlan, SnapshotFilter, candidates, entries_in
 from lazysnap.shard.best import BEST, has_name
 from lazysnap.shard.names import check_name
 
@@ -17,6 +18,7 @@ RUN = "run:"
 MOST_DIGITS = 18
 """The longest text that is read as a step."""
 _LEAST_DIGITS = 8
+_ID_DIGITS = 16
 _MOST_LISTED = 8
 _DIGITS = frozenset("0123456789abcdef")
 
@@ -38,52 +40,59 @@ def means_snapshot(which: object) -> bool:
 
 
 def short_ids(run_ids: Iterable[str]) -> dict[str, str]:
-    """The short id of each run: the first digits, all of one length."""
+    """Return the short id of each run: the first digits, all of one length."""
     ids = set(run_ids)
-    enough = (length for length in range(_LEAST_DIGITS, 17) if len({run_id[:length] for run_id in ids}) == len(ids))
-    length = next(enough, 16)
+    length = _LEAST_DIGITS
+    while length < _ID_DIGITS and len({run_id[:length] for run_id in ids}) < len(ids):
+        length += 1
     return {run_id: run_id[:length] for run_id in ids}
 
 
 def runs_in(inventories: Iterable[Inventory]) -> list[str]:
-    """Ids of the runs with at least one shard, the newest first."""
-    entries: Iterable[Entry] = (entry for inventory in inventories for entry in inventory.entries)
-    return sorted({entry.run_id for entry in entries}, reverse=True)
+    """Return the ids of the runs with at least one shard, the newest first."""
+    return sorted({entry.run_id for entry in entries_in(inventories)}, reverse=True)
 
 
 def run_of(digits: str, inventories: Sequence[Inventory], where: str = "") -> str:
-    """The id of the one run that begins with these digits. ``where``: for the message.
+    """Return the id of the one run that begins with these digits. ``where``: for the message.
 
     Raises: SnapshotNotFound, if no run does, or several; it lists the runs.
     """
-    there = runs_in(inventories)
-    meant = [run_id for run_id in there if run_id.startswith(digits.lower())]
-    if len(meant) == 1:
-        return meant[0]
-    what = f"several runs begin with {digits!r}: give more digits" if meant else f"no run begins with {digits!r}"
-    raise SnapshotNotFound(f"{where}{': ' if where else ''}{what}; {listed(inventories)}")
+    run_ids = [run_id for run_id in runs_in(inventories) if run_id.startswith(digits.lower())]
+    if len(run_ids) == 1:
+        return run_ids[0]
+    message = f"no run begins with {digits!r}; {listed(inventories)}"
+    if run_ids:
+        message = f"several runs begin with {digits!r}: give more digits; {listed(inventories)}"
+    if where:
+        message = f"{where}: {message}"
+    raise SnapshotNotFound(message)
 
 
 def listed(inventories: Sequence[Inventory]) -> str:
-    """The runs, the newest first, for a message."""
-    there = runs_in(inventories)
-    if not there:
+    """Return the runs, the newest first, for a message."""
+    run_ids = runs_in(inventories)
+    if not run_ids:
         return "there is no run"
-    short = short_ids(there)
-    newest: dict[str, int] = {}
+    short = short_ids(run_ids)
+    newest_steps: dict[str, int] = {}
     for plan in candidates(inventories):
-        newest.setdefault(plan.run_id, plan.step)
-    texts = [
-        f"{short[run_id]} ({f'newest step {newest[run_id]}' if run_id in newest else 'no complete snapshot'})"
-        for run_id in there[:_MOST_LISTED]
-    ]
-    more = f" and {len(there) - _MOST_LISTED} more" if len(there) > _MOST_LISTED else ""
-    return f"the runs there, the newest first: {', '.join(texts)}{more}"
+        newest_steps.setdefault(plan.run_id, plan.step)
+    texts = []
+    for run_id in run_ids[:_MOST_LISTED]:
+        newest = "no complete snapshot"
+        if run_id in newest_steps:
+            newest = f"newest step {newest_steps[run_id]}"
+        texts.append(f"{short[run_id]} ({newest})")
+    message = f"the runs there, the newest first: {', '.join(texts)}"
+    if len(run_ids) > _MOST_LISTED:
+        message += f" and {len(run_ids) - _MOST_LISTED} more"
+    return message
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which snapshot is meant: the newest one, or that of a step, a name or a run."""
+    """The choice of a snapshot: the newest one, or that of a step, a name or a run."""
 
     step: int | None = None
     name: str | None = None
@@ -103,21 +112,23 @@ class Choice:
             return cls(name=which)
         digits, at, step = which.removeprefix(RUN).partition("@")
         is_step = step.isascii() and step.isdigit() and len(step) <= MOST_DIGITS
-        if not digits or len(digits) > 16 or not set(digits.lower()) <= _DIGITS or bool(at) != is_step:
+        if not digits or len(digits) > _ID_DIGITS or not set(digits.lower()) <= _DIGITS or bool(at) != is_step:
             raise ConfigError(
                 f'expected "run:" and the first digits of a run id (0-9, a-f), then "@" and a step or nothing, as in '
                 f'"run:1f3a" or "run:1f3a@200"; got {which!r:.100}. `lazysnap ls` shows the runs of a level'
             )
-        return cls(step=int(step) if at else None, run=digits.lower())
+        if not at:
+            return cls(run=digits.lower())
+        return cls(step=int(step), run=digits.lower())
 
     @property
     def is_latest(self) -> bool:
-        """True if the newest snapshot is wanted, whichever it is."""
+        """True if the choice is the newest snapshot, whichever it is."""
         return self == Choice()
 
     @property
     def is_best(self) -> bool:
-        """True if the best snapshot by a metric is wanted: all names have to be known to tell which that is."""
+        """True if the choice is the best snapshot by a metric: all names must be known to find it."""
         return self.name == BEST
 
     def may_mean(self, run_id: str, step: int, names: Collection[str]) -> bool:
@@ -125,32 +136,50 @@ class Choice:
         is_of_run = self.run is None or run_id.startswith(self.run)
         return is_of_run and self.step in (None, step) and (self.name is None or has_name(names, self.name))
 
-    def wanted(self, run_of: Callable[[str], str]) -> SnapshotFilter:
-        """Return the snapshots that are meant. ``run_of`` returns the id of the run that begins with these digits."""
-        return SnapshotFilter(self.step, self.name, None if self.run is None else run_of(self.run))
+    def snapshot_filter(self, run_of: Callable[[str], str]) -> SnapshotFilter:
+        """Return the snapshots of this choice. ``run_of`` returns the id of the run that begins with these digits."""
+        if self.run is None:
+            return SnapshotFilter(self.step, self.name)
+        return SnapshotFilter(self.step, self.name, run_of(self.run))
 
     def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:
-        """Complete snapshots that are meant, the best first. Raises: SnapshotNotFound, for a run that is not there."""
-        return candidates(inventories, self.wanted(lambda digits: run_of(digits, inventories)))
+        """Return complete snapshots of this choice, the best first. Raises: SnapshotNotFound, for an unknown run."""
+
+        def run_in_inventories(digits: str) -> str:
+            return run_of(digits, inventories)
+
+        return candidates(inventories, self.snapshot_filter(run_in_inventories))
 
     def missing(self, inventories: list[Inventory]) -> str:
-        """That there is none, and what there is."""
+        """Return a message: there is no snapshot of this choice, and which ones there are."""
         if self.run is not None:
-            found = candidates(inventories, SnapshotFilter(run_id=run_of(self.run, inventories)))
-            steps = f", which has steps {sorted({plan.step for plan in found})}" if found else ""
-            of_step = f"of step {self.step} " if self.step is not None else ""
-            return f"no whole snapshot {of_step}of run {self.run}{steps}; {listed(inventories)}"
-        held = sorted({plan.step for plan in candidates(inventories)})
-        what = f"called {self.name!r}" if self.name is not None else f"of step {self.step}"
-        names = sorted(
-            {
-                name
-                for plan in candidates(inventories)
-                for offers in plan.sources
-                for entry in offers
-                for name in entry.names
-            }
-        )
-        there = f"steps {held}" if held else "none"
-        called = f", and the names {', '.join(names)}" if names else ", and no names" if held and self.name else ""
-        return f"no whole snapshot {what}; there are {there}{called}"
+            return self._missing_of_run(inventories, self.run)
+        steps = set()
+        names: set[str] = set()
+        for plan in candidates(inventories):
+            steps.add(plan.step)
+            for entry in chain.from_iterable(plan.sources):
+                names.update(entry.names)
+        message = f"no whole snapshot of step {self.step}"
+        if self.name is not None:
+            message = f"no whole snapshot called {self.name!r}"
+        message += "; there are "
+        if steps:
+            message += f"steps {sorted(steps)}"
+        else:
+            message += "none"
+        if names:
+            message += f", and the names {', '.join(sorted(names))}"
+        elif steps and self.name:
+            message += ", and no names"
+        return message
+
+    def _missing_of_run(self, inventories: list[Inventory], digits: str) -> str:
+        plans = candidates(inventories, SnapshotFilter(run_id=run_of(digits, inventories)))
+        message = "no whole snapshot "
+        if self.step is not None:
+            message += f"of step {self.step} "
+        message += f"of run {digits}"
+        if plans:
+            message += f", which has steps {sorted({plan.step for plan in plans})}"
+        return f"{message}; {listed(inventories)}"

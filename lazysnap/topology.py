@@ -1,9 +1,10 @@
-"""Which rank captures which part, and which ranks share a node. Pure functions of what all ranks know.
+"""The ranks of each node, and the share of the state that each rank captures. Pure functions of what all ranks know.
 
 State that is the same on all ranks of a group is cut into contiguous shares of equal size, in the order of the state:
 every rank captures one share, and together they hold exactly one copy (REFT, section 4: sharded snapshots).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,13 +23,14 @@ class Place:
 
 
 def places(nodes: Sequence[str]) -> list[Place]:
-    """The place of every rank, from the node of every rank (``nodes[rank]``)."""
-    local: dict[str, int] = {}
-    numbers = []
-    for node in nodes:
-        numbers.append(local.get(node, 0))
-        local[node] = numbers[-1] + 1
-    return [Place(rank, len(nodes), node, numbers[rank], local[node]) for rank, node in enumerate(nodes)]
+    """Return the place of every rank, from the node of every rank (``nodes[rank]``)."""
+    local_world_sizes = Counter(nodes)
+    ranks_so_far = Counter[str]()
+    all_places = []
+    for rank, node in enumerate(nodes):
+        all_places.append(Place(rank, len(nodes), node, ranks_so_far[node], local_world_sizes[node]))
+        ranks_so_far[node] += 1
+    return all_places
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,17 @@ class Team:
     def of(cls, places: Sequence[Place], rank: int) -> "Team":
         """Return the team from the places of all ranks."""
         place = places[rank]
-        nodes = list(dict.fromkeys(other.node for other in places))
-        node_ranks = tuple(other.rank for other in places if other.node == place.node)
-        return cls(rank, len(places), place.local_rank, nodes.index(place.node), len(nodes), node_ranks)
+        ranks_by_node: dict[str, list[int]] = {}
+        for other in places:
+            ranks_by_node.setdefault(other.node, []).append(other.rank)
+        return cls(
+            rank,
+            len(places),
+            place.local_rank,
+            node=list(ranks_by_node).index(place.node),
+            nodes=len(ranks_by_node),
+            node_ranks=tuple(ranks_by_node[place.node]),
+        )
 
 
 @dataclass(frozen=True)
@@ -63,24 +73,25 @@ class Rows:
 
 
 def share(sizes: Sequence[tuple[int, int]], part: int, parts: int) -> list[Rows]:
-    """The rows in share ``part`` of ``parts``, of tensors with ``(rows, bytes per row)``.
+    """Return the rows in share ``part`` of ``parts``, of tensors with ``(rows, bytes per row)``.
 
     The shares of all parts cover every row exactly once; their bytes differ by less than one row of the tensors at
     their ends. Tensors without bytes belong to part 0, so that their shape is kept.
     """
-    total = sum(rows * width for rows, width in sizes)
-    low, high = total * part // parts, total * (part + 1) // parts
-    found = []
-    at = 0
-    for index, (rows, width) in enumerate(sizes):
-        if rows * width == 0:
+    total = sum(rows * row_bytes for rows, row_bytes in sizes)
+    low = total * part // parts
+    high = total * (part + 1) // parts
+    all_rows = []
+    tensor_start = 0
+    for index, (rows, row_bytes) in enumerate(sizes):
+        if rows * row_bytes == 0:
             if part == 0:
-                found.append(Rows(index, 0, rows))
+                all_rows.append(Rows(index, 0, rows))
             continue
         # The first byte of a row decides its share.
-        start = min(rows, max(0, -(-(low - at) // width)))
-        stop = min(rows, max(0, -(-(high - at) // width)))
+        start = min(rows, max(0, -(-(low - tensor_start) // row_bytes)))
+        stop = min(rows, max(0, -(-(high - tensor_start) // row_bytes)))
         if start < stop:
-            found.append(Rows(index, start, stop))
-        at += rows * width
-    return found
+            all_rows.append(Rows(index, start, stop))
+        tensor_start += rows * row_bytes
+    return all_rows

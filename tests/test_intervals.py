@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from lazysnap.intervals import goodput, rework_s, steps_within
+from lazysnap.cli.advise import goodput, rework_s, steps_within
 
 DAY_S = 86_400.0
 

@@ -39,19 +39,24 @@ class Capture:
         self.step = step
         self.sequence = sequence
         """Number of the capture in its slot."""
-        view = slot.view()
-        self.previous_sequence = view.sequence if view.is_whole else 0
+        self.previous_sequence = 0
         """Number of the whole capture that was in the slot before, whose bytes are there; 0: there was none."""
-        self.sources = list(map(stored_form, tensors)) if plan.is_converting else tensors
+        view = slot.view()
+        if view.is_whole:
+            self.previous_sequence = view.sequence
+        self.sources = tensors
         """Kept alive until nothing reads them; empty then."""
+        if plan.is_converting:
+            self.sources = list(map(stored_form, tensors))
         self._versions = [tensors[index]._version for index in plan.lazy]
-        """Of each lazy tensor at the boundary."""
+        """The version of each lazy tensor at the boundary."""
         self.phase = CapturePhase.COPYING
         self.reason = ""
-        """Why it was dropped."""
+        """The reason for which it was dropped."""
         self.copy_s = 0.0
         self.arrivals: list[tuple[int, Callable[[], None]]] = []
-        """Copies from devices: the place in the image where one begins, and what blocks until its bytes are there."""
+        """Copies from devices: the place in the image where a copy begins, and a function that blocks until its bytes
+        are there."""
         self.device_copies: list[tuple[torch.Event, torch.Event]] = []
         """Events before and behind all copies of each device, also where queueing them failed. A copy that no device
         orders before what training does behind the gate is none of them until it is over."""
@@ -82,7 +87,7 @@ class Capture:
 
         Fused optimizers do not bump versions; the gate is the rule and this is the net under it.
         """
-        all_sources = self.sources  # once: the copy thread lets go of them
+        all_sources = self.sources  # read once: the copy thread replaces it
         if not all_sources:
             return []
         sources = [all_sources[index] for index in self.plan.lazy]
@@ -90,10 +95,11 @@ class Capture:
         pointers = list(map(torch.Tensor.data_ptr, sources))
         if versions == self._versions and pointers == self.plan.lazy_pointers:
             return []
-        before = zip(self._versions, self.plan.lazy_pointers, strict=True)
         names = []
-        for index, now, then in zip(self.plan.lazy, zip(versions, pointers, strict=True), before, strict=True):
-            if now != then:
+        for place, index in enumerate(self.plan.lazy):
+            has_version = versions[place] == self._versions[place]
+            has_pointer = pointers[place] == self.plan.lazy_pointers[place]
+            if not (has_version and has_pointer):
                 names.append(self.plan.records[index].name)
         return names
 
@@ -129,7 +135,8 @@ class Capture:
 
     def release(self) -> None:
         """Let go of the sources: nothing reads them, and nothing writes into the slot, any more. Copy thread."""
-        self.sources, self.arrivals = (), []
+        self.sources = ()
+        self.arrivals = []
         self.cpu_sources_read.set()
         self.released.set()
 

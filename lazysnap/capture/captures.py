@@ -16,8 +16,9 @@ from lazysnap.memory.slots import TrainerSlot
 class Captures:
     """All methods are called on the training thread.
 
-    On a CPU the gate leaves no capture in flight. On a device it leaves one: the host goes on while the device copies,
-    until the next gate. So when a capture begins, the one before it is whole (docs/architecture.md, *How many slots*).
+    On a CPU the gate leaves no capture in flight. On a device it leaves one: the host continues while the device
+    copies, until the next gate. So when a capture begins, the capture before is whole (docs/architecture.md, *How many
+    slots*).
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,9 @@ class Captures:
     @property
     def before_gate(self) -> Capture | None:
         """The capture that no gate has passed yet."""
-        return self.history[-1] if self.history and not self.history[-1].is_past_gate else None
+        if not self.history or self.history[-1].is_past_gate:
+            return None
+        return self.history[-1]
 
     @property
     def is_copying(self) -> bool:
@@ -100,7 +103,9 @@ class Captures:
 
         A capture that hangs is dropped, and waited for only once.
         """
-        deadline = time.monotonic() + (0.0 if self._is_hung else timeout_s)
+        deadline = time.monotonic()
+        if not self._is_hung:
+            deadline += timeout_s
         for capture in self.history:
             if not capture.released.wait(max(0.0, deadline - time.monotonic())):
                 self._hang(capture, timeout_s)
@@ -141,7 +146,7 @@ class Captures:
             self._copiers[device].begin(capture)
 
     def _write_header(self, capture: Capture) -> None:
-        """Put the header into the image, unless the capture before in this slot left the same one there.
+        """Put the header into the image, unless the capture before in this slot left the same header there.
 
         Shared memory cannot say so: another process may have written what it says. So only this process's own captures
         count, and only if no other one was begun in between.
@@ -153,8 +158,8 @@ class Captures:
         self._headers[slot.slot_id] = (capture.sequence, header)
 
     def finish(self, timeout_s: float) -> Capture | None:
-        """The gate: when it returns, sources may change. The capture that may change them now; ``None`` if an earlier
-        gate did that, and this one only waited for what devices copy.
+        """Pass the gate: when this returns, sources may change. Return the capture that passed it; ``None`` if it
+        passed an earlier gate, and this gate only waited for the copies of devices.
 
         Blocks: until the copy thread has read what is in CPU memory, at most ``timeout_s``; then the capture is dropped
         and never becomes whole. Device copies are waited for by the device; such a capture becomes whole later.
@@ -163,30 +168,43 @@ class Captures:
         if capture is None:
             self.wait_released(timeout_s)
             return None
-        if not (capture.cpu_sources_read if capture.device_copies else capture.released).wait(timeout_s):
+        sources_read = capture.released
+        if capture.device_copies:
+            sources_read = capture.cpu_sources_read
+        if not sources_read.wait(timeout_s):
             self._hang(capture, timeout_s)
         capture.pass_gate()
         self._gate_devices(capture)
         return capture
 
     def _gate_devices(self, capture: Capture) -> None:
-        for device in capture.plan.devices if capture.device_copies else ():
+        if not capture.device_copies:
+            return
+        for device in capture.plan.devices:
             if device in self._copiers:  # a capture that could not begin may not have come to all devices
                 self._device_waits.append(self._copiers[device].gate())
 
     def take_ended(self) -> list[Capture]:
-        """Captures that are whole or dropped by now, and past their gate; each once."""
-        ended = [one for one in self.history if one.is_past_gate and not one.is_counted]
-        ended = [one for one in ended if one.phase not in (CapturePhase.COPYING, CapturePhase.ABORTED)]
-        for capture in ended:
-            capture.is_counted = True
+        """Return captures that are whole or dropped by now, and past their gate; each once."""
+        ended = []
+        for capture in self.history:
+            has_outcome = capture.phase not in (CapturePhase.COPYING, CapturePhase.ABORTED)
+            if capture.is_past_gate and has_outcome and not capture.is_counted:
+                capture.is_counted = True
+                ended.append(capture)
         return ended
 
     def take_device_wait_s(self) -> float:
-        """Seconds that compute streams stood still at gates, as far as devices have come; each wait counts once."""
-        done = [pair for pair in self._device_waits if pair[1].query()]
-        self._device_waits = [pair for pair in self._device_waits if pair not in done]
-        return sum(before.elapsed_time(behind) for before, behind in done) / 1000
+        """Return the seconds that compute streams waited at gates. Each wait counts once, when the device ended it."""
+        ended_ms = 0.0
+        unfinished = []
+        for before, behind in self._device_waits:
+            if behind.query():
+                ended_ms += before.elapsed_time(behind)
+            else:
+                unfinished.append((before, behind))
+        self._device_waits = unfinished
+        return ended_ms / 1000
 
     def discard(self, reason: str) -> bool:
         """Drop the capture in flight: an optimizer stepped without waiting for it. ``False``, if there is none."""
@@ -197,21 +215,24 @@ class Captures:
         capture = self.before_gate
         if capture is None:
             return False
-        # TORN: the copy thread found it first.
+        # TORN: the copy thread noticed it first.
         return capture.phase is CapturePhase.TORN or (
             capture.phase is CapturePhase.COPYING and bool(capture.changed_sources())
         )
 
     def is_writing(self, slot: TrainerSlot) -> bool:
         """True if something may still write into ``slot`` for an earlier capture."""
-        return any(one.slot is slot and not one.released.is_set() for one in self.history)
+        return any(capture.slot is slot and not capture.released.is_set() for capture in self.history)
 
     def forget(self, slot: TrainerSlot) -> None:
-        """Let go of ``slot``, which goes back to the keeper. What became of the newest capture is still known."""
+        """Release ``slot``, which is returned to the keeper. The outcome of the newest capture is still known."""
+        remembered = []
         for capture in self.history:
             if capture.slot is slot:
                 capture.is_slot_returned = True
-        self.history = [one for one in self.history if one.slot is not slot or one is self.history[-1]]
+            if capture.slot is not slot or capture is self.history[-1]:
+                remembered.append(capture)
+        self.history = remembered
         self._headers.pop(slot.slot_id, None)
 
     def close(self, timeout_s: float) -> None:
@@ -227,7 +248,9 @@ def _slot_view(capture: Capture) -> SlotView | None:
         view = capture.slot.view()
     except ValueError:  # it is unmapped
         return None
-    return view if view.sequence == capture.sequence else None
+    if view.sequence != capture.sequence:
+        return None
+    return view
 
 
 def slot_phase(capture: Capture) -> SlotPhase:
@@ -235,7 +258,9 @@ def slot_phase(capture: Capture) -> SlotPhase:
     if capture.is_dropped:
         return SlotPhase.EMPTY
     view = _slot_view(capture)
-    return SlotPhase.EMPTY if view is None else view.phase
+    if view is None:
+        return SlotPhase.EMPTY
+    return view.phase
 
 
 def _is_whole_in_slot(capture: Capture) -> bool:

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from array import array
+from operator import itemgetter
 
 import torch
 
@@ -28,18 +29,19 @@ SLICE_BYTES = 1 << 20
 
 def copy_eager(capture: Capture) -> None:
     """Copy every CPU tensor that may change at any time, before control returns to training. Blocks."""
-    chosen: list[int] = []
+    views = []
+    sources = []
     for batch in capture.plan.eager_batches:
         if len(batch.members) > 1:
-            sources = [capture.sources[index] for index in batch.members]
-            addresses = array("Q", map(torch.Tensor.data_ptr, sources))
+            addresses = array("Q", [torch.Tensor.data_ptr(capture.sources[i]) for i in batch.members])
             if _gather(capture, batch, batch.pieces_at(addresses)):
                 continue
-        chosen += batch.members
-    if chosen:
-        views = [capture.plan.view(capture.slot, index) for index in chosen]
+        for index in batch.members:
+            views.append(capture.plan.view(capture.slot, index))
+            sources.append(capture.sources[index])
+    if views:
         with torch.no_grad():
-            torch._foreach_copy_(views, [capture.sources[index] for index in chosen])
+            torch._foreach_copy_(views, sources)
 
 
 def _gather(capture: Capture, batch: Batch, pieces: "array[int]") -> bool:
@@ -79,7 +81,10 @@ class CopyThread:
             self._thread = None
 
     def _run(self) -> None:
-        while (capture := self._queued.get()) is not None:
+        while True:
+            capture = self._queued.get()
+            if capture is None:
+                return
             try:
                 if capture.plan.devices:  # a wait on device 0, where a thread begins, would make a context there
                     torch.accelerator.set_device_index(capture.plan.devices[0])
@@ -91,14 +96,15 @@ class CopyThread:
                 capture.cpu_sources_read.set()
                 _await_devices(capture)
                 capture.release()
-            del capture
+            del capture  # not kept alive until the next one comes
 
     def _copy(self, capture: Capture) -> None:
         started = time.perf_counter()
         faults.point("capture.copy")
-        arrivals = sorted(capture.arrivals, key=lambda arrival: arrival[0])
+        arrivals = sorted(capture.arrivals, key=itemgetter(0))
         # Behind the bytes of one copy from a device, those up to the next such copy are there as well.
-        limits = [*(start for start, _ in arrivals), capture.plan.layout.size_bytes]
+        limits = [start for start, _ in arrivals]
+        limits.append(capture.plan.layout.size_bytes)
         _copy_from_cpu(capture, limits[0])
         capture.copy_s = time.perf_counter() - started
         if capture.device_copies:

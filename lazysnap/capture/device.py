@@ -6,10 +6,10 @@ the trainer; no second host copy. Sequence at a boundary:
 1. on the compute stream: frozen tensors are compared with what the slot has of them (``capture.frozen``), and left
    out below; eager tensors (they may change in forward) are copied into a staging buffer on the device, those beyond
    ``STAGED_BYTES`` to the host;
-2. the side stream waits for an event recorded behind that; so it also waits for the optimizer's kernels;
+2. the side stream waits for an event recorded behind step 1; so it also waits for the optimizer's kernels;
 3. on the side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
    to the host, in file order, events in between. The copy thread waits for these events;
-4. the gate makes the compute stream wait for the event behind all that: no host thread blocks.
+4. the gate makes the compute stream wait for an event behind all copies: no host thread blocks.
 
 Into a slot that is not page-locked the copy thread copies instead of the side stream, through its own page-locked
 buffers (``reader``). The gate then waits for the copy thread, as for copies from a CPU.
@@ -19,9 +19,10 @@ The device writes no control words, and no call here waits for it.
 
 import ctypes
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 
 import torch
 
@@ -55,8 +56,9 @@ class _CopyRun:
 
 
 class DeviceCopier:
-    """Copies for one device. Methods are called on the training thread, and do not wait for the device (but where eager
-    tensors are large and the slot is not page-locked).
+    """Copies for one device. Methods are called on the training thread.
+
+    They wait for the device only where eager tensors are large and the slot is not page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,9 +94,10 @@ class DeviceCopier:
                 capture.arrivals.append((capture.plan.layout.size_bytes, partial(self._end, capture, before)))
 
     def gate(self) -> tuple[torch.Event, torch.Event]:
-        """The compute stream goes no further than here before the copies are done. The events round its wait."""
+        """Let the compute stream wait until the copies are done. Return the events before and behind its wait."""
         compute = torch.accelerator.current_stream(self._device)
-        before, behind = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        before = torch.Event(self._device, enable_timing=True)
+        behind = torch.Event(self._device, enable_timing=True)
         before.record(compute)
         if self._done is not None:
             compute.wait_event(self._done)
@@ -123,7 +126,8 @@ class DeviceCopier:
                 self._send(capture, lazy)
             else:
                 ready = self._side.record_event()
-                capture.arrivals += [(start, partial(_bring, host, source, ready)) for start, host, source in lazy]
+                for start, host, source in lazy:
+                    capture.arrivals.append((start, partial(_bring, host, source, ready)))
 
     def _end(self, capture: Capture, before: torch.Event) -> None:
         """Note the end of all copies of this device: for the gate's wait, and for the copy thread's."""
@@ -133,19 +137,27 @@ class DeviceCopier:
 
     def _prepare(self, plan: CapturePlan) -> None:
         """Find the runs of adjacent tensors and make their staging buffers, once per plan."""
-        # Those of the last plan go back to the compute stream, which passed the gate behind the copies from them.
-        self._plan, self._large, self._runs, self._staging, self._run_buffers = None, {True: [], False: []}, [], {}, []
+        # Buffers of the last plan return to the compute stream, which passed the gate behind the copies from them.
+        self._plan = None
+        self._large = {True: [], False: []}
+        self._runs = []
+        self._staging = {}
+        self._run_buffers = []
         self._frozen = FrozenTensors(plan, self._device)
         members: list[int] = []
-        room = STAGED_BYTES
+        eager_room = STAGED_BYTES
         for index in plan.order:
             record = plan.records[index]
             if record.device != self._device or not record.nbytes:
                 continue
-            if index in self._frozen or record.nbytes > (SMALL_BYTES if record.lazy else room):
+            room = eager_room
+            if record.lazy:
+                room = SMALL_BYTES
+            if index in self._frozen or record.nbytes > room:
                 self._large[record.lazy].append(index)
                 continue
-            room -= 0 if record.lazy else record.nbytes
+            if not record.lazy:
+                eager_room -= record.nbytes
             if members and plan.records[members[-1]].offset + plan.records[members[-1]].nbytes != record.offset:
                 self._close_run(plan, members)
                 members = []
@@ -153,7 +165,11 @@ class DeviceCopier:
         if members:
             self._close_run(plan, members)
         self._plan = plan  # only now: memory for the buffers may be short
-        records = [plan.records[index] for index in self._large[False] if index not in self._frozen]
+        self._warn_of_large(plan, self._frozen)
+
+    def _warn_of_large(self, plan: CapturePlan, frozen: FrozenTensors) -> None:
+        """Warn once of eager tensors that are copied to the host while the compute stream waits."""
+        records = [plan.records[index] for index in self._large[False] if index not in frozen]
         if records and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -166,7 +182,8 @@ class DeviceCopier:
             )
 
     def _close_run(self, plan: CapturePlan, members: list[int]) -> None:
-        first, last = plan.records[members[0]], plan.records[members[-1]]
+        first = plan.records[members[0]]
+        last = plan.records[members[-1]]
         run = _CopyRun(first.offset, last.offset + last.nbytes, tuple(members))
         # Offsets in the file are multiples of the item size, so the same offsets modulo 16 keep views aligned.
         lead = run.start % 16
@@ -174,16 +191,20 @@ class DeviceCopier:
         for index in members:
             record = plan.records[index]
             start = lead + record.offset - run.start
-            self._staging[index] = (
-                buffer[start : start + record.nbytes].view(record.stored_dtype).view(record.stored_shape)
-            )
+            place = buffer[start : start + record.nbytes]
+            self._staging[index] = place.view(record.stored_dtype).view(record.stored_shape)
         self._runs.append(run)
         self._run_buffers.append(buffer[lead:])
 
     def _stage(self, capture: Capture, *, lazy: bool) -> None:
-        chosen = [index for index in self._staging if capture.plan.records[index].lazy is lazy]
-        if chosen:
-            torch._foreach_copy_([self._staging[i] for i in chosen], [capture.sources[i].detach() for i in chosen])
+        places = []
+        sources = []
+        for index, place in self._staging.items():
+            if capture.plan.records[index].lazy is lazy:
+                places.append(place)
+                sources.append(capture.sources[index].detach())
+        if places:
+            torch._foreach_copy_(places, sources)
 
     def _send(self, capture: Capture, transfers: Iterable[Transfer]) -> None:
         """Queue copies into the page-locked slot on the current stream."""
@@ -195,27 +216,30 @@ class DeviceCopier:
             sent += host.nbytes
             if sent >= EVENT_BYTES:
                 self._mark(capture, starts)
-                starts, sent = [], 0
+                starts = []
+                sent = 0
         self._mark(capture, starts)
 
     def _mark(self, capture: Capture, starts: list[int]) -> None:
         landed = event_for_thread(self._device)
-        capture.arrivals += [(start, landed.synchronize) for start in starts]
+        for start in starts:
+            capture.arrivals.append((start, landed.synchronize))
 
-    def _transfers(self, capture: Capture, unchanged: Collection[int], *, lazy: bool) -> Iterator[Transfer]:
-        """Copies to the host in file order: of large tensors, and with the lazy ones those of all that was staged.
+    def _transfers(self, capture: Capture, unchanged: Collection[int], *, lazy: bool) -> list[Transfer]:
+        """Return copies to the host in file order: of large tensors, and with the lazy ones those of the runs.
 
         ``unchanged``: large tensors whose bytes are in the slot.
         """
-        large = [(capture.plan.records[index].offset, index) for index in self._large[lazy] if index not in unchanged]
-        runs = [(run.start, -1 - number) for number, run in enumerate(self._runs if lazy else ())]
-        for start, which in sorted(large + runs):
-            if which >= 0:
-                yield start, capture.plan.view(capture.slot, which), capture.sources[which].detach()
-            else:
-                run = self._runs[-1 - which]
+        transfers: list[Transfer] = []
+        for index in self._large[lazy]:
+            if index not in unchanged:
+                host = capture.plan.view(capture.slot, index)
+                transfers.append((capture.plan.records[index].offset, host, capture.sources[index].detach()))
+        if lazy:
+            for run, buffer in zip(self._runs, self._run_buffers, strict=True):
                 host = view_of(capture.slot.image, run.start, torch.uint8, (run.end - run.start,))
-                yield start, host, self._run_buffers[-1 - which]
+                transfers.append((run.start, host, buffer))
+        return sorted(transfers, key=itemgetter(0))
 
 
 def _bring(host: torch.Tensor, source: torch.Tensor, ready: torch.Event) -> None:

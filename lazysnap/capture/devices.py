@@ -1,4 +1,4 @@
-"""Accelerators as captures see them: which ones can be copied from, and the few calls that torch has no name for."""
+"""Accelerators: support for copies from a device, and the calls that each device's module names in its own way."""
 
 import functools
 from typing import Any
@@ -26,9 +26,11 @@ def has_copier(device: torch.device) -> bool:
 
 
 def page_locker(device: torch.device) -> Any:
-    """The runtime that page-locks host memory for ``device`` (CUDA and ROCm); ``None`` where there is none."""
+    """Return the runtime that page-locks host memory for ``device`` (CUDA and ROCm); ``None`` if there is none."""
     cudart = getattr(torch.get_device_module(device), "cudart", None)
-    return None if cudart is None else cudart()
+    if cudart is None:
+        return None
+    return cudart()
 
 
 def event_for_thread(device: torch.device, *, enable_timing: bool = False) -> torch.Event:
@@ -54,5 +56,5 @@ def is_capturing_graph() -> bool:
     module = torch.get_device_module(accelerator)
     if not module.is_initialized():
         return False
-    asks = getattr(module, "is_current_stream_capturing", None)
-    return asks is not None and bool(asks())
+    is_capturing = getattr(module, "is_current_stream_capturing", None)
+    return is_capturing is not None and bool(is_capturing())

@@ -31,15 +31,19 @@ _STORED_AS: dict[torch.dtype, torch.dtype] = {
     torch.complex32: torch.float16,
     torch.float8_e4m3fnuz: torch.uint8,
     torch.float8_e5m2fnuz: torch.uint8,
-    # safetensors has names for these, which older readers of it do not know; nor do older releases of torch.
-    **{getattr(torch, name): torch.uint8 for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)},
 }
+# Older releases of torch do not have these. safetensors has names for them, which older readers of it do not know.
+for _name in ("float8_e8m0fnu", "float4_e2m1fn_x2"):
+    if hasattr(torch, _name):
+        _STORED_AS[getattr(torch, _name)] = torch.uint8
 _LOGICAL = {str(dtype).removeprefix("torch."): dtype for dtype in _STORED_AS}
 
 
 def logical_name(dtype: torch.dtype) -> str | None:
     """Return the name that the manifest must remember; ``None`` for a dtype that a shard holds unchanged."""
-    return str(dtype).removeprefix("torch.") if dtype in _STORED_AS else None
+    if dtype not in _STORED_AS:
+        return None
+    return str(dtype).removeprefix("torch.")
 
 
 def is_storable(dtype: torch.dtype) -> bool:
@@ -53,18 +57,22 @@ def is_converted(tensor: torch.Tensor) -> bool:
 
 
 def stored_form(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as it stands in a shard: itself, or a view of the same memory as numbers with a name."""
+    """Return ``tensor`` as a shard stores it: itself, or a view of the same memory with a dtype that has a name."""
     if tensor.dtype not in _STORED_AS:
         return tensor
     tensor = tensor.detach().resolve_conj()
-    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor.view(_STORED_AS[tensor.dtype])
+    if tensor.dtype.is_complex:
+        return torch.view_as_real(tensor)
+    return tensor.view(_STORED_AS[tensor.dtype])
 
 
 def logical_facts(stored: torch.dtype, shape: tuple[int, ...], name: str | None) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape of a stored tensor as the program knows it. Raises: ValueError, if ``name`` does not fit."""
+    """Return dtype and shape in the program of a stored tensor. Raises: ValueError, if ``name`` does not fit."""
     if name is None:
         return stored, shape
     dtype = _LOGICAL.get(name)
     if dtype is None or _STORED_AS[dtype] is not stored or (dtype.is_complex and shape[-1:] != (2,)):
         raise ValueError(f"the logical dtype {name!r:.50} does not fit {stored} {list(shape)}")
-    return dtype, shape[:-1] if dtype.is_complex else shape
+    if dtype.is_complex:
+        return dtype, shape[:-1]
+    return dtype, shape

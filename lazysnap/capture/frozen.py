@@ -1,4 +1,4 @@
-"""Which frozen tensors on a device need no copy, because the slot holds their bytes already?
+"""Frozen tensors on a device that need no copy, because the slot holds their bytes already.
 
 The parameters of a fine-tuning that have no gradient are gigabytes that never change. Each slot gets them once, and
 again only when they did change:
@@ -30,14 +30,14 @@ from lazysnap.capture.plan import CapturePlan
 from lazysnap.memory.slots import TrainerSlot
 
 _LEAST_BYTES = 64 << 10
-"""Smaller tensors are copied each time, together with their neighbours: that takes less than adding them up."""
+"""Smaller tensors are copied each time, together with adjacent ones: that is faster than adding them up."""
 _ROW_BYTES = 4096
 _ROW_WORDS = _ROW_BYTES // 4
 
 
 @dataclass(frozen=True)
 class _FrozenImage:
-    """What a slot has of the frozen tensors since a capture."""
+    """The frozen tensors in a slot since a capture."""
 
     sequence: int
     """Number of that capture in its slot."""
@@ -61,7 +61,7 @@ class FrozenTensors:
         self._plan = plan
         self._device = device
         self._places: dict[int, slice] = {}
-        """Where the sums of each tensor are among all sums, by record: those of its rows, then those of its columns."""
+        """The place of each tensor's sums among all sums, by record: sums of its rows, then of its columns."""
         self._num_sums = 0
         for index in plan.order:
             record = plan.records[index]
@@ -71,7 +71,7 @@ class FrozenTensors:
                 self._places[index] = slice(start, self._num_sums)
         self._images: weakref.WeakKeyDictionary[TrainerSlot, _FrozenImage] = weakref.WeakKeyDictionary()
         self._differences: torch.Tensor | None = None
-        """Of the sums at this boundary from those of the bytes in the slot."""
+        """Differences of the sums at this boundary from the sums of the bytes in the slot."""
         self._changing: set[int] = set()
         """Records that changed without a trace: they are copied at every capture."""
 
@@ -80,7 +80,7 @@ class FrozenTensors:
         return index in self._places
 
     def unchanged(self, capture: Capture) -> set[int]:
-        """Return the records whose bytes are in the slot, as far as the host can tell. Queues the sums.
+        """Return the records whose bytes are in the slot, as far as the host knows. Queues the sums.
 
         Call it on the compute stream, once for each capture. Does not wait for the device.
         """
@@ -91,8 +91,9 @@ class FrozenTensors:
         marks = []
         for index in self._places:
             source = capture.sources[index]
-            # Of a tensor that was made in inference mode torch counts no writes.
-            version = 0 if source.is_inference() else source._version
+            version = 0  # torch counts no writes to a tensor that was made in inference mode
+            if not source.is_inference():
+                version = source._version
             marks.append((source.data_ptr(), version))
         sums = self._sums(capture)
         self._images[capture.slot] = _FrozenImage(capture.sequence, marks, sums)
@@ -113,13 +114,13 @@ class FrozenTensors:
             if source.data_ptr() % 4:
                 source = source.clone()  # a view of a larger tensor, at an odd place
             words = source.view(torch.int32).view(-1, _ROW_WORDS)
-            own_sums = sums[place]
-            torch.sum(words, dim=1, dtype=torch.int64, out=own_sums[: len(words)])
-            torch.sum(words, dim=0, dtype=torch.int64, out=own_sums[len(words) :])
+            sums_of_tensor = sums[place]
+            torch.sum(words, dim=1, dtype=torch.int64, out=sums_of_tensor[: len(words)])
+            torch.sum(words, dim=0, dtype=torch.int64, out=sums_of_tensor[len(words) :])
         return sums
 
     def check(self, capture: Capture, unchanged: Iterable[int]) -> None:
-        """Have the capture dropped if one of these records did change. Queues a copy on the current stream.
+        """Have the capture dropped if one of these records changed. Queues a copy on the current stream.
 
         Does not wait for the device: the copy thread does, before anything behind their bytes counts as copied.
         """

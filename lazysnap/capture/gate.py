@@ -38,12 +38,13 @@ class OptimizerGates:
         """The hook on steps of all optimizers of the process."""
 
     def install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hook the optimizers that are not hooked yet; let go of those that are not used any more. Cheap."""
+        """Hook the optimizers that are not hooked yet; unhook those that are not used any more. Cheap."""
         if self._every_optimizer is None:
             self._every_optimizer = register_optimizer_step_pre_hook(self._before_any_step)
-        wanted = {id(optimizer) for optimizer in optimizers}
-        for key in [key for key, (alive, _) in self._handles.items() if key not in wanted or alive() is None]:
-            self._drop(key)
+        used = set(map(id, optimizers))
+        for key, (reference, _) in list(self._handles.items()):
+            if key not in used or reference() is None:
+                self._drop(key)
         for optimizer in optimizers:
             if id(optimizer) not in self._handles:
                 handles: list[RemovableHandle | ZeroGradHook] = [
@@ -76,15 +77,18 @@ class OptimizerGates:
             return []
         trained: set[int] = set()
         idle: set[int] = set()
-        for key, (alive, _) in self._handles.items():
-            optimizer = alive()
-            if optimizer is not None:
-                parameters = trained if key in self._stepped else idle
-                parameters.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        for key, (reference, _) in self._handles.items():
+            optimizer = reference()
+            if optimizer is None:
+                continue
+            if key in self._stepped:
+                trained |= _parameters_of(optimizer)
+            else:
+                idle |= _parameters_of(optimizer)
         replacements = []
         for stranger in self._strangers:
-            held = {id(parameter) for group in stranger.param_groups for parameter in group["params"]}
-            if held & idle and not held & trained:
+            parameters = _parameters_of(stranger)
+            if parameters & idle and not parameters & trained:
                 replacements.append(stranger)
         self._stepped.clear()
         self._strangers.clear()
@@ -99,8 +103,9 @@ class OptimizerGates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self.steps += 1
         self._stepped.add(id(optimizer))
-        # args[0] is the optimizer itself.
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = kwargs.get("closure")
+        if len(args) > 1:
+            closure = args[1]  # args[0] is the optimizer itself
         if closure is None or optimizer in self._early:
             self._gate()
             return None
@@ -124,3 +129,11 @@ class OptimizerGates:
         # An optimizer that never called its closure, or whose hook was bypassed, stepped beside a running copy.
         self._late()
         self.gradients.step(optimizer)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the parameters of an optimizer, by id."""
+    parameters: set[int] = set()
+    for group in optimizer.param_groups:
+        parameters.update(map(id, group["params"]))
+    return parameters

@@ -1,8 +1,8 @@
-"""Gradients that wait: a backward left them since the last step of their optimizer, and its next step will use them.
+"""Gradients that wait: a backward made them since the last step of their optimizer, and its next step will use them.
 
 A snapshot holds no gradients, so a step boundary with gradients that wait is not captured. Not every such gradient is
-used: the loss of a generator leaves gradients in its discriminator, which clears them before its own backward.
-That is learned from the first time: an optimizer that steps without the gradients of a boundary has dropped them.
+used: the loss of a generator leaves gradients in its discriminator, which clears them before its own backward. The
+first such step shows it: an optimizer that steps without the gradients of a boundary has dropped them.
 
 A gradient is judged by its version, which every write changes, and by the calls of ``step`` and ``zero_grad``. Its
 values are read only to recognise gradients that the program cleared by hand: on a device that waits for all its work.
@@ -48,7 +48,7 @@ class WaitingGradients:
         """Steps of each optimizer since its last ``zero_grad``; none for one whose ``zero_grad`` was never called."""
         self._has_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._not_cleared: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        """By optimizer on a device: numbers of writes since its step after which its gradients were not zero."""
+        """Of each optimizer on a device: numbers of writes since its step after which its gradients were not zero."""
 
     def accept(self, optimizer: torch.optim.Optimizer) -> None:
         """Treat the present gradients as used: nothing is known of the steps before. ``step`` does it, too."""
@@ -80,9 +80,9 @@ class WaitingGradients:
         """Call ``clear``, the optimizer's ``zero_grad``. Hot."""
         before = [(gradient, gradient._version) for gradient in _gradients(optimizer)]
         result = clear()
-        left = {id(gradient) for gradient in _gradients(optimizer)}
+        kept = set(map(id, _gradients(optimizer)))
         for gradient, version in before:
-            if id(gradient) in left:
+            if id(gradient) in kept:
                 if gradient._version == version:
                     continue  # a ``zero_grad`` of the program's own may clear only now and then
                 setattr(gradient, _STEPPED, gradient._version)
@@ -100,9 +100,9 @@ class WaitingGradients:
             if not waiting or (is_open and self._are_cleared_by_hand(optimizer, waiting)):
                 self._waits.pop(optimizer, None)
                 continue
-            is_cleared = optimizer in self._waits and not any(_is_marked(gradient) for gradient in waiting)
-            # One that accumulates clears its gradients without a step, too, after an overflow (GradScaler): in its
-            # first round as in any other.
+            is_cleared = optimizer in self._waits and not any(map(_is_marked, waiting))
+            # An optimizer that accumulates clears its gradients without a step, too, after an overflow (GradScaler):
+            # in its first round as in any other.
             if is_cleared and optimizer in self._has_stepped and optimizer not in self._keeping:
                 self._dropping.add(optimizer)
             for gradient in waiting:
@@ -120,15 +120,15 @@ class WaitingGradients:
         """
         if self._steps_since_clear.get(optimizer, _IN_USE_STEPS) < _IN_USE_STEPS:
             return False
-        if not all(_is_comparable(gradient) for gradient in changed):
+        if not all(map(_is_comparable, changed)):
             return False
         if all(gradient.device.type == "cpu" for gradient in changed):
-            return all(_is_zero(gradient) for gradient in changed)
+            return all(map(_is_zero, changed))
         not_cleared = self._not_cleared.setdefault(optimizer, set())
         writes = changed[0]._version - int(getattr(changed[0], _STEPPED))
         if writes in not_cleared:
             return False
-        is_cleared = all(_is_zero(gradient) for gradient in changed)
+        is_cleared = all(map(_is_zero, changed))
         if not is_cleared and len(not_cleared) < _MOST_BOUNDARIES:
             not_cleared.add(writes)
         return is_cleared
@@ -142,7 +142,7 @@ class WaitingGradients:
         for optimizer in awaited:
             if self._waits[optimizer] > _MOST_BOUNDARIES:
                 self._abandoned.add(optimizer)
-        return all(optimizer in self._abandoned for optimizer in awaited)
+        return self._abandoned.issuperset(awaited)
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -179,7 +179,7 @@ def _is_zero(gradient: torch.Tensor) -> bool:
 class ZeroGradHook:
     """A hook on ``zero_grad`` of one optimizer: torch has hooks on ``step`` alone.
 
-    It stands on the object, as the one of torch's schedulers on ``step``, and keeps no optimizer alive.
+    It is an attribute of the object, like the hook of torch's schedulers on ``step``. It keeps no optimizer alive.
     """
 
     def __init__(
@@ -195,23 +195,25 @@ class ZeroGradHook:
         vars(optimizer)["zero_grad"] = self._hook
 
     def _make(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-        alive = self._optimizer
+        reference = self._optimizer
         before = self._before
 
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            called = alive()
-            assert called is not None  # it is an attribute of that object
-            method = before if before is not None else functools.partial(type(called).zero_grad, called)
+            hooked = reference()
+            assert hooked is not None  # this function is an attribute of that object
+            method = before
+            if method is None:
+                method = functools.partial(type(hooked).zero_grad, hooked)
             if self._around is None or torch.compiler.is_compiling():
                 return method(*args, **kwargs)
-            return self._around(called, functools.partial(method, *args, **kwargs))
+            return self._around(hooked, functools.partial(method, *args, **kwargs))
 
         # Accelerate looks for the argument ``set_to_none``.
         zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)  # type: ignore[attr-defined]
         return zero_grad
 
     def remove(self) -> None:
-        """Take the hook off. Where another one stands on it, it only calls ``zero_grad`` from now on."""
+        """Take the hook off. If another hook wraps it, it only calls ``zero_grad`` from now on."""
         self._around = None
         optimizer = self._optimizer()
         if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:

@@ -1,10 +1,12 @@
-"""The capture plan: worked out once, cheaply checked at every later boundary.
+"""The capture plan: computed once, cheaply checked at every later boundary.
 
-What is lazy (copied during the next forward and backward): parameters that an optimizer holds, tensors of its state
-with at least one dimension, and what the source names besides. Everything else is eager: copied at the boundary
-before control returns, since it may change at any time (docs/architecture.md).
+Lazy tensors are copied during the next forward and backward: parameters that an optimizer holds, tensors of its state
+with at least one dimension, and tensors that the source names. All others are eager: they may change at any time, so
+they are copied at the boundary before control returns (docs/architecture.md).
 """
 
+import contextlib
+import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +21,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lazysnap.capture.batches import Batch, batches_of
 from lazysnap.capture.devices import has_copier
 from lazysnap.capture.dtypes import DTYPE_NAMES, is_converted, is_storable, logical_name, stored_form
-from lazysnap.capture.likeness import Likeness
 from lazysnap.errors import StateError
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -32,6 +33,11 @@ from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 Key = tuple[int, int, str]
+
+_TensorGuards: Any = None
+"""The check of torch for the inputs of a compiled graph. It is no public name of torch: it may be missing."""
+with contextlib.suppress(ImportError):
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 
 
 def key_of(tensor: torch.Tensor) -> Key:
@@ -69,6 +75,29 @@ class TensorRecord:
     """It is a parameter without gradient: see ``capture.frozen``."""
 
 
+class Likeness:
+    """Types, shapes, strides, dtypes and devices of some tensors, and whether a conjugation or a sign is pending.
+
+    Comparing 10,000 tensors takes 2 ms in one call, and 8 ms fact by fact in Python.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._guards: Any = None
+        if _TensorGuards is None or not tensors:
+            return
+        shapes = []
+        strides = []
+        for tensor in tensors:
+            shapes.append(list(tensor.shape))
+            strides.append(list(tensor.stride()))
+        with contextlib.suppress(Exception):  # another release of torch may take other arguments
+            self._guards = _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+
+    def holds_for(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if all facts are the same. ``False`` means that they may differ: compare them one by one. Hot."""
+        return self._guards is not None and self._guards.check(*tensors) is True
+
+
 @dataclass(frozen=True)
 class CapturePlan:
     """The place of every tensor of the state. ``records`` are in the order of the walk, ``order`` in file order."""
@@ -87,7 +116,7 @@ class CapturePlan:
     outline: dict[str, list[Any]] = field(default_factory=dict, repr=False)
     """See ``outline_of``, of the walk that the plan was made from."""
     likeness: Likeness | None = field(default=None, repr=False)
-    """A faster comparison of the same facts but addresses."""
+    """A faster comparison of the facts in ``outline``, except addresses."""
     _views: "weakref.WeakKeyDictionary[TrainerSlot, dict[int, torch.Tensor]]" = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
@@ -113,11 +142,12 @@ class CapturePlan:
         Only real tensors of one element are put together: those are dense, whatever strides they have by then.
         """
         batches: list[Batch] = []
-        for is_scalar, chosen in groupby(self._on_cpu(is_lazy=False), self._is_real_scalar):
+        for is_scalar, indices in groupby(self._on_cpu(is_lazy=False), self._is_real_scalar):
             if is_scalar:
-                batches += batches_of(self.records, list(chosen))
-            else:
-                batches += [batch for index in chosen for batch in batches_of(self.records, [index])]
+                batches += batches_of(self.records, list(indices))
+                continue
+            for index in indices:
+                batches += batches_of(self.records, [index])
         return batches
 
     @cached_property
@@ -131,14 +161,18 @@ class CapturePlan:
         return is_same and record.shape.numel() == 1
 
     def _on_cpu(self, *, is_lazy: bool) -> list[int]:
-        chosen = ((index, self.records[index]) for index in self.order)
-        return [i for i, record in chosen if record.lazy is is_lazy and record.nbytes and record.device.type == "cpu"]
+        indices = []
+        for index in self.order:
+            record = self.records[index]
+            if record.lazy is is_lazy and record.nbytes and record.device.type == "cpu":
+                indices.append(index)
+        return indices
 
     @cached_property
     def devices(self) -> list[torch.device]:
         """Devices whose memory is copied by streams of their own."""
-        found = {record.device for record in self.records if record.device.type != "cpu"}
-        return sorted(found, key=str)
+        devices = {record.device for record in self.records if record.device.type != "cpu"}
+        return sorted(devices, key=str)
 
     @cached_property
     def lazy_pointers(self) -> list[int]:
@@ -150,14 +184,14 @@ class CapturePlan:
         return [index for index, record in enumerate(self.records) if record.primary != index]
 
     @cached_property
-    def _loose(self) -> list[int]:
-        """Those whose place may change, on its device: where it stays, the device is the same, too."""
+    def _eager(self) -> list[int]:
+        """Records whose place may change on their device. Where the place stays, the device is the same, too."""
         return [index for index, record in enumerate(self.records) if not record.lazy]
 
     @cached_property
-    def _turnable(self) -> list[int]:
-        """Those whose place may change and whose strides are part of the manifest."""
-        return [index for index in self._loose if len(self.records[index].shape) > 1]
+    def _eager_with_order(self) -> list[int]:
+        """Records whose place may change and whose strides are part of the manifest."""
+        return [index for index in self._eager if len(self.records[index].shape) > 1]
 
     @cached_property
     def is_converting(self) -> bool:
@@ -170,14 +204,14 @@ class CapturePlan:
         return {
             "shape": [tensor.shape for tensor in tensors],
             "dtype": [tensor.dtype for tensor in tensors],
-            "device": [tensors[index].device for index in self._loose],
+            "device": [tensors[index].device for index in self._eager],
             "place": [(tensors[index].data_ptr(), tensors[index].stride()) for index in self.lazy],
-            "strides": [tensors[index].stride() for index in self._turnable],
+            "strides": [tensors[index].stride() for index in self._eager_with_order],
             "pending conjugation or sign": [tensor.is_conj() or tensor.is_neg() for tensor in tensors],
         }
 
     def mismatch(self, walk: Walk, signature: object) -> str | None:
-        """Why the plan does not hold for ``walk`` any more, ``None`` if it does."""
+        """Return why the plan does not hold for ``walk`` any more, ``None`` if it does."""
         if signature != self.signature:
             return "the optimizers hold other parameters or other state"
         tensors = walk.tensors
@@ -187,10 +221,10 @@ class CapturePlan:
             if [tensors[index].data_ptr() for index in self.lazy] != self.lazy_pointers:
                 return "a tensor changed its place"
         else:
-            found = self.outline_of(tensors)
-            changed = next((fact for fact, then in self.outline.items() if found[fact] != then), None)
-            if changed is not None:
-                return f"a tensor changed its {changed}"
+            outline = self.outline_of(tensors)
+            for fact, planned in self.outline.items():
+                if outline[fact] != planned:
+                    return f"a tensor changed its {fact}"
         for index in self._tied:
             record = self.records[index]
             if tensors[record.primary].data_ptr() != tensors[index].data_ptr():
@@ -207,10 +241,8 @@ class CapturePlan:
 
 
 def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor over ``buffer`` at ``offset`` bytes; shares its memory and keeps it alive."""
-    count = 1
-    for size in shape:
-        count *= size
+    """Return a tensor over ``buffer`` at ``offset`` bytes; it shares its memory and keeps it alive."""
+    count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
     nbytes = count * dtype.itemsize
@@ -219,25 +251,37 @@ def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[in
 
 
 def optimizer_signature(source: StateSource) -> object:
-    """Changes when an optimizer is replaced, gets a parameter group or creates state."""
-    return tuple(
-        (id(optimizer), tuple(len(group["params"]) for group in optimizer.param_groups), len(optimizer.state))
-        for optimizer in source.optimizers()
-    )
+    """Return a value that changes when an optimizer is replaced, gets a parameter group or creates state."""
+    signature = []
+    for optimizer in source.optimizers():
+        group_sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+        signature.append((id(optimizer), group_sizes, len(optimizer.state)))
+    return tuple(signature)
 
 
 def lazy_keys(source: StateSource) -> set[Key]:
-    """Which memory only changes behind the gate."""
+    """Return the memory that changes only behind the gate."""
     tensors = list(source.lazy_tensors())
     for optimizer in source.optimizers():
         for group in optimizer.param_groups:
             tensors += group["params"]
         for state in optimizer.state.values():
-            if isinstance(state, dict):
-                tensors += [item for item in state.values() if isinstance(item, torch.Tensor) and item.dim()]
-    # An optimizer may hold what is no part of the state, and so was not checked.
-    keys = {key_of(local_of(tensor)) for tensor in tensors if not is_uninitialised(tensor) and not _problem(tensor)}
-    return {key for key in keys if key[0] and key[1]}
+            tensors += moments_of(state)
+    keys = set()
+    for tensor in tensors:
+        # An optimizer may hold tensors that are no part of the state, and so were not checked.
+        if not is_uninitialised(tensor) and not _problem(tensor):
+            key = key_of(local_of(tensor))
+            if key[0] and key[1]:
+                keys.add(key)
+    return keys
+
+
+def moments_of(state: object) -> list[torch.Tensor]:
+    """Return the tensors with at least one dimension in an optimizer's state of one parameter."""
+    if not isinstance(state, dict):
+        return []
+    return [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
 
 
 def frozen_keys(source: StateSource) -> set[Key]:
@@ -250,12 +294,8 @@ def frozen_keys(source: StateSource) -> set[Key]:
     return keys
 
 
-def _is_wrapper(tensor: Any) -> bool:
-    return bool(is_traceable_wrapper_subclass(tensor))
-
-
 def _problem(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be captured, whatever becomes of it; ``None`` if it can."""
+    """Return the kind of a tensor that cannot be captured; ``None`` if it can."""
     if tensor.is_nested:
         return "a nested tensor"
     if tensor.layout is not torch.strided:
@@ -266,14 +306,15 @@ def _problem(tensor: torch.Tensor) -> str | None:
         return None
     if not has_copier(tensor.device):
         return f"a tensor on the device {tensor.device}, whose copies cannot be ordered by streams and events,"
-    if _is_wrapper(tensor) or not has_memory(tensor):
-        # What it shows is worked out of tensors inside it.
+    is_wrapper: bool = is_traceable_wrapper_subclass(tensor)
+    if is_wrapper or not has_memory(tensor):
+        # Its values are computed from tensors inside it.
         return f"a tensor of the subclass {type(tensor).__qualname__}, which has no memory of its own,"
     return None
 
 
 def check_kinds(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Before anything is trained: raises StateError for a live tensor that no snapshot can hold."""
+    """Check, before anything is trained, that a snapshot can hold these live tensors. Raises: StateError."""
     for name, tensor in named:
         problem = _problem(tensor)
         if tensor.device.type == "meta":
@@ -296,7 +337,7 @@ def _unsupported(where: str, problem: str) -> StateError:
 
 
 def check_walk(walk: Walk) -> None:
-    """Raises: StateError, naming a tensor of the state that cannot be captured."""
+    """Check that a snapshot can hold the state. Raises: StateError, naming a tensor that cannot be captured."""
     for tensor, path in zip(walk.tensors, walk.paths, strict=True):
         problem = _problem(tensor)
         if is_uninitialised(tensor):
@@ -317,41 +358,52 @@ def make_plan(
     frozen: set[Key] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> CapturePlan:
-    """Work the plan out. ``lazy``, ``frozen``: default ``lazy_keys``, ``frozen_keys``.
+    """Compute the plan.
 
-    ``tied``: names that are not in ``walk``, each with one that is and stands for it.
+    Args:
+        lazy: default ``lazy_keys``.
+        frozen: default ``frozen_keys``.
+        tied: names that are not in ``walk``, each with a name in it whose tensor has the same bytes.
+
     Raises: StateError, naming a tensor that cannot be captured.
     """
     check_walk(walk)
-    lazy = lazy_keys(source) if lazy is None else lazy
-    frozen = frozen_keys(source) if frozen is None else frozen
-    are_frozen = [key_of(tensor) in frozen for tensor in walk.tensors]
-    facts = _facts(walk, lazy)
-    chosen = [i for i, (_, primary) in enumerate(facts) if primary == i]
-    # Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early. Frozen tensors
-    # last: whole blocks of the file are theirs alone, and a level stores those once.
-    chosen.sort(key=lambda index: (are_frozen[index], facts[index][0], walk.tensors[index].nbytes))
-    logical: dict[str, dict[str, Any]] = {}
+    if lazy is None:
+        lazy = lazy_keys(source)
+    if frozen is None:
+        frozen = frozen_keys(source)
+    all_traits = _traits_of(walk, lazy, frozen)
+    primaries = []
+    aliases = {}
+    for index, traits in enumerate(all_traits):
+        if traits.primary == index:
+            primaries.append(index)
+        else:
+            aliases[walk.names[index]] = walk.names[traits.primary]
+    for name, primary_name in (tied or {}).items():
+        aliases[name] = aliases.get(primary_name, primary_name)
+    primaries.sort(key=lambda index: all_traits[index].file_order)
     specs = []
-    for index in chosen:
-        name, stored = walk.names[index], stored_form(walk.tensors[index])
-        if (kept := logical_name(walk.tensors[index].dtype)) is not None:
-            logical[name] = {"dtype": kept}
-        if (dims := order_of(walk.tensors[index].shape, walk.tensors[index].stride())) is not None:
-            logical.setdefault(name, {})["order"] = list(dims)
-        if are_frozen[index]:
-            logical.setdefault(name, {})["frozen"] = True
+    logical = {}
+    for index in primaries:
+        name = walk.names[index]
+        stored = stored_form(walk.tensors[index])
         specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
-    aliases = {walk.names[i]: walk.names[primary] for i, (_, primary) in enumerate(facts) if primary != i}
-    aliases.update({name: aliases.get(primary, primary) for name, primary in (tied or {}).items()})
+        facts = _manifest_facts(walk.tensors[index], is_frozen=all_traits[index].is_frozen)
+        if facts:
+            logical[name] = facts
     layout = Layout.plan(specs, aliases)
-    place = {spec.name: (offset, spec.nbytes) for spec, offset in zip(layout.specs, layout.offsets, strict=True)}
-    records = [_record(walk, facts, index, place, is_frozen=are_frozen[index]) for index in range(len(facts))]
-    order = sorted(chosen, key=lambda index: (records[index].offset, records[index].nbytes))
+    places = {}
+    for spec, offset in zip(layout.specs, layout.offsets, strict=True):
+        places[spec.name] = (offset, spec.nbytes)
+    records = []
+    for index, traits in enumerate(all_traits):
+        place = places.get(walk.names[traits.primary], (0, 0))
+        records.append(_record(walk.names[index], walk.tensors[index], traits, place))
     plan = CapturePlan(
         walk.names,
         records,
-        order,
+        sorted(primaries, key=lambda index: (records[index].offset, records[index].nbytes)),
         layout,
         logical,
         aliases,
@@ -362,32 +414,61 @@ def make_plan(
     return plan
 
 
-def _facts(walk: Walk, lazy: Collection[Key]) -> list[tuple[bool, int]]:
-    """Return for each tensor: True if it is captured lazily, and the index of the tensor whose bytes it shares."""
+@dataclass(frozen=True)
+class _Traits:
+    """The facts about a tensor that decide on its place in the file."""
+
+    is_frozen: bool
+    lazy: bool
+    nbytes: int
+    primary: int
+    """Index of the tensor whose bytes it shares; its own index otherwise."""
+
+    @property
+    def file_order(self) -> tuple[bool, bool, int]:
+        """A key to sort by.
+
+        Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early. Frozen tensors
+        last: whole blocks of the file hold nothing else, and a level stores those once.
+        """
+        return self.is_frozen, self.lazy, self.nbytes
+
+
+def _traits_of(walk: Walk, lazy: Collection[Key], frozen: Collection[Key]) -> list[_Traits]:
+    """Return the traits of each tensor, in the order of the walk."""
     primaries: dict[object, int] = {}
-    facts = []
+    traits = []
     for index, tensor in enumerate(walk.tensors):
         key = key_of(tensor)
-        same = (key, tensor.shape, tensor.dtype, tensor.stride()) if key[1] else index
-        facts.append((key in lazy and not is_converted(tensor), primaries.setdefault(same, index)))
+        primary = index
+        if key[1]:
+            primary = primaries.setdefault((key, tensor.shape, tensor.dtype, tensor.stride()), index)
+        is_lazy = key in lazy and not is_converted(tensor)
+        traits.append(_Traits(key in frozen, is_lazy, tensor.nbytes, primary))
+    return traits
+
+
+def _manifest_facts(tensor: torch.Tensor, *, is_frozen: bool) -> dict[str, Any]:
+    """Return the facts about a tensor for the manifest; empty for a usual one."""
+    facts: dict[str, Any] = {}
+    dtype = logical_name(tensor.dtype)
+    if dtype is not None:
+        facts["dtype"] = dtype
+    order = order_of(tensor.shape, tensor.stride())
+    if order is not None:
+        facts["order"] = list(order)
+    if is_frozen:
+        facts["frozen"] = True
     return facts
 
 
-def _record(
-    walk: Walk,
-    facts: Sequence[tuple[bool, int]],
-    index: int,
-    place: Mapping[str, tuple[int, int]],
-    *,
-    is_frozen: bool,
-) -> TensorRecord:
-    tensor, (is_lazy, primary) = walk.tensors[index], facts[index]
+def _record(name: str, tensor: torch.Tensor, traits: _Traits, place: tuple[int, int]) -> TensorRecord:
     stored = stored_form(tensor)
-    offset, nbytes = place.get(walk.names[primary], (0, 0))
+    offset, nbytes = place
     return TensorRecord(
-        name=walk.names[index],
-        lazy=is_lazy,
-        primary=primary,
+        name=name,
+        lazy=traits.lazy,
+        primary=traits.primary,
         pointer=tensor.data_ptr(),
         shape=tensor.shape,
         dtype=tensor.dtype,
@@ -397,5 +478,5 @@ def _record(
         stored_shape=tuple(stored.shape),
         stored_dtype=stored.dtype,
         is_dense=stored.is_contiguous() and not stored.is_conj() and not stored.is_neg(),
-        is_frozen=is_frozen,
+        is_frozen=traits.is_frozen,
     )

@@ -17,10 +17,10 @@ CHUNK_BYTES = 16 << 20
 
 
 def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.Event] = ()) -> Iterator[memoryview]:
-    """Views of ``tensor``'s bytes, each good until the next is asked for. The tensor stays alive; on a CPU it is dense.
+    """Yield views of ``tensor``'s bytes, each valid until the next. The tensor stays alive; on a CPU it is dense.
 
-    Blocks: on a device, until everything before ``ready`` and each copy to the host is done; on a stream of its own,
-    so that training's kernels wait for nothing. The device copies a piece while the one before it is used.
+    Blocks: on a device, until everything before ``ready`` and each copy to the host is done. Copies run on a separate
+    stream, so training's kernels wait for nothing. The device copies a piece while the caller uses the piece before.
     """
     if tensor.device.type == "cpu":
         whole = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
@@ -32,7 +32,7 @@ def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.Event] = ()) -> Iterat
         for event in ready:
             side.wait_event(event)
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    parts = [flat[start : start + CHUNK_BYTES] for start in range(0, len(flat), CHUNK_BYTES)]
+    parts = torch.split(flat, CHUNK_BYTES)
     queued = _queue(parts[0], side, buffers[0])
     for number in range(len(parts)):
         landed = queued
@@ -47,7 +47,7 @@ def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.Event] = ()) -> Iterat
 def _queue(part: torch.Tensor, side: torch.Stream, buffer: torch.Tensor) -> torch.Event:
     with torch.accelerator.device_index(part.device.index), side:
         buffer[: part.nbytes].copy_(part, non_blocking=True)
-        part.record_stream(side)  # whoever asks for no further piece lets the tensor go
+        part.record_stream(side)  # a caller that takes no further piece may release the tensor
         return event_for_thread(part.device)
 
 
@@ -60,8 +60,12 @@ _local = _Local()
 
 
 def _ring(device: torch.device) -> tuple[torch.Stream, list[torch.Tensor]]:
-    """A stream and two page-locked buffers of this thread's own."""
+    """Return a stream and two page-locked buffers that only this thread uses."""
     if device not in _local.rings:
-        buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        buffers = [_locked_buffer(), _locked_buffer()]
         _local.rings[device] = torch.Stream(device), buffers
     return _local.rings[device]
+
+
+def _locked_buffer() -> torch.Tensor:
+    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -24,7 +24,7 @@ _tried: "weakref.WeakKeyDictionary[TrainerSlot, bool]" = weakref.WeakKeyDictiona
 
 def registrar(tensors: Iterable[torch.Tensor]) -> Callable[[TrainerSlot], None]:
     """Return a function that makes a slot ready for captures of ``tensors``: page-locked if one is on a device."""
-    device = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
+    device = _first_device(tensors)
 
     def make_ready(slot: TrainerSlot) -> None:
         if device is not None:
@@ -33,11 +33,19 @@ def registrar(tensors: Iterable[torch.Tensor]) -> Callable[[TrainerSlot], None]:
     return make_ready
 
 
+def _first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the first device that is not a CPU."""
+    for tensor in tensors:
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return None
+
+
 def register(slot: TrainerSlot, device: torch.device, runtime: Any = None) -> bool:
     """Page-lock the image of a slot, once; any thread may. ``False`` if that fails: copies then go through a buffer.
 
     Blocks: for some seconds where the slot is large.
-    ``runtime``: what to call instead of the CUDA runtime of ``device``'s module.
+    ``runtime``: the object to call instead of the CUDA runtime of ``device``'s module.
     """
     if slot not in _tried:
         _tried[slot] = False

@@ -21,7 +21,7 @@ from lazysnap.resolver import Entry, RestartPlan, SnapshotFilter
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
 from lazysnap.snapshots.catalogue import Catalogue
-from lazysnap.snapshots.reader import look_again
+from lazysnap.snapshots.reader import retry_if_deleted
 
 COPIED = "copied"
 PRESENT = "there already"
@@ -103,7 +103,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 
 def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
     """Copy the missing files of a snapshot, and behind them its names."""
-    snapshot = catalogue.found(plan)
+    snapshot = catalogue.snapshot_of(plan)
     copied = Copied(snapshot.step, snapshot.run_id, snapshot.location)
     total = snapshot.size_bytes
     if not target.storage.checks_writes:
@@ -172,7 +172,7 @@ def export(args: argparse.Namespace, output: Output) -> int:
         plan = catalogue.find(args.wanted, args.run)
         return catalogue.runs[plan.run_id], write(catalogue, plan, job, named)
 
-    run_name, done = look_again(open_existing(args.url, args.storage_option), written)
+    run_name, done = retry_if_deleted(open_existing(args.url, args.storage_option), written)
     for note in done.notes:
         output.say(note, "yellow")
     output.line(

@@ -21,8 +21,8 @@ from lazysnap.levels.store import SnapshotStore, open_store
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.manifest import TAG, Manifest
 from lazysnap.shard.names import SnapshotName, id_time_ns
-from lazysnap.snapshots.catalogue import Catalogue, Contents, Found
-from lazysnap.snapshots.reader import OpenSnapshot, look_again, open_snapshot
+from lazysnap.snapshots.catalogue import Catalogue, Contents, StoredSnapshot
+from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot, retry_if_deleted
 
 _MAX_NEIGHBOURS = 64
 _MAX_DEPTH = 40
@@ -64,7 +64,7 @@ def open_existing(url: str, options: Iterable[tuple[str, Any]] = ()) -> Snapshot
 # ---------------------------------------------------------------- what commands say of snapshots
 
 
-def fields_of(snapshot: Found) -> dict[str, Any]:
+def fields_of(snapshot: StoredSnapshot) -> dict[str, Any]:
     """Return the fields of a snapshot in a JSON result."""
     return {
         "step": snapshot.step,
@@ -76,7 +76,10 @@ def fields_of(snapshot: Found) -> dict[str, Any]:
 
 
 def show_snapshots(
-    output: Output, contents: Contents, states: Iterable[tuple[Found, str, str]], bare_steps: Iterable[int] = ()
+    output: Output,
+    contents: Contents,
+    states: Iterable[tuple[StoredSnapshot, str, str]],
+    bare_steps: Iterable[int] = (),
 ) -> None:
     """Print a table of snapshots, the smallest step first, unless there are none.
 
@@ -141,7 +144,7 @@ def list_snapshots(args: argparse.Namespace, output: Output) -> int:
     )
 
 
-def _listed(snapshot: Found) -> dict[str, Any]:
+def _listed(snapshot: StoredSnapshot) -> dict[str, Any]:
     return {
         **fields_of(snapshot),
         "ranks": snapshot.ranks,
@@ -151,7 +154,7 @@ def _listed(snapshot: Found) -> dict[str, Any]:
     }
 
 
-def _state_of(snapshot: Found) -> tuple[str, str]:
+def _state_of(snapshot: StoredSnapshot) -> tuple[str, str]:
     """Say in words if a snapshot can be restored from this level alone, with a colour for it."""
     if snapshot.is_complete:
         return "complete", "green"
@@ -198,7 +201,7 @@ def show(args: argparse.Namespace, output: Output) -> int:
     def opened(catalogue: Catalogue) -> tuple[Catalogue, OpenSnapshot]:
         return catalogue, open_snapshot(catalogue, catalogue.find(args.wanted, args.run), verify=True)
 
-    catalogue, snapshot = look_again(store, opened)
+    catalogue, snapshot = retry_if_deleted(store, opened)
     with contextlib.closing(snapshot):
         plan = snapshot.plan
         facts = _facts(catalogue, plan)
@@ -221,7 +224,7 @@ def show(args: argparse.Namespace, output: Output) -> int:
 
 
 def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
-    snapshot = catalogue.found(plan)
+    snapshot = catalogue.snapshot_of(plan)
     manifests = [manifest for _, manifest in snapshot.files]
     return {
         "url": catalogue.store.url,
@@ -342,7 +345,7 @@ _STYLES = {GOOD: "green", DAMAGED: "red"}
 class Verdict:
     """The result of reading one snapshot."""
 
-    snapshot: Found
+    snapshot: StoredSnapshot
     state: str
     problems: list[str] = field(default_factory=list)
 
@@ -377,7 +380,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     )
 
 
-def check(store: SnapshotStore, snapshot: Found, advance: Callable[[int], None]) -> Verdict:
+def check(store: SnapshotStore, snapshot: StoredSnapshot, advance: Callable[[int], None]) -> Verdict:
     """Read every byte of a snapshot's shards. Blocks. Raises: LevelError."""
     verdict = Verdict(snapshot, GOOD if snapshot.is_complete else INCOMPLETE)
     for entry, manifest in snapshot.files:

@@ -14,7 +14,7 @@ from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.leftovers import leftovers
 from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.resolver import SnapshotKey
-from lazysnap.snapshots.catalogue import Catalogue, Found
+from lazysnap.snapshots.catalogue import Catalogue, StoredSnapshot
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -70,12 +70,12 @@ class _Plan:
         self._retention = Retention(level.keep_last, level.keep_every_n_steps)
         self.leftovers = [leftover.path for leftover in leftovers(self._store.storage, None)]
         """Objects without a commit; they are deleted unless a living writer holds them."""
-        self.delete: list[Found] = []
-        self.keep: list[tuple[Found, str]] = []
+        self.delete: list[StoredSnapshot] = []
+        self.keep: list[tuple[StoredSnapshot, str]] = []
         """Snapshots to keep, each with the reason."""
-        self.unnamed: list[Found] = []
+        self.unnamed: list[StoredSnapshot] = []
         """Snapshots that lose the name."""
-        runs: dict[str, list[Found]] = defaultdict(list)
+        runs: dict[str, list[StoredSnapshot]] = defaultdict(list)
         for snapshot in self.seen.snapshots:
             runs[snapshot.run_id].append(snapshot)
         only = None if args.run is None else catalogue.run_of(args.run)
@@ -95,7 +95,7 @@ class _Plan:
         """True if there is anything to do."""
         return bool(self.delete or self.unnamed or self.leftovers)
 
-    def _plan_run(self, snapshots: list[Found]) -> None:
+    def _plan_run(self, snapshots: list[StoredSnapshot]) -> None:
         complete = [snapshot for snapshot in snapshots if snapshot.is_complete]
         sound = self._sound(complete)
         for snapshot in snapshots:
@@ -107,7 +107,7 @@ class _Plan:
             else:
                 self.keep.append((snapshot, reason))
 
-    def _why_kept(self, snapshot: Found, sound: list[SnapshotKey], *, is_newest: bool) -> str | None:
+    def _why_kept(self, snapshot: StoredSnapshot, sound: list[SnapshotKey], *, is_newest: bool) -> str | None:
         """Return why retention keeps a snapshot, ``None`` if it does not. ``sound``: the newest snapshots of its run
         that count."""
         if set(snapshot.names) - {self._name}:
@@ -122,7 +122,7 @@ class _Plan:
             return None  # no copy of it is in progress
         return "maybe in use"
 
-    def _sound(self, complete: list[Found]) -> list[SnapshotKey]:
+    def _sound(self, complete: list[StoredSnapshot]) -> list[SnapshotKey]:
         """Return the newest snapshots that read back whole, as many as are to be kept. Damaged ones do not count."""
         sound: list[SnapshotKey] = []
         for snapshot in reversed(complete):
@@ -136,14 +136,14 @@ class _Plan:
                 sound.append(snapshot.key)
         return sound
 
-    def _read_back(self, snapshot: Found) -> list[str]:
+    def _read_back(self, snapshot: StoredSnapshot) -> list[str]:
         """Return one line for each damage of a snapshot."""
         with self._output.bar(f"reading back step {snapshot.step}", snapshot.size_bytes) as advance:
             verdict = check(self._store, snapshot, advance)
         gone = ["it was deleted meanwhile"] if verdict.state == GONE else []
         return [*verdict.problems, *gone]
 
-    def _places(self, snapshot: Found) -> list[FilePlace]:
+    def _places(self, snapshot: StoredSnapshot) -> list[FilePlace]:
         return [self._store.place(entry) for entry, _ in snapshot.files]
 
     def carry_out(self) -> list[str]:

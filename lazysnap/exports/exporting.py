@@ -16,7 +16,7 @@ from lazysnap.resolver import RestartPlan
 from lazysnap.runs import LATEST
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
-from lazysnap.snapshots.reader import look_again, open_snapshot
+from lazysnap.snapshots.reader import open_snapshot, retry_if_deleted
 
 ACCELERATE = "accelerate"
 _WRITERS = {
@@ -80,7 +80,7 @@ def export(
     job = ExportJob(path=path, format=format_of(path, format))
     store = open_store(checked_url("export", place), options=storage_options)
     named = named_in(path)
-    return look_again(store, lambda catalogue: write(catalogue, catalogue.find(which), job, named))
+    return retry_if_deleted(store, lambda catalogue: write(catalogue, catalogue.find(which), job, named))
 
 
 def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named | None = None) -> Exported:

@@ -15,7 +15,7 @@ from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import TAG
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
-from lazysnap.snapshots.reader import OpenSnapshot, look_again, open_snapshot
+from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot, retry_if_deleted
 from lazysnap.state.source import KEY
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ def load_weights(
         model.load_state_dict(lazysnap.load_weights("runs/lazysnap"))
     """
     store = open_store(checked_url("load_weights", url), options=storage_options)
-    return look_again(store, lambda catalogue: _load(catalogue, which, part))
+    return retry_if_deleted(store, lambda catalogue: _load(catalogue, which, part))
 
 
 def _load(catalogue: Catalogue, which: str | int, part: str | None) -> dict[str, Any]:
     """Return the weights of the first snapshot that can be read; of ``latest`` others are passed over."""
     errors: list[FormatError | StateError] = []
     skipped: list[str] = []
-    for plan in catalogue.meant(which):
+    for plan in catalogue.plans_for(which):
         try:
             weights = _read(open_snapshot(catalogue, plan), part)
         except (FormatError, StateError) as error:

@@ -315,7 +315,7 @@ class GroupReader:
     def encode(self, held: HeldParity) -> ParitySet:
         """Return the parity that this node is to hold. Blocks. Raises: LazySnapError."""
         pieces = Pieces(self._group, tuple(member.size_bytes for member in held.members), held.block_bytes)
-        places = self._group.held(self._position)
+        places = self._group.parities(self._position)
         files = self._context.store.buffers(len(places), pieces.stripe_bytes)
         stripes = []
         for (number, row), file in zip(places, files, strict=True):

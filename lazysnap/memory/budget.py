@@ -20,9 +20,8 @@ class MemoryBoundExceeded(KeeperError, MemoryError):
 class Budget:
     """Share of the machine's free memory that slots may take. Thread-safe.
 
-    Memory counts as free until its pages are populated, which takes seconds, and training takes more of it until its
-    first step is over. Both are subtracted here, so that ranks that ask at the same time cannot all be promised the
-    same memory.
+    Memory counts as free until its pages are populated, which takes seconds. Training takes more memory until its first
+    step is over. Both are subtracted here, so that ranks that ask at the same time are not promised the same memory.
     """
 
     def __init__(self) -> None:
@@ -31,7 +30,7 @@ class Budget:
         self._expected: dict[object, int] = {}
 
     def expect(self, trainer: object, growth_bytes: int) -> None:
-        """Leave room for what a ``trainer`` (any key) is still going to take. Replaces what it expected before."""
+        """Leave room for memory that a ``trainer`` (any key) is going to take. Replaces its former expectation."""
         with self._lock:
             self._expected[trainer] = growth_bytes
 
@@ -48,45 +47,51 @@ class Budget:
     def _free_bytes(self) -> int:
         return max(0, available_bytes() - _RESERVE_BYTES - self._reserved - sum(self._expected.values()))
 
-    def check(self, size_bytes: int, what: str) -> None:
-        """Raise MemoryBoundExceeded if ``what`` takes more than is free."""
-        if size_bytes > (free := self.free_bytes()):
-            raise MemoryBoundExceeded(_shortage(size_bytes, free, what))
+    def check(self, size_bytes: int, purpose: str) -> None:
+        """Check that so much memory is free. ``purpose``: its use, for the message. Raises: MemoryBoundExceeded."""
+        free = self.free_bytes()
+        if size_bytes > free:
+            raise MemoryBoundExceeded(_shortage(size_bytes, free, purpose))
 
     @contextlib.contextmanager
-    def reserved(self, size_bytes: int, what: str) -> Iterator[Callable[[int], None]]:
-        """Reserve memory for ``what`` while it is populated.
+    def reserved(self, size_bytes: int, purpose: str) -> Iterator[Callable[[int], None]]:
+        """Reserve memory while it is populated. ``purpose``: its use, for messages.
 
         Yields a function to be called before each further piece is populated, with the bytes populated since the call
-        before: those are not reserved any more, since the machine no longer counts them as free. It raises
+        before. These are not reserved any more, since the machine no longer counts them as free. The function raises
         MemoryBoundExceeded if other processes took the memory meanwhile.
         Raises: MemoryBoundExceeded, if there is not enough.
         """
         with self._lock:
             free = self._free_bytes()
             if size_bytes > free:
-                raise MemoryBoundExceeded(_shortage(size_bytes, free, what))
+                raise MemoryBoundExceeded(_shortage(size_bytes, free, purpose))
             self._reserved += size_bytes
-        left = size_bytes
+        remaining_bytes = size_bytes
 
         def populated(count: int) -> None:
-            nonlocal left
+            nonlocal remaining_bytes
+            released_bytes = min(count, remaining_bytes)
             with self._lock:
-                self._reserved -= min(count, left)
-            left -= min(count, left)
-            if left and (available := available_bytes()) < _RESERVE_BYTES // 2:
-                raise MemoryBoundExceeded(_shortage(left, max(0, available - _RESERVE_BYTES), f"the rest of {what}"))
+                self._reserved -= released_bytes
+            remaining_bytes -= released_bytes
+            if not remaining_bytes:
+                return
+            available = available_bytes()
+            if available < _RESERVE_BYTES // 2:
+                free = max(0, available - _RESERVE_BYTES)
+                raise MemoryBoundExceeded(_shortage(remaining_bytes, free, f"the rest of {purpose}"))
 
         try:
             yield populated
         finally:
             with self._lock:
-                self._reserved -= left
+                self._reserved -= remaining_bytes
 
 
-def _shortage(needed: int, free: int, what: str) -> str:
+def _shortage(needed: int, free: int, purpose: str) -> str:
     return (
-        f"{what} need {needed} bytes ({decimal(needed)}), this machine (or its container) has {free} "
+        f"{purpose} need {needed} bytes ({decimal(needed)}), this machine (or its container) has {free} "
         f"({decimal(free)}) to spare; free memory, use a larger machine, or capture a smaller state"
     )
 

@@ -33,7 +33,7 @@ def _machine_bytes(root: str) -> int:
     for line in _lines(os.path.join(root, "proc/meminfo")):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    # Without /proc the kernel tells memory that is in use by caches from other memory to nobody.
+    # Without /proc nothing shows how much of the memory in use is caches.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -42,36 +42,42 @@ def _groups(root: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     mounts = _mounts(root)
     for line in _lines(os.path.join(root, "proc/self/cgroup")):
         hierarchy, controllers, path = line.split(":", 2)
+        names: tuple[str, ...]
         if hierarchy == "0":
-            names: tuple[str, ...] = _FILES_V2
+            names = _FILES_V2
+            mount = mounts.get("cgroup2")
         elif "memory" in controllers.split(","):
             names = _FILES_V1
+            mount = mounts.get("cgroup")
         else:
             continue
-        if (mount := mounts.get("cgroup2" if names is _FILES_V2 else "cgroup")) is not None:
+        if mount is not None:
             for folder in _chain(root, *mount, path):
                 yield folder, names
 
 
 def _mounts(root: str) -> dict[str, tuple[str, str]]:
-    """Return, by type of file system, which group is mounted where: of version 2, and the memory controller's."""
-    found: dict[str, tuple[str, str]] = {}
+    """Return the mounted group and its mount point, by type of file system: version 2, and the memory controller."""
+    mounts: dict[str, tuple[str, str]] = {}
     for line in _lines(os.path.join(root, "proc/self/mountinfo")):
         place, _, kind = line.partition(" - ")
-        fields, (fs_type, _, options) = place.split(" "), kind.split(" ", 2)
+        fields = place.split(" ")
+        fs_type, _, options = kind.split(" ", 2)
         if fs_type == "cgroup2" or (fs_type == "cgroup" and "memory" in options.split(",")):
-            found.setdefault(fs_type, (fields[3], fields[4]))
-    return found
+            mounts.setdefault(fs_type, (fields[3], fields[4]))
+    return mounts
 
 
 def _chain(root: str, mounted: str, mount_point: str, path: str) -> Iterator[str]:
     """Yield the folder of the group ``path``, then of each group around it, up to the ``mounted`` one.
 
-    A container may see a path that is not below what is mounted there: then the mounted group is its own.
+    A container may see a path that is not below the mounted group: then the mounted group is that of the process.
     """
     top = os.path.join(root, mount_point.lstrip("/"))
     inside = os.path.relpath(path, mounted)
-    parts = [] if inside.startswith("..") or inside == "." else inside.split("/")
+    parts = inside.split("/")
+    if inside.startswith("..") or inside == ".":
+        parts = []
     for count in range(len(parts), -1, -1):
         yield os.path.join(top, *parts[:count])
 
@@ -93,9 +99,10 @@ def _number(path: str) -> int:
 def _reclaimable_bytes(path: str) -> int:
     """Return the pages of files that the kernel drops when memory is needed, as ``MemAvailable`` counts them.
 
-    Version 1 counts those of inner groups apart, in fields that begin with ``total_``.
+    Version 1 counts those of inner groups separately, in fields that begin with ``total_``.
     """
     with open(path) as file:
         fields = dict(line.split() for line in file)
-    inactive, active = (fields.get(f"total_{name}", fields.get(name, 0)) for name in ("inactive_file", "active_file"))
+    inactive = fields.get("total_inactive_file", fields.get("inactive_file", 0))
+    active = fields.get("total_active_file", fields.get("active_file", 0))
     return int(inactive) + int(active) // 2

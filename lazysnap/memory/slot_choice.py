@@ -1,4 +1,4 @@
-"""What does a slot have, which one may be written over, and how many does a rank need? Pure.
+"""The words of a slot, the choice of a slot to write over, and the number of slots that a rank needs. Pure.
 
 **How many slots.** Claim: from the first snapshot on that was whole on every rank, there is one at every moment. A rank
 never writes over its K newest whole captures, nor over a held one. Of the others it takes the oldest, durable or not,
@@ -112,12 +112,12 @@ SLACK_BYTES = 8 << 20
 
 
 def fits_image(capacity_bytes: int, image_bytes: int) -> bool:
-    """Return True if a capacity is large enough for an image, and not wastefully larger."""
+    """True if a capacity is large enough for an image, and not wastefully larger."""
     return image_bytes <= capacity_bytes <= image_bytes + image_bytes // 20 + SLACK_BYTES
 
 
 def is_fitting(view: SlotView, meta_bytes: int, image_bytes: int) -> bool:
-    """Return True if a slot is large enough for a capture, and its image not wastefully larger."""
+    """True if a slot is large enough for a capture, and its image not wastefully larger."""
     return view.meta_capacity_bytes >= meta_bytes and fits_image(view.image_capacity_bytes, image_bytes)
 
 
@@ -129,7 +129,7 @@ def newest_whole(views: Sequence[SlotView], count: int) -> list[SlotView]:
 
 
 def is_untouchable(view: SlotView, views: Sequence[SlotView], kept: int) -> bool:
-    """Return True if the trainer loads HELD of this slot again before it can choose it.
+    """True if the trainer loads HELD of this slot again before it can choose it.
 
     Args:
         view: the slot in question, one of ``views``.
@@ -152,7 +152,8 @@ def choose_slot(
 ) -> SlotView | None:
     """Return the slot for the next capture; ``None`` if all are in use.
 
-    What is not whole is worth nothing and goes first. Then goes the oldest, so that the newest captures stay.
+    Captures that are not whole are worth nothing: their slots are chosen first. Then the slot of the oldest capture is
+    chosen, so that the newest captures stay.
 
     Args:
         views: all slots of the rank, also those of another size.

@@ -23,7 +23,9 @@ _RESERVE_BYTES = 256 << 20
 _LOCAL_DISKS = {0xEF53: "ext4", 0x58465342: "XFS", 0x9123683E: "btrfs", 0xF2F52010: "F2FS", 0x794C7630: "overlay"}
 """File systems, by ``statfs.f_type``, on which allocated space stays allocated and no server has to answer."""
 _BTRFS = 0x9123683E
-_GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
+_GET_FLAGS = 0x80086601
+_SET_FLAGS = 0x40086602
+_NO_COPY_ON_WRITE = 0x00800000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,7 +33,10 @@ def spill_dir(memory: MemoryLevel, levels: Sequence[PersistentLevel]) -> str | N
     """Return the directory in which slots are made as files; ``None``: nowhere."""
     if memory.spill_dir is not None:
         return memory.spill_dir or None
-    return next((level.url for level in levels if not urlsplit(level.url).scheme), None)
+    for level in levels:
+        if not urlsplit(level.url).scheme:
+            return level.url
+    return None
 
 
 def check_room(directory: str, size_bytes: int) -> None:
@@ -89,11 +94,15 @@ def _existing(directory: str) -> str:
 
 def _kind(file: str | int) -> int:
     """Return ``statfs.f_type`` of a path, or of an open file by its descriptor. Raises: OSError."""
-    room = ctypes.create_string_buffer(512)
-    failed = _libc.fstatfs(file, room) if isinstance(file, int) else _libc.statfs(os.fsencode(file), room)
-    if failed:
+    facts = ctypes.create_string_buffer(512)
+    if isinstance(file, int):
+        result = _libc.fstatfs(file, facts)
+    else:
+        path = os.fsencode(file)
+        result = _libc.statfs(path, facts)
+    if result != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return ctypes.c_ulong.from_buffer(room).value & 0xFFFFFFFF
+    return ctypes.c_ulong.from_buffer(facts).value & 0xFFFFFFFF
 
 
 def _nameless(folder: str) -> int:

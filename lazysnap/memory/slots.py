@@ -1,6 +1,6 @@
 """A slot: shared memory, or a file where memory does not suffice, that holds one capture of one rank.
 
-It has no name. Processes hand it on as a descriptor, and it is freed when the last one closes it. A slot describes
+It has no name. Processes pass it on as a descriptor, and it is freed when the last process closes it. A slot describes
 itself::
 
     0                       words (memory.words)
@@ -97,7 +97,9 @@ class Slot:
     @property
     def memory_bytes(self) -> int:
         """Bytes of shared memory that the slot takes: none if it is a file."""
-        return 0 if self.is_file else self.size_bytes
+        if self.is_file:
+            return 0
+        return self.size_bytes
 
     def view(self) -> SlotView:
         """Return the words as they were at one moment."""
@@ -165,7 +167,7 @@ class TrainerSlot(Slot):
             self._image_mapping.madvise(mmap.MADV_HUGEPAGE)
         self.image = memoryview(self._image_mapping)
         """The bytes of the shard, then unused capacity."""
-        self.before_unmap: Callable[[], object] = lambda: None
+        self.before_unmap: Callable[[], object] = _do_nothing
         """Called once before the image is unmapped, to unregister it from a device."""
 
     def populate(self) -> None:
@@ -229,7 +231,9 @@ class TrainerSlot(Slot):
         address, num_words = pieces.buffer_info()
         written = _libc.pwritev(self.descriptor, address, num_words // 2, self._image_offset + offset)
         if written != length:
-            error_number = ctypes.get_errno() if written == -1 else errno.EFAULT
+            error_number = errno.EFAULT
+            if written == -1:
+                error_number = ctypes.get_errno()
             raise OSError(error_number, f"copied {written} of {length} bytes: {os.strerror(error_number)}")
 
     def advance(self, watermark_bytes: int) -> None:
@@ -285,10 +289,11 @@ class KeeperSlot(Slot):
             not certain, or the capture is not in the slot any more; then nothing is held.
         """
         self.words.store(SlotWord.HELD, sequence)
-        others = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]
+        views = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]
         # Last: if the capture is still in the slot then, all other slots were read before the trainer could begin here.
         view = self.view()
-        if view.sequence == sequence and is_untouchable(view, [*others, view], kept):
+        views.append(view)
+        if view.sequence == sequence and is_untouchable(view, views, kept):
             return True
         self.release()
         return False
@@ -311,7 +316,7 @@ def make_slot(
     meta_capacity_bytes: int,
     image_capacity_bytes: int,
     directory: str | None = None,
-    progress: Callable[[int], None] = lambda count: None,
+    progress: Callable[[int], None] | None = None,
 ) -> KeeperSlot:
     """Make an empty slot and allocate all of its memory.
 
@@ -320,7 +325,7 @@ def make_slot(
     Args:
         meta_capacity_bytes: bytes for metadata, rounded up to pages.
         image_capacity_bytes: bytes for the image, rounded up to pages.
-        directory: where the slot is made as a file; ``None``: it is shared memory.
+        directory: the directory in which the slot is made as a file; ``None``: it is shared memory.
         progress: called with the number of bytes after each piece of shared memory. What it raises ends the call.
 
     Raises: OSError, if the machine has no memory for it; MemoryBoundExceeded, if no file can be made.
@@ -343,12 +348,17 @@ def make_slot(
     return KeeperSlot.attach(descriptor)
 
 
-def _allocate(descriptor: int, size_bytes: int, progress: Callable[[int], None]) -> None:
+def _do_nothing() -> None:
+    return
+
+
+def _allocate(descriptor: int, size_bytes: int, progress: Callable[[int], None] | None) -> None:
     """Allocate the pages of shared memory without mapping them: mapped ones would count as the keeper's own."""
     for offset in range(0, size_bytes, _CHUNK_BYTES):
         length = min(_CHUNK_BYTES, size_bytes - offset)
         os.posix_fallocate(descriptor, offset, length)
-        progress(length)
+        if progress is not None:
+            progress(length)
 
 
 def _check_slot(descriptor: int) -> int:

@@ -148,20 +148,26 @@ class SlotPage(WordPage):
         return self._read(sequence, 0)
 
     def _read(self, sequence: int, begin: int) -> SlotView:
+        step = None
+        if begin != 0:
+            step = begin - 1
+        reached_step = None
         reached = self.load(SlotWord.REACHED)
+        if reached != 0:
+            reached_step = reached - 1
         is_held = begin != 0 and self.load(SlotWord.HELD) == sequence
         return SlotView(
             slot_id=self.slot_id,
             meta_capacity_bytes=self.meta_capacity_bytes,
             image_capacity_bytes=self.image_capacity_bytes,
             phase=self._phase(sequence, begin),
-            step=begin - 1 if begin else None,
+            step=step,
             start=self.load(SlotWord.START),
             sequence=sequence,
             image_bytes=self.load(SlotWord.IMAGE_BYTES),
             watermark_bytes=self.load(SlotWord.WATERMARK),
             copied_ns=self.load(SlotWord.COPIED),
-            reached_step=reached - 1 if reached else None,
+            reached_step=reached_step,
             is_held=is_held,
             is_repeatable=self.load(SlotWord.REPEATABLE) == 1,
         )

@@ -28,22 +28,33 @@ def _powers_of_two() -> list[int]:
     powers = [1]
     while len(powers) < 255:
         doubled = powers[-1] << 1
-        powers.append(doubled ^ POLYNOMIAL if doubled > 255 else doubled)
+        if doubled > 255:
+            doubled ^= POLYNOMIAL
+        powers.append(doubled)
     return powers
 
 
 _POWERS = _powers_of_two()
-_LOGARITHMS = {power: exponent for exponent, power in enumerate(_POWERS)}
+_LOGARITHMS = dict(zip(_POWERS, range(255), strict=True))
 
 
 def product(a: int, b: int) -> int:
-    """The product of two elements of the field."""
-    return _POWERS[(_LOGARITHMS[a] + _LOGARITHMS[b]) % 255] if a and b else 0
+    """Return the product of two elements of the field."""
+    if a == 0 or b == 0:
+        return 0
+    return _POWERS[(_LOGARITHMS[a] + _LOGARITHMS[b]) % 255]
 
 
 def quotient(a: int, b: int) -> int:
-    """``a`` divided by ``b``, which is not 0."""
-    return _POWERS[(_LOGARITHMS[a] - _LOGARITHMS[b]) % 255] if a else 0
+    """Return ``a`` divided by ``b``, which is not 0."""
+    if a == 0:
+        return 0
+    return _POWERS[(_LOGARITHMS[a] - _LOGARITHMS[b]) % 255]
+
+
+def _products(weight: int) -> bytes:
+    """Return the products of ``weight`` and each element of the field."""
+    return bytes(product(weight, value) for value in range(256))
 
 
 @dataclass(frozen=True)
@@ -63,43 +74,65 @@ class Code:
             )
 
     def weight(self, row: int, column: int) -> int:
-        """The weight of data piece ``column`` in parity piece ``row``."""
+        """Return the weight of data piece ``column`` in parity piece ``row``. Raises: ConfigError, if there is none."""
         if not (0 <= row < self.parity and 0 <= column < self.pieces):
             raise ConfigError(f"{self} has no weight of data piece {column} in parity piece {row}")
         return quotient(255 ^ column, (255 - row) ^ column)
 
     @lru_cache(maxsize=1024)  # noqa: B019  codes are few and small
-    def recovery(self, wanted: int, present: tuple[int, ...]) -> list[int]:
-        """The weight of each piece in ``present`` in the sum that is data piece ``wanted``.
+    def recovery(self, data_piece: int, present: tuple[int, ...]) -> list[int]:
+        """Return the weight of each piece in ``present`` in the sum that is the data piece of that number.
 
         ``present``: exactly k pieces that are left: 0 to k-1 are data, k to k+m-1 parity.
 
         Raises: ConfigError, if these are not k pieces of this code.
         """
-        k, all_pieces = self.pieces, self.pieces + self.parity
-        if not 0 <= wanted < k:
-            raise ConfigError(f"{self} has no data piece {wanted}")
-        if len(present) != k or len({*present}) != k or not all(0 <= piece < all_pieces for piece in present):
+        k = self.pieces
+        if not 0 <= data_piece < k:
+            raise ConfigError(f"{self} has no data piece {data_piece}")
+        all_pieces = range(k + self.parity)
+        different = set(present)
+        if len(present) != k or len(different) != k or not different <= set(all_pieces):
             raise ConfigError(
-                f"data piece {wanted} is computed from {k} different pieces of 0 to {all_pieces - 1}, got {[*present]}"
+                f"data piece {data_piece} is computed from {k} different pieces of 0 to {all_pieces[-1]}, got "
+                f"{[*present]}"
             )
-        # One equation per data piece: its weights in the pieces that are present add up to 1 if it is the wanted one.
-        equations = [[self._share(piece, column) for piece in present] + [int(column == wanted)] for column in range(k)]
-        for at in range(k):
-            pivot = next(row for row in range(at, k) if equations[row][at])  # it exists: see the docstring above
-            equations[at], equations[pivot] = equations[pivot], equations[at]
-            equations[at] = [quotient(value, equations[at][at]) for value in equations[at]]
-            for row in range(k):
-                if row != at and (factor := equations[row][at]):
-                    equations[row] = [
-                        value ^ product(factor, other)
-                        for value, other in zip(equations[row], equations[at], strict=True)
-                    ]
+        # One equation per data piece: its weights in the sum add up to 1 if it is the lost piece, else to 0.
+        equations = []
+        for column in range(k):
+            equation = [self._share(piece, column) for piece in present]
+            equation.append(int(column == data_piece))
+            equations.append(equation)
+        for column in range(k):
+            _eliminate(equations, column)
         return [equation[k] for equation in equations]
 
     def _share(self, piece: int, column: int) -> int:
-        """The weight of data piece ``column`` in any ``piece``."""
-        return int(piece == column) if piece < self.pieces else self.weight(piece - self.pieces, column)
+        """Return the weight of data piece ``column`` in any ``piece``."""
+        if piece < self.pieces:
+            return int(piece == column)
+        return self.weight(piece - self.pieces, column)
+
+
+def _eliminate(equations: list[list[int]], column: int) -> None:
+    """Solve for one unknown: its factor becomes 1 in the equation of that number, and 0 in all others.
+
+    Equations before that number are solved. Each is a list of factors, and behind them the sum.
+    """
+    pivot = column
+    while equations[pivot][column] == 0:  # ends: the docstring of this module says why
+        pivot += 1
+    pivot_equation = equations[pivot]
+    equations[pivot] = equations[column]
+    equations[column] = pivot_equation
+    divisor = pivot_equation[column]
+    for place, value in enumerate(pivot_equation):
+        pivot_equation[place] = quotient(value, divisor)
+    for equation in equations:
+        factor = equation[column]
+        if equation is not pivot_equation and factor != 0:
+            for place, value in enumerate(pivot_equation):
+                equation[place] ^= product(factor, value)
 
 
 def multiply_add(weight: int, data: "Buffer", out: "Buffer") -> None:
@@ -109,13 +142,17 @@ def multiply_add(weight: int, data: "Buffer", out: "Buffer") -> None:
 
     Raises: ConfigError, for other buffers, or if neither ISA-L nor numpy is installed.
     """
-    source, target = memoryview(data).cast("B"), memoryview(out).cast("B")
+    source = memoryview(data).cast("B")
+    target = memoryview(out).cast("B")
     if not 0 <= weight < 256:
         raise ConfigError(f"a weight is 0 to 255, got {weight}")
     if len(source) != len(target) or target.readonly:
+        kind = "to write to"
+        if target.readonly:
+            kind = "that are read-only"
         raise ConfigError(
             f"multiply_add needs as many bytes to write to as to read, got {len(source)} to read and {len(target)} "
-            f"{'that are read-only' if target.readonly else 'to write to'}"
+            f"{kind}"
         )
     if weight and len(source):
         _arithmetic().multiply_add(weight, source, target)
@@ -141,25 +178,26 @@ def _arithmetic() -> Arithmetic:
     for path in isal_paths():
         try:
             return IsaL(path)
-        except (OSError, AttributeError, ConfigError):  # not there, another library, or not right on this processor
+        except (OSError, AttributeError, ConfigError):  # no file, another library, or wrong on this processor
             continue
     return Numpy()
 
 
 def isal_paths() -> "list[str | Path]":
-    """Return the places where ISA-L may be: in the wheel of pyeclib, which need not be imported for it, then in the
-    system."""
+    """Return the places where ISA-L may be: in the wheel of pyeclib, which is not imported, then in the system."""
     import importlib.util
     from ctypes.util import find_library
     from pathlib import Path
 
     spec = importlib.util.find_spec("pyeclib")
-    found: list[str | Path] = []
+    paths: list[str | Path] = []
     if spec is not None and spec.origin is not None:
-        found += sorted(Path(spec.origin).parent.parent.glob("pyeclib.libs/libisal*"))
-    if not found and (name := find_library("isal")) is not None:
-        found.append(name)
-    return found
+        paths += sorted(Path(spec.origin).parent.parent.glob("pyeclib.libs/libisal*"))
+    if not paths:
+        name = find_library("isal")
+        if name is not None:
+            paths.append(name)
+    return paths
 
 
 class IsaL:
@@ -176,12 +214,13 @@ class IsaL:
         self._tables: dict[int, Array[c_char]] = {}
         self._init_tables = self._library.ec_init_tables
         self._update = self._library.ec_encode_data_update
-        # The library chooses among several programs by the processor: better compared here than found in a restart.
+        # The library has several programs, and the processor decides which one runs. A wrong one must not be noticed
+        # only by a restart.
         data = bytes(range(256)) * 17 + bytes(range(201))
         for weight in (2, 0x8E):
             out = bytearray(len(data))
             self.multiply_add(weight, memoryview(data), memoryview(out))
-            if out != bytes(product(weight, value) for value in data):
+            if out != data.translate(_products(weight)):
                 raise ConfigError(f"{path} computes wrong products")
 
     def multiply_add(self, weight: int, source: memoryview, target: memoryview) -> None:
@@ -189,13 +228,18 @@ class IsaL:
         from ctypes import addressof, byref, c_char, c_char_p, c_void_p, cast
 
         table = self._table(weight)
-        # ctypes gives no address of what is read-only, but of bytes: that is copied.
-        copy = cast(c_char_p(bytes(source)), c_void_p) if source.readonly else None
-        start = (copy.value or 0) if copy is not None else addressof(c_char.from_buffer(source))
-        end = addressof(c_char.from_buffer(target))
-        for at in range(0, len(source), self.MAX_BYTES):
-            length = min(self.MAX_BYTES, len(source) - at)
-            self._update(length, 1, 1, 0, table, c_void_p(start + at), byref(c_void_p(end + at)))
+        if source.readonly:
+            # ctypes gives the address of read-only memory for bytes alone: so it is copied.
+            copy = cast(c_char_p(bytes(source)), c_void_p)
+            source_address = copy.value or 0
+        else:
+            source_address = addressof(c_char.from_buffer(source))
+        target_address = addressof(c_char.from_buffer(target))
+        for offset in range(0, len(source), self.MAX_BYTES):
+            length = min(self.MAX_BYTES, len(source) - offset)
+            source_pointer = c_void_p(source_address + offset)
+            target_pointer = byref(c_void_p(target_address + offset))
+            self._update(length, 1, 1, 0, table, source_pointer, target_pointer)
 
     def _table(self, weight: int) -> "Array[c_char]":
         if weight not in self._tables:
@@ -222,22 +266,24 @@ class Numpy:
                 "parity between nodes needs ISA-L or numpy, and neither is here; run pip install 'lazysnap[parity]'"
             ) from error
         self._numpy = numpy
-        self._table = cache(self._products)
+        self._table = cache(self._make_table)
 
-    def _products(self, weight: int) -> Any:
-        return self._numpy.array([product(weight, value) for value in range(256)], self._numpy.uint8)
+    def _make_table(self, weight: int) -> Any:
+        return self._numpy.frombuffer(_products(weight), self._numpy.uint8)
 
     def multiply_add(self, weight: int, source: memoryview, target: memoryview) -> None:
         """Add ``weight`` times ``source`` to ``target``."""
         numpy = self._numpy
-        data, out = numpy.frombuffer(source, numpy.uint8), numpy.frombuffer(target, numpy.uint8)
+        data = numpy.frombuffer(source, numpy.uint8)
+        out = numpy.frombuffer(target, numpy.uint8)
         if weight == 1:
             numpy.bitwise_xor(out, data, out=out)
             return
         table = self._table(weight)
         products = numpy.empty(self.BLOCK_BYTES, numpy.uint8)
-        for at in range(0, len(data), self.BLOCK_BYTES):
-            block = out[at : at + self.BLOCK_BYTES]
+        for start in range(0, len(data), self.BLOCK_BYTES):
+            block = out[start : start + self.BLOCK_BYTES]
+            factors = data[start : start + len(block)]
             # "clip": otherwise numpy writes to a buffer of its own first. No index is beyond 255.
-            found = numpy.take(table, data[at : at + len(block)], out=products[: len(block)], mode="clip")
-            numpy.bitwise_xor(block, found, out=block)
+            block_products = numpy.take(table, factors, out=products[: len(block)], mode="clip")
+            numpy.bitwise_xor(block, block_products, out=block)

@@ -1,4 +1,4 @@
-"""Which nodes protect each other, and what each of them holds for the others. Pure functions of what all nodes know.
+"""Groups of nodes that protect each other, and the pieces that their members hold. Pure: of what all nodes know.
 
 A group of n nodes with m parities has n stripes. In stripe s the members at positions s, s+1, .. s+m-1 (modulo n) hold
 parity 0 to m-1; the others hold data. So each member holds m parity pieces and has data in n-m stripes: its part of a
@@ -32,22 +32,25 @@ class Group:
         return len(self.members) - self.parity
 
     def holders(self, stripe: int) -> tuple[int, ...]:
-        """The positions of the members that hold parity 0, 1, .. of the stripe."""
+        """Return the positions of the members that hold parity 0, 1, .. of the stripe."""
         return tuple((stripe + row) % len(self.members) for row in range(self.parity))
 
     def data(self, stripe: int) -> tuple[int, ...]:
-        """The positions of the members that hold its data pieces, by column."""
-        holders = self.holders(stripe)
-        return tuple(position for position in range(len(self.members)) if position not in holders)
+        """Return the positions of the members that hold its data pieces, by column."""
+        positions = set(range(len(self.members)))
+        positions.difference_update(self.holders(stripe))
+        return tuple(sorted(positions))
 
-    def held(self, position: int) -> tuple[tuple[int, int], ...]:
-        """The ``(stripe, row)`` of the parity pieces of a member, by row."""
+    def parities(self, position: int) -> tuple[tuple[int, int], ...]:
+        """Return the ``(stripe, row)`` of the parity pieces of a member, by row."""
         return tuple(((position - row) % len(self.members), row) for row in range(self.parity))
 
     def stripes(self, position: int) -> tuple[int, ...]:
-        """The stripes in which a member has data: piece p of its part belongs to the p-th of them."""
-        held = {stripe for stripe, _ in self.held(position)}
-        return tuple(stripe for stripe in range(len(self.members)) if stripe not in held)
+        """Return the stripes in which a member has data: piece p of its part belongs to the p-th of them."""
+        stripes = set(range(len(self.members)))
+        for stripe, _ in self.parities(position):
+            stripes.remove(stripe)
+        return tuple(sorted(stripes))
 
 
 def groups_of(nodes: int, size: int, parity: int) -> tuple[Group, ...]:
@@ -63,5 +66,5 @@ def groups_of(nodes: int, size: int, parity: int) -> tuple[Group, ...]:
         raise ConfigError(f"groups of {size} nodes cannot have {parity} parities: one at least, and fewer than nodes")
     if nodes <= parity:
         raise ConfigError(f"{parity} parities need {parity + 1} nodes at least, got {nodes}")
-    number = min(-(-nodes // size), nodes // (parity + 1))
-    return tuple(Group(tuple(range(first, nodes, number)), parity) for first in range(number))
+    num_groups = min(-(-nodes // size), nodes // (parity + 1))
+    return tuple(Group(tuple(range(first, nodes, num_groups)), parity) for first in range(num_groups))

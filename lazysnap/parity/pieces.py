@@ -56,24 +56,30 @@ class Pieces:
         return self.piece_bytes + (column * self.num_blocks + block) * CHECKSUM_BYTES
 
     def span(self, position: int, stripe: int, block: int) -> tuple[int, int]:
-        """Offset and length, in the part of the member at that position, of a block of its piece in that stripe. The
-        length is 0 where the part is over.
+        """Return the offset and length of a block in the part of the member at that position.
+
+        The block is one of the member's piece in that stripe. The length is 0 behind the end of the part.
         """
-        offset = self.group.stripes(position).index(stripe) * self.piece_bytes + block * self.block_bytes
-        return offset, max(0, min(self.block_bytes, self.sizes[position] - offset))
+        piece = self.group.stripes(position).index(stripe)
+        offset = piece * self.piece_bytes + block * self.block_bytes
+        bytes_left = self.sizes[position] - offset
+        return offset, max(0, min(self.block_bytes, bytes_left))
 
     def locate(self, position: int, index: int) -> tuple[int, int]:
-        """Stripe, and block in the piece, of block ``index`` of a member's part."""
+        """Return the stripe, and the block in the piece, of block ``index`` of a member's part."""
         piece, block = divmod(index, self.num_blocks)
         return self.group.stripes(position)[piece], block
 
 
 def can_rebuild(group: Group, parts: Sequence[int], parities: Sequence[int]) -> bool:
-    """True if every lost part can be rebuilt. ``parts``: positions whose part is there; ``parities``: positions whose
-    parity is there. Neither implies the other: a keeper that died lost its parity alone.
+    """True if every lost part can be rebuilt.
+
+    ``parts``: positions whose part is present; ``parities``: positions whose parity is present. Neither implies the
+    other: a keeper that died lost its parity alone.
     """
     for stripe in range(len(group.members)):
-        lost = [position for position in group.data(stripe) if position not in parts]
-        if len(lost) > sum(position in parities for position in group.holders(stripe)):
+        lost_parts = set(group.data(stripe)).difference(parts)
+        present_parities = set(group.holders(stripe)).intersection(parities)
+        if len(lost_parts) > len(present_parities):
             return False
     return True

@@ -1,1 +1,1 @@
-"""The ranks of a training: what each of them captures, and the agreements between them, never one per snapshot."""
+"""The ranks of a training: the part of the state that each captures, and their agreements, never one per snapshot."""

@@ -37,35 +37,39 @@ _KINDS: dict[str, type[LazySnapError]] = {kind.__name__: kind for kind in _SHARE
 
 def common_settings(config: SnapshotConfig) -> Settings:
     """Return the settings that must be equal on all ranks, by name; plain JSON."""
-    found: Settings = {}
+    settings: Settings = {}
     for name, value in vars(config).items():
         if name == "job_id":
-            found[name] = given_job_id(config)  # one that is a level's URL may differ as that does
+            settings[name] = given_job_id(config)  # a name that is the URL of a level may differ as that URL does
         elif name == "levels":
-            found["number of levels"] = len(value)
+            settings["number of levels"] = len(value)
             for number, level in enumerate(value):
-                found |= _compared(f"levels[{number}]", "levels[]", level)
+                _add_group(settings, f"levels[{number}]", "levels[]", level)
         elif dataclasses.is_dataclass(value):
-            found[name] = type(value).__name__
-            found |= _compared(name, name, value)
+            settings[name] = type(value).__name__
+            _add_group(settings, name, name, value)
         elif name not in MAY_DIFFER:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
-def _compared(owner: str, kind: str, settings: object) -> Settings:
-    return {f"{owner}.{name}": value for name, value in vars(settings).items() if f"{kind}.{name}" not in MAY_DIFFER}
+def _add_group(settings: Settings, owner: str, kind: str, group: object) -> None:
+    """Add the fields of a nested object that must be equal. ``kind``: its name in ``MAY_DIFFER``."""
+    for name, value in vars(group).items():
+        if f"{kind}.{name}" not in MAY_DIFFER:
+            settings[f"{owner}.{name}"] = value
 
 
 def check_alike(settings: Sequence[Settings]) -> None:
     """Check that the settings of all ranks are equal. Raises: ConfigError, naming what differs, and on which ranks."""
-    first = settings[0]
-    for rank, mine in enumerate(settings):
-        # The number of levels first: then it says enough.
-        for name in ("number of levels", *first):
-            if mine.get(name) != first[name]:
+    expected = settings[0]
+    for rank, settings_of_rank in enumerate(settings):
+        # The number of levels first: if it differs, that says enough.
+        for name in ("number of levels", *expected):
+            value = settings_of_rank.get(name)
+            if value != expected[name]:
                 raise ConfigError(
-                    f"ranks 0 and {rank} have other settings: {name} is {first[name]!r} and {mine.get(name)!r}; give "
+                    f"ranks 0 and {rank} have other settings: {name} is {expected[name]!r} and {value!r}; give "
                     "all ranks the same value (SnapshotConfig; the job's name may come from LAZYSNAP_JOB_ID), or no "
                     "snapshot would be complete"
                 )
@@ -77,26 +81,30 @@ def check_places(world: World, config: SnapshotConfig, job_id: str) -> None:
     Ranks of one node share a keeper, which is found by the name of the job. Levels that differ differ by node.
     Raises: ConfigError, on all ranks, with both places.
     """
-    places = [[f"level {number}", level.url] for number, level in enumerate(config.levels)]
-    places.append(["the job", job_id])
-    first_of_node: dict[str, tuple[int, list[list[str]]]] = {}
-    for rank, places_of_rank in enumerate(world.exchange("comparing places", places)):
-        first_rank, expected = first_of_node.setdefault(world.places[rank].node, (rank, places_of_rank))
-        for (what, place), (_, expected_place) in zip(places_of_rank, expected, strict=False):
+    named_places = []
+    for number, level in enumerate(config.levels):
+        named_places.append([f"level {number}", level.url])
+    named_places.append(["the job", job_id])
+    answers = world.exchange("comparing places", named_places)
+    first_ranks: dict[str, int] = {}
+    for rank, answer in enumerate(answers):
+        first_rank = first_ranks.setdefault(world.places[rank].node, rank)
+        for (owner, place), (_, expected_place) in zip(answer, answers[first_rank], strict=False):
             if place != expected_place:
                 raise ConfigError(
-                    f"ranks {first_rank} and {rank} of one node have different places for snapshots: {what} is "
+                    f"ranks {first_rank} and {rank} of one node have different places for snapshots: {owner} is "
                     f"{expected_place!r} on rank {first_rank} and {place!r} on rank {rank}. Name the same directory on "
                     "all ranks of a node; where the name holds a time or a random part, make it on rank 0 and "
                     "broadcast it"
                 )
 
 
-def together(world: World, what: str, work: Callable[[], object]) -> None:
-    """Do ``work`` on every rank; if it raises on one of them, all raise, naming that rank and its reason. Collective.
+def together(world: World, activity: str, work: Callable[[], object]) -> None:
+    """Do ``work`` on every rank; if it raises on a rank, all raise, naming that rank and its reason. Collective.
 
-    Blocks: until all have done theirs. Raises: as ``work`` does, of the kinds in ``_SHARED``; for
-    any other error StateError, with that error as the cause on the rank that met it; WaitTimeout.
+    Blocks: until all ranks have done their work.
+    Raises: as ``work`` does, of the kinds in ``_SHARED``; for any other error StateError, with that error as the cause
+    on its rank; WaitTimeout.
     """
     if world.is_alone:
         work()
@@ -111,11 +119,14 @@ def together(world: World, what: str, work: Callable[[], object]) -> None:
             return [type(error).__name__, str(error)]
         return None
 
-    told = world.exchange_after(what, outcome)
-    refusals = [(rank, answer) for rank, answer in enumerate(told) if answer is not None]
+    answers = world.exchange_after(activity, outcome)
+    refusals = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
     if not refusals:
         return
-    rank, (kind, text) = refusals[0]
-    others = f" (and {len(refusals) - 1} more ranks)" if len(refusals) > 1 else ""
-    reason = text if kind in _KINDS else f"{kind}: {text}"
-    raise _KINDS.get(kind, StateError)(f"rank {rank}{others}: {reason}") from next(iter(causes), None)
+    rank, (kind, reason) = refusals[0]
+    ranks = f"rank {rank}"
+    if len(refusals) > 1:
+        ranks += f" (and {len(refusals) - 1} more ranks)"
+    if kind not in _KINDS:
+        reason = f"{kind}: {reason}"
+    raise _KINDS.get(kind, StateError)(f"{ranks}: {reason}") from next(iter(causes), None)

@@ -29,7 +29,7 @@ class Discovery:
     """The addresses of the other nodes' keepers, for this rank's keeper and for a restart that reads from them."""
 
     peers: PeerSettings | None = None
-    """How keepers reach each other; ``None``: there is one node, or they do not."""
+    """Addresses and secret of the keepers; ``None``: there is one node, or keepers do not reach each other."""
     redundancy: RedundancySettings | None = None
     """``None``: other nodes do not protect this one."""
     reads: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -67,73 +67,83 @@ class _Endpoint:
 def discover_keepers(
     world: World, client: KeeperClient, config: SnapshotConfig, job_id: str, *, alone: bool = False
 ) -> Discovery:
-    """Let the keepers of all nodes meet. Collective, with several nodes. Blocks: until each node has a keeper, at most
-    ``io_timeout_s``. ``alone``: also if there is one node only, whose keeper holds parity of others that are lost.
+    """Let the keepers of all nodes meet. Collective, with several nodes.
 
-    Trainers reserve the ports of their keepers, so nothing here depends on a keeper: one that is silent now, or is
-    replaced later, is let in as soon as it comes.
+    Trainers reserve the ports of their keepers, so nothing here depends on a keeper. A keeper that is silent now, or is
+    replaced later, joins as soon as it answers.
 
-    Raises: WaitTimeout.
+    Blocks: until each node has a keeper, at most ``io_timeout_s``. Raises: WaitTimeout.
+
+    Args:
+        alone: if there is one node only, let its keeper serve others too: it may hold parity of nodes that are lost.
     """
-    places = world.places
-    nodes = list(dict.fromkeys(place.node for place in places))
+    nodes = list(dict.fromkeys(world.nodes))
     if len(nodes) == 1 and not alone:
         return NOBODY
-    secret, of_first = _agree_on_secret(world, is_first_node=world.place.node == nodes[0])
+    secret, first_node_addresses = _agree_on_secret(world, is_first_node=world.place.node == nodes[0])
     if len(nodes) == 1:
-        of_first = ["127.0.0.1"]
-    endpoints = _exchange_endpoints(world, client, of_first)
+        first_node_addresses = ["127.0.0.1"]
+    endpoints = _exchange_endpoints(world, client, first_node_addresses)
+    addresses = []
+    reads = {}
+    for number, (node, endpoint) in enumerate(endpoints.items()):
+        addresses.append(PeerAddress(number, endpoint.host, endpoint.port))
+        if endpoint.port:
+            reads[node] = (endpoint.host, endpoint.port)
     peers = PeerSettings(
         job=job_id,
         node=nodes.index(world.place.node),
         secret=secret.hex,
-        addresses=tuple(
-            PeerAddress(number, endpoints[node].host, endpoints[node].port) for number, node in enumerate(nodes)
-        ),
+        addresses=tuple(addresses),
     )
     silences = _begin_serving(world, client, peers, config.io_timeout_s)
     if world.rank == 0:
         for node in nodes:
             _report(node.split("/")[0], endpoints[node], silences.get(node, ""), is_first=node == nodes[0])
-    if not endpoints[nodes[0]].port:
+    if not addresses[0].port:
         return NOBODY
-    reads = {node: (endpoint.host, endpoint.port) for node, endpoint in endpoints.items() if endpoint.port}
-    redundancy = _redundancy(world, config, [endpoints[node] for node in nodes], peers.node)
+    redundancy = _redundancy(world, config, list(endpoints.values()), peers.node)
     return Discovery(peers, redundancy, reads)
 
 
 def _agree_on_secret(world: World, *, is_first_node: bool) -> tuple[Secret, list[str]]:
-    """Return the secret of this start, and the addresses at which other nodes see that of rank 0. Collective."""
-    # Only other nodes know where they reach that of rank 0: to itself its name may mean 127.0.1.1.
-    told: Any = None
+    """Return the secret of this start, and the addresses at which other nodes reach the node of rank 0. Collective."""
+    # Rank 0 gives the secret. The address of its node comes from other nodes: its own name may mean 127.0.1.1 to it.
+    contribution: Any = None
     if not is_first_node:
-        told = address_of(os.environ.get("MASTER_ADDR"))
+        contribution = address_of(os.environ.get("MASTER_ADDR"))
     if world.rank == 0:
-        told = draw_secret().hex
-    secret_hex, *addresses = world.exchange("linking keepers", told)
-    return Secret(secret_hex), list(dict.fromkeys(address for address in addresses if address is not None))
+        contribution = draw_secret().hex
+    secret_hex, *answers = world.exchange("linking keepers", contribution)
+    return Secret(secret_hex), [address for address in dict.fromkeys(answers) if address is not None]
 
 
-def _exchange_endpoints(world: World, client: KeeperClient, of_first: Sequence[str]) -> dict[str, _Endpoint]:
-    """Reserve a port for the keeper of this node; return the addresses of all keepers, by node. Collective."""
-    own: Any = None
+def _exchange_endpoints(
+    world: World, client: KeeperClient, first_node_addresses: Sequence[str]
+) -> dict[str, _Endpoint]:
+    """Reserve a port for the keeper of this node; return the endpoints of all keepers, in the order of the nodes'
+    numbers. Collective.
+    """
+    fields: Any = None
     if world.place.local_rank == 0:
-        host = own_address(of_first)
+        host = own_address(first_node_addresses)
         try:
-            own = vars(_Endpoint(host, client.reserve_port(host), _library()))
+            endpoint = _Endpoint(host, client.reserve_port(host), _library())
         except OSError as error:
-            own = vars(_Endpoint(f"{host}: {error}", 0, _library()))
-    answers = world.exchange("where keepers are", own)
-    endpoints = {}
-    for place in world.places:
-        if place.local_rank == 0:
-            endpoints[place.node] = _Endpoint(**answers[place.rank])
-    return endpoints
+            endpoint = _Endpoint(f"{host}: {error}", 0, _library())
+        fields = vars(endpoint)
+    answers = world.exchange("where keepers are", fields)
+    return {node: _Endpoint(**answer) for node, answer in _answers_of_nodes(world, answers).items()}
+
+
+def _answers_of_nodes(world: World, answers: Sequence[Any]) -> dict[str, Any]:
+    """Return the answer of the first rank of each node, in the order of the nodes' numbers."""
+    return {place.node: answers[place.rank] for place in world.places if place.local_rank == 0}
 
 
 def _begin_serving(world: World, client: KeeperClient, peers: PeerSettings, timeout_s: float) -> dict[str, str]:
-    """Let the keepers of all nodes serve each other; return why one does not yet, by node. Collective. Blocks."""
-    [first, *_] = peers.addresses
+    """Let the keepers of all nodes serve each other; return why a keeper does not yet, by node. Collective. Blocks."""
+    first = peers.addresses[0]
     if first.port:
         client.set_peers(peers)
 
@@ -143,33 +153,38 @@ def _begin_serving(world: World, client: KeeperClient, peers: PeerSettings, time
         return _silence(client, timeout_s)
 
     answers = world.exchange_after("keepers that serve others", wait)
-    return {place.node: answers[place.rank] for place in world.places if place.local_rank == 0}
+    return _answers_of_nodes(world, answers)
 
 
 def _redundancy(
-    world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint], own: int
+    world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint], node: int
 ) -> RedundancySettings | None:
+    """Return how other nodes protect ``node``; ``None``: they do not. ``endpoints``: by the number of their node."""
     redundancy = redundancy_for(config, len(endpoints))
     if redundancy is None:
         return None
-    lack = ""
-    if not all(endpoint.library for endpoint in endpoints):
-        lack = "parity needs ISA-L or numpy on every node: pip install 'lazysnap[parity]'"
+    libraries = {endpoint.library for endpoint in endpoints}
+    obstacle = ""
+    if "" in libraries:
+        obstacle = "parity needs ISA-L or numpy on every node: pip install 'lazysnap[parity]'"
     if not all(endpoint.port for endpoint in endpoints):
-        lack = "not every node has an address at which the others reach its keeper"
-    if lack:
+        obstacle = "not every node has an address at which the others reach its keeper"
+    if obstacle:
         if world.rank == 0:
-            logger.warning("NOT protected against the loss of a node: %s", lack)
+            logger.warning("NOT protected against the loss of a node: %s", obstacle)
         return None
-    groups = groups_of(len(endpoints), redundancy.group_size, redundancy.parity)
     if world.rank == 0:
         text = too_few_nodes(config, len(endpoints))
         if text is not None:
             logger.warning("%s", text)
-        slow = {endpoint.library for endpoint in endpoints} - {"ISA-L"}
-        if slow:
-            say(f"parity is computed by {min(slow)} on some nodes; ISA-L is faster: pip install 'lazysnap[parity]'")
-    group = next(group for group in groups if own in group.members)
+        slow_libraries = libraries - {"ISA-L"}
+        if slow_libraries:
+            say(
+                f"parity is computed by {min(slow_libraries)} on some nodes; ISA-L is faster: pip install "
+                "'lazysnap[parity]'"
+            )
+    groups = groups_of(len(endpoints), redundancy.group_size, redundancy.parity)
+    group = next(group for group in groups if node in group.members)
     return RedundancySettings(
         every_n_steps=redundancy.every_n_steps,
         members=tuple(group.members),
@@ -189,8 +204,9 @@ def _silence(client: KeeperClient, timeout_s: float) -> str:
         client.connect(timeout_s)
     except LazySnapError as error:  # the other nodes wait for an answer; the next use of the keeper raises it again
         return str(error)
-    is_serving = client.wait(_is_serving, timeout_s)
-    return "" if is_serving else f"it did not answer within {timeout_s:g} s"
+    if not client.wait(_is_serving, timeout_s):
+        return f"it did not answer within {timeout_s:g} s"
+    return ""
 
 
 def _is_serving(state: KeeperState) -> bool:
@@ -207,13 +223,15 @@ def _library() -> str:
 
 def _report(node: str, endpoint: _Endpoint, silence: str, *, is_first: bool) -> None:
     """Warn of a keeper that the others do not reach. ``silence``: why it does not serve them yet."""
-    lost = "nothing new is complete at a level or protected" if is_first else "nothing is protected by other nodes"
     if not endpoint.port:
+        consequence = "nothing is protected by other nodes"
+        if is_first:
+            consequence = "nothing new is complete at a level or protected"
         logger.warning(
             "other nodes cannot reach the keeper of %s, so %s: no port can be had: %s; set MASTER_ADDR to an address "
             "of the first node that all others reach",
             node,
-            lost,
+            consequence,
             endpoint.host,
         )
     elif silence:
@@ -226,21 +244,28 @@ def _report(node: str, endpoint: _Endpoint, silence: str, *, is_first: bool) -> 
 
 
 def address_of(host: str | None) -> str | None:
-    """The address of a host, as far as this machine knows it."""
-    with contextlib.suppress(OSError):
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]) if host else None
-    return None
+    """Return the address of a host, or ``None`` if this machine does not know it."""
+    if not host:
+        return None
+    try:
+        answers = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    _, _, _, _, socket_address = answers[0]
+    return str(socket_address[0])
 
 
-def own_address(of_first: Sequence[str]) -> str:
-    """The address of this machine at which other nodes reach it. ``of_first``: what others have seen of rank 0's node,
-    an address of this machine or one that the way leads to.
+def own_address(first_node_addresses: Sequence[str]) -> str:
+    """Return the address of this machine at which other nodes reach it.
+
+    ``first_node_addresses``: the addresses at which others reach rank 0's node. Each is an address of this machine, or
+    the route to it shows the interface that other nodes reach.
     """
-    for address in of_first:
+    for address in first_node_addresses:
         with contextlib.suppress(OSError), _probe(address) as probe:
             probe.bind((address, 0))  # only an address of this machine can be bound
             return address
-    for address in [*of_first, "192.0.2.1"]:
+    for address in [*first_node_addresses, "192.0.2.1"]:
         with contextlib.suppress(OSError), _probe(address) as probe:
             probe.connect((address, 9))  # sends nothing: it chooses the interface
             return str(probe.getsockname()[0])
@@ -248,4 +273,7 @@ def own_address(of_first: Sequence[str]) -> str:
 
 
 def _probe(address: str) -> socket.socket:
-    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+    family = socket.AF_INET
+    if ":" in address:
+        family = socket.AF_INET6
+    return socket.socket(family, socket.SOCK_DGRAM)

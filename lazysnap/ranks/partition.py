@@ -7,13 +7,13 @@ rank computes its part once, from what it knows alone. A later boundary takes th
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lazysnap.capture.plan import Key, key_of
+from lazysnap.capture.plan import Key, key_of, moments_of
 from lazysnap.shard.checksum import digest
 from lazysnap.shard.strides import order_of
 from lazysnap.state.sharding import HeldPart, held_part, local_of
@@ -36,8 +36,8 @@ class _TensorPart:
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """A tensor that several ranks of a node hold."""
+class _SharedTensor:
+    """A tensor, or a part of one, that several ranks hold."""
 
     index: int
     local: torch.Tensor
@@ -47,18 +47,36 @@ class _Shared:
     """The place of ``local`` in the global tensor."""
 
     @property
-    def rows(self) -> tuple[int, int]:
-        """The number of rows and the bytes of each; a tensor without dimensions is one row."""
-        rows = self.local.shape[0] if self.local.dim() else 1
-        return rows, self.local.nbytes // max(1, rows)
+    def num_rows(self) -> int:
+        """Rows of ``local``; a tensor without dimensions is one row."""
+        if self.local.dim() == 0:
+            return 1
+        return self.local.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of each row."""
+        return self.local.nbytes // max(1, self.num_rows)
+
+    def facts(self, first_row: int) -> dict[str, Any]:
+        """Return the manifest's facts about the rows from ``first_row`` on."""
+        offsets = list(self.offsets)
+        if offsets:
+            offsets[0] += first_row
+        facts = {"scope": self.scope, "global_shape": list(self.global_shape), "offsets": offsets}
+        # The order of the whole tensor: its rows alone do not show it.
+        order = order_of(self.local.shape, self.local.stride())
+        if order is not None:
+            facts["order"] = list(order)
+        return facts
 
 
 class Partition:
-    """The parts of one walk; holds as long as the names and kinds of its tensors stay."""
+    """The parts of one walk; valid as long as the names and kinds of its tensors stay."""
 
     def __init__(self, walk: Walk, replicated: Collection[Key], rank: int, nodes: Sequence[str]) -> None:
         """``replicated``: memory that holds the same on every rank; ``nodes``: of every rank. Raises: StateError."""
-        self._of = walk.names
+        self._structure = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
         """``scope``, ``global_shape``, ``offsets`` and ``order`` by name, like in the manifest; absent for rank-scoped
         tensors."""
@@ -68,142 +86,180 @@ class Partition:
         """The number of nodes that hold the captured rows, by name, where it is more than one."""
         self.common: list[Common] = []
         """Facts that must be equal on all ranks that hold the same tensors."""
+        self.aliases: dict[str, str] = {}
+        """Further names of captured tensors, each with the name that is captured."""
         self._storers: set[int] = set()
         self._tied: dict[int, int] = {}
-        parts, shared = self._sorted_out(walk, replicated, rank, len(nodes))
-        for holders, ones in shared.items():
-            parts += self._cut(walk, ones, [nodes[other] for other in holders], holders, rank)
+        """Tensors of the walk that are tied to an earlier one, by index, each with the index of that one."""
+        parts, shared = self._divide(walk, replicated, rank, len(nodes))
+        for holders, tensors in shared.items():
+            parts += self._cut(walk, tensors, holders, rank, nodes)
         self._parts = sorted(parts, key=lambda part: part.index)
-        self._names = [walk.names[part.index] for part in self._parts]
-        self._paths = [walk.paths[part.index] for part in self._parts]
-        here = {part.index for part in self._parts}
-        self.aliases = {walk.names[i]: walk.names[primary] for i, primary in self._tied.items() if primary in here}
-        """Further names of what is captured here."""
+        self._names = []
+        self._paths = []
+        captured = set()
+        for part in self._parts:
+            self._names.append(walk.names[part.index])
+            self._paths.append(walk.paths[part.index])
+            captured.add(part.index)
+        for index, primary in self._tied.items():
+            if primary in captured:
+                self.aliases[walk.names[index]] = walk.names[primary]
 
-    def _sorted_out(
+    def _divide(
         self, walk: Walk, replicated: Collection[Key], rank: int, num_ranks: int
-    ) -> tuple[list[_TensorPart], dict[tuple[int, ...], list[_Shared]]]:
-        """Return this rank's own tensors, and shared ones by the ranks that hold them."""
-        everyone = tuple(range(num_ranks))
-        own: list[_TensorPart] = []
-        shared: dict[tuple[int, ...], list[_Shared]] = {}
-        first: dict[object, int] = {}
+    ) -> tuple[list[_TensorPart], dict[tuple[int, ...], list[_SharedTensor]]]:
+        """Return the tensors that this rank holds alone, and shared tensors by the ranks that hold them."""
+        all_ranks = tuple(range(num_ranks))
+        rank_tensors: list[_TensorPart] = []
+        shared: dict[tuple[int, ...], list[_SharedTensor]] = {}
+        primaries: dict[object, int] = {}
         for index, (tensor, name) in enumerate(zip(walk.tensors, walk.names, strict=True)):
-            held = held_part(tensor, name)
-            is_own = held is None and key_of(tensor) not in replicated
-            primary = index if is_own else first.setdefault(_identity(tensor, index), index)
+            shard = held_part(tensor, name)
+            if shard is None and key_of(tensor) not in replicated:
+                rank_tensors.append(_TensorPart(index))
+                continue
+            primary = primaries.setdefault(_identity(tensor, index), index)
             if primary != index:
                 self._tied[index] = primary
-            elif is_own:
-                own.append(_TensorPart(index))
-            else:
-                one, holders = _shared(index, tensor, held, everyone)
-                # Of a shard without bytes there is nothing to keep but where the whole tensor has none.
-                if rank in holders and (0 not in one.local.shape or 0 in one.global_shape):
-                    shared.setdefault(holders, []).append(one)
-        return own, shared
+                continue
+            holders = all_ranks
+            if shard is not None:
+                holders = shard.replicas
+            shared_tensor = _shared_tensor(index, tensor, shard)
+            # A shard without bytes is left out, unless the whole tensor has none: then its shape is kept.
+            is_empty_shard = 0 in shared_tensor.local.shape and 0 not in shared_tensor.global_shape
+            if rank in holders and not is_empty_shard:
+                shared.setdefault(holders, []).append(shared_tensor)
+        return rank_tensors, shared
 
     def _cut(
-        self, walk: Walk, ones: Sequence[_Shared], at: Sequence[str], holders: Sequence[int], rank: int
+        self, walk: Walk, tensors: Sequence[_SharedTensor], holders: Sequence[int], rank: int, nodes: Sequence[str]
     ) -> list[_TensorPart]:
-        """This rank's rows of what ``holders`` hold; ``at``: their nodes."""
-        sizes, here = [one.rows for one in ones], at[holders.index(rank)]
-        node_ranks = [other for other, node in zip(holders, at, strict=True) if node == here]
-        self.common.append((node_ranks, digest(str(tuple(holders)).encode()), len(holders), _digest(walk, ones)))
-        num_nodes = len(set(at))
-        storers = list(dict.fromkeys(at))[:STORERS]
-        stored = {}
-        if here in storers:
-            stored = {rows.index: rows for rows in share(sizes, storers.index(here), len(storers))}
-        self._storers.update(other for other, node in zip(holders, at, strict=True) if node in storers)
+        """Return this rank's rows of ``tensors``, which the ranks ``holders`` hold. ``nodes``: of every rank."""
+        holders_by_node: dict[str, list[int]] = {}
+        for holder in holders:
+            holders_by_node.setdefault(nodes[holder], []).append(holder)
+        node_ranks = holders_by_node[nodes[rank]]
+        num_nodes = len(holders_by_node)
+        self.common.append((node_ranks, digest(str(tuple(holders)).encode()), len(holders), _digest(walk, tensors)))
+        sizes = [(tensor.num_rows, tensor.row_bytes) for tensor in tensors]
+        stored = self._rows_to_store(sizes, nodes[rank], holders_by_node)
         parts = []
         for rows in share(sizes, node_ranks.index(rank), len(node_ranks)):
-            one, name = ones[rows.index], walk.names[ones[rows.index].index]
-            whole = (rows.start, rows.stop) == (0, sizes[rows.index][0])
-            parts.append(_TensorPart(one.index, None if whole else (rows.start, rows.stop)))
-            start = (one.offsets[0] + rows.start, *one.offsets[1:]) if one.offsets else ()
-            self.facts[name] = {"scope": one.scope, "global_shape": list(one.global_shape), "offsets": list(start)}
-            # Of the whole tensor: its rows alone do not show it.
-            if (dims := order_of(one.local.shape, one.local.stride())) is not None:
-                self.facts[name]["order"] = list(dims)
+            tensor = tensors[rows.index]
+            part = _TensorPart(tensor.index)
+            if (rows.start, rows.stop) != (0, tensor.num_rows):
+                part = _TensorPart(tensor.index, (rows.start, rows.stop))
+            parts.append(part)
+            name = walk.names[tensor.index]
+            self.facts[name] = tensor.facts(rows.start)
             if num_nodes > 1:
                 self.nodes[name] = num_nodes
-            both = _both(rows, stored.get(rows.index))
-            if both != (0, rows.stop - rows.start):
-                self.shared_rows[name] = both
+            stored_rows = _overlap(rows, stored.get(rows.index))
+            if stored_rows != (0, rows.stop - rows.start):
+                self.shared_rows[name] = stored_rows
         return parts
+
+    def _rows_to_store(
+        self, sizes: Sequence[tuple[int, int]], node: str, holders_by_node: Mapping[str, Sequence[int]]
+    ) -> dict[int, Rows]:
+        """Return the rows that ``node`` stores at levels that all nodes see, by number of the tensor in ``sizes``."""
+        storing_nodes = list(holders_by_node)[:STORERS]
+        for storing_node in storing_nodes:
+            self._storers.update(holders_by_node[storing_node])
+        if node not in storing_nodes:
+            return {}
+        return {rows.index: rows for rows in share(sizes, storing_nodes.index(node), len(storing_nodes))}
 
     @property
     def replicas(self) -> list[int]:
-        """The ranks of the nodes that store what this node leaves out."""
-        return sorted(self._storers) if self.shared_rows else []
+        """The ranks of the nodes that store what this node does not."""
+        if not self.shared_rows:
+            return []
+        return sorted(self._storers)
 
     def keep_all(self) -> None:
-        """Nodes do not hold the same after all: each stores, and protects, its own whole."""
+        """Let each node store and protect all rows that it holds, because nodes differ in them."""
         self.shared_rows.clear()
         self.nodes.clear()
 
     def holds_for(self, walk: Walk) -> bool:
         """True if ``walk`` has the structure that this was made for; tensors are compared by the plan."""
-        tensors = walk.tensors
-        same = (local_of(tensors[a]).data_ptr() == local_of(tensors[b]).data_ptr() for a, b in self._tied.items())
-        return (walk.names is self._of or walk.names == self._of) and all(same)
+        if walk.names is not self._structure and walk.names != self._structure:
+            return False
+        for index, primary in self._tied.items():
+            tensor = local_of(walk.tensors[index])
+            if tensor.data_ptr() != local_of(walk.tensors[primary]).data_ptr():
+                return False
+        return True
 
     def apply(self, walk: Walk) -> Walk:
-        """The same state with the tensors that this rank captures; its text still names all of them. Hot."""
-        tensors = walk.tensors
-        mine = [
-            local_of(tensors[part.index])
-            if part.rows is None
-            else local_of(tensors[part.index]).detach()[part.rows[0] : part.rows[1]]
-            for part in self._parts
-        ]
-        return replace(walk, tensors=mine, names=self._names, paths=self._paths)
+        """Return the same state with the tensors that this rank captures; its text still names all of them. Hot."""
+        tensors = []
+        for part in self._parts:
+            tensor = local_of(walk.tensors[part.index])
+            if part.rows is not None:
+                start, stop = part.rows
+                tensor = tensor.detach()[start:stop]
+            tensors.append(tensor)
+        return replace(walk, tensors=tensors, names=self._names, paths=self._paths)
 
     def keys_of_parts(self, walk: Walk, keys: Collection[Key]) -> set[Key]:
         """Return the memory of the captured parts of tensors whose memory is in ``keys``."""
-        whole = [walk.tensors[part.index] for part in self._parts]
-        return {
-            key_of(part)
-            for part, tensor in zip(self.apply(walk).tensors, whole, strict=True)
-            if key_of(local_of(tensor)) in keys
-        }
+        keys_of_parts = set()
+        for part, captured in zip(self._parts, self.apply(walk).tensors, strict=True):
+            if key_of(local_of(walk.tensors[part.index])) in keys:
+                keys_of_parts.add(key_of(captured))
+        return keys_of_parts
 
 
 def _identity(tensor: torch.Tensor, index: int) -> object:
-    """The same for tied tensors; empty ones are tied to nothing."""
+    """Return an object that is equal for tied tensors; empty tensors are tied to nothing."""
     local = local_of(tensor)
-    return (key_of(local), local.shape, local.stride(), local.dtype, tensor.shape) if local.numel() else index
+    if local.numel() == 0:
+        return index
+    return key_of(local), local.shape, local.stride(), local.dtype, tensor.shape
 
 
-def _shared(
-    index: int, tensor: torch.Tensor, held: HeldPart | None, everyone: tuple[int, ...]
-) -> tuple[_Shared, tuple[int, ...]]:
-    """A tensor, or a part of one, that others may hold as well, and the ranks that do."""
-    if held is None:
-        shape = tuple(tensor.shape)
-        return _Shared(index, tensor, "full", shape, (0,) * len(shape)), everyone
-    return _Shared(index, held.local, "shard", held.global_shape, held.offsets), held.replicas
+def _shared_tensor(index: int, tensor: torch.Tensor, shard: HeldPart | None) -> _SharedTensor:
+    """Return a tensor that other ranks hold too. ``shard``: the part of it that this rank holds; ``None``: all."""
+    if shard is not None:
+        return _SharedTensor(index, shard.local, "shard", shard.global_shape, shard.offsets)
+    shape = tuple(tensor.shape)
+    return _SharedTensor(index, tensor, "full", shape, (0,) * len(shape))
 
 
-def _both(mine: Rows, stored: Rows | None) -> tuple[int, int]:
-    """Return the rows of ``mine`` that are also in ``stored``, counted from the first of ``mine``."""
-    start = max(mine.start, stored.start if stored else 0)
-    stop = min(mine.stop, stored.stop if stored else 0)
-    return (start - mine.start, stop - mine.start) if start < stop else (0, 0)
+def _overlap(captured: Rows, stored: Rows | None) -> tuple[int, int]:
+    """Return the rows of ``captured`` that are also in ``stored``, counted from the first of ``captured``."""
+    if stored is None:
+        return (0, 0)
+    start = max(captured.start, stored.start)
+    stop = min(captured.stop, stored.stop)
+    if start >= stop:
+        return (0, 0)
+    return (start - captured.start, stop - captured.start)
 
 
-def _digest(walk: Walk, ones: Collection[_Shared]) -> str:
-    named = [(walk.names[one.index], list(one.local.shape), list(one.offsets), str(one.local.dtype)) for one in ones]
-    return digest(json.dumps(named).encode())
+def _digest(walk: Walk, tensors: Sequence[_SharedTensor]) -> str:
+    facts = []
+    for tensor in tensors:
+        local = tensor.local
+        facts.append((walk.names[tensor.index], list(local.shape), list(tensor.offsets), str(local.dtype)))
+    return digest(json.dumps(facts).encode())
 
 
 def replicated_keys(parameters: Collection[torch.nn.Parameter], optimizers: Collection[Any]) -> set[Key]:
-    """The memory of parameters that all ranks keep equal, and of their optimizers' tensors."""
-    chosen = {id(parameter) for parameter in parameters}
-    keys = {key_of(parameter) for parameter in parameters}
+    """Return the memory of parameters that all ranks keep equal, and of their optimizers' tensors."""
+    ids = set(map(id, parameters))
+    tensors: list[torch.Tensor] = [*parameters]
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            if id(parameter) in chosen and isinstance(state, dict):
-                keys.update(key_of(item) for item in state.values() if isinstance(item, torch.Tensor) and item.dim())
-    return {key for key in keys if key[0] and key[1]}
+            if id(parameter) in ids:
+                tensors += moments_of(state)
+    keys = set()
+    for tensor in tensors:
+        key = key_of(tensor)
+        if key[0] and key[1]:
+            keys.add(key)
+    return keys

@@ -30,7 +30,7 @@ _HEARTBEAT_S = 2.0
 
 
 def node_name() -> str:
-    """Names this machine: ranks with equal names share memory. Containers on one host have names of their own."""
+    """Return the name of this machine: ranks with equal names share memory. Each container on a host has its own."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -54,23 +54,28 @@ class World:
         Raises: WaitTimeout, if one of them is missing.
         """
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        is_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.rank = dist.get_rank() if is_many else 0
-        self.size = dist.get_world_size() if is_many else 1
-        self._group: Any = self._new_group() if is_many else None
+        self.rank = 0
+        self.size = 1
+        self._group: Any = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+            self._group = self._new_group()
         self._shares: tuple[bool, bool] | None = None
         self._lost: WaitTimeout | None = None
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        is_on_device = any(one.device.type not in ("cpu", "meta") for group in groups for one in group["params"])
-        told = self.exchange("making the engine", [node_name(), is_on_device])
-        self.places = places([name for name, _ in told])
+        self.nodes: list[str] = []
+        """The node of each rank."""
+        self.runs_ahead = False
+        """True if some rank trains parameters on a device, whose host runs ahead of it."""
+        for node, trains_on_device in self.exchange("making the engine", [node_name(), _trains_on_device(optimizers)]):
+            self.nodes.append(node)
+            self.runs_ahead = self.runs_ahead or trains_on_device
+        self.places = places(self.nodes)
         """The places of all ranks."""
         self.place = self.places[self.rank]
         """The place of this rank."""
         self.node_ranks = [place.rank for place in self.places if place.node == self.place.node]
         """The ranks of this node, in order."""
-        self.runs_ahead = any(is_ahead for _, is_ahead in told)
-        """True if some rank trains parameters on a device, whose host runs ahead of it."""
 
     def _new_group(self) -> Any:
         try:
@@ -78,9 +83,9 @@ class World:
         except RuntimeError as error:
             raise self._missing("making the engine", error) from error
 
-    def _missing(self, what: str, error: Exception) -> WaitTimeout:
+    def _missing(self, activity: str, error: Exception) -> WaitTimeout:
         return WaitTimeout(
-            f"rank {self.rank} of {self.size}, {what}: the other ranks did not answer within "
+            f"rank {self.rank} of {self.size}, {activity}: the other ranks did not answer within "
             f"{self._timeout.total_seconds():g} s: {error}; is a rank dead, or do not all of them call this? "
             "Snapshots are as they were; start all ranks again"
         )
@@ -90,48 +95,52 @@ class World:
         """True if there is one rank only."""
         return self.size == 1
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's ``value`` (plain JSON), in the order of the ranks; ``what`` they do. Collective. Blocks.
+    def exchange(self, activity: str, value: Any) -> list[Any]:
+        """Return every rank's ``value`` (plain JSON), in the order of the ranks. Collective. Blocks.
 
-        Raises: WaitTimeout, if a rank is missing at the deadline, died, or came to do something else.
+        ``activity``: the purpose of the exchange, for messages; the same on all ranks.
+        Raises: WaitTimeout, if a rank is missing at the deadline, died, or is at another activity.
         """
         if self._group is None:
             return [value]
         text = _encode(value)
-        return self._gather(what, text, self._gather_sizes(what, len(text)))
+        return self._gather(activity, text, self._gather_sizes(activity, len(text)))
 
-    def _gather_sizes(self, what: str, size_bytes: int) -> list[int]:
-        """Return what every rank gave as ``size_bytes``. Raises: WaitTimeout, if a rank came to do something else."""
-        heads = [torch.zeros(2, dtype=torch.int32) for _ in range(self.size)]
-        topic = xxhash.xxh32_intdigest(what.encode()) >> 1
-        self._all_gather(what, heads, torch.tensor([size_bytes, topic], dtype=torch.int32))
-        if all(int(head[1]) == topic for head in heads):
-            return [int(head[0]) for head in heads]
-        # All ranks see that, and tell what they do.
-        own = _encode(what)
-        lengths = [torch.zeros(1, dtype=torch.int32) for _ in range(self.size)]
-        self._all_gather(what, lengths, torch.tensor([len(own)], dtype=torch.int32))
-        theirs = self._gather(what, own, [int(length) for length in lengths])
-        others = {rank: name for rank, name in enumerate(theirs) if name != what}
-        raise WaitTimeout(
-            f"rank {self.rank} of {self.size} is at {what!r}, but {others}: all ranks must make the engine, fetch "
-            "or restore, take snapshots and close in the same order. Snapshots are as they were"
+    def _gather_sizes(self, activity: str, size_bytes: int) -> list[int]:
+        """Return every rank's ``size_bytes``. Raises: WaitTimeout, if a rank is at another activity."""
+        sizes = []
+        for head in self._all_gather(activity, [size_bytes, _topic_of(activity)]):
+            size, topic = head.tolist()
+            if topic != _topic_of(activity):
+                raise self._out_of_order(activity)
+            sizes.append(size)
+        return sizes
+
+    def _out_of_order(self, activity: str) -> WaitTimeout:
+        """Return an error that names the activities of the other ranks. All ranks call this at the same time."""
+        text = _encode(activity)
+        lengths = self._all_gather(activity, [len(text)])
+        activities = self._gather(activity, text, [int(length) for length in lengths])
+        differing = {rank: name for rank, name in enumerate(activities) if name != activity}
+        return WaitTimeout(
+            f"rank {self.rank} of {self.size} is at {activity!r}, but {differing}: all ranks must make the engine, "
+            "fetch or restore, take snapshots and close in the same order. Snapshots are as they were"
         )
 
-    def _gather(self, what: str, own: bytes, sizes: Sequence[int]) -> list[Any]:
-        """Return every rank's value, of which this one sends ``own``. Raises: WaitTimeout.
+    def _gather(self, activity: str, text: bytes, sizes: Sequence[int]) -> list[Any]:
+        """Return every rank's value; ``text`` is that of this rank, as JSON. Raises: WaitTimeout.
 
         Each rank receives as many bytes as all texts have: ``all_gather`` would pad each to the longest.
         """
         received = bytearray(sum(sizes))
         start = sum(sizes[: self.rank])
-        received[start : start + len(own)] = own
+        received[start : start + len(text)] = text
         # The tensor is a view of these bytes: no numpy is needed to get at them. Other ranks have zeros in this place.
         joined = torch.frombuffer(received, dtype=torch.uint8)
         try:
             dist.all_reduce(joined, group=self._group)
         except (RuntimeError, ValueError) as error:
-            raise self._missing(what, error) from error
+            raise self._missing(activity, error) from error
         values = []
         start = 0
         for size in sizes:
@@ -139,34 +148,42 @@ class World:
             start += size
         return values
 
-    def _all_gather(self, what: str, found: list[torch.Tensor], own: torch.Tensor) -> None:
-        """Fill ``found`` with every rank's tensor. Raises: WaitTimeout. An error of any other call is not caught."""
+    def _all_gather(self, activity: str, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Return every rank's numbers. Raises: WaitTimeout. An error of any other call is not caught."""
+        received = [torch.zeros(len(numbers), dtype=torch.int32) for _ in range(self.size)]
+        sent = torch.tensor(numbers, dtype=torch.int32)
         try:
-            dist.all_gather(found, own, group=self._group)
+            dist.all_gather(received, sent, group=self._group)
         except (RuntimeError, ValueError) as error:  # ValueError: the program destroyed all groups
-            raise self._missing(what, error) from error
+            raise self._missing(activity, error) from error
+        return received
 
-    def exchange_after(self, what: str, work: Callable[[], Any]) -> list[Any]:
+    def exchange_after(self, activity: str, work: Callable[[], Any]) -> list[Any]:
         """Return every rank's result of ``work`` (plain JSON) when all are done. Collective. Blocks.
 
-        One rank may read from memory in a moment what another one fetches from far away. While they work they exchange
+        A rank may read from memory in a moment, while another rank reads from a distant storage. Working ranks exchange
         heartbeats, so the deadline is for a rank that is dead or silent. Raises: as ``exchange``, after its own work.
         """
         if self._group is None:
             return [work()]
         results: list[bytes] = []
-        over = threading.Event()
+        """This rank's result, once ``work`` returned."""
+        work_ended = threading.Event()
         outcome: list[Any] = []
+        """The result of the thread: every rank's result, or its error."""
 
         def exchange_heartbeats() -> None:
             try:
                 sizes = [0]
                 while not all(sizes):  # 0: that rank still works
-                    over.wait(min(_HEARTBEAT_S, self._timeout.total_seconds() / 4))
-                    if over.is_set() and not results:
+                    work_ended.wait(min(_HEARTBEAT_S, self._timeout.total_seconds() / 4))
+                    if work_ended.is_set() and not results:
                         return  # interrupted: the others will miss this rank
-                    sizes = self._gather_sizes(what, len(results[0]) if results else 0)
-                outcome.append(self._gather(what, results[0], sizes))
+                    size_bytes = 0
+                    if results:
+                        size_bytes = len(results[0])
+                    sizes = self._gather_sizes(activity, size_bytes)
+                outcome.append(self._gather(activity, results[0], sizes))
             except WaitTimeout as error:
                 outcome.append(error)
 
@@ -175,7 +192,7 @@ class World:
         try:
             results.append(_encode(work()))
         finally:
-            over.set()
+            work_ended.set()
             heartbeats.join()
         if isinstance(outcome[0], WaitTimeout):
             raise outcome[0]
@@ -189,18 +206,19 @@ class World:
         Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
         """
         if self._lost is not None:
-            raise self._lost  # asked once: the others will not answer later either
-        partition = Partition(walked, replicated, self.rank, [place.node for place in self.places])
+            raise self._lost  # ranks exchange this once: those that were missing will not answer later either
+        partition = Partition(walked, replicated, self.rank, self.nodes)
         if self._shares is None:
             try:
-                told = self.exchange("the first boundary", partition.common)
+                commons = self.exchange("the first boundary", partition.common)
             except WaitTimeout as error:
                 self._lost = error
                 raise
-            self._shares = agree(told, self.node_ranks)
+            self._shares = agree(commons, self.node_ranks)
         in_node, among_nodes = self._shares
         if not in_node:
-            partition = Partition(walked, (), self.rank, [str(rank) for rank in range(self.size)])
+            each_rank_alone = list(map(str, range(self.size)))
+            partition = Partition(walked, (), self.rank, each_rank_alone)
             partition.nodes.clear()  # these are ranks: how many nodes hold it is not known
         if not among_nodes:
             partition.keep_all()
@@ -219,7 +237,8 @@ class World:
 
     def close(self) -> None:
         """Let the group go. Does not block."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -228,14 +247,44 @@ def _encode(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
+def _topic_of(activity: str) -> int:
+    """Return a number, below 2**31, by which ranks notice that they are at different activities."""
+    return xxhash.xxh32_intdigest(activity.encode()) >> 1
+
+
+def _trains_on_device(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.device.type not in ("cpu", "meta"):
+                    return True
+    return False
+
+
 def agree(commons: Sequence[Sequence[Sequence[Any]]], node_ranks: Collection[int]) -> tuple[bool, bool]:
     """True if ranks that hold the same tensors all reported the same facts about them: those of ``node_ranks``, and
     all. Pure.
 
     ``commons``: by rank, see ``Partition.common``. The first is the same on all ranks of a node, the second on all.
     """
-    in_node = all(common in commons[other] for rank in node_ranks for common in commons[rank] for other in common[0])
-    seen: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for _, holders, count, tensors in (common for ones in commons for common in ones):
-        seen[holders, count].append(tensors)
-    return in_node, all(len(found) == count and len(set(found)) == 1 for (_, count), found in seen.items())
+    return _node_agrees(commons, node_ranks), _all_agree(commons)
+
+
+def _node_agrees(commons: Sequence[Sequence[Sequence[Any]]], node_ranks: Collection[int]) -> bool:
+    for rank in node_ranks:
+        for common in commons[rank]:
+            for holder in common[0]:
+                if common not in commons[holder]:
+                    return False
+    return True
+
+
+def _all_agree(commons: Sequence[Sequence[Sequence[Any]]]) -> bool:
+    digests: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for commons_of_rank in commons:
+        for _, holders, count, tensors in commons_of_rank:
+            digests[holders, count].append(tensors)
+    for (_, count), digests_of_holders in digests.items():
+        if len(digests_of_holders) != count or len(set(digests_of_holders)) != 1:
+            return False
+    return True

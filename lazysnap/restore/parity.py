@@ -41,7 +41,7 @@ class Parity:
         parities = {
             position: {
                 stripe: file(node, ParityOf(lost.start, lost.step, stripe))
-                for stripe, _ in lost.pieces.group.held(position)
+                for stripe, _ in lost.pieces.group.parities(position)
             }
             for position, node in lost.parities.items()
         }

@@ -62,7 +62,7 @@ class PartReader:
         assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
         # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
         live = set(held_names(expected, named).values())
-        assembly.want(name for name in named if name not in live or not is_empty_part(target(name)))
+        assembly.request(name for name in named if name not in live or not is_empty_part(target(name)))
         facts: dict[str, Facts | None] = dict.fromkeys(named)
         added: list[int] = []
 

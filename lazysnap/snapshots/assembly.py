@@ -10,11 +10,11 @@ from lazysnap.shard.pieces import Cover, Extent, Overlap, Piece
 from lazysnap.snapshots.reader import OpenShard, OpenSnapshot, StoredTensor
 
 Box = Callable[[str, Extent], tuple[Extent, Extent]]
-"""Returns offsets and shape of what is wanted of a tensor, from its name and its global shape."""
+"""Returns offsets and shape of the wanted box of a tensor, from its name and its global shape."""
 
 
 def whole_box(name: str, shape: Extent) -> tuple[Extent, Extent]:
-    """A ``Box`` that is the whole tensor."""
+    """Return the whole tensor as its wanted box: a ``Box``."""
     return (0,) * len(shape), shape
 
 
@@ -32,16 +32,16 @@ class Tile:
 
 
 class JoinedTensor:
-    """One tensor of all ranks, and the box of it that is wanted."""
+    """A tensor of all ranks, and the wanted box of it."""
 
     def __init__(self, name: str, first: StoredTensor, box: tuple[Extent, Extent]) -> None:
-        """``first``: one of its parts, not added yet. Its dtype is that of all, and its memory order counts."""
+        """``first``: a part of the tensor, not added yet. All parts have its dtype, and its memory order counts."""
         self.name = name
         self.first = first
         self.shape = first.extent[0]
         """The shape of the whole tensor."""
         self.box = box
-        """Offsets and shape of what is wanted."""
+        """Offsets and shape of the wanted box."""
         self._cover = Cover(*box)
         self._parts: dict[int, StoredTensor] = {}
 
@@ -60,23 +60,28 @@ class JoinedTensor:
 
     @property
     def is_whole(self) -> bool:
-        """True if every element that is wanted is in some part."""
+        """True if every element of the wanted box is in some part."""
         return not self._cover.missing
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for tied tensors of which the same box is wanted."""
+        """Equal for tied tensors with the same wanted box."""
         return (self.box, *(part.key for part in self._parts.values()))
 
     @property
     def tiles(self) -> list[Tile]:
-        """Parts that do not overlap; together they are what is wanted."""
+        """Parts that do not overlap; together they are the wanted box."""
         return [Tile(self._parts[box.piece.rank], box) for box in self._cover.tiles]
 
     @property
     def item_bytes(self) -> int:
         """Bytes of one element; complex numbers may be stored as two."""
-        return ITEM_BITS[self.first.spec.dtype] // 8 * math.prod(self.first.spec.shape[len(self.shape) :])
+        return ITEM_BITS[self.first.spec.dtype] // 8 * math.prod(self._item_shape)
+
+    @property
+    def _item_shape(self) -> Extent:
+        """Dimensions of one element in the file: ``(2,)`` for a complex number that is stored as two, else empty."""
+        return self.first.spec.shape[len(self.shape) :]
 
     @property
     def size_bytes(self) -> int:
@@ -84,11 +89,11 @@ class JoinedTensor:
         return self.item_bytes * math.prod(self.shape)
 
     def spec(self, name: str) -> TensorSpec:
-        """Its entry in a safetensors file, as ``name``."""
-        return TensorSpec(name, self.first.spec.dtype, (*self.shape, *self.first.spec.shape[len(self.shape) :]))
+        """Return its entry in a safetensors file, as ``name``."""
+        return TensorSpec(name, self.first.spec.dtype, (*self.shape, *self._item_shape))
 
     def check(self) -> None:
-        """Raises: FormatError, if a part is missing. No format notices that: it would leave garbage."""
+        """Check that no part is missing: no format notices that, and it would leave garbage. Raises: FormatError."""
         if not self.is_whole:
             total = math.prod(self.box[1])
             filled = total - self._cover.missing
@@ -108,56 +113,68 @@ class Assembly:
     ranks, whatever their number and mesh were.
     """
 
-    def __init__(self, own: int, box: Box = whole_box) -> None:
-        """``own``: the rank whose state it is."""
-        self._own = own
+    def __init__(self, rank: int, box: Box = whole_box) -> None:
+        """``rank``: the rank whose state it is."""
+        self._rank = rank
         self._box = box
         self._shards: list[OpenShard] = []
         self._tensors: dict[str, JoinedTensor] = {}
         self._missing: dict[str, None] = {}
         self._seen: set[str] = set()
-        """Names of all tensors in the shards added so far, wanted or not."""
+        """Names of all tensors in the shards added so far, requested or not."""
 
     @property
     def missing(self) -> Collection[str]:
-        """Names of wanted tensors of which a part was in no shard so far."""
+        """Names of requested tensors that are not whole yet."""
         return self._missing.keys()
 
     def add(self, shard: OpenShard) -> dict[str, StoredTensor]:
-        """Add the shard of a rank; the own rank's first.
+        """Add the shard of a rank; that of the rank whose state it is comes first.
 
-        Returns a part of each tensor, wanted or not, that was in no shard before.
+        Returns: a part of each tensor, requested or not, that was in no shard before.
         Raises: FormatError, if it does not fit others.
         """
         self._shards.append(shard)
         new: dict[str, StoredTensor] = {}
         for name in shard.names:
             stored = self._part_in(shard, name)
-            if stored is not None and name not in self._seen:
+            if stored is None:
+                continue
+            if name not in self._seen:
                 self._seen.add(name)
                 new[name] = stored
-            if stored is not None and name in self._missing:
+            if name in self._missing:
                 self._put(name, stored)
         return new
 
-    def want(self, names: Iterable[str]) -> None:
-        """Look for these tensors in all shards, and in those that are added later. Raises: FormatError."""
+    def request(self, names: Iterable[str]) -> None:
+        """Search these tensors in all shards, and in those that are added later. Raises: FormatError."""
         for name in names:
             if name not in self._tensors:
                 self._missing[name] = None
-                for shard in self._shards:
-                    if name in self._missing and (stored := self._part_in(shard, name)) is not None:
-                        self._put(name, stored)
+                self._search(name)
+
+    def _search(self, name: str) -> None:
+        """Take the parts of a missing tensor from the shards, until it is whole."""
+        for shard in self._shards:
+            stored = self._part_in(shard, name)
+            if stored is not None:
+                self._put(name, stored)
+            if name not in self._missing:
+                return
 
     def _part_in(self, shard: OpenShard, name: str) -> StoredTensor | None:
         """Return a tensor in a shard by one of its names; of other ranks only parts of shared ones."""
         stored = shard.find(name)
-        return stored if stored is not None and (stored.is_scoped or shard.rank == self._own) else None
+        if stored is not None and not stored.is_scoped and shard.rank != self._rank:
+            return None
+        return stored
 
     def _put(self, name: str, stored: StoredTensor) -> None:
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            tensor = self._tensors[name] = JoinedTensor(name, stored, self._box(name, stored.extent[0]))
+        """Add a part to a tensor that is missing."""
+        if name not in self._tensors:
+            self._tensors[name] = JoinedTensor(name, stored, self._box(name, stored.extent[0]))
+        tensor = self._tensors[name]
         tensor.add(stored.shard.rank, stored)
         if tensor.is_whole:
             del self._missing[name]
@@ -166,7 +183,7 @@ class Assembly:
         return name in self._tensors
 
     def tensor(self, name: str) -> JoinedTensor:
-        """Return a tensor that was wanted. Raises: FormatError, if no shard has it, or parts are missing."""
+        """Return a tensor that was requested. Raises: FormatError, if no shard has it, or parts are missing."""
         if name not in self._tensors:
             raise FormatError(f"no shard has the tensor {name!r}")
         self._tensors[name].check()
@@ -177,28 +194,28 @@ class WholeSnapshot:
     """The tensors of an open snapshot by their names in the state of one rank."""
 
     def __init__(self, snapshot: OpenSnapshot, rank: int = 0) -> None:
-        """``rank``: whose small state and own tensors are used.
+        """``rank``: the rank whose small state, and tensors that it alone holds, are used.
 
         Raises: StateError, if the ranks number their parameters in different ways; FormatError.
         """
         self.snapshot = snapshot
         self.meta = snapshot.meta(rank)
         """The metadata of this rank."""
-        first = snapshot.meta(0).parameters
-        for other, shard in enumerate(snapshot.shards):
-            if shard.meta.parameters != first:
+        parameters = snapshot.meta(0).parameters
+        for shard_rank, shard in enumerate(snapshot.shards):
+            if shard.meta.parameters != parameters:
                 raise StateError(
-                    f"{shard.where}: the optimizers of rank {other} hold other parameters than those of rank 0 "
+                    f"{shard.where}: the optimizers of rank {shard_rank} hold other parameters than those of rank 0 "
                     "(pipeline parallelism?): their states have no distinct names; restore with as many ranks "
                     "as saved it, through the engine"
                 )
         self._assembly = Assembly(rank)
-        # This rank first: of equal parts the first one is read.
+        # This rank first: of equal parts the first is read.
         for shard in (snapshot.shards[rank], *snapshot.shards[:rank], *snapshot.shards[rank + 1 :]):
             self._assembly.add(shard)
 
     def tensor(self, name: str) -> JoinedTensor:
         """Return a tensor. Raises: FormatError, if shards lack a part of it, or do not fit each other."""
         with self.snapshot.naming():
-            self._assembly.want([name])
+            self._assembly.request([name])
             return self._assembly.tensor(name)

@@ -1,4 +1,4 @@
-"""The catalogue of a level: which snapshots it holds, and which of them are complete.
+"""The catalogue of a level: its snapshots, complete or not.
 
 The name of a directory holds run, step and start. Directories are listed and manifests are read only for the snapshots
 that a caller asks for.
@@ -32,22 +32,30 @@ from lazysnap.shard.names import SnapshotName
 
 _THREADS = 8
 """Small reads at a time: each is a request to an object store."""
+_MOST_LISTED = 8
+"""Steps in a message."""
 _NO_KEY = SnapshotKey("", -1, "", 0)
 
-Given = TypeVar("Given")
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Shard = tuple[Entry, Manifest]
 """One rank's shard, and the manifest of the file that holds it."""
 
 
-def in_parallel(work: Callable[[Given], Result], items: Sequence[Given]) -> list[Result]:
-    """``work(item)`` for every item, in order. Blocks. Raises: the first error."""
+def in_parallel(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return ``work(item)`` for every item, in order. Blocks. Raises: the first error."""
     tasks = [partial(work, item) for item in items]
     return in_threads(tasks, min(_THREADS, len(tasks)), "lazysnap-catalogue")
 
 
+def _add_missing(results: dict[Item, Result], items: Iterable[Item], work: Callable[[Item], Result]) -> None:
+    """Add ``work(item)`` for each of the items that has no result yet. Blocks. Raises: the first error."""
+    missing = [item for item in items if item not in results]
+    results.update(zip(missing, in_parallel(work, missing), strict=True))
+
+
 @dataclass(frozen=True)
-class Found:
+class StoredSnapshot:
     """One snapshot of a level, complete or not."""
 
     key: SnapshotKey
@@ -83,7 +91,10 @@ class Found:
     @property
     def names(self) -> list[str]:
         """Names given by ``keep``."""
-        return sorted({name for entry, _ in self.shards for name in entry.names})
+        names: set[str] = set()
+        for entry, _ in self.shards:
+            names.update(entry.names)
+        return sorted(names)
 
     @property
     def size_bytes(self) -> int:
@@ -93,12 +104,19 @@ class Found:
     @property
     def files(self) -> list[Shard]:
         """Its files, each with one of the shards in it."""
-        return list({(entry.location, entry.file): (entry, manifest) for entry, manifest in self.shards}.values())
+        files: dict[tuple[str, str], Shard] = {}
+        for entry, manifest in self.shards:
+            files[entry.location, entry.file] = (entry, manifest)
+        return list(files.values())
 
     @property
     def captured_ns(self) -> int:
-        """When the last rank began to capture it, Unix time."""
-        return max(shard.meta.captured_ns for _, manifest in self.files for shard in manifest.shards)
+        """The time at which the last rank began to capture it, Unix time."""
+        newest_ns = 0
+        for _, manifest in self.files:
+            for shard in manifest.shards:
+                newest_ns = max(newest_ns, shard.meta.captured_ns)
+        return newest_ns
 
 
 @dataclass(frozen=True)
@@ -106,7 +124,7 @@ class Contents:
     """Everything at a level, or everything of some steps."""
 
     url: str
-    snapshots: tuple[Found, ...]
+    snapshots: tuple[StoredSnapshot, ...]
     """Smallest step first."""
     uncommitted: tuple[tuple[str, int], ...]
     """Directories in which no manifest can be read, each with its step."""
@@ -125,14 +143,17 @@ class Contents:
         return not (self.snapshots or self.uncommitted)
 
     def of_run(self, run_id: str) -> "Contents":
-        """Only one run."""
-        chosen = tuple(found for found in self.snapshots if found.run_id == run_id)
-        bare = tuple(pair for pair in self.without_manifest if pair[0].run_id == run_id)
-        return replace(self, snapshots=chosen, uncommitted=(), without_manifest=bare)
+        """Return the contents of one run alone."""
+        of_run = tuple(snapshot for snapshot in self.snapshots if snapshot.run_id == run_id)
+        without_manifest = []
+        for name, message in self.without_manifest:
+            if name.run_id == run_id:
+                without_manifest.append((name, message))
+        return replace(self, snapshots=of_run, uncommitted=(), without_manifest=tuple(without_manifest))
 
 
 class Catalogue:
-    """The contents of a level when it was first asked: each directory is listed, and each manifest read, at most once.
+    """The contents of a level at the first call: each directory is listed, and each manifest read, at most once.
 
     Every method blocks. Raises: LevelError, if the level does not answer.
     """
@@ -146,7 +167,8 @@ class Catalogue:
         self._unlisted: list[str] = []
         """Problems with directories."""
         if listing is not None:
-            self._directories = {directory.name: directory for directory in listing.directories}
+            for directory in listing.directories:
+                self._directories[directory.name] = directory
             self._names = list(self._directories)
             self._unlisted += listing.problems
         self.incomplete: list[str] = []
@@ -155,7 +177,7 @@ class Catalogue:
     @property
     def problems(self) -> list[str]:
         """One line for each file that cannot be used, and why: damaged, foreign or lost."""
-        return [*self._unlisted, *(found for found in self._manifests.values() if isinstance(found, str))]
+        return self._unlisted + [problem for problem in self._manifests.values() if isinstance(problem, str)]
 
     @property
     def listed(self) -> tuple[list[str], dict[str, Directory | None]]:
@@ -166,187 +188,274 @@ class Catalogue:
     def _names(self) -> list[str]:
         return self.store.storage.list()
 
+    @cached_property
+    def _snapshot_names(self) -> dict[str, SnapshotName]:
+        """The identities of all snapshots, by the names of their directories."""
+        snapshot_names = {}
+        for name in self._names:
+            snapshot_name = SnapshotName.parse(name)
+            if snapshot_name is not None:
+                snapshot_names[name] = snapshot_name
+        return snapshot_names
+
     # ---------------------------------------------------------------- one snapshot
 
-    def plans(self, wanted: SnapshotFilter = ANY) -> Iterator[RestartPlan]:
-        """Complete snapshots, best first: of the newest run, then of the greatest step, then of the newest start.
+    def plans(self, snapshot_filter: SnapshotFilter = ANY) -> Iterator[RestartPlan]:
+        """Yield complete snapshots, best first: of the newest run, then the greatest step, then the newest start.
 
         Raises: as ``candidates``.
         """
-        unnamed = replace(wanted, name=None)
-        steps: dict[tuple[str, int], list[Directory]] = {}
-        for directory in self._list(lambda at: unnamed.includes(at.run_id, at.step, ())):
-            at = _name_of(directory)
-            if wanted.includes(at.run_id, at.step, directory.names):
-                steps.setdefault((at.run_id, at.step), []).append(directory)
-        newest_first = sorted(steps.items(), reverse=True)
-        if wanted.name == BEST:
-            newest_first = best_first((item, _names_of(item[1])) for item in newest_first)
-        for (_, at_step), held in newest_first:
-            entries = tuple(entry for entry, _ in self._shards(held))
-            found = candidates([Inventory(self.store.url, entries)], wanted)
-            if not found:
-                self.incomplete += [without_manifest(self.store.url, at_step, one) for one in held if one.bare]
-                self._explain(at_step, entries)
-            yield from found
+        any_name = replace(snapshot_filter, name=None)
+        directory_names = []
+        for directory_name, name in self._snapshot_names.items():
+            if any_name.includes(name.run_id, name.step, ()):
+                directory_names.append(directory_name)
+        by_step: dict[tuple[str, int], list[Directory]] = {}
+        for directory in self._list(directory_names):
+            name = self._snapshot_names[directory.name]
+            if snapshot_filter.includes(name.run_id, name.step, directory.names):
+                by_step.setdefault((name.run_id, name.step), []).append(directory)
+        best_to_worst = sorted(by_step.items(), reverse=True)
+        if snapshot_filter.name == BEST:
+            best_to_worst = best_first((item, _names_of(item[1])) for item in best_to_worst)
+        for (_, step), directories in best_to_worst:
+            entries = tuple(self._manifests_by_entry(directories))
+            plans = candidates([Inventory(self.store.url, entries)], snapshot_filter)
+            if not plans:
+                for directory in directories:
+                    if directory.bare:
+                        self.incomplete.append(without_manifest(self.store.url, step, directory))
+                self._explain(step, entries)
+            yield from plans
 
-    def meant(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
-        """Complete snapshots for a step, a name, ``latest`` or ``run:1f3a@200``, best first.
+    def plans_for(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
+        """Return complete snapshots for a step, a name, ``latest`` or ``run:1f3a@200``, best first.
 
         ``run``: the first digits of a run's id. Raises: SnapshotNotFound, if no run begins with them, or several;
         ConfigError, for anything else, and for two runs.
         """
         # On a command line a step is text. No name is of digits alone.
-        is_step = isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= MOST_DIGITS
-        choice = Choice.of(int(which) if is_step else which)
+        if isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= MOST_DIGITS:
+            choice = Choice.of(int(which))
+        else:
+            choice = Choice.of(which)
         if run is not None:
             if choice.run is not None:
                 raise ConfigError(f"{which!r} names a run, and run {run} is given as well: give one of them")
             choice = replace(choice, run=run)
-        return self.plans(choice.wanted(self.run_of))
+        return self.plans(choice.snapshot_filter(self.run_of))
 
     def find(self, which: str | int, run: str | None = None) -> RestartPlan:
-        """The first of ``meant``. Raises: SnapshotNotFound, listing the complete steps; as ``meant``."""
-        found = next(self.meant(which, run), None)
-        if found is not None:
-            return found
-        there = sorted({one.step for one in self.contents().snapshots if one.is_complete})
-        some = f"; complete are the steps {_few(there)}" if there else "; nothing there is complete"
-        more = "".join(f"\n{problem}" for problem in [*self.problems, *self.incomplete])
-        of_run = f" of run {run}" if run else ""
-        raise SnapshotNotFound(f"{self.store.url}: no complete snapshot {which!r}{of_run}{some}{more}")
+        """Return the first of ``plans_for``. Raises: SnapshotNotFound, listing the complete steps; as ``plans_for``."""
+        plan = next(self.plans_for(which, run), None)
+        if plan is not None:
+            return plan
+        message = f"{self.store.url}: no complete snapshot {which!r}"
+        if run:
+            message += f" of run {run}"
+        steps = set()
+        for snapshot in self.contents().snapshots:
+            if snapshot.is_complete:
+                steps.add(snapshot.step)
+        if steps:
+            message += f"; complete are the steps {_newest(sorted(steps))}"
+        else:
+            message += "; nothing there is complete"
+        raise SnapshotNotFound("\n".join([message, *self.problems, *self.incomplete]))
 
     def run_of(self, digits: str) -> str:
-        """The id of the one run that begins with these digits. Raises: SnapshotNotFound, listing the runs there."""
-        meant = [run_id for run_id in self.runs if run_id.startswith(digits.lower())]
-        return meant[0] if len(meant) == 1 else run_of(digits, [self.inventory()], self.store.url)
+        """Return the id of the one run that begins with these digits. Raises: SnapshotNotFound, listing the runs."""
+        run_ids = [run_id for run_id in self.runs if run_id.startswith(digits.lower())]
+        if len(run_ids) == 1:
+            return run_ids[0]
+        return run_of(digits, [self.inventory()], self.store.url)
 
     @cached_property
     def runs(self) -> dict[str, str]:
         """The short id of every run."""
-        return short_ids(_name_of(directory).run_id for directory in self._list(lambda at: True) if directory.ranges)
+        run_ids = set()
+        for directory in self._list_all():
+            if directory.ranges:
+                run_ids.add(self._snapshot_names[directory.name].run_id)
+        return short_ids(run_ids)
 
     def shards(self, plan: RestartPlan) -> list[Shard]:
         """Return the shard of each rank, from the first source of a plan of this catalogue."""
-        found = []
-        for entry in (offers[0] for offers in plan.sources):
+        shards = []
+        for offers in plan.sources:
+            entry = offers[0]
             manifest = self._manifests[self.store.place(entry)]
             assert isinstance(manifest, Manifest)
-            found.append((entry, manifest))
-        return found
+            shards.append((entry, manifest))
+        return shards
 
-    def found(self, plan: RestartPlan) -> Found:
-        """The snapshot that a plan of this catalogue restores."""
-        return Found(plan.key, tuple(self.shards(plan)), is_complete=True)
+    def snapshot_of(self, plan: RestartPlan) -> StoredSnapshot:
+        """Return the snapshot that a plan of this catalogue restores."""
+        return StoredSnapshot(plan.key, tuple(self.shards(plan)), is_complete=True)
 
     # ---------------------------------------------------------------- everything
 
     def contents(self, steps: Collection[int] | None = None, run: str | None = None) -> Contents:
-        """Everything, or only some steps, or the run with these first digits. Reads all manifests of it, no shard.
+        """Return everything, or only some steps, or the run with these first digits.
 
+        Reads all manifests of these snapshots, and no shard.
         Raises: SnapshotNotFound, if no run begins with these digits, or several.
         """
-        directories = self._list(lambda at: steps is None or at.step in steps)
-        shards = self._shards(directories)
-        manifests = {entry: manifest for entry, manifest in shards}
-        found = [
-            Found(
-                key,
-                tuple((entry, manifests[entry]) for entry in sorted(entries, key=lambda e: (e.rank, e.location))),
-                is_complete(entries),
-            )
-            for key, entries in snapshots(manifests).items()
-        ]
-        used = {entry.location for entry in manifests}
-        whole = {one.location for one in found if one.is_complete}
-        bare = sorted((_name_of(one), one) for one in directories if one.bare and one.name not in whole)
-        everything = Contents(
+        directory_names = []
+        for directory_name, name in self._snapshot_names.items():
+            if steps is None or name.step in steps:
+                directory_names.append(directory_name)
+        directories = self._list(directory_names)
+        manifests = self._manifests_by_entry(directories)
+        stored = []
+        newest = _NO_KEY
+        committed_names = set()
+        complete_names = set()
+        for key, entries in snapshots(manifests).items():
+            shards = []
+            for entry in sorted(entries, key=_rank_and_location):
+                shards.append((entry, manifests[entry]))
+                committed_names.add(entry.location)
+            snapshot = StoredSnapshot(key, tuple(shards), is_complete(entries))
+            stored.append(snapshot)
+            if snapshot.is_complete:
+                complete_names.add(snapshot.location)
+                newest = max(newest, key)
+        stored.sort(key=_step_and_key)
+        uncommitted, bare = self._incomplete_of(directories, committed_names, complete_names)
+        contents = Contents(
             self.store.url,
-            tuple(sorted(found, key=lambda one: (one.step, one.key))),
-            tuple(sorted((one.name, _name_of(one).step) for one in directories if one.name not in used)),
-            tuple((at, without_manifest(self.store.url, at.step, one, "is not complete")) for at, one in bare),
-            tuple(self.problems),
-            self.runs,
-            max((one.key for one in found if one.is_complete), default=_NO_KEY).run_id or None,
+            snapshots=tuple(stored),
+            uncommitted=uncommitted,
+            without_manifest=bare,
+            problems=tuple(self.problems),
+            runs=self.runs,
+            newest_run=newest.run_id or None,
         )
-        return everything if run is None else everything.of_run(self.run_of(run))
+        if run is None:
+            return contents
+        return contents.of_run(self.run_of(run))
+
+    def _incomplete_of(
+        self, directories: Sequence[Directory], committed: Collection[str], complete: Collection[str]
+    ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[SnapshotName, str], ...]]:
+        """Return the values of ``Contents.uncommitted`` and ``Contents.without_manifest``.
+
+        Args:
+            committed: names of the directories in which a manifest can be read.
+            complete: names of the directories of complete snapshots.
+        """
+        uncommitted = []
+        bare = []
+        for directory in directories:
+            name = self._snapshot_names[directory.name]
+            if directory.name not in committed:
+                uncommitted.append((directory.name, name.step))
+            if directory.bare and directory.name not in complete:
+                bare.append((name, without_manifest(self.store.url, name.step, directory, "is not complete")))
+        return tuple(sorted(uncommitted)), tuple(sorted(bare))
 
     def inventory(self, share: tuple[int, int] | None = None) -> Inventory:
         """Return what can be restored from here, and what cannot and why.
 
-        ``share``: number, of how many; only that part of the files is looked at.
-        Blocks. Raises: LevelError, if the level does not answer. Nothing found there makes it raise.
+        ``share``: number, of how many; only that part of the files is read.
+        Blocks. Raises: LevelError, if the level does not answer. No damage makes it raise.
         """
-        entries = [entry for entry, _ in self._shards(self._list(lambda at: True), share)]
+        entries = tuple(self._manifests_by_entry(self._list_all(), share))
         problems = list(self._unlisted)
-        for place, found in self._manifests.items():
+        for place, manifest in self._manifests.items():
             name = SnapshotName.parse(place.directory)
-            if isinstance(found, Manifest) or (name is None and found is None):
+            if isinstance(manifest, Manifest) or (name is None and manifest is None):
                 continue
-            skipped = "" if name is None else f"step {name.step} passed over: "
-            problems.append(f"{skipped}{found or f'{place.where}: its manifest was deleted while this level was read'}")
-        return Inventory(self.store.url, tuple(entries), tuple(problems))
+            problem = manifest or f"{place.where}: its manifest was deleted while this level was read"
+            if name is not None:
+                problem = f"step {name.step} passed over: {problem}"
+            problems.append(problem)
+        return Inventory(self.store.url, entries, tuple(problems))
 
-    # ---------------------------------------------------------------- how
+    # ---------------------------------------------------------------- listings and manifests
 
-    def _list(self, is_wanted: Callable[[SnapshotName], bool]) -> list[Directory]:
-        """The directories of wanted snapshots, each listed once."""
-        names = [name for name in self._names if (at := SnapshotName.parse(name)) is not None and is_wanted(at)]
-        new = [name for name in names if name not in self._directories]
-        found = in_parallel(lambda name: list_directory(self.store.storage, name, self._unlisted), new)
-        self._directories.update(zip(new, found, strict=True))
-        return [one for name in names if (one := self._directories[name]) is not None]
+    def _list_all(self) -> list[Directory]:
+        """Return the directories of all snapshots."""
+        return self._list(list(self._snapshot_names))
 
-    def _read(self, places: Iterable[FilePlace]) -> None:
-        """Read manifests that were not read yet."""
-        wanted = [place for place in dict.fromkeys(places) if place not in self._manifests]
+    def _list(self, names: Sequence[str]) -> list[Directory]:
+        """Return the directories of these names that can be listed. Each is listed once."""
 
-        def read(place: FilePlace) -> "Manifest | str | None":
-            try:
-                return read_committed(place)
-            except FileNotFoundError:
-                return None
-            except (FormatError, LevelError) as error:
-                return str(error)  # the other files may be readable
+        def list_one(name: str) -> Directory | None:
+            return list_directory(self.store.storage, name, self._unlisted)
 
-        self._manifests.update(zip(wanted, in_parallel(read, wanted), strict=True))
+        _add_missing(self._directories, names, list_one)
+        directories = []
+        for name in names:
+            directory = self._directories[name]
+            if directory is not None:
+                directories.append(directory)
+        return directories
 
-    def _shards(self, directories: Sequence[Directory], share: tuple[int, int] | None = None) -> list[Shard]:
-        """Every shard that is committed in these directories, by rank; of a share of the files."""
-        places = [
-            (one, [FilePlace(self.store.storage, one.name, node) for node in one.nodes(share)]) for one in directories
-        ]
-        self._read(place for _, held in places for place in held)
-        found = []
-        for one, held in places:
-            for manifest in map(self._manifests.__getitem__, held):
-                if isinstance(manifest, Manifest):
-                    for entry in entries_of(manifest, self.store.url, self.store.speed, one.name):
-                        found.append((replace(entry, names=one.names), manifest))
-        return found
+    def _manifests_by_entry(
+        self, directories: Sequence[Directory], share: tuple[int, int] | None = None
+    ) -> dict[Entry, Manifest]:
+        """Return every shard that is committed in these directories, by rank, each with the manifest of its file.
+
+        ``share``: see ``inventory``.
+        """
+        directory_of: dict[FilePlace, Directory] = {}
+        for directory in directories:
+            for node in directory.nodes(share):
+                directory_of[FilePlace(self.store.storage, directory.name, node)] = directory
+        _add_missing(self._manifests, directory_of, _read_manifest)
+        manifests = {}
+        for place, directory in directory_of.items():
+            manifest = self._manifests[place]
+            if isinstance(manifest, Manifest):
+                for entry in entries_of(manifest, self.store.url, self.store.speed, directory.name):
+                    manifests[replace(entry, names=directory.names)] = manifest
+        return manifests
 
     def _explain(self, step: int, entries: Sequence[Entry]) -> None:
         """Record what is missing of an incomplete snapshot."""
-        for key, held_entries in sorted(snapshots(entries).items()):
-            missing = sorted(set(range(key.world_size)) - {entry.rank for entry in held_entries})
+        for key, present in sorted(snapshots(entries).items()):
+            missing = set(range(key.world_size))
+            for entry in present:
+                missing.discard(entry.rank)
             if missing:
-                ranks = ", ".join(map(str, missing[:5])) + (", …" if len(missing) > 5 else "")
+                ranks = ", ".join(map(str, sorted(missing)[:5]))
+                if len(missing) > 5:
+                    ranks += ", …"
                 self.incomplete.append(
                     f"{self.store.url}: step {step} is not complete: no valid manifest there "
                     f"has rank {ranks}; {len(missing)} of {key.world_size} ranks are missing"
                 )
 
 
-def _name_of(directory: Directory) -> SnapshotName:
-    name = SnapshotName.parse(directory.name)
-    assert name is not None
-    return name
+def _read_manifest(place: FilePlace) -> Manifest | str | None:
+    """Return a manifest; a text: why it cannot be used; ``None``: it was deleted since it was listed. Blocks."""
+    try:
+        return read_committed(place)
+    except FileNotFoundError:
+        return None
+    except (FormatError, LevelError) as error:
+        return str(error)  # the other files may be readable
+
+
+def _rank_and_location(entry: Entry) -> tuple[int, str]:
+    return entry.rank, entry.location
+
+
+def _step_and_key(snapshot: StoredSnapshot) -> tuple[int, SnapshotKey]:
+    return snapshot.step, snapshot.key
 
 
 def _names_of(directories: Sequence[Directory]) -> set[str]:
-    return {name for directory in directories for name in directory.names}
+    names: set[str] = set()
+    for directory in directories:
+        names.update(directory.names)
+    return names
 
 
-def _few(steps: list[int]) -> str:
-    newest = ", ".join(map(str, steps[-8:]))
-    return newest if len(steps) <= 8 else f"…, {newest}"
+def _newest(steps: list[int]) -> str:
+    text = ", ".join(map(str, steps[-_MOST_LISTED:]))
+    if len(steps) > _MOST_LISTED:
+        return f"…, {text}"
+    return text

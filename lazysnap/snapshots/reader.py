@@ -19,7 +19,7 @@ from lazysnap.shard.pieces import Extent, extent_of
 from lazysnap.shard.strides import Order, is_order
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
 
-_LOOKS = 10
+_ATTEMPTS = 10
 """Listings of a level before giving up, if listed files are deleted before they are open."""
 _MOST_OPEN = 128
 """Files of a snapshot that stay open. Each takes two of a process's descriptors, of which 1,024 are usual."""
@@ -51,13 +51,13 @@ class OpenShard:
         return [*(spec.name for spec in self.layout.specs), *self.meta.aliases]
 
     def find(self, name: str) -> "StoredTensor | None":
-        """A tensor by one of its names, which may be a further name of a tied one; ``None``, if it is not here."""
+        """Return a tensor by one of its names, as a tied tensor has several; ``None``, if it is not in this shard."""
         if name in self.meta.aliases or name in self.layout:
             return self.stored(self.meta.aliases.get(name, name))
         return None
 
     def stored(self, name: str) -> "StoredTensor":
-        """One of its tensors. Raises: FormatError, if there is none, or if its entry in the manifest is wrong."""
+        """Return a tensor by its first name. Raises: FormatError, if there is none, or the manifest's entry is bad."""
         if name not in self.layout:
             raise FormatError(
                 f"{self.where}: the manifest refers to a tensor {name!r}, the shard has none of that name"
@@ -69,13 +69,13 @@ class OpenShard:
         logical = facts.get("dtype")
         if not isinstance(logical, (str, type(None))):
             raise FormatError(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
-        found = StoredTensor(self, name, spec, self.offset + offset, facts)
-        if "order" in facts and not is_order(facts["order"], len(found.shape)):
+        tensor = StoredTensor(self, name, spec, self.offset + offset, facts)
+        if "order" in facts and not is_order(facts["order"], len(tensor.shape)):
             raise FormatError(
-                f"{self.where}: tensor {name}: order must be the numbers of its {len(found.shape)} dimensions, each "
+                f"{self.where}: tensor {name}: order must be the numbers of its {len(tensor.shape)} dimensions, each "
                 f"once, the manifest says {facts['order']!r:.100}"
             )
-        return found
+        return tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +99,17 @@ class StoredTensor:
     def logical(self) -> str | None:
         """Its dtype in the program, if the shard stores another one."""
         logical = self.facts.get("dtype")
-        return str(logical) if logical is not None else None
+        if logical is None:
+            return None
+        return str(logical)
 
     @property
     def order(self) -> Order | None:
         """Memory order of the tensor in the program; ``None``: row-major. Its bytes in the shard are always so."""
         order = self.facts.get("order")
-        return tuple(order) if isinstance(order, list) else None
+        if not isinstance(order, list):
+            return None
+        return tuple(order)
 
     @property
     def is_scoped(self) -> bool:
@@ -115,12 +119,13 @@ class StoredTensor:
     @property
     def shape(self) -> Extent:
         """The shape in the program: complex numbers may be stored as pairs of real ones."""
-        is_pairs = self.logical is not None and self.logical.startswith("complex")
-        return self.spec.shape[:-1] if is_pairs else self.spec.shape
+        if self.logical is not None and self.logical.startswith("complex"):
+            return self.spec.shape[:-1]
+        return self.spec.shape
 
     @cached_property
     def extent(self) -> tuple[Extent, Extent]:
-        """Shape of the whole tensor, and where this box lies in it. Raises: FormatError."""
+        """Shape of the whole tensor, and the offsets of this box in it. Raises: FormatError."""
         if not self.is_scoped:
             return self.shape, (0,) * len(self.shape)
         return extent_of(dict(self.facts), self.shape, f"{self.shard.where}: tensor {self.name}")
@@ -132,16 +137,16 @@ class OpenSnapshot:
     def __init__(self, plan: RestartPlan, shards: Sequence[OpenShard]) -> None:
         self.plan = plan
         self.shards = shards
-        """By rank."""
+        """The shards, in the order of the ranks."""
 
     def meta(self, rank: int) -> CaptureMeta:
-        """The metadata of a rank, small state included."""
+        """Return the metadata of a rank, small state included."""
         return self.shards[rank].meta
 
     def close(self) -> None:
         """Close its files. A later read opens them again."""
-        for blocks in {shard.blocks for shard in self.shards}:
-            blocks.close()
+        for shard in self.shards:
+            shard.blocks.close()
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -162,9 +167,12 @@ def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
     LevelError.
     """
     shard = blocks.manifest.of(rank)
-    header = blocks.header(shard) if verify else blocks.unverified(shard)
+    if verify:
+        layout = shard.layout(blocks.header(shard), blocks.where)
+        return OpenShard(rank, shard.meta, layout, blocks, shard.offset)
+    header = blocks.unverified(shard)
     layout = shard.layout(header, blocks.where)
-    return OpenShard(rank, shard.meta, layout, blocks, shard.offset, None if verify else header)
+    return OpenShard(rank, shard.meta, layout, blocks, shard.offset, header)
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
@@ -174,67 +182,68 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     read even if retention deletes them meanwhile. ``plan``: of this catalogue.
     Blocks. Raises: FormatError, naming a shard that is damaged; LevelError; FileNotFoundError.
     """
-    ranks = catalogue.shards(plan)
-    wanted: dict[FilePlace, list[int]] = defaultdict(list)
+    ranks: dict[FilePlace, list[int]] = defaultdict(list)
     files: dict[FilePlace, FileBlocks] = {}
-    for entry, manifest in ranks:
+    for entry, manifest in catalogue.shards(plan):
         place = catalogue.store.place(entry)
-        wanted[place].append(entry.rank)
-        files.setdefault(place, FileBlocks(place, manifest, stays_open=len(files) < _MOST_OPEN))
+        ranks[place].append(entry.rank)
+        if place not in files:
+            files[place] = FileBlocks(place, manifest, stays_open=len(files) < _MOST_OPEN)
+    shards: dict[int, OpenShard] = {}
 
-    def opened(place: FilePlace) -> dict[int, OpenShard]:
-        """The wanted shards of one file, by rank."""
+    def open_file(place: FilePlace) -> None:
         blocks = files[place]
-        shards = {rank: open_shard(rank, blocks, verify=verify) for rank in wanted[place]}
+        for rank in ranks[place]:
+            shards[rank] = open_shard(rank, blocks, verify=verify)
         blocks.rest()
-        return shards
 
     try:
-        of_files = dict(zip(files, in_parallel(opened, list(files)), strict=True))
+        in_parallel(open_file, list(files))
     except BaseException:
         for blocks in files.values():
             blocks.close()
         raise
-    shards = [of_files[catalogue.store.place(entry)][entry.rank] for entry, _ in ranks]
-    return OpenSnapshot(plan, shards)
+    return OpenSnapshot(plan, [shards[rank] for rank in sorted(shards)])
 
 
-def look_again(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> Result:
+def retry_if_deleted(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> Result:
     """Return ``attempt(catalogue)``; with a new catalogue, if a file vanished since it was listed.
 
     Retention of a running training deletes a snapshot only after a newer one is complete: a new listing has that one.
-    Blocks. Raises: SnapshotNotFound, if files vanished in every look; what ``attempt`` raises, a FileNotFoundError
+    Blocks. Raises: SnapshotNotFound, if files vanished in every attempt; what ``attempt`` raises, a FileNotFoundError
     after two equal listings.
     """
-    before = None
-    for _ in range(_LOOKS):
+    previous_listing = None
+    for _ in range(_ATTEMPTS):
         catalogue = Catalogue(store)
         try:
             return attempt(catalogue)
-        except FileNotFoundError as error:  # SnapshotNotFound is one, too
-            if catalogue.listed == before:
+        except FileNotFoundError as error:  # SnapshotNotFound is a FileNotFoundError, too
+            if catalogue.listed == previous_listing:
                 raise
-            before, last = catalogue.listed, error
+            previous_listing = catalogue.listed
+            last_error = error
     raise SnapshotNotFound(
-        f"{store.url}: {_LOOKS} times a snapshot was deleted while it was read; raise keep_last of the training that "
-        "writes there, or give a snapshot a name with engine.keep() and read that"
-    ) from last
+        f"{store.url}: {_ATTEMPTS} times a snapshot was deleted while it was read; raise keep_last of the training "
+        "that writes there, or give a snapshot a name with engine.keep() and read that"
+    ) from last_error
 
 
 def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
-    """Like ``blocks.fill``; also compares headers that were not compared yet."""
-    wanted: dict[Blocks, list[WantedBytes]] = {}
+    """Read these bytes of shards as ``blocks.fill`` does; also compare headers that were not compared yet."""
+    jobs_of_blocks: dict[Blocks, list[WantedBytes]] = defaultdict(list)
     for shard, parts in jobs.items():
-        header = [] if shard.unverified is None else [_compared(shard, shard.unverified)]
-        wanted[shard.blocks] = [*wanted.get(shard.blocks, ()), *header, *parts]
-    fill(wanted, progress=progress)
+        if shard.unverified is not None:
+            jobs_of_blocks[shard.blocks].append(_header_check(shard, shard.unverified))
+        jobs_of_blocks[shard.blocks] += parts
+    fill(jobs_of_blocks, progress=progress)
 
 
-def _compared(shard: OpenShard, header: memoryview) -> WantedBytes:
-    """Compare the header that was read first with the verified blocks."""
+def _header_check(shard: OpenShard, header: memoryview) -> WantedBytes:
+    """Return a read that compares the header that was read first with the verified blocks."""
 
-    def put(at: int, data: memoryview) -> None:
-        if header[at : at + len(data)] != data:
+    def compare(offset: int, data: memoryview) -> None:
+        if header[offset : offset + len(data)] != data:
             raise FormatError(f"{shard.where}: the header changed while it was read")
 
-    return WantedBytes(shard.offset, shard.offset + len(header), put)
+    return WantedBytes(shard.offset, shard.offset + len(header), compare)

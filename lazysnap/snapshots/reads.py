@@ -32,53 +32,85 @@ class Span:
 def spans(
     place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int, origin: Extent | None = None
 ) -> Iterator[Span]:
-    """Yield the parts of ``box`` of a row-major tensor of shape ``whole``, in file order; together they cover it once.
+    """Yield the parts of ``box`` of a row-major tensor, in file order; together they cover it once.
 
-    ``origin``: the offsets of the box in what is wanted; default: zeros.
+    Parts end at multiples of ``unit`` bytes where rows allow. A part that crosses such a multiple is a single row (or
+    element) of some dimension.
 
-    ``place``: offset of the tensor in the file, and bytes of one element. Parts end at multiples of ``unit`` bytes
-    where rows allow; a part that crosses such a multiple is a single row (or element) of some dimension.
+    Args:
+        place: offset of the tensor in the file, and bytes of one element.
+        whole: shape of the tensor.
+        origin: the place of the box in the box that the caller fills; default: zeros.
     """
-    offset, itemsize = place
-    strides = [itemsize] * len(whole)
-    for dim in range(len(whole) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * whole[dim + 1]
-    shape = [part.stop - part.start for part in box]
+    offset, item_bytes = place
+    strides = strides_of(whole, None)
+    starts = []
+    shape = []
+    for part in box:
+        starts.append(part.start)
+        shape.append(part.stop - part.start)
     if 0 in shape:
         return
-    start = offset + sum(part.start * stride for part, stride in zip(box, strides, strict=True))
-    elements = tuple(stride // itemsize for stride in strides)
+    if origin is None:
+        origin = (0,) * len(shape)
+    cutter = _Cutter(unit, item_bytes, strides)
+    yield from cutter.cut(offset + _element_at(starts, strides) * item_bytes, origin, tuple(shape), 0)
 
-    def cut(at: int, offsets: Extent, sizes: Extent, dim: int) -> Iterator[Span]:
-        stop = at + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + itemsize
-        if at // unit == (stop - 1) // unit or dim == len(sizes):
-            yield Span(at, stop, offsets, sizes, elements)
+
+def _element_at(indexes: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the offset, in elements, of the element at these indexes."""
+    return sum(index * stride for index, stride in zip(indexes, strides, strict=True))
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    """Cuts boxes of one tensor into spans."""
+
+    unit: int
+    item_bytes: int
+    strides: Extent
+    """Strides of the tensor, in elements."""
+
+    def cut(self, start: int, offsets: Extent, shape: Extent, dim: int) -> Iterator[Span]:
+        """Yield a box as one span if it crosses no multiple of ``unit``; else cut it in dimension ``dim``.
+
+        ``start``: the byte at which the box begins; ``offsets``: its place in the box that the caller fills. Its
+        dimensions before ``dim`` have the size 1.
+        """
+        stop = start + self._num_bytes(shape)
+        if start // self.unit == (stop - 1) // self.unit or dim == len(shape):
+            yield Span(start, stop, offsets, shape, self.strides)
             return
-        stride = strides[dim]
+        stride = self.strides[dim] * self.item_bytes
+        row_shape = _with_size(shape, dim, 1)
+        row_bytes = self._num_bytes(row_shape)
         done = 0
-        row = stop - at - (sizes[dim] - 1) * stride
-        while done < sizes[dim]:
-            begin = at + done * stride
-            # As many whole rows as end before the next multiple of unit.
-            room = unit - begin % unit
-            count = min(sizes[dim] - done, (room - row) // stride + 1) if row <= room else 0
-            part = (*offsets[:dim], offsets[dim] + done, *offsets[dim + 1 :])
-            if count:
-                yield Span(
-                    begin,
-                    begin + (count - 1) * stride + row,
-                    part,
-                    (*sizes[:dim], count, *sizes[dim + 1 :]),
-                    elements,
-                )
-            elif row <= unit:
-                # It crosses one boundary; cutting it further would cost more.
-                yield Span(begin, begin + row, part, (*sizes[:dim], 1, *sizes[dim + 1 :]), elements)
+        while done < shape[dim]:
+            begin = start + done * stride
+            place = _with_size(offsets, dim, offsets[dim] + done)
+            room = self.unit - begin % self.unit
+            if row_bytes <= room:
+                # As many whole rows as end before the next multiple of unit.
+                count = min(shape[dim] - done, (room - row_bytes) // stride + 1)
+                end = begin + (count - 1) * stride + row_bytes
+                yield Span(begin, end, place, _with_size(shape, dim, count), self.strides)
+                done += count
+                continue
+            if row_bytes <= self.unit:
+                # The row crosses one multiple; cutting it further would cost more.
+                yield Span(begin, begin + row_bytes, place, row_shape, self.strides)
             else:
-                yield from cut(begin, part, (*sizes[:dim], 1, *sizes[dim + 1 :]), dim + 1)
-            done += max(count, 1)
+                yield from self.cut(begin, place, row_shape, dim + 1)
+            done += 1
 
-    yield from cut(start, (0,) * len(shape) if origin is None else origin, tuple(shape), 0)
+    def _num_bytes(self, shape: Extent) -> int:
+        """Return the number of bytes from the first element of a box to the end of its last one."""
+        last = _element_at([size - 1 for size in shape], self.strides)
+        return (last + 1) * self.item_bytes
+
+
+def _with_size(extent: Extent, dim: int, size: int) -> Extent:
+    return (*extent[:dim], size, *extent[dim + 1 :])
 
 
 Use = Callable[[Span, memoryview], None]
@@ -89,34 +121,35 @@ Write = Callable[[int, memoryview], None]
 
 def written(tensor: JoinedTensor, write: Write) -> Use:
     """Return a ``Use`` that writes a whole tensor, row by row where its rows are apart."""
-    item = tensor.item_bytes
-    steps = [stride * item for stride in strides_of(tensor.shape, None)]
+    item_bytes = tensor.item_bytes
+    strides = strides_of(tensor.shape, None)
 
     def use(span: Span, data: memoryview) -> None:
-        start = sum(at * step for at, step in zip(span.offsets, steps, strict=True))
-        for source, target, length in _runs(span.shape, [stride * item for stride in span.strides], steps, item):
-            write(start + target, data[source : source + length])
+        first = _element_at(span.offsets, strides)
+        for source, target, count in _runs(span.shape, span.strides, strides):
+            begin = source * item_bytes
+            write((first + target) * item_bytes, data[begin : begin + count * item_bytes])
 
     return use
 
 
-def _runs(shape: Extent, source: Sequence[int], target: Sequence[int], item: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the bytes of a box that follow each other in both places: offset here, offset there, and their number.
+def _runs(shape: Extent, source: Extent, target: Extent) -> Iterator[tuple[int, int, int]]:
+    """Yield the elements of a box that follow each other in both places: offset here, offset there, and their number.
 
-    ``source``, ``target``: the bytes from one element to the next in each dimension.
+    ``source``, ``target``: the elements from one element of the box to the next in each dimension.
     """
     outer = len(shape)
-    length = item
+    length = 1
     while outer and (shape[outer - 1] == 1 or source[outer - 1] == target[outer - 1] == length):
         outer -= 1
         length *= shape[outer]
 
-    def walk(dim: int, here: int, there: int) -> Iterator[tuple[int, int, int]]:
+    def walk(dim: int, source_offset: int, target_offset: int) -> Iterator[tuple[int, int, int]]:
         if dim == outer:
-            yield here, there, length
+            yield source_offset, target_offset, length
             return
-        for at in range(shape[dim]):
-            yield from walk(dim + 1, here + at * source[dim], there + at * target[dim])
+        for index in range(shape[dim]):
+            yield from walk(dim + 1, source_offset + index * source[dim], target_offset + index * target[dim])
 
     yield from walk(0, 0, 0)
 
@@ -125,28 +158,27 @@ class Reads:
     """Boxes to be read, by the shard that holds them."""
 
     def __init__(self) -> None:
+        self.size_bytes = 0
+        """Bytes of the boxes."""
         self._parts: list[tuple[OpenShard, _PendingSpan]] = []
 
     def add(self, tensor: JoinedTensor, use: Use) -> None:
         """Have the wanted box of a tensor read. Nothing is read yet."""
-        item_bytes = tensor.item_bytes
         for tile in tensor.tiles:
-            stored = tile.stored
-            block = stored.shard.blocks.block_bytes
-            unit = block * -(-_LEAST_UNIT // block)
-            for span in spans((stored.offset, item_bytes), tile.box.piece.shape, tile.box.source, unit, tile.offsets):
-                self._parts.append((stored.shard, _PendingSpan(span, use, item_bytes * math.prod(span.shape))))
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes that are wanted."""
-        return sum(part.size_bytes for _, part in self._parts)
+            shard = tile.stored.shard
+            block_bytes = shard.blocks.block_bytes
+            unit = block_bytes * -(-_LEAST_UNIT // block_bytes)
+            place = (tile.stored.offset, tensor.item_bytes)
+            for span in spans(place, tile.box.piece.shape, tile.box.source, unit, tile.offsets):
+                size_bytes = tensor.item_bytes * math.prod(span.shape)
+                self._parts.append((shard, _PendingSpan(span, use, size_bytes)))
+                self.size_bytes += size_bytes
 
     def jobs(self, progress: Progress = no_progress) -> dict[OpenShard, list[WantedBytes]]:
-        """Return what is to be read of each shard. ``progress`` receives numbers of bytes that were used."""
+        """Return the bytes to read of each shard. ``progress`` receives numbers of bytes that were used."""
         jobs: dict[OpenShard, list[WantedBytes]] = defaultdict(list)
         for shard, part in self._parts:
-            jobs[shard].append(part.wanted(progress))
+            jobs[shard].append(part.job(progress))
         return jobs
 
     def run(self, progress: Progress = no_progress) -> None:
@@ -158,39 +190,40 @@ class Reads:
 
 
 class _PendingSpan:
-    """One span on its way. It is used when all its bytes are there, which may lie in several blocks."""
+    """A span that is being read. It is used when all its bytes arrived, which may be in several blocks."""
 
     def __init__(self, span: Span, use: Use, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self._span, self._use = span, use
+        self._span = span
+        self._use = use
         self._lock = threading.Lock()
-        self._left = span.stop - span.start
+        self._missing_bytes = span.stop - span.start
         self._buffer: bytearray | None = None
 
-    def wanted(self, progress: Progress) -> WantedBytes:
+    def job(self, progress: Progress) -> WantedBytes:
         """Return the bytes to read."""
         span = self._span
 
-        def put(at: int, data: memoryview) -> None:
+        def put(offset: int, data: memoryview) -> None:
             whole: memoryview | None = data
             if len(data) < span.stop - span.start:
-                whole = self._collected(at, data)
+                whole = self._collect(offset, data)
             if whole is not None:
                 self._use(span, whole)
                 progress(self.size_bytes)
 
         return WantedBytes(span.start, span.stop, put)
 
-    def _collected(self, at: int, data: memoryview) -> memoryview | None:
-        """Add some bytes; all of them, if these were the last."""
+    def _collect(self, offset: int, data: memoryview) -> memoryview | None:
+        """Add some bytes; return all of them if these were the last, else ``None``."""
         with self._lock:
             if self._buffer is None:
                 self._buffer = bytearray(self._span.stop - self._span.start)
             buffer = memoryview(self._buffer)
-        buffer[at : at + len(data)] = data
+        buffer[offset : offset + len(data)] = data
         with self._lock:
-            self._left -= len(data)
-            if self._left:
+            self._missing_bytes -= len(data)
+            if self._missing_bytes:
                 return None
             self._buffer = None
         return buffer

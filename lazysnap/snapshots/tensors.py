@@ -31,8 +31,9 @@ def room_for(tensor: JoinedTensor, device: torch.device | None = None) -> torch.
     """Return a new tensor for the wanted box, with dtype and memory order of the stored one. Raises: FormatError."""
     shape = tensor.box[1]
     dtype, _ = facts_of(tensor.first)
+    strides = strides_of(shape, tensor.first.order)
     try:
-        return torch.empty_strided(shape, strides_of(shape, tensor.first.order), dtype=dtype, device=device)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     except RuntimeError as error:
         if 0 not in shape:
             raise  # no memory
@@ -50,6 +51,7 @@ def into(target: torch.Tensor) -> Use:
             if flat.data_ptr() % target.dtype.itemsize:
                 flat = flat.clone()
             source = flat.view(target.dtype).as_strided(span.shape, span.strides)
-            target[tuple(slice(at, at + size) for at, size in zip(span.offsets, span.shape, strict=True))].copy_(source)
+            place = tuple(slice(start, start + n) for start, n in zip(span.offsets, span.shape, strict=True))
+            target[place].copy_(source)
 
     return use

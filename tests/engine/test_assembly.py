@@ -28,7 +28,7 @@ def shard(rank, tensors, *, scopes=(), aliases=None):
 def state_of(own, *others, box=whole_box):
     assembly = Assembly(own.rank, box)
     assembly.add(own)
-    assembly.want(own.meta.state)
+    assembly.request(own.meta.state)
     for other in others:
         assembly.add(other)
     assert list(assembly.missing) == []

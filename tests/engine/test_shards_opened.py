@@ -33,7 +33,7 @@ def opened(wanted, rows_of, *, lost=(), near=0, neighbours=()):
     assembly = Assembly(0, lambda name, shape: box if name == "x" else whole_box(name, shape))
     order = [0]
     assembly.add(shard(0, rows_of(0)))
-    assembly.want(["x", "own"])
+    assembly.request(["x", "own"])
     left = nearest_first(chosen, near, neighbours)
     left.remove(0)
 

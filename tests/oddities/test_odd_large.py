@@ -101,7 +101,7 @@ def test_a_state_is_decoded_from_an_image_of_more_than_4_gib(large, slot):
     facts = {name: facts_of(stored) for name, stored in found.items()}
     check_fits(facts, large.source.expected(), "slot", casts=False)
     names = ("small", "turned", "bytes")
-    assembly.want(f"model.{name}" for name in names)
+    assembly.request(f"model.{name}" for name in names)
     for name in names:
         reads, tensor = Reads(), assembly.tensor(f"model.{name}")
         reads.add(tensor, into(found := room_for(tensor)))

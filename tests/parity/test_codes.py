@@ -181,7 +181,7 @@ class Protected:
             for member, part in enumerate(self.parts)
             for piece, stripe in enumerate(group.stripes(member))
         }
-        for stripe, row in [held for member in range(count) for held in group.held(member)]:
+        for stripe, row in [held for member in range(count) for held in group.parities(member)]:
             weights = [self.code.weight(row, column) for column in range(group.pieces)]
             columns = [self.pieces[stripe, column] for column in range(group.pieces)]
             self.pieces[stripe, group.pieces + row] = self.sum(weights, columns)

@@ -21,7 +21,7 @@ def test_each_member_holds_as_much_parity_and_computes_as_much_as_each_other(nod
     group = Group(tuple(range(nodes)), parity)
     assert group.pieces == nodes - parity
     for position in range(nodes):
-        held = group.held(position)
+        held = group.parities(position)
         assert [row for _, row in held] == [*range(parity)]
         assert all(group.holders(stripe)[row] == position for stripe, row in held)
         stripes = group.stripes(position)
