@@ -24,7 +24,7 @@ from lazysnap.snapshots.assembly import Assembly
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import Facts, facts_of, into
 from lazysnap.state.codec import decode, tensor_names
-from lazysnap.state.modules import held_names
+from lazysnap.state.modules import saved_names
 from lazysnap.state.sharding import box_of, like
 from lazysnap.state.source import StateSource
 
@@ -61,7 +61,7 @@ class PartReader:
         expected, resizable, target = self._live_tensors(named)
         assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
         # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
-        live = set(held_names(expected, named).values())
+        live = set(saved_names(expected, named).values())
         assembly.want(name for name in named if name not in live or not is_empty_part(target(name)))
         facts: dict[str, Facts | None] = dict.fromkeys(named)
         added: list[int] = []

@@ -45,8 +45,8 @@ from lazysnap.restore.sources import Failure, Places, Sources
 from lazysnap.restore.survey import IsWanted, Survey
 from lazysnap.runs import Choice, runs_in, short_ids
 from lazysnap.shard.names import SnapshotName, id_after, new_id
-from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.source import StateSource
+from lazysnap.state.walk import collector_paused
 
 logger = logging.getLogger("lazysnap.engine")
 

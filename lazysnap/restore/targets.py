@@ -11,7 +11,7 @@ from lazysnap.errors import StateError
 from lazysnap.shard.pieces import Extent
 from lazysnap.snapshots.assembly import JoinedTensor
 from lazysnap.snapshots.tensors import Facts, room_for
-from lazysnap.state.modules import check_loadable, held_names, is_uninitialised
+from lazysnap.state.modules import check_loadable, is_uninitialised, saved_names
 from lazysnap.state.sharding import box_of, local_of
 from lazysnap.state.source import StateSource
 
@@ -52,7 +52,7 @@ def wanted_box(target: Any, shape: Extent) -> tuple[Extent, Extent]:
 
 def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: Iterable[str]) -> Target:
     """The live tensor that a name of the state is to fill: a parameter, or for optimizer state its parameter."""
-    live = {there: expected[name] for name, there in held_names(expected, held).items()}
+    live = {there: expected[name] for name, there in saved_names(expected, held).items()}
     prefixes = [(f"{path}.state.", parameters) for path, parameters in source.optimizer_parameters().items()]
 
     def target(name: str) -> torch.Tensor | None:
@@ -82,7 +82,7 @@ def check_fits(
     snapshot.
     """
     check_loadable(expected, where)
-    names = held_names(expected, held)
+    names = saved_names(expected, held)
     differences = []
     for name, tensor in expected.items():
         if name not in names:
