@@ -123,7 +123,7 @@ class Level:
         def opened(beat: Beat) -> OpenShard:
             shard = self._open_shard(entry, beat)
             try:
-                beat()  # if nobody waits any more, nobody would close what is open
+                beat()  # raises if the caller no longer waits: it would not close the shard
             except BaseException:
                 shard.blocks.close()
                 raise

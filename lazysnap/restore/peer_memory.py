@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 4 << 20
 _PATIENCE_S = 60.0
-"""What a restart reads is whole: a keeper that has it not yet is busy, and not for longer than this."""
+"""Seconds that a read waits for a keeper. A restart reads complete captures: a keeper that lacks one is busy."""
 
 
 class PeerConnections:
-    """Readers of the keepers of other nodes, for one restart. An idle one is used again, whatever is read next."""
+    """Readers of the keepers of other nodes, for one restart. Idle readers are used again."""
 
     def __init__(self, discovery: "Discovery") -> None:
         self.discovery = discovery

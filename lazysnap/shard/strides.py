@@ -27,7 +27,7 @@ def order_of(shape: Sequence[int], strides: Sequence[int]) -> Order | None:
     """Return the memory order of a dense tensor; ``None`` if it is row-major, empty, or has holes or overlaps."""
     if 0 in shape or tuple(strides) == strides_of(shape, None):
         return None
-    # Of two dimensions with equal steps the one of size 1 lies inside the other.
+    # Of two dimensions with equal steps the one of size 1 is the inner one.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
     if strides_of(shape, order) != tuple(strides):
         return None

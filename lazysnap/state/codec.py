@@ -372,7 +372,7 @@ _PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
 
 
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
-    """Return the value that was encoded; ``tensor(name)`` returns each tensor, or what stands for it.
+    """Return the value that was encoded; ``tensor(name)`` returns each tensor, or a value in its place.
 
     Raises: FormatError, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; StateError, if a
     type is not registered in this process.

@@ -140,7 +140,7 @@ def resizable_names(module: torch.nn.Module) -> set[str]:
 
 
 def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load the values of a snapshot. Buffers get the shapes that they have there.
+    """Load the values of a snapshot. Buffers get the shapes of the snapshot.
 
     Raises: StateError, for scales of other shapes than the model has; what ``load_state_dict`` raises.
     """

@@ -210,7 +210,7 @@ def _may_ignore_strides(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load ``saved``: every tensor gets the dtype, the values and the strides that it has there.
+    """Load ``saved``: every tensor gets the dtype, the values and the strides of the snapshot.
 
     If the optimizer holds tensors of the same kind, they are filled in place: it then needs no memory for a second
     state, and captures keep their plan.

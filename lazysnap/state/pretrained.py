@@ -60,7 +60,7 @@ def _model(module: Any) -> dict[str, Any]:
 
 def _adapter(module: Any) -> dict[str, Any]:
     """See ``PeftModel.save_pretrained``."""
-    from peft import get_peft_model_state_dict  # it is there: the model is one of its classes
+    from peft import get_peft_model_state_dict  # installed: the model is one of its classes
 
     name = module.active_adapter
     config = copy.deepcopy(module.peft_config[name])

@@ -64,7 +64,7 @@ class SkippedValues:
             form = _plain_form(value)
             if form is not _NOTHING:
                 result = self._without(form, path, levels - 1)
-        self.kinds = skipped  # the value as a whole stands for its parts
+        self.kinds = skipped  # the value is skipped as a whole, not by its parts
         self._skip(path, value)
         return result
 

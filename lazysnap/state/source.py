@@ -69,7 +69,7 @@ class StateSource:
         return ()
 
     def modules(self) -> list[torch.nn.Module]:
-        """Return the modules, as they are wrapped."""
+        """Return the modules, with their wrappers."""
         return [value for value in self.named().values() if isinstance(value, torch.nn.Module)]
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:

@@ -127,7 +127,7 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             if os.getppid() == supervisor:
                 client.run(self._words, self._directory)
-        except BaseException:  # noqa: BLE001  this process may not go on as its parent does
+        except BaseException:  # noqa: BLE001  this process must not continue as a second supervisor
             traceback.print_exc()
         finally:
             os._exit(1)

@@ -481,4 +481,4 @@ except BaseException:  # noqa: BLE001  after any error the program must not run 
     sys.excepthook(*sys.exc_info())
     os._exit(1)
 sys.modules.pop("sitecustomize")
-import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  that of the user, if there is one
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  the user's module, if any
