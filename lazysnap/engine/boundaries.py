@@ -18,10 +18,10 @@ from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, St
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.checks import together
 from lazysnap.ranks.world import World
-from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.modules import is_uninitialised
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
+from lazysnap.state.walk import collector_paused
 from lazysnap.warm.steps import Steps
 
 logger = logging.getLogger(__name__)

@@ -174,8 +174,8 @@ class Run:
         self.has_told_start = False
         self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
         if snapshot.new_run is not None:
-            new, left = snapshot.new_run, snapshot.new_run.left
-            run = {"new": new.name, "run": snapshot.run, "left": new.left_name}
+            new, left = snapshot.new_run, snapshot.new_run.newest
+            run = {"new": new.name, "run": snapshot.run, "left": new.newest_run_name}
             self._messages.tell(MessageKind.NEW_RUN, step=snapshot.step, newest=left.step, **run)
 
     def go_on(self, snapshot: Snapshot, run_id: str) -> None:
@@ -243,7 +243,7 @@ class Run:
         """Drop what this memory holds beside ``snapshot``, what other nodes protect, what is trained again, and the
         newest one where another was chosen: not all ranks have it, and it must not outlast what they all have.
         """
-        other = snapshot.protected if snapshot.new_run is None else snapshot.new_run.left
+        other = snapshot.protected if snapshot.new_run is None else snapshot.new_run.newest
         wanted = {(snapshot.run_id, snapshot.step, snapshot.start)}
         for key in (other, snapshot.repeats):
             if key is not None:

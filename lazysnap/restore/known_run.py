@@ -23,7 +23,7 @@ def run_id(place: "str | os.PathLike[str] | SnapshotConfig") -> str | None:
         print(lazysnap.run_id("runs/a"))  # 1a220fa0c0ffee11
 
     Blocks: asks the keeper of this node, if one runs, and lists the levels, each at most ``timeout_s`` without
-    progress. A level that does not answer is left out, with a warning. Not collective: with several nodes, call it on
+    progress. A level that does not answer is skipped, with a warning. Not collective: with several nodes, call it on
     the first.
 
     Args:

@@ -1,4 +1,4 @@
-"""A level as a restart reads it. What hangs there is given up after the level's deadline."""
+"""A level as a restart reads it. Work that hangs is given up after the level's deadline."""
 
 import logging
 import threading
@@ -23,16 +23,21 @@ _Result = TypeVar("_Result")
 
 
 class LevelAnswer(Generic[_Result]):
-    """The answer of a level to a question that was begun."""
+    """The result of work that was started at a level."""
 
     def __init__(self, work: "Watchdog[_Result]", timeout_s: float) -> None:
         self._work = work
         self.timeout_s = timeout_s
         """Seconds for which it may show no progress."""
 
-    def comes(self, until: float | None) -> bool:
-        """True if the answer, or an error, is there by the monotonic time ``until``; ``None``: always. Blocks."""
-        return until is None or self._work.wait(max(0.0, until - time.monotonic()))
+    def wait_until(self, deadline: float | None) -> bool:
+        """Return ``True`` if the answer, or an error, has come by that monotonic time.
+
+        ``None``: return ``True`` at once, because ``__call__`` waits. Blocks.
+        """
+        if deadline is None:
+            return True
+        return self._work.wait(max(0.0, deadline - time.monotonic()))
 
     def __call__(self) -> _Result:
         """Return the answer. Blocks. Raises: LevelHangs; whatever the storage's package raises."""
@@ -40,7 +45,7 @@ class LevelAnswer(Generic[_Result]):
 
 
 class Level:
-    """See ``restore.sources.Source``. Every question runs in a daemon thread, opening the level included.
+    """See ``restore.sources.Source``. All work at the level runs in daemon threads, opening it included.
 
     Not thread-safe.
     """
@@ -73,8 +78,12 @@ class Level:
         Watchdog(lambda beat: self._open(), f"opening {self.url}")
 
     def begin_names(self, *, marked: bool) -> LevelAnswer[Listing]:
-        """Start to list what the level has by its name alone. Does not block."""
-        return self._begin("listing", lambda store: list_names(store.storage, marked=marked))
+        """Start to list the names of the snapshots at the level. Does not block."""
+
+        def names(store: SnapshotStore) -> Listing:
+            return list_names(store.storage, marked=marked)
+
+        return self._begin("listing", names)
 
     def begin_newest_id(self) -> LevelAnswer[str]:
         """Start to find the greatest id of a run or start in the names of its directories; "" without any. Does not
@@ -90,17 +99,23 @@ class Level:
 
         return self._begin("listing", newest_id)
 
-    def begin_look(self, listing: Listing, share: tuple[int, int]) -> LevelAnswer[Inventory]:
-        """Start to find out what a share of that offers. Does not block."""
-        return self._begin("looking at", lambda store: Catalogue(store, listing).inventory(share))
+    def begin_inventory(self, listing: Listing, share: tuple[int, int]) -> LevelAnswer[Inventory]:
+        """Start to read the manifests of a share of these snapshots. Does not block."""
 
-    def _begin(self, what: str, work: Callable[[SnapshotStore], _Result]) -> LevelAnswer[_Result]:
-        watched = Watchdog(lambda beat: work(self._open().watched(beat)), f"{what} {self.url}")
-        return LevelAnswer(watched, self._level.timeout_s)
+        def inventory(store: SnapshotStore) -> Inventory:
+            return Catalogue(store, listing).inventory(share)
 
-    def watch(self, what: str, work: Callable[[Beat], _Result]) -> _Result:
-        """Do some work at the level. Blocks. Raises: LevelHangs, if it does not move for too long; what it raises."""
-        return Watchdog(work, what).result(self._level.timeout_s)
+        return self._begin("looking at", inventory)
+
+    def _begin(self, action: str, work: Callable[[SnapshotStore], _Result]) -> LevelAnswer[_Result]:
+        def watched(beat: Beat) -> _Result:
+            return work(self._open().watched(beat))
+
+        return LevelAnswer(Watchdog(watched, f"{action} {self.url}"), self._level.timeout_s)
+
+    def watch(self, action: str, work: Callable[[Beat], _Result]) -> _Result:
+        """Do some work at the level. Blocks. Raises: LevelHangs, if it makes no progress; whatever it raises."""
+        return Watchdog(work, action).result(self._level.timeout_s)
 
     def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``."""
@@ -108,7 +123,7 @@ class Level:
         def opened(beat: Beat) -> OpenShard:
             shard = self._open_shard(entry, beat)
             try:
-                beat()  # if nobody waits any more, nobody would close what is open
+                beat()  # raises if the caller no longer waits: it would not close the shard
             except BaseException:
                 shard.blocks.close()
                 raise
@@ -121,7 +136,8 @@ class Level:
         place = store.place(entry)
         manifest = self._manifests.get(place.manifest_path)
         if manifest is None:  # one file may hold the shards of many ranks
-            manifest = self._manifests[place.manifest_path] = store.read_manifest(entry)
+            manifest = store.read_manifest(entry)
+            self._manifests[place.manifest_path] = manifest
         beat()
         blocks = FileBlocks(place, manifest)
         try:
@@ -134,13 +150,13 @@ class Level:
 def newest_id(levels: Sequence[PersistentLevel], timeout_s: float) -> str:
     """Return the greatest id of a run or start at any of these levels; "" if there is none.
 
-    A level that fails, or does not answer within ``timeout_s``, is left out. Blocks.
+    A level that fails, or does not answer within ``timeout_s``, is skipped. Blocks.
     """
-    until = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
     answers = [Level(level, 0).begin_newest_id() for level in levels]
     newest = ""
     for level, answer in zip(levels, answers, strict=True):
-        if not answer.comes(until):
+        if not answer.wait_until(deadline):
             logger.info("%s did not answer in %g s: its runs are not known yet", level.url, timeout_s)
             continue
         try:

@@ -1,4 +1,4 @@
-"""The contents of this node's memory: captures of this rank's last trainer, and of ranks that are no more."""
+"""The contents of this node's memory: captures of this rank's last trainer, and of ranks that no longer exist."""
 
 from collections.abc import Callable
 
@@ -24,28 +24,28 @@ class RankMemory:
 
     def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``."""
-        held = self._entry(int(entry.location.split("/")[1]), where)
-        view = held.slot.view()
-        if view.sequence != held.sequence or not view.is_whole:
-            raise _not_there(where)
-        image = held.slot.read(0, view.image_bytes)
-        meta = CaptureMeta.from_bytes(held.slot.read_meta(), where)
+        capture = self._capture(int(entry.location.split("/")[1]), where)
+        view = capture.slot.view()
+        if view.sequence != capture.sequence or not view.is_whole:
+            raise _vanished(where)
+        image = capture.slot.read(0, view.image_bytes)
+        meta = CaptureMeta.from_bytes(capture.slot.read_meta(), where)
         # Without checksums nothing can be compared: the keeper has not computed them yet.
-        checksums = held.checksums
+        checksums = capture.checksums
         if checksums is not None and checksums.size_bytes != len(image):
             raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
         blocks = MemoryBlocks(image, checksums, where)
         blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
         return OpenShard(meta.rank, meta, Layout.parse(image, len(image), where), blocks)
 
-    def _entry(self, sequence: int, where: str) -> MemoryEntry:
-        for entry in self._inventory.entries:
-            if entry.sequence == sequence:
-                return entry
-        raise _not_there(where)
+    def _capture(self, sequence: int, where: str) -> MemoryEntry:
+        for capture in self._inventory.entries:
+            if capture.sequence == sequence:
+                return capture
+        raise _vanished(where)
 
 
-def _not_there(where: str) -> FormatError:
+def _vanished(where: str) -> FormatError:
     return FormatError(f"{where}: it is not there any more")
 
 
@@ -81,12 +81,13 @@ class NodeMemory:
         """Why this rank's memory is out of reach."""
 
     @property
-    def own(self) -> MemoryInventory | None:
+    def of_this_rank(self) -> MemoryInventory | None:
         """The keeper's captures of this rank, as far as it was asked."""
         return self._inventories.get(self._place.local_rank)
 
     def inventories(self) -> list[Inventory]:
-        """Return the keeper's captures of this rank; on the first rank of a node also for ranks that are no more.
+        """Return the keeper's captures of this rank; on the first rank of a node also those of ranks that no longer
+        exist.
 
         Blocks. Raises: JobBusy.
         """
@@ -100,9 +101,10 @@ class NodeMemory:
             return []
         numbers = [self._place.local_rank]
         if self._place.local_rank == 0:
-            known = self._inventories[0].local_ranks
-            numbers += [number for number in known if number >= self._place.local_world_size]
-        return [self._entries_of(number) for number in numbers]
+            for number in self._inventories[0].local_ranks:
+                if number >= self._place.local_world_size:
+                    numbers.append(number)
+        return list(map(self._entries_of, numbers))
 
     def _ask(self, client: KeeperClient) -> None:
         try:
@@ -149,7 +151,7 @@ class NodeMemory:
         return self._inventories[number]
 
     def close(self) -> None:
-        """Unmap now, and not when garbage is collected."""
+        """Unmap the memory now, not when garbage is collected."""
         self._inventories.clear()
         for neighbour in self._neighbours:
             neighbour.close()

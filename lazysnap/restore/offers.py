@@ -1,4 +1,4 @@
-"""What ranks tell each other at a restart: which shards each of them has, in few bytes. Pure.
+"""The shards that each rank has, packed into few bytes for the other ranks at a restart. Pure.
 
 Every rank receives what all ranks send. With thousands of ranks, a hundred bytes of each are a megabyte at each of
 them. So keys of snapshots and ranges of ranks are sent, and nothing that the receiver knows already: the node of the
@@ -70,10 +70,13 @@ def pack_parity(parities: Iterable[HeldParity]) -> list[Any]:
     """Return the parity that one node holds: of several steps of one group the group once."""
     groups: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     for parity in parities:
-        ranks = tuple(tuple(ranges_of(member.ranks)) for member in parity.members)
+        ranks = []
+        sizes = []
+        for member in parity.members:
+            ranks.append(tuple(ranges_of(member.ranks)))
+            sizes.append(member.size_bytes)
         facts = (parity.parity, parity.most_lost, parity.block_bytes, parity.position)
-        sizes = [member.size_bytes for member in parity.members]
-        groups[parity.run_id, parity.start, parity.world_size, ranks, facts].append([parity.step, sizes])
+        groups[parity.run_id, parity.start, parity.world_size, tuple(ranks), facts].append([parity.step, sizes])
     return [[*key, steps] for key, steps in groups.items()]
 
 

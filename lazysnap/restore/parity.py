@@ -35,16 +35,17 @@ class Parity:
 
     def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``. Computes the shard's metadata and header."""
-        lost, file = self.lost[int(entry.location.split("/")[0])], self._connections.file
-        what = PartOf(lost.start, lost.step, lost.most_lost)
-        parts = {position: file(node, what) for position, node in lost.parts.items()}
-        parities = {
-            position: {
-                stripe: file(node, ParityOf(lost.start, lost.step, stripe))
-                for stripe, _ in lost.pieces.group.parities(position)
-            }
-            for position, node in lost.parities.items()
-        }
+        lost = self.lost[int(entry.location.split("/")[0])]
+        part = PartOf(lost.start, lost.step, lost.most_lost)
+        parts = {}
+        for position, node in lost.parts.items():
+            parts[position] = self._connections.file(node, part)
+        parities = {}
+        for position, node in lost.parities.items():
+            files = {}
+            for stripe, _ in lost.pieces.group.parities(position):
+                files[stripe] = self._connections.file(node, ParityOf(lost.start, lost.step, stripe))
+            parities[position] = files
         blocks = ParityBlocks(lost, parts, parities, where)
         whole = VerifiedSource(blocks)
         text, offset, size = find_shard(whole.view, blocks.size_bytes, entry.rank)
@@ -74,14 +75,16 @@ class ParityBlocks(Blocks):
     ) -> None:
         """``parts``: by position; ``parities``: by position and stripe."""
         self.where = where
-        self._lost, self._parts, self._parities = lost, parts, parities
+        self._lost = lost
+        self._parts = parts
+        self._parities = parities
         self.size_bytes = lost.pieces.sizes[lost.position]
         self.block_bytes = lost.pieces.block_bytes
         self._code = Code(lost.pieces.group.pieces, lost.pieces.group.parity)
         self._bad: dict[PeerFile, str] = {}
         """Pieces that are not used any more, and why."""
-        self._known: dict[PeerFile, memoryview] = {}
-        """The checksums that each holder knows."""
+        self._tables: dict[PeerFile, memoryview] = {}
+        """The checksums that each holder of parity has, read at the first use."""
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -99,7 +102,7 @@ class ParityBlocks(Blocks):
         faults.point("restore.compute")
         column = self._lost.pieces.group.data(stripe).index(self._lost.position)
         while True:
-            chosen = list(islice(self._left(stripe), self._code.pieces))
+            chosen = list(islice(self._usable(stripe), self._code.pieces))
             if len(chosen) < self._code.pieces:
                 reasons = "; ".join(list(self._bad.values())) or "too few"
                 raise FormatError(f"{self.where}: not enough of its group is left: {reasons}")
@@ -109,13 +112,14 @@ class ParityBlocks(Blocks):
                 got = xxhash.xxh3_64_intdigest(out[:length])
                 if got == self._checksum(stripe, block, column):
                     return
-                # What was read is as it was then, so the parity is of something else.
-                bad, reason = chosen[-1], f"what it gives has checksum {got:016x}"
+                # All pieces that were read are unchanged, so the parity is of other data.
+                bad = chosen[-1]
+                reason = f"what it gives has checksum {got:016x}"
             logger.warning("%s: %s: %s", self.where, bad.name, reason)
             self._bad[bad.file] = f"{bad.name}: {reason}"
 
-    def _left(self, stripe: int) -> Iterator[_Piece]:
-        """Yield what is left of a stripe and not known to be bad: data first."""
+    def _usable(self, stripe: int) -> Iterator[_Piece]:
+        """Yield the pieces of a stripe that exist and are not known to be bad: data first."""
         group = self._lost.pieces.group
         for column, position in enumerate(group.data(stripe)):
             if position in self._parts and self._parts[position] not in self._bad:
@@ -128,20 +132,26 @@ class ParityBlocks(Blocks):
     def _sum(
         self, stripe: int, block: int, weighted: Sequence[tuple[_Piece, int]], out: memoryview, spare: memoryview
     ) -> tuple[_Piece | None, str]:
-        """Add up the pieces' blocks; the first piece that cannot be used, and why."""
-        pieces, group = self._lost.pieces, self._lost.pieces.group
+        """Add up the blocks of the pieces. Return the first piece that cannot be used, and why."""
+        pieces = self._lost.pieces
+        group = pieces.group
         is_first = True
         for piece, weight in weighted:
             is_parity = piece.number >= group.pieces
-            offset, length = block * self.block_bytes, self.block_bytes
-            if not is_parity:
+            if is_parity:
+                offset = block * self.block_bytes
+                length = self.block_bytes
+            else:
                 offset, length = pieces.span(group.data(stripe)[piece.number], stripe, block)
             if not weight or not length:
                 continue
-            is_copy = is_first and (weight, length) == (1, len(out))
-            if is_first and not is_copy:
-                out[:] = bytes(len(out))
-            data = out if is_copy else spare[:length]
+            is_copy = is_first and weight == 1 and length == len(out)
+            if is_copy:
+                data = out
+            else:
+                data = spare[:length]
+                if is_first:
+                    out[:] = bytes(len(out))
             try:
                 got = piece.file.read_into(offset, data)
                 if is_parity:
@@ -158,11 +168,12 @@ class ParityBlocks(Blocks):
         return None, ""
 
     def _checksum(self, stripe: int, block: int, column: int, holders: Sequence[PeerFile] = ()) -> int:
-        """Return the checksum of a block as the first of these holders of the stripe (default: all) knows it.
+        """Return the checksum of a block that the first of these holders of the stripe (default: all) has.
 
-        Raises: FormatError, if none does.
+        Raises: FormatError, if none has it.
         """
-        pieces, reasons = self._lost.pieces, []
+        pieces = self._lost.pieces
+        reasons = []
         for file in holders or [files[stripe] for files in self._parities.values() if stripe in files]:
             if file in self._bad:
                 continue
@@ -175,11 +186,11 @@ class ParityBlocks(Blocks):
 
     def _table(self, stripe: int, file: PeerFile) -> memoryview:
         with self._lock:
-            if file not in self._known:
+            if file not in self._tables:
                 pieces = self._lost.pieces
                 if file.size_bytes != pieces.stripe_bytes:
                     raise FormatError(
                         f"parity of stripe {stripe}: {file.size_bytes} bytes, expected {pieces.stripe_bytes}"
                     )
-                self._known[file] = file.read(pieces.piece_bytes, pieces.stripe_bytes - pieces.piece_bytes)
-            return self._known[file]
+                self._tables[file] = file.read(pieces.piece_bytes, pieces.stripe_bytes - pieces.piece_bytes)
+            return self._tables[file]

@@ -1,7 +1,8 @@
-"""One rank's part of one snapshot: shards are opened until nothing that it wants is missing, then it is read."""
+"""One rank's part of one snapshot: shards are opened until no tensor of the part is missing, then it is read."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lazysnap.snapshots.assembly import Assembly
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import Facts, facts_of, into
 from lazysnap.state.codec import decode, tensor_names
-from lazysnap.state.modules import held_names
+from lazysnap.state.modules import saved_names
 from lazysnap.state.sharding import box_of, like
 from lazysnap.state.source import StateSource
 
@@ -34,7 +35,7 @@ Made = dict[object, torch.Tensor]
 
 
 class PartReader:
-    """Reads what this rank wants of snapshots."""
+    """Reads the part of a snapshot that this rank needs."""
 
     def __init__(self, source: StateSource, world: World, sources: Sources, *, casts: bool) -> None:
         """``casts``: see ``check_fits``."""
@@ -44,67 +45,73 @@ class PartReader:
         self._sources = sources
 
     def read(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> Snapshot | Failure:
-        """Read this rank's part. ``chosen``: for each rank within reach where its shard is.
+        """Read this rank's part. ``chosen``: the source of each rank's shard, of ranks within reach.
 
         Blocks. Raises: StateError, if the live objects and the snapshot do not fit each other, or if the program's own
         objects raise.
         """
-        own, where = self._world.rank % plan.world_size, f"step {plan.step}"
-        mine = self._sources.open(chosen[own])
-        if isinstance(mine, Failure):
-            return mine
-        meta = mine.meta
+        own_rank = self._world.rank % plan.world_size
+        where = f"step {plan.step}"
+        own_shard = self._sources.open(chosen[own_rank])
+        if isinstance(own_shard, Failure):
+            return own_shard
+        meta = own_shard.meta
         try:
             named = tensor_names(meta.state)
         except FormatError as error:
-            return self._sources.refuse(chosen[own], error)
+            return self._sources.refuse(chosen[own_rank], error)
         expected, resizable, target = self._live_tensors(named)
-        assembly = Assembly(own, lambda name, shape: wanted_box(target(name), shape))
+        assembly = Assembly(own_rank, lambda name, shape: wanted_box(target(name), shape))
         # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
-        live = set(held_names(expected, named).values())
+        live = set(saved_names(expected, named).values())
         assembly.request(name for name in named if name not in live or not is_empty_part(target(name)))
         facts: dict[str, Facts | None] = dict.fromkeys(named)
         added: list[int] = []
 
         def add(rank: int) -> Failure | None:
-            shard = mine if rank == own else self._sources.open(chosen[rank])
+            shard = self._sources.open(chosen[rank])
             if isinstance(shard, Failure):
                 return shard
             try:
-                facts.update({name: facts_of(stored) for name, stored in assembly.add(shard).items()})
+                for name, stored in assembly.add(shard).items():
+                    facts[name] = facts_of(stored)
             except FormatError as error:
                 return self._sources.refuse(chosen[rank], error)
             added.append(rank)
             return None
 
-        # Each shard is opened by some rank: what is wanted by none would else be lost without a word.
-        share = [rank for rank in range(self._world.rank, plan.world_size, self._world.size) if rank in chosen]
-        for rank in (own, *(rank for rank in share if rank != own)):
+        # Each shard is opened by some rank: otherwise nobody would notice a tensor that no rank needs.
+        share = [own_rank]
+        for rank in range(self._world.rank, plan.world_size, self._world.size):
+            if rank in chosen and rank != own_rank:
+                share.append(rank)
+        for rank in share:
             failure = add(rank)
             if failure is not None:
                 return failure
         check_fits(facts, expected, where, casts=self._casts, resizable=resizable)
-        order = nearest_first(chosen, *self._nearby(plan), meta.replicas or ())
+        order = nearest_first(chosen, *self._neighbours(plan), meta.replicas or ())
         failure = complete(assembly, [rank for rank in order if rank not in added], add)
         if failure is not None:
             return failure
         check_fits(facts, expected, where, casts=self._casts, resizable=resizable)
-        state = self._read_state(chosen[own], meta.state, partial(_room, assembly, target))
+        state = self._read_state(chosen[own_rank], meta.state, partial(_room, assembly, target))
         if isinstance(state, Failure):
             return state
+        slowest = max((chosen[rank] for rank in added), key=attrgetter("speed"))
         return Snapshot(
             state,
             plan.step,
             plan.run_id,
             plan.start,
-            level=max((chosen[rank] for rank in added), key=lambda entry: entry.speed).level,
+            level=slowest.level,
             world_size=plan.world_size,
             parameters=meta.parameters,
             captured_ns=meta.captured_ns,
         )
 
     def _live_tensors(self, named: Iterable[str]) -> tuple[Mapping[str, torch.Tensor], Collection[str], Target]:
-        """Return the live tensors by name, the names of those that may be resized, and what each name is to fill.
+        """Return the live tensors by name, the names of those that may be resized, and the target of each name.
 
         Raises: StateError, if the program's own objects raise: no other snapshot would help.
         """
@@ -120,18 +127,28 @@ class PartReader:
             ) from error
         return expected, resizable, target
 
-    def _read_state(self, own: Entry, small: Any, room: Callable[[str, Made, Reads], torch.Tensor]) -> State | Failure:
-        """Read all tensors, and put them in their places in the small state. ``room`` returns the tensor to read into.
+    def _read_state(
+        self, entry: Entry, small: Any, room: Callable[[str, Made, Reads], torch.Tensor]
+    ) -> State | Failure:
+        """Read all tensors, and put them in their places in the small state.
 
         Blocks. Raises: StateError, for a value of a type that this process has not registered.
+
+        Args:
+            entry: the shard that has the small state.
+            small: the small state, encoded.
+            room: returns the tensor to read into.
         """
-        reads, made = Reads(), Made()
+        reads = Reads()
+        made = Made()
+        tensors = {}
         try:
-            tensors = {name: room(name, made, reads) for name in tensor_names(small)}
+            for name in tensor_names(small):
+                tensors[name] = room(name, made, reads)
         except FormatError as error:
-            return self._sources.refuse(own, error)
-        for shard, wanted in reads.jobs().items():
-            failure = self._sources.read(shard, wanted)
+            return self._sources.refuse(entry, error)
+        for shard, pieces in reads.jobs().items():
+            failure = self._sources.read(shard, pieces)
             if failure is not None:
                 return failure
         try:
@@ -139,25 +156,24 @@ class PartReader:
         except StateError:  # an older snapshot would have the same
             raise
         except LazySnapError as error:
-            return self._sources.refuse(own, error)
+            return self._sources.refuse(entry, error)
         if not isinstance(state, dict):
-            return self._sources.refuse(own, f"the small state is {type(state).__name__}, expected a dict")
+            return self._sources.refuse(entry, f"the small state is {type(state).__name__}, expected a dict")
         return state
 
-    def _nearby(self, plan: RestartPlan) -> tuple[int, list[int]]:
+    def _neighbours(self, plan: RestartPlan) -> tuple[int, list[int]]:
         """Return the rank of the snapshot whose part is most like this one's, and the ranks of its node."""
-        rank, size = self._world.rank, self._world.size
-        if plan.world_size != size:
-            return rank * plan.world_size // size, []
-        return rank, self._world.node_ranks
+        if plan.world_size != self._world.size:
+            return self._world.rank * plan.world_size // self._world.size, []
+        return self._world.rank, self._world.node_ranks
 
 
 def _room(
     assembly: Assembly, target_of_name: Callable[[str], torch.Tensor | None], name: str, made: Made, reads: Reads
 ) -> torch.Tensor:
-    """Return the tensor that ``reads`` will fill; tied ones once. Raises: FormatError.
+    """Return the tensor that ``reads`` will fill; the same one for tied names. Raises: FormatError.
 
-    With a DTensor as its target it is one of the same placement; all others are whole.
+    For a DTensor it is a DTensor of the same placement, for any other target the whole tensor.
     """
     target = target_of_name(name)
     if is_empty_part(target) and name not in assembly:
@@ -168,28 +184,33 @@ def _room(
         made[key] = room_on_device(tensor, target)
         reads.add(tensor, into(made[key]))
     room = made[key]
-    return like(target, room) if is_part(target, tensor.shape) else room
+    if is_part(target, tensor.shape):
+        return like(target, room)
+    return room
 
 
 def nearest_first(
-    chosen: Mapping[int, Entry], near: int, of_node: Collection[int], replicas: Collection[int] = ()
+    chosen: Mapping[int, Entry], nearest: int, node_ranks: Collection[int], replicas: Collection[int] = ()
 ) -> list[int]:
-    """Return the ranks in the order in which their shards are opened: the likeliest to hold what is wanted come first.
+    """Return the ranks in the order in which their shards are opened: those likeliest to have missing parts come first.
 
-    ``near``: the rank whose part is most like this one's; ``of_node``: ranks of the same node, which together hold one
-    copy of what it has; ``replicas``: see ``CaptureMeta``.
+    Args:
+        chosen: the source of each rank's shard.
+        nearest: the rank whose part is most like this one's.
+        node_ranks: the ranks of its node, which together hold one copy of its part.
+        replicas: see ``CaptureMeta``.
     """
 
-    def likely(rank: int) -> tuple[bool, bool, int, int, int]:
+    def unlikeliness(rank: int) -> tuple[bool, bool, int, int, int]:
         entry = chosen[rank]
-        return rank not in of_node, rank not in replicas, entry.speed, abs(rank - near), rank
+        return rank not in node_ranks, rank not in replicas, entry.speed, abs(rank - nearest), rank
 
-    return sorted(chosen, key=likely)
+    return sorted(chosen, key=unlikeliness)
 
 
-def complete(assembly: Assembly, left: Iterable[int], add: Callable[[int], Failure | None]) -> Failure | None:
-    """Open the shards that are ``left`` until nothing is missing; why that cannot be."""
-    for rank in left:
+def complete(assembly: Assembly, ranks: Iterable[int], add: Callable[[int], Failure | None]) -> Failure | None:
+    """Open the shards of ``ranks`` until nothing is missing. Return why something stays missing, if it does."""
+    for rank in ranks:
         if not assembly.missing:
             return None
         failure = add(rank)

@@ -5,6 +5,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from lazysnap.errors import KeeperError
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 4 << 20
 _PATIENCE_S = 60.0
-"""What a restart reads is whole: a keeper that has it not yet is busy, and not for longer than this."""
+"""Seconds that a read waits for a keeper. A restart reads complete captures: a keeper that lacks one is busy."""
 
 
 class PeerConnections:
-    """Readers of the keepers of other nodes, for one restart. An idle one is used again, whatever is read next."""
+    """Readers of the keepers of other nodes, for one restart. Idle readers are used again."""
 
     def __init__(self, discovery: "Discovery") -> None:
         self.discovery = discovery
@@ -39,8 +40,9 @@ class PeerConnections:
     def reader(self, node: str) -> Iterator[PeerReader]:
         """Yield a reader of that node, for one thread. One that failed is not used again."""
         with self._lock:
-            idle = self._idle[node]
-            reader = idle.pop() if idle else None
+            reader = None
+            if self._idle[node]:
+                reader = self._idle[node].pop()
         if reader is None:
             reader = PeerReader(self.discovery.secret, self.discovery.reads[node], patience_s=_PATIENCE_S)
         try:
@@ -55,50 +57,50 @@ class PeerConnections:
         """True if the keeper of that node lets this process read."""
         return node in self.discovery.reads
 
-    def file(self, node: str, what: Subject) -> "PeerFile":
-        """Return what that node has. Raises: KeeperError."""
+    def file(self, node: str, subject: Subject) -> "PeerFile":
+        """Return a slot, part or parity of that node. Raises: KeeperError."""
         if not self.reaches(node):
             raise KeeperError(f"the keeper of {node.split('/')[0]} cannot be reached")
-        return PeerFile(self, node, what)
+        return PeerFile(self, node, subject)
 
     def close(self) -> None:
-        """End those that are idle; the next read makes others."""
+        """Close the idle readers; the next read makes others."""
         with self._lock:
-            idle = [reader for readers in self._idle.values() for reader in readers]
+            idle = list(chain.from_iterable(self._idle.values()))
             self._idle.clear()
         for reader in idle:
             reader.close()
 
 
 class PeerFile:
-    """One thing that the keeper of another node lets others read. Thread-safe."""
+    """A slot, part or parity that the keeper of another node lets others read. Thread-safe."""
 
-    def __init__(self, connections: PeerConnections, node: str, what: Subject) -> None:
+    def __init__(self, connections: PeerConnections, node: str, subject: Subject) -> None:
         self._connections = connections
         self._node = node
-        self._what = what
+        self._subject = subject
 
     @cached_property
     def size_bytes(self) -> int:
         """Size. Blocks the first time. Raises: KeeperError; PeerRefused."""
         with self._connections.reader(self._node) as reader:
-            return reader.size(self._what)
+            return reader.size(self._subject)
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """See ``PeerReader.read_into``."""
         with self._connections.reader(self._node) as reader:
-            return reader.read_into(self._what, offset, out)
+            return reader.read_into(self._subject, offset, out)
 
     def read(self, offset: int, length: int) -> memoryview:
-        """Some bytes. Blocks. Raises: as ``read_into``."""
+        """Return some bytes. Blocks. Raises: as ``read_into``."""
         out = memoryview(bytearray(length))
-        for at in range(0, length, _BLOCK_BYTES):
-            self.read_into(offset + at, out[at : at + _BLOCK_BYTES])
+        for start in range(0, length, _BLOCK_BYTES):
+            self.read_into(offset + start, out[start : start + _BLOCK_BYTES])
         return out
 
 
 class PeerBlocks(Blocks):
-    """See ``levels.blocks.Blocks``. What arrives is compared with what the other keeper has."""
+    """See ``levels.blocks.Blocks``. Received bytes are compared with those of the other keeper."""
 
     threads = 2
     block_bytes = _BLOCK_BYTES

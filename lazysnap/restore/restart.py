@@ -1,7 +1,7 @@
 """One restart of all ranks: they list what all sources have, and try the same snapshots in the same order.
 
-Every rank restores the same snapshot, or none does. If one rank cannot read its part, all go on to the next. If a rank
-is silent, the restart ends at a deadline, and nothing was changed anywhere (docs/architecture.md).
+Every rank restores the same snapshot, or none does. If one rank cannot read its part, all ranks try the next snapshot.
+If a rank is silent, the restart ends at a deadline, and nothing was changed anywhere (docs/architecture.md).
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ from lazysnap.restore.sources import Failure, Places, Sources
 from lazysnap.restore.survey import IsWanted, Survey
 from lazysnap.runs import Choice, runs_in, short_ids
 from lazysnap.shard.names import SnapshotName, id_after, new_id
-from lazysnap.state.gc_pause import collector_paused
 from lazysnap.state.source import StateSource
+from lazysnap.state.walk import collector_paused
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -70,7 +71,7 @@ class Restart:
     discovery: Discovery = NOBODY
     """The addresses of other nodes."""
     has_storage: bool = True
-    """True if levels are looked at; otherwise memory alone."""
+    """True if levels are searched; otherwise memory alone."""
     start: str = ""
     """The id of this start: no earlier one has a greater id."""
     casts: bool = False
@@ -84,7 +85,7 @@ class Restart:
 
 
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
-    """See ``SnapshotEngine.fetch``; in place of ``None``, why there is none. Collective. Blocks.
+    """See ``SnapshotEngine.fetch``; in place of ``None``, return why there is none. Collective. Blocks.
 
     Raises: StateError on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
     """
@@ -99,49 +100,71 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
                 return [before, newest, *rest]
             return plans
 
-        # Another choice than the newest may begin a new run, which has to be later than all others.
         search.reads_all = choice.is_best
         snapshot = search.first_whole(order, _may_mean(choice), is_patient=not choice.is_latest)
-        inventories = search.inventories
         if snapshot is not None:
-            key = SnapshotKey(snapshot.run_id, snapshot.step, snapshot.start, snapshot.world_size)
-            newest = next(plan for plan in candidates(inventories) if plan.key not in search.unreadable)
-            is_newest = choice.is_latest or newest.key == key
-            repeats = newest.key if is_newest and newest.key != key else None
-            search.note_newer(repeats or key)
-            return dataclasses.replace(
-                snapshot,
-                skipped=tuple(search.problems),
-                end=search.end() if choice.is_latest else None,
-                protected=search.protected,
-                stored={
-                    level.url: _stored(inventories, level, repeats or key)
-                    for level in restart.config.levels
-                    if is_newest and any(inventory.level == level.url for inventory in inventories)
-                },
-                run=short_ids(search.runs())[snapshot.run_id],
-                new_run=None if is_newest else _new_run(restart.world, search.runs(), newest),
-                repeats=repeats,
-                is_settled=is_newest and _is_settled(newest),
-            )
+            return _with_findings(snapshot, search, restart, choice)
         if not choice.is_latest:
-            raise SnapshotNotFound(choice.missing(inventories))
-        held = {plan.step for plan in candidates(inventories)}
-        seen = {entry.step for inventory in inventories for entry in inventory.entries}
-        return Absence(
-            tuple(level.url for level in restart.config.levels),
-            incomplete=tuple(sorted(seen - held)),
-            unreadable=tuple(sorted(held)),
-            uncommitted=search.survey.uncommitted,
-            is_partial=bool(search.problems),
-            newest_run=next(iter(search.runs()), None),
-        )
+            raise SnapshotNotFound(choice.missing(search.inventories))
+        return _absence(search, restart)
+
+
+def _with_findings(snapshot: Snapshot, search: "_Search", restart: Restart, choice: Choice) -> Snapshot:
+    """Return a snapshot that was read, with the other findings of the search.
+
+    Collective, if a new run begins: a choice other than the newest snapshot begins one, later than all others.
+    """
+    inventories = search.inventories
+    key = SnapshotKey(snapshot.run_id, snapshot.step, snapshot.start, snapshot.world_size)
+    newest = next(plan for plan in candidates(inventories) if plan.key not in search.unreadable)
+    is_newest = choice.is_latest or newest.key == key
+    repeats = None
+    if is_newest and newest.key != key:
+        repeats = newest.key
+    last_key = repeats or key
+    search.note_newer(last_key)
+    stored = {}
+    if is_newest:
+        searched = {inventory.level for inventory in inventories}
+        for level in restart.config.levels:
+            if level.url in searched:
+                stored[level.url] = _stored(inventories, level, last_key)
+    new_run = None
+    if not is_newest:
+        new_run = _new_run(restart.world, search.runs(), newest)
+    return dataclasses.replace(
+        snapshot,
+        skipped=tuple(search.problems),
+        end=search.end() if choice.is_latest else None,
+        protected=search.protected,
+        stored=stored,
+        run=short_ids(search.runs())[snapshot.run_id],
+        new_run=new_run,
+        repeats=repeats,
+        is_settled=is_newest and _is_settled(newest),
+    )
+
+
+def _absence(search: "_Search", restart: Restart) -> Absence:
+    complete_steps = {plan.step for plan in candidates(search.inventories)}
+    steps = set()
+    for inventory in search.inventories:
+        for entry in inventory.entries:
+            steps.add(entry.step)
+    return Absence(
+        tuple(level.url for level in restart.config.levels),
+        incomplete=tuple(sorted(steps - complete_steps)),
+        unreadable=tuple(sorted(complete_steps)),
+        uncommitted=search.survey.uncommitted,
+        is_partial=bool(search.problems),
+        newest_run=next(iter(search.runs()), None),
+    )
 
 
 def fetch_back(
     restart: Restart, is_wanted: Callable[[RestartPlan], bool], flaw: Callable[[Snapshot], str]
 ) -> Snapshot | None:
-    """The newest snapshot of those ``is_wanted`` that reads whole and has no ``flaw`` on any rank. Collective. Blocks.
+    """Return the newest whole snapshot that ``is_wanted`` and has no ``flaw`` on any rank. Collective. Blocks.
 
     Raises: as ``fetch``.
     """
@@ -155,11 +178,13 @@ def fetch_back(
             return is_wanted(RestartPlan(name.run_id, name.start, name.step, restart.world.size, ()))
 
         snapshot = search.first_whole(order, may_be_wanted, is_patient=True, flaw=flaw)
-        return None if snapshot is None else dataclasses.replace(snapshot, skipped=tuple(search.problems))
+        if snapshot is None:
+            return None
+        return dataclasses.replace(snapshot, skipped=tuple(search.problems))
 
 
 def _may_mean(choice: Choice) -> IsWanted | None:
-    """Return which snapshots are meant, as far as names of directories tell; ``None``: the newest."""
+    """Return a function that is true for the snapshots that may be chosen, by their names; ``None``: the newest."""
     if choice.is_latest:
         return None
 
@@ -169,37 +194,40 @@ def _may_mean(choice: Choice) -> IsWanted | None:
     return may_mean
 
 
-def _new_run(world: World, there: Sequence[str], newest: RestartPlan) -> NewRun:
+def _new_run(world: World, runs: Sequence[str], newest: RestartPlan) -> NewRun:
     """Return a run for what is captured after an older snapshot was chosen.
 
-    Collective: all ranks get that of rank 0. ``there``: the runs so far, the newest first.
+    Collective: all ranks get that of rank 0. ``runs``: the runs so far, the newest first.
     """
     # Later than every other run, whatever the clock says: "latest" is of the newest run.
-    run_id = id_after(world.exchange("beginning a new run", new_id())[0], there[0])
-    names = short_ids([run_id, *there])
+    run_id = id_after(world.exchange("beginning a new run", new_id())[0], runs[0])
+    names = short_ids([run_id, *runs])
     return NewRun(run_id, names[run_id], newest.key, names[newest.run_id])
 
 
 def _is_settled(newest: RestartPlan) -> bool:
-    """Return True if memory of some rank says that no restart is to train the step of its capture again."""
+    """True if memory of some rank says that no restart is to train the step of its capture again."""
     return any(offers[0].speed == 0 and not offers[0].is_repeatable for offers in newest.sources)
 
 
 def _stored(inventories: list[Inventory], level: PersistentLevel, newest: SnapshotKey) -> list[tuple[str, int]]:
-    """Complete snapshots at a level that led to this one: retention counts them. The same on every rank."""
-    own = (inventory for inventory in inventories if inventory.level == level.url)
-    plans = candidates(own, SnapshotFilter(run_id=newest.run_id))
+    """Return the complete snapshots at a level that led to this one: retention counts them. The same on every rank."""
+    at_level = [inventory for inventory in inventories if inventory.level == level.url]
     starts: dict[int, str] = {}
-    for plan in plans:
+    for plan in candidates(at_level, SnapshotFilter(run_id=newest.run_id)):
         if plan.step <= newest.step:
             starts.setdefault(plan.step, plan.start)
     return [(starts[step], step) for step in sorted(starts)[-level.keep_last :]]
 
 
+def _no_flaw(snapshot: Snapshot) -> str:
+    return ""
+
+
 class _Search:
     """One restart on one rank: lists what all sources have, and reads the best snapshot that is whole everywhere.
 
-    It has many attributes because each step of the search needs what the ones before it found.
+    It has many attributes because each step of the search needs the results of the steps before.
     """
 
     def __init__(self, restart: Restart, stack: contextlib.ExitStack) -> None:
@@ -208,7 +236,7 @@ class _Search:
         self._world = world = restart.world
         self._node = world.place.node
         self.problems: list[str] = []
-        """One line for each snapshot or level that was passed over, and why."""
+        """One line for each snapshot or level that was not used, and why."""
         self.inventories: list[Inventory] = []
         """Contents of all sources. The same on every rank."""
         self.unreadable: set[SnapshotKey] = set()
@@ -217,10 +245,11 @@ class _Search:
         """See ``Snapshot``."""
         self.reads_all = False
         """True if the manifests of all snapshots are read before one is tried."""
-        places = enumerate(restart.config.levels if restart.has_storage else ())
-        self._levels = levels = {level.url: Level(level, place + _FIRST_LEVEL) for place, level in places}
-        for level in levels.values():
-            level.begin_open()
+        levels: dict[str, Level] = {}
+        if restart.has_storage:
+            for index, config in enumerate(restart.config.levels):
+                levels[config.url] = Level(config, index + _FIRST_LEVEL)
+                levels[config.url].begin_open()
         self.survey = Survey(world, levels)
         self._connections = PeerConnections(restart.discovery)
         self._parity = Parity(self._connections)
@@ -243,18 +272,18 @@ class _Search:
         may_be_wanted: IsWanted | None,
         *,
         is_patient: bool,
-        flaw: Callable[[Snapshot], str] = lambda snapshot: "",
+        flaw: Callable[[Snapshot], str] = _no_flaw,
     ) -> Snapshot | None:
         """Return the first snapshot that all ranks can read and in which none finds a ``flaw``.
 
-        What vanished between listing and reading is listed again; so are levels that were not waited for, if what
-        memory has cannot be read.
+        All sources are listed again if a file vanished between listing and reading. The same happens if the snapshot in
+        memory cannot be read and a level had not answered in time.
 
         Args:
             order: returns the complete snapshots that are wanted, the best first.
             may_be_wanted: true for the snapshots that may be among them; ``None``: the newest is wanted.
             is_patient: see ``_list``.
-            flaw: says what is wrong with a snapshot that was read.
+            flaw: returns a defect of a snapshot that was read, or an empty text.
 
         Collective. Blocks. Raises: StateError; JobBusy; WaitTimeout; SnapshotNotFound, as ``order``.
         """
@@ -282,12 +311,12 @@ class _Search:
         return None
 
     def _plans(self, order: Callable[[list[Inventory]], list[RestartPlan]]) -> Iterator[RestartPlan]:
-        """Yield the plans in their order; behind the last, those of snapshots whose manifests were not read at first.
+        """Yield the plans in their order, and then those of snapshots whose manifests were not read at first.
 
         The same on all ranks. Collective, if that is so.
         """
         if self.survey.is_partial and (self.reads_all or not self._has_newest()):
-            self._look_at_rest()
+            self._read_rest()
         try:
             yield from order(self.inventories)
         except SnapshotNotFound:
@@ -295,7 +324,7 @@ class _Search:
                 raise
         if not self.survey.is_partial:
             return
-        self._look_at_rest()
+        self._read_rest()
         for plan in order(self.inventories):
             if plan.key not in self.unreadable:
                 yield plan
@@ -307,16 +336,18 @@ class _Search:
         plans = candidates(self.inventories)
         return bool(plans) and _name_of(plans[0]) >= min(self.survey.newest)
 
-    def _look_at_rest(self) -> None:
+    def _read_rest(self) -> None:
         """Read the manifests that were not read at first. Collective."""
-        stored = self.survey.look_at_rest(self.problems)
+        stored = self.survey.read_rest(self.problems)
         for inventory in stored:
             self.problems += inventory.problems
         self.inventories = [*self.inventories, *stored]
 
     def runs(self) -> list[str]:
-        """Return the ids of all runs of which there is anything, the newest first."""
-        ids = {*runs_in(self.inventories), *(name.run_id for name in self.survey.names)}
+        """Return the ids of all runs of which a part exists, the newest first."""
+        ids = set(runs_in(self.inventories))
+        for name in self.survey.names:
+            ids.add(name.run_id)
         return sorted(ids, reverse=True)
 
     def _newest_start(self) -> str | None:
@@ -327,25 +358,30 @@ class _Search:
         return max(starts, default=None)
 
     def note_newer(self, key: SnapshotKey) -> None:
-        """Name newer snapshots that a listing shows, now and when a late level answers, and that were not read."""
+        """Report newer snapshots that were not read: those in a listing now, the others when a late level answers."""
         restored = SnapshotName(key.run_id, key.step, key.start)
         if self._world.rank == 0:
-            self.problems += [text for name, text in self.survey.unread if name > restored]
+            for name, text in self.survey.unread:
+                if name > restored:
+                    self.problems.append(text)
         self.survey.follow(restored, before=self._restart.start)
 
     def end(self) -> TrainerEnd | None:
         """Return the end of the last trainer, as far as this rank's keeper knows it."""
-        return None if self._memory.own is None else self._memory.own.end
+        inventory = self._memory.of_this_rank
+        if inventory is None:
+            return None
+        return inventory.end
 
-    # ---------------------------------------------------------------- what there is
+    # ---------------------------------------------------------------- the listing
 
     def _list(self, may_be_wanted: IsWanted | None, *, is_patient: bool) -> list[Inventory]:
-        """Return what all ranks found, the same list on every rank. Collective.
+        """Return the contents of all sources, the same list on every rank. Collective.
 
-        Of snapshots at levels, the newest of those that ``may_be_wanted``, and the newest of all.
+        Of snapshots at levels these are the newest of those that ``may_be_wanted``, and the newest of all.
 
-        Levels are waited for as long as their settings say if ``is_patient``, or if memory has no whole snapshot; else
-        for a few seconds in all.
+        If ``is_patient``, or if memory has no whole snapshot, the deadline of a level is that of its settings.
+        Otherwise it is a few seconds for all levels.
         """
         faults.point("restore.ask")
 
@@ -356,24 +392,31 @@ class _Search:
                 captures = pack_memory(self._memory.inventories())
             except JobBusy as error:
                 refusal = str(error)
-            own = self._memory.own if self._world.place.local_rank == 0 else None
-            parity = [] if own is None else pack_parity(own.parity)
+            parity: list[Any] = []
+            inventory = self._memory.of_this_rank
+            if self._world.place.local_rank == 0 and inventory is not None:
+                parity = pack_parity(inventory.parity)
             return [refusal, captures, parity]
 
-        told = self._world.exchange_after("what is in memory", remember)
-        refusals = [text for text, *_ in told]
+        reports = self._world.exchange_after("what is in memory", remember)
+        refusals = [text for text, *_ in reports]
         if any(refusals):
             raise JobBusy(self._refusal(refusals))
-        # Not before: keepers of the last start may have been writing, and deleting, until those of this one came.
+        # Not before: keepers of the last start may write and delete until those of this start are connected.
         memories = []
-        for place, (_, captures, _) in zip(self._world.places, told, strict=True):
+        parities = []
+        for place, (_, captures, parity) in zip(self._world.places, reports, strict=True):
             memories.append(unpack_memory(captures, place.node))
-        memories.append(self._computed(memories, [parity for *_, parity in told]))
-        patience_s = None if is_patient or not candidates(memories) else _PATIENCE_S
-        stored = self.survey.look(self.problems, patience_s, may_be_wanted)
-        found = [*memories, *stored]
-        self.problems += [problem for inventory in found for problem in inventory.problems]
-        return found
+            parities.append(parity)
+        memories.append(self._computed(memories, parities))
+        patience_s = None
+        if not is_patient and candidates(memories):
+            patience_s = _PATIENCE_S
+        stored = self.survey.read_newest(self.problems, patience_s, may_be_wanted)
+        inventories = [*memories, *stored]
+        for inventory in inventories:
+            self.problems += inventory.problems
+        return inventories
 
     def _refusal(self, refusals: Sequence[str]) -> str:
         """Return why this job cannot start: in full on the first rank of each node, in short on the others.
@@ -383,27 +426,32 @@ class _Search:
         if self._world.place.local_rank != 0:
             job_id = self._restart.identity.job_id
             return f"job {job_id!r} runs already; the first rank of each node names its processes"
-        return refusals[self._world.rank] or next(text for text in refusals if text)
+        return refusals[self._world.rank] or next(filter(None, refusals))
 
     def _computed(self, memories: Sequence[Inventory], reports: Sequence[list[Any]]) -> Inventory:
-        """Return what parity has of lost nodes. ``reports``: parity in memory, by rank.
+        """Return the shards of lost nodes that parity can replace. ``reports``: parity in memory, by rank.
 
         Collective, if one node is left.
         """
         client = self._restart.client
         if any(reports) and client is not None and self._restart.discovery.peers is None:
-            config, job_id = self._restart.config, self._restart.identity.job_id
-            self._connections.discovery = discover_keepers(self._world, client, config, job_id, alone=True)
-        held = [
-            (place.node, parity)
-            for place, packed in zip(self._world.places, reports, strict=True)
-            for parity in unpack_parity(packed)
-            if self._connections.reaches(place.node)
-        ]
-        memory = (entry for inventory in memories for entry in inventory.entries)
-        self._parity.lost, entries, problems = lost_parts(memory, held)
-        self.protected = most_protected(held)
-        return Inventory(PARITY, tuple(entries), problems=tuple(problems) if self._world.rank == 0 else ())
+            job_id = self._restart.identity.job_id
+            self._connections.discovery = discover_keepers(
+                self._world, client, self._restart.config, job_id, alone=True
+            )
+        parities = []
+        for place, packed in zip(self._world.places, reports, strict=True):
+            if self._connections.reaches(place.node):
+                for parity in unpack_parity(packed):
+                    parities.append((place.node, parity))
+        captures: list[Entry] = []
+        for inventory in memories:
+            captures += inventory.entries
+        self._parity.lost, entries, problems = lost_parts(captures, parities)
+        self.protected = most_protected(parities)
+        if self._world.rank != 0:
+            problems = []  # rank 0 reports them
+        return Inventory(PARITY, tuple(entries), problems=tuple(problems))
 
     # ---------------------------------------------------------------- one snapshot
 
@@ -413,7 +461,7 @@ class _Search:
         The second is true if something vanished that was listed. Collective.
         Raises: StateError, on all ranks, if all could read theirs, and the live objects of one of them do not fit it.
         """
-        found: list[Snapshot] = []
+        snapshots: list[Snapshot] = []
         causes: list[StateError] = []
         self._sources.has_vanished = False
 
@@ -423,7 +471,7 @@ class _Search:
                 with collector_paused():
                     part = self._read(plan)
                 if isinstance(part, Snapshot):
-                    found.append(part)
+                    snapshots.append(part)
                     failure = flaw(part)
                 else:
                     failure = part.text
@@ -433,37 +481,53 @@ class _Search:
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)
             faults.point("restore.read")
-            by_rank = "" if self._world.is_alone else f"rank {self._world.rank}: "
-            return [text and f"{by_rank}{text}" for text in (mismatch, failure)] + [self._sources.has_vanished]
+            return [self._of_this_rank(mismatch), self._of_this_rank(failure), self._sources.has_vanished]
 
-        told = self._world.exchange_after(f"reading step {plan.step}", read)
-        failures = [f"step {plan.step} passed over: {text}" for _, text, _ in told if text]
+        reports = self._world.exchange_after(f"reading step {plan.step}", read)
+        failures = []
+        mismatches = []
+        has_vanished = False
+        for mismatch, failure, has_vanished_there in reports:
+            if failure:
+                failures.append(f"step {plan.step} passed over: {failure}")
+            if mismatch:
+                mismatches.append(mismatch)
+            if has_vanished_there:
+                has_vanished = True
         if failures:
             self.problems += failures
-            return None, any(gone for *_, gone in told)
-        mismatches = [text for text, *_ in told if text]
+            return None, has_vanished
         if mismatches:
-            cause = (
-                causes.pop() if causes else None
-            )  # a list that still held it would keep its frames, and slots, alive
+            # A list that still held the cause would keep its frames, and slots, alive.
+            cause = causes.pop() if causes else None
             raise StateError(mismatches[0]) from cause
-        return found[0], False
+        return snapshots[0], False
+
+    def _of_this_rank(self, problem: str) -> str:
+        if not problem or self._world.is_alone:
+            return problem
+        return f"rank {self._world.rank}: {problem}"
 
     def _read(self, plan: RestartPlan) -> Snapshot | Failure:
         """Read from the best sources; after each failure from the next ones, as long as there are any."""
-        own, failures = self._world.rank % plan.world_size, self._sources.failures
-        entries = [entry for offers in plan.sources for entry in offers]
+        own_rank = self._world.rank % plan.world_size
+        failures = self._sources.failures
+        entries = list(chain.from_iterable(plan.sources))
         while True:
             chosen = nearest_sources(filter(self._is_usable, entries), self._node)
             bad = {entry: failures[entry] for entry in entries if entry in failures}
-            if own not in chosen:
-                within = "" if self._world.is_alone else f" within reach of {self._node.split('/')[0]}"
+            if own_rank not in chosen:
+                within = ""
+                if not self._world.is_alone:
+                    within = f" within reach of {self._node.split('/')[0]}"
                 reasons = "; ".join(bad.values()) or "it is not there"
-                return Failure(f"the shard of rank {own} is nowhere whole{within}: {reasons}")
+                return Failure(f"the shard of rank {own_rank} is nowhere whole{within}: {reasons}")
             part = self._parts.read(plan, chosen)
             if isinstance(part, Snapshot):
                 for entry, reason in bad.items():
-                    of_rank = f" of rank {entry.rank}" if plan.world_size > 1 else ""
+                    of_rank = ""
+                    if plan.world_size > 1:
+                        of_rank = f" of rank {entry.rank}"
                     self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
             if isinstance(part, Snapshot) or part.entry is None:
                 return part
@@ -487,20 +551,22 @@ def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:
 
 
 def reseed(snapshot: Snapshot, world: World) -> None:
-    """After a restart with another number of ranks: every rank draws random numbers of its own from here on.
+    """Give every rank its own random numbers after a restart with another number of ranks. Rank 0 warns.
 
-    Rank 0 warns. What each rank had drawn cannot be continued by another number of them; equal numbers on two ranks
+    The numbers that each rank had drawn cannot be continued by another number of ranks. Equal numbers on two ranks
     would be worse.
     """
     if world.rank == 0:
-        then, now = snapshot.world_size, world.size
+        captured_by = f"{snapshot.world_size} rank"
+        if snapshot.world_size > 1:
+            captured_by += "s"
         logger.warning(
             "step %d was captured by %s and is resumed by %d: weights and optimizer are exact; random numbers begin "
             "anew; the data goes on in the same epoch behind as many samples as were trained. These are the same "
             "samples where their order comes from a seed (docs/several-ranks.md)",
             snapshot.step,
-            f"{then} rank{'s' * (then > 1)}",
-            now,
+            captured_by,
+            world.size,
         )
     seed = (int(snapshot.run_id, 16) ^ (snapshot.step << 20) ^ (world.size << 10) ^ world.rank) & ((1 << 63) - 1)
     torch.manual_seed(seed)

@@ -17,17 +17,17 @@ class NewRun:
     run_id: str
     name: str
     """The part of its id that people see."""
-    left: SnapshotKey
+    newest: SnapshotKey
     """The newest snapshot, which ``"latest"`` means until the new run has a complete one."""
-    left_name: str
-    """The part of the id of its run that people see."""
+    newest_run_name: str
+    """The part of the id of that snapshot's run that people see."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """A snapshot read back. Its tensors are its own: nothing else writes to their memory. Tied ones are one tensor.
 
-    They lie on the devices of the live tensors that they are for; scalars, and what no device has room for, on the CPU.
+    Each is on the device of its live tensor. Scalars, and tensors that no device has room for, are on the CPU.
     """
 
     state: dict[str, Any] = field(repr=False)
@@ -35,13 +35,13 @@ class Snapshot:
     step: int
     run_id: str
     start: str
-    """Which start of the run took it."""
+    """The id of the start that took it."""
     level: str
     """``memory`` or the URL of the level it was read from; of several the slowest."""
     seconds: float = 0.0
     """Time from the question to the answer."""
     skipped: tuple[str, ...] = ()
-    """Why newer snapshots, or faster levels, were passed over."""
+    """The reasons why newer snapshots, or faster levels, were not used."""
     world_size: int = 1
     """Ranks of the training that captured it. With another number now, random numbers cannot be continued, and the
     position in the data counts other batches (``lazysnap.data.share``)."""
@@ -56,7 +56,7 @@ class Snapshot:
     protected: SnapshotKey | None = None
     """The one in memory that other nodes protect best, and that stays until a newer one is protected."""
     new_run: NewRun | None = None
-    """``None``: it is the newest snapshot, and training goes on in its run."""
+    """``None``: it is the newest snapshot, and training continues its run."""
     captured_ns: int | None = None
     """When it was captured, in nanoseconds since the epoch."""
     end: TrainerEnd | None = None

@@ -1,4 +1,4 @@
-"""All sources of one restart on one rank: what is open, and what turned out to be unusable."""
+"""All sources of one restart on one rank: the shards that are open, and those that cannot be used."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,7 @@ from typing import Protocol
 
 from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import Blocks, WantedBytes
+from lazysnap.levels.watchdog import Beat
 from lazysnap.resolver import Entry
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY
@@ -76,7 +77,7 @@ class Sources:
         self._entries: dict[Blocks, Entry] = {}
 
     def forget(self) -> None:
-        """Open everything anew: the levels are listed again, and what failed may be there by now."""
+        """Forget what was opened and what failed: the levels are listed again, and may have changed."""
         self.failures.clear()
         self._opened.clear()
         self._entries.clear()
@@ -100,14 +101,18 @@ class Sources:
             self._entries[shard.blocks] = entry
         return self._opened[entry]
 
-    def read(self, shard: OpenShard, wanted: Sequence[WantedBytes]) -> Failure | None:
-        """Read what is wanted of a shard that was opened here, verified. Blocks."""
+    def read(self, shard: OpenShard, pieces: Sequence[WantedBytes]) -> Failure | None:
+        """Read pieces of a shard that was opened here, and verify them. Blocks."""
         entry = self._entries[shard.blocks]
-        jobs = {shard: wanted}
+        jobs = {shard: pieces}
+
+        def read_watched(beat: Beat) -> None:
+            read(jobs, progress=lambda num_bytes: beat())
+
         try:
             source = self._places.source(entry)
             if isinstance(source, Level):
-                source.watch(f"reading {shard.where}", lambda beat: read(jobs, progress=lambda num_bytes: beat()))
+                source.watch(f"reading {shard.where}", read_watched)
             else:
                 read(jobs)
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
@@ -117,8 +122,10 @@ class Sources:
     def refuse(self, entry: Entry, error: "Exception | str") -> Failure:
         """Record that an entry cannot be used: it is not tried again."""
         self._opened.pop(entry, None)
-        text = self.failures[entry] = str(error) or repr(error)  # an empty text would pass for no failure
-        self.has_vanished = self.has_vanished or isinstance(error, FileNotFoundError)
+        text = str(error) or repr(error)  # an empty text would pass for no failure
+        self.failures[entry] = text
+        if isinstance(error, FileNotFoundError):
+            self.has_vanished = True
         return Failure(text, entry)
 
 
@@ -127,13 +134,8 @@ def _where(entry: Entry) -> str:
 
 
 def _compare(entry: Entry, shard: OpenShard, where: str) -> None:
-    """Raises: FormatError, if a shard is of another snapshot than was listed."""
+    """Check that a shard is of the snapshot that was listed. Raises: FormatError."""
     meta = shard.meta
-    if (meta.run_id, meta.step, meta.rank, meta.world_size, meta.start) != (
-        entry.run_id,
-        entry.step,
-        entry.rank,
-        entry.world_size,
-        entry.start,
-    ):
+    listed = (entry.run_id, entry.step, entry.rank, entry.world_size, entry.start)
+    if listed != (meta.run_id, meta.step, meta.rank, meta.world_size, meta.start):
         raise FormatError(f"{where}: holds step {meta.step} of rank {meta.rank} of {meta.world_size}")

@@ -3,8 +3,8 @@
 Names come first. One rank lists a URL, and one rank of each node lists a path. Nodes that see the same directories,
 inode and times included, share one place and its work. The ranks of a node share a disk that only this node sees.
 
-What a rank found, all others receive. So of equal listings one is sent, and manifests are read of the newest snapshots
-first: a restart needs no others unless these are damaged. See ``restore.offers`` for the rest.
+All ranks receive the results of each rank. So of equal listings one is sent, and the manifests of the newest snapshots
+are read first: a restart needs no others unless these are damaged. See ``restore.offers`` for the messages.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,11 +44,11 @@ _SILENCE_S = 3.0
 
 @dataclass(frozen=True)
 class Site:
-    """One place where shards are, and which ranks see it."""
+    """A place that holds shards, and the ranks that see it."""
 
     url: str
     label: str | None
-    """``None``: all do."""
+    """``None``: all ranks see it."""
     listing: Listing
     members: tuple[int, ...]
 
@@ -69,31 +70,36 @@ class Selection:
     """All others."""
 
     @classmethod
-    def of(cls, sites: Iterable[Site], is_wanted: IsWanted | None, most: int) -> "Selection":
+    def of(cls, sites: Iterable[Site], is_wanted: IsWanted | None, limit: int) -> "Selection":
         """Select the newest snapshots, and the newest of those that are wanted, of each run one at least. Pure.
 
         Args:
             sites: all places.
             is_wanted: true for the snapshots that may be restored; ``None``: the newest is wanted, whichever it is.
-            most: so many of the newest.
+            limit: the number of the newest ones.
         """
         names: set[SnapshotName] = set()
-        wanted: set[SnapshotName] = set()
-        others: set[str] = set()
+        eligible: set[SnapshotName] = set()
+        first: set[str] = set()
         for site in sites:
             for directory in site.listing.directories:
                 name = SnapshotName.parse(directory.name)
                 if name is None:
-                    others.add(directory.name)
+                    first.add(directory.name)  # its name does not say how new it is
                 elif directory.ranges:
                     names.add(name)
                     if is_wanted is not None and is_wanted(name, directory.names):
-                        wanted.add(name)
-        newest = sorted(names, reverse=True)[:most]
-        newest_of_run = {name.run_id: name for name in sorted(wanted)}
-        chosen = {*newest, *sorted(wanted, reverse=True)[:most], *newest_of_run.values()}
-        first = others | {name.directory for name in chosen}
-        return cls(frozenset(newest), frozenset(first), frozenset(name.directory for name in names - chosen))
+                        eligible.add(name)
+        newest = sorted(names, reverse=True)[:limit]
+        newest_of_run = {name.run_id: name for name in sorted(eligible)}
+        chosen = {*newest, *sorted(eligible, reverse=True)[:limit], *newest_of_run.values()}
+        rest = set()
+        for name in names:
+            if name in chosen:
+                first.add(name.directory)
+            else:
+                rest.add(name.directory)
+        return cls(frozenset(newest), frozenset(first), frozenset(rest))
 
 
 class Survey:
@@ -122,113 +128,126 @@ class Survey:
         """Places with the snapshots whose manifests were not read yet."""
         self._listings: dict[str, str] = {}
         """The listings of this rank as JSON, by URL."""
-        self._named: set[str] = set()
-        """Levels for which that warning was given."""
+        self._reported_silent: set[str] = set()
+        """Levels for which a warning said that the restart waits for them."""
 
     @property
     def is_partial(self) -> bool:
         """True if there are snapshots whose manifests were not read yet. The same on every rank."""
         return len(self._unread_sites) > 0
 
-    def look(
+    def read_newest(
         self, problems: list[str], patience_s: float | None = None, is_wanted: IsWanted | None = None
     ) -> list[Inventory]:
-        """Return what all ranks found of the newest snapshots, the same list on each. Collective.
+        """Return the contents of all levels, as to the newest snapshots: the same list on each rank. Collective.
 
         Args:
-            problems: receives what this rank could not read.
-            patience_s: how long levels are waited for in all; ``None``: as long as their settings say.
+            problems: receives a line for each part that this rank could not read.
+            patience_s: deadline for all levels together; ``None``: each has the deadline of its settings.
             is_wanted: true for the snapshots that may be restored; ``None``: the newest is wanted.
         """
-        until = None if patience_s is None else time.monotonic() + patience_s
+        deadline = None
+        if patience_s is not None:
+            deadline = time.monotonic() + patience_s
         self.unanswered.clear()
-        answers = self._world.exchange_after("what is on storage", lambda: self._list(problems, until))
-        sites = self._sites([digests for digests, _ in answers])
-        self.late = {url for _, urls in answers for url in urls}
+        self.late = set()
+        self.unread = []
+        all_digests = []
+        for digests, late in self._world.exchange_after("what is on storage", partial(self._list, problems, deadline)):
+            all_digests.append(digests)
+            self.late.update(late)
+        sites = self._sites(all_digests)
         listed = _snapshots_in(sites)
-        self.names = sorted({name for _, directory, name in listed if directory.ranges})
-        self.uncommitted = Counter(url for url, directory, _ in listed if not directory.ranges)
+        names = set()
+        self.uncommitted = Counter()
+        for url, directory, name in listed:
+            if directory.ranges:
+                names.add(name)
+            else:
+                self.uncommitted[url] += 1
+        self.names = sorted(names)
         selection = Selection.of(sites, is_wanted, NEWEST)
         self.newest = selection.newest
-        inventories = self._read([site.only(selection.first) for site in sites], problems, until)
+        inventories = self._read([site.only(selection.first) for site in sites], problems, deadline)
         self._unread_sites = []
         if selection.rest:
             self._unread_sites = [site.only(selection.rest) for site in sites]
-        reasons = [(name, _why_unread(url, name, one, is_late=url in self.late)) for url, one, name in listed]
-        self.unread = [(name, text) for name, text in reasons if text]
+        for url, directory, name in listed:
+            reason = _why_unread(url, name, directory, is_late=url in self.late)
+            if reason:
+                self.unread.append((name, reason))
         return inventories
 
-    def look_at_rest(self, problems: list[str]) -> list[Inventory]:
-        """Return what all ranks found of the snapshots that ``look`` left out. Collective. See there."""
+    def read_rest(self, problems: list[str]) -> list[Inventory]:
+        """Return the contents of all levels, as to the snapshots that ``read_newest`` did not read. Collective."""
         sites = [dataclasses.replace(site, listing=Listing(site.listing.directories)) for site in self._unread_sites]
         self._unread_sites = []
         return self._read(sites, problems, None)
 
     def follow(self, restored: SnapshotName, *, before: str) -> None:
-        """Log what late levels have that is newer than the snapshot that was ``restored``, when they answer.
+        """Log the snapshots of late levels that are newer than the ``restored`` one, when these levels answer.
 
-        ``before``: the id of the start that goes on now. What that start, or a later one, stored does not count.
-        Does not block.
+        ``before``: the id of this start. Snapshots of this start, or of a later one, do not count. Does not block.
         """
         for url, listing in self.unanswered.items():
             threading.Thread(
-                target=_tell_newer, args=(url, listing, restored, before), name="lazysnap-late-level", daemon=True
+                target=_log_newer, args=(url, listing, restored, before), name="lazysnap-late-level", daemon=True
             ).start()
 
     # Names
 
-    def _list(self, problems: list[str], until: float | None) -> list[Any]:
+    def _list(self, problems: list[str], deadline: float | None) -> list[Any]:
         """Return the digests of the listings of this rank by URL, and the URLs of levels that did not answer in
         time."""
         place = self._world.place
         self._listings = {}
-        begun = [
-            (url, level.begin_names(marked=is_path(url)))
-            for url, level in self._levels.items()
-            if place.rank == 0 or (place.local_rank == 0 and is_path(url))
-        ]
-        for url, answer in begun:
-            if not answer.comes(until):
+        begun = {}
+        for url, level in self._levels.items():
+            if place.rank == 0 or (place.local_rank == 0 and is_path(url)):
+                begun[url] = level.begin_names(marked=is_path(url))
+        for url, answer in begun.items():
+            if not answer.wait_until(deadline):
                 self.unanswered[url] = answer
                 problems.append(
                     f"{url} is not waited for: memory has a whole snapshot. What is newer there is logged when "
                     "it answers"
                 )
                 continue
-            listing = self._result(url, answer, until, problems)
+            listing = self._result(url, answer, deadline, problems)
             if listing is not None:
                 self._listings[url] = json.dumps(msgspec.to_builtins(listing), separators=(",", ":"))
         return [{url: digest_of(text) for url, text in self._listings.items()}, list(self.unanswered)]
 
     def _sites(self, digests: list[dict[str, str]]) -> list[Site]:
         """Return all places. ``digests``: of listings by URL, of each rank. Collective."""
-        own = {}
+        to_send = {}
         for url, text in self._listings.items():
             if first_with(digests, url, digest_of(text)) == self._world.rank:
-                own[url] = text
-        told = self._world.exchange("names on storage", own)
+                to_send[url] = text
         listings = {}
-        for texts in told:
+        for texts in self._world.exchange("names on storage", to_send):
             for url, text in texts.items():
                 listings[url, digest_of(text)] = msgspec.json.decode(text, type=Listing)
         return sites_of(digests, listings, self._world.places)
 
     # Manifests
 
-    def _read(self, sites: list[Site], problems: list[str], until: float | None) -> list[Inventory]:
-        """Return what all ranks found in these sites; adds to ``late``. Collective."""
-        answers = self._world.exchange_after("what of it is whole", lambda: self._read_share(sites, problems, until))
-        self.late |= {url for _, urls in answers for url in urls}
+    def _read(self, sites: list[Site], problems: list[str], deadline: float | None) -> list[Inventory]:
+        """Return the contents of these sites, read by all ranks; adds to ``late``. Collective."""
+        read_share = partial(self._read_share, sites, problems, deadline)
         inventories = []
-        for packed_sites, _ in answers:
+        for packed_sites, late in self._world.exchange_after("what of it is whole", read_share):
+            self.late.update(late)
             for number, speed, packed in packed_sites:
                 site = sites[number]
                 inventories.append(unpack_files(packed, site.listing.directories, site.url, speed, site.label))
         return merged(inventories)
 
-    def _read_share(self, sites: list[Site], problems: list[str], until: float | None) -> list[Any]:
-        """Return what this rank found in its shares, by the number of the site and with its speed, and the URLs of late
-        levels."""
+    def _read_share(self, sites: list[Site], problems: list[str], deadline: float | None) -> list[Any]:
+        """Return the contents of this rank's shares, and the URLs of late levels.
+
+        The contents of a share are packed, behind the number of the site and its speed.
+        """
         rank = self._world.rank
         begun = []
         for number, site in enumerate(sites):
@@ -236,36 +255,39 @@ class Survey:
                 continue
             if site.label is not None:
                 self.reach.add(site.label)
-            share = (site.members.index(rank), len(site.members))
-            # Problems of the listing are reported once.
-            listing = site.listing if share[0] == 0 else dataclasses.replace(site.listing, problems=())
-            begun.append((number, self._levels[site.url].begin_look(listing, share)))
-        found = []
+            index = site.members.index(rank)
+            listing = site.listing
+            if index > 0:
+                listing = dataclasses.replace(listing, problems=())  # the first member reports them
+            share = (index, len(site.members))
+            begun.append((number, self._levels[site.url].begin_inventory(listing, share)))
+        packed_sites = []
         late = []
         for number, answer in begun:
             url = sites[number].url
-            if not answer.comes(until):
+            if not answer.wait_until(deadline):
                 late.append(url)
                 continue
-            inventory = self._result(url, answer, until, problems)
+            inventory = self._result(url, answer, deadline, problems)
             if inventory is None:
                 continue
             packed = pack_files(inventory, sites[number].listing.directories)
             if any(packed):
                 # The level of a rank may have another URL than that of any other rank.
-                found.append([number, self._levels[url].speed, packed])
+                packed_sites.append([number, self._levels[url].speed, packed])
         faults.point("restore.surveyed")
-        return [found, late]
+        return [packed_sites, late]
 
     def _result(
-        self, url: str, answer: LevelAnswer[_Result], until: float | None, problems: list[str]
+        self, url: str, answer: LevelAnswer[_Result], deadline: float | None, problems: list[str]
     ) -> _Result | None:
         """Return the answer of a level; ``None``, and a problem, if it has none. Blocks.
 
         Without a deadline of a few seconds the user is warned, once for each level, that the restart waits.
         """
-        if until is None and url not in self._named and not answer.comes(time.monotonic() + _SILENCE_S):
-            self._named.add(url)
+        warns = deadline is None and url not in self._reported_silent
+        if warns and not answer.wait_until(time.monotonic() + _SILENCE_S):
+            self._reported_silent.add(url)
             logger.warning(
                 "%s does not answer yet: the restart waits for it, at most %g s without progress "
                 "(PersistentLevel.timeout_s), then goes on without it",
@@ -279,25 +301,27 @@ class Survey:
             return None
 
 
-def _tell_newer(url: str, listing: LevelAnswer[Listing], restored: SnapshotName, before: str) -> None:
-    where = url
+def _log_newer(url: str, listing: LevelAnswer[Listing], restored: SnapshotName, before: str) -> None:
     try:
         directories = listing().directories
     except Exception as error:  # noqa: BLE001  storage packages may raise anything
         logger.warning(
             "%s: whether it has a snapshot newer than step %d, which was resumed from memory, is not known: %s",
-            *(where, restored.step, error),
+            *(url, restored.step, error),
         )
         return
-    names = (SnapshotName.parse(directory.name) for directory in directories if directory.is_whole)
-    newest = max((name for name in names if name is not None and name.start < before), default=restored)
-    if newest <= restored:
-        logger.info("%s answered: it has nothing newer than step %d, which was resumed", where, restored.step)
+    newest = restored
+    for directory in directories:
+        name = SnapshotName.parse(directory.name)
+        if name is not None and directory.is_whole and name.start < before:
+            newest = max(newest, name)
+    if newest == restored:
+        logger.info("%s answered: it has nothing newer than step %d, which was resumed", url, restored.step)
         return
     logger.warning(
         "%s answered late and has step %d (%s), newer than step %d, which was resumed from memory. To go on from "
         "there, stop this training and start it again while that level answers",
-        *(where, newest.step, newest.directory, restored.step),
+        *(url, newest.step, newest.directory, restored.step),
     )
 
 
@@ -314,7 +338,7 @@ def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: 
 
 
 def _snapshots_in(sites: Iterable[Site]) -> list[tuple[str, Directory, SnapshotName]]:
-    """Return URL, directory and name of every snapshot of which there is anything."""
+    """Return URL, directory and name of every snapshot that has a directory."""
     snapshots = []
     for site in sites:
         for directory in site.listing.directories:
@@ -325,7 +349,7 @@ def _snapshots_in(sites: Iterable[Site]) -> list[tuple[str, Directory, SnapshotN
 
 
 def digest_of(text: str) -> str:
-    """Return what stands for a listing that other ranks may have as well."""
+    """Return the digest of a listing, which is equal for equal listings of other ranks."""
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
@@ -348,21 +372,27 @@ def sites_of(
     for rank, of_rank in enumerate(digests):
         for url, digest in of_rank.items():
             seen[url, digest].append(rank)
-    of_node: dict[str, list[int]] = defaultdict(list)
+    ranks_of_node: dict[str, list[int]] = defaultdict(list)
     for place in places:
-        of_node[place.node].append(place.rank)
+        ranks_of_node[place.node].append(place.rank)
     sites = []
     for (url, digest), listers in seen.items():
-        nodes = dict.fromkeys(places[rank].node for rank in listers) if is_path(url) else of_node
-        label = None if len(nodes) == len(of_node) else f"{url} of rank {listers[0]}"
-        members = tuple(sorted(rank for node in nodes for rank in of_node[node]))
-        sites.append(Site(url, label, listings[url, digest], members))
+        nodes = set(ranks_of_node)
+        if is_path(url):
+            nodes = {places[rank].node for rank in listers}
+        label = None
+        if len(nodes) < len(ranks_of_node):
+            label = f"{url} of rank {listers[0]}"
+        members: list[int] = []
+        for node in nodes:
+            members += ranks_of_node[node]
+        sites.append(Site(url, label, listings[url, digest], tuple(sorted(members))))
     return sites
 
 
 def merged(inventories: Iterable[Inventory]) -> list[Inventory]:
-    """One of each level."""
+    """Join the inventories of each level into one."""
     by_level: dict[str, list[Inventory]] = defaultdict(list)
     for inventory in inventories:
         by_level[inventory.level].append(inventory)
-    return [joined(found) for found in by_level.values()]
+    return list(map(joined, by_level.values()))

@@ -1,4 +1,4 @@
-"""The live tensors that a restart fills, and what each of them takes of a snapshot."""
+"""The live tensors that a restart fills, and the part of a snapshot that each of them takes."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,7 +11,7 @@ from lazysnap.errors import StateError
 from lazysnap.shard.pieces import Extent
 from lazysnap.snapshots.assembly import JoinedTensor
 from lazysnap.snapshots.tensors import Facts, room_for
-from lazysnap.state.modules import check_loadable, held_names, is_uninitialised
+from lazysnap.state.modules import check_loadable, is_uninitialised, saved_names
 from lazysnap.state.sharding import box_of, local_of
 from lazysnap.state.source import StateSource
 
@@ -47,18 +47,24 @@ def is_empty_part(target: Any) -> TypeGuard[DTensor]:
 
 def wanted_box(target: Any, shape: Extent) -> tuple[Extent, Extent]:
     """Return the part of a tensor of that global shape that a live tensor, or none, is given: offsets and shape."""
-    return box_of(target) if is_part(target, shape) else ((0,) * len(shape), shape)
+    if is_part(target, shape):
+        return box_of(target)
+    return (0,) * len(shape), shape
 
 
-def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: Iterable[str]) -> Target:
-    """The live tensor that a name of the state is to fill: a parameter, or for optimizer state its parameter."""
-    live = {there: expected[name] for name, there in held_names(expected, held).items()}
-    prefixes = [(f"{path}.state.", parameters) for path, parameters in source.optimizer_parameters().items()]
+def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], saved: Iterable[str]) -> Target:
+    """Return a function from a name in the snapshot to the live tensor that it fills.
+
+    That is a parameter; for optimizer state it is the parameter to which the state belongs.
+    """
+    live = {saved_name: expected[name] for name, saved_name in saved_names(expected, saved).items()}
+    optimizers = source.optimizer_parameters()
 
     def target(name: str) -> torch.Tensor | None:
         if name in live:
             return live[name]
-        for prefix, parameters in prefixes:
+        for path, parameters in optimizers.items():
+            prefix = f"{path}.state."
             number = name.removeprefix(prefix).split(".", 1)[0]
             if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
                 return parameters[int(number)]
@@ -68,7 +74,7 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], held: I
 
 
 def check_fits(
-    held: Mapping[str, Facts | None],
+    saved: Mapping[str, Facts | None],
     expected: Mapping[str, torch.Tensor],
     where: str,
     *,
@@ -77,18 +83,21 @@ def check_fits(
 ) -> None:
     """Compare a snapshot with the live model. Raises: StateError, naming the first tensors that differ.
 
-    ``held``: every tensor of the snapshot, ``None`` where its facts are not known yet. ``casts``: one floating dtype
-    may stand for another, since loading converts the values. ``resizable``: names of tensors that get the shape of the
-    snapshot.
+    Args:
+        saved: every tensor of the snapshot, ``None`` where its facts are not known yet.
+        expected: the live tensors.
+        where: names the snapshot in the error.
+        casts: one floating dtype may replace another, since loading converts the values.
+        resizable: names of tensors that get the shape of the snapshot.
     """
     check_loadable(expected, where)
-    names = held_names(expected, held)
+    names = saved_names(expected, saved)
     differences = []
     for name, tensor in expected.items():
         if name not in names:
             differences.append(f"{name}: not in the snapshot")
             continue
-        facts = held[names[name]]
+        facts = saved[names[name]]
         if facts is None or is_uninitialised(tensor):
             continue
         dtype, shape = facts
@@ -97,11 +106,15 @@ def check_fits(
         if (dtype != tensor.dtype and not is_cast) or not has_shape:
             differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
     prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
-    known = set(names.values())
-    differences += [f"{name}: not in the model" for name in held if name.startswith(prefixes) and name not in known]
+    matched = set(names.values())
+    for name in saved:
+        if name.startswith(prefixes) and name not in matched:
+            differences.append(f"{name}: not in the model")
     if differences:
-        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        shown = "; ".join(differences[:_SHOWN])
+        if len(differences) > _SHOWN:
+            shown += f" and {len(differences) - _SHOWN} more"
         raise StateError(
-            f"{where} is of another model: {'; '.join(differences[:_SHOWN])}{more}. Nothing was loaded. Use the model "
+            f"{where} is of another model: {shown}. Nothing was loaded. Use the model "
             'it was taken from, another directory, or start fresh without "latest"'
         )

@@ -13,7 +13,7 @@ from typing import TypeVar
 from lazysnap.errors import SnapshotNotFound
 
 BEST = "best"
-"""The best snapshot of all that are there, in place of a step or a name."""
+"""Means the best of all snapshots, in place of a step or a name."""
 _NAME = re.compile(
     r"best-(?P<metric>[A-Za-z0-9._-]+)-(?P<mode>min|max)-(?P<value>-?[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)-(?P<step>[0-9]+)"
 )
@@ -30,7 +30,7 @@ class BestName:
 
     metric: str
     mode: str
-    """``min`` or ``max``: which values are better."""
+    """``min`` if smaller values are better, ``max`` if greater ones are."""
     value: float
     """The value, with nine significant digits: no float32 number loses any."""
     step: int
@@ -43,7 +43,7 @@ class BestName:
 
     @classmethod
     def parse(cls, name: str) -> "BestName | None":
-        """Return what a name says; ``None`` for one that ``keep_best`` did not give."""
+        """Return the parts of a name; ``None`` for a name that ``keep_best`` did not give."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -57,12 +57,12 @@ class BestName:
 
     @property
     def ranking(self) -> tuple[str, str]:
-        """Names are compared with names of the same metric and mode alone."""
+        """Metric and mode: a name is compared only with names that have the same ones."""
         return self.metric, self.mode
 
     @property
     def place(self) -> tuple[float, int]:
-        """The best name has the least; of equal values that of the earlier step."""
+        """The place in its ranking: the best name has the least. Of equal values the earlier step is better."""
         if self.mode == "max":
             return -self.value, self.step
         return self.value, self.step
@@ -82,9 +82,9 @@ def _place_of(name: BestName) -> tuple[float, int]:
     return name.place
 
 
-def has_name(names: Collection[str], wanted: str) -> bool:
-    """True if a snapshot with these names may be meant by ``wanted``."""
-    return wanted in names or (wanted == BEST and len(best_names(names)) > 0)
+def has_name(names: Collection[str], choice: str) -> bool:
+    """True if ``choice``, a name or "best", may mean a snapshot with these names."""
+    return choice in names or (choice == BEST and len(best_names(names)) > 0)
 
 
 def best_first(named: Iterable[tuple[_Item, Collection[str]]]) -> list[_Item]:

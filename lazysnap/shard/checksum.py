@@ -43,13 +43,15 @@ class Checksums:
     @classmethod
     def of(cls, data: memoryview, block_bytes: int = BLOCK_BYTES) -> "Checksums":
         """Compute the checksums of a whole shard in memory."""
-        ranges = block_ranges(len(data), block_bytes)
-        return cls(len(data), block_bytes, tuple(digest(data[start : start + length]) for start, length in ranges))
+        blocks = []
+        for start, length in block_ranges(len(data), block_bytes):
+            blocks.append(digest(data[start : start + length]))
+        return cls(len(data), block_bytes, tuple(blocks))
 
     def verify_block(self, index: int, data: "bytes | memoryview", where: str) -> None:
         """Compare one block.
 
-        Raises: FormatError, naming ``where``, the block, what was expected and what was found.
+        Raises: FormatError, naming ``where``, the block, the expected and the computed checksum.
         """
         got = digest(data)
         if got != self.blocks[index]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from lazysnap.errors import FormatError
@@ -105,9 +106,10 @@ class Layout:
         metadata = _checked_metadata(entries.pop("__metadata__", {}), where)
         if len(entries) > MAX_TENSORS:
             raise FormatError(f"{where}: {len(entries)} tensors, the limit is {MAX_TENSORS}")
-        placed = sorted(
-            (_checked_entry(name, entry, where) for name, entry in entries.items()), key=lambda item: item[1:]
-        )
+        placed = [_checked_entry(name, entry, where) for name, entry in entries.items()]
+        placed.sort(key=itemgetter(1, 2))
+        specs = []
+        offsets = []
         position = 0
         for spec, start, end in placed:
             if start != position or end - start != spec.nbytes:
@@ -115,18 +117,14 @@ class Layout:
                     f"{where}: tensor {spec.name!r} lies at [{start}, {end}), expected "
                     f"[{position}, {position + spec.nbytes}): tensors must neither overlap nor leave holes"
                 )
+            specs.append(spec)
+            offsets.append(len(header) + start)
             position = end
         if len(header) + position != size_bytes:
             raise FormatError(
                 f"{where}: header and tensors take {len(header) + position} bytes, the file has {size_bytes}"
             )
-        return cls(
-            tuple(item[0] for item in placed),
-            tuple(len(header) + item[1] for item in placed),
-            header,
-            size_bytes,
-            metadata,
-        )
+        return cls(tuple(specs), tuple(offsets), header, size_bytes, metadata)
 
     @cached_property
     def _index(self) -> dict[str, int]:
@@ -149,23 +147,26 @@ class Layout:
 def join(shards: Sequence[tuple[int, Layout]]) -> tuple[bytes, tuple[int, ...]]:
     """Return the header of a node's file, and the offset of each shard in it. ``shards``: rank and layout, in order.
 
-    It makes the file with all shards behind it, byte for byte and each on a page, one valid safetensors file. Their
-    tensors are called ``rank-00003/<name>``; the bytes between two shards and the header of the second, which
-    safetensors allows nobody to leave out, are a tensor ``lazysnap/rank-00003``. A file with one shard is that shard.
+    The file is this header with all shards behind it, byte for byte and each on a page. It is valid safetensors. Its
+    tensors are called ``rank-00003/<name>``. Since each byte has to belong to a tensor, the bytes between two shards
+    and the header of the second are a tensor ``lazysnap/rank-00003``. A file with one shard is that shard.
 
     Raises: FormatError, if the header exceeds the limits of the format.
     """
     entries: dict[str, Any] = {}
     metadata: dict[str, str] = {}
-    position, starts = 0, []
+    position = 0
+    starts = []
     for rank, layout in shards:
-        start, prefix = -(-position // PAGE) * PAGE, f"rank-{rank:05d}/"
+        prefix = f"rank-{rank:05d}/"
+        start = -(-position // PAGE) * PAGE
         starts.append(start)
         data = start + len(layout.header)
         entries[f"lazysnap/rank-{rank:05d}"] = _entry("U8", [data - position], position, data)
         for spec, offset in zip(layout.specs, layout.offsets, strict=True):
             entries[prefix + spec.name] = _entry(spec.dtype, spec.shape, start + offset, start + offset + spec.nbytes)
-        metadata.update({prefix + name: prefix + stored for name, stored in layout.metadata.items()})
+        for name, stored in layout.metadata.items():
+            metadata[prefix + name] = prefix + stored
         position = start + layout.size_bytes
     if metadata:
         entries["__metadata__"] = metadata
@@ -177,14 +178,14 @@ def _entry(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[str, 
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
 
 
-def _header(entries: Mapping[str, Any], what: str) -> bytes:
+def _header(entries: Mapping[str, Any], file: str) -> bytes:
     """Return the length and the entries as JSON, padded up to a page. Raises: FormatError, over a limit."""
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     length = -(-(8 + len(text)) // PAGE) * PAGE - 8
     count = len(entries.keys() - {"__metadata__"})
     if length > MAX_HEADER_BYTES or count > MAX_TENSORS:
         raise FormatError(
-            f"{count} tensors with a header of {length} bytes in one {what}; the limits are {MAX_TENSORS} and "
+            f"{count} tensors with a header of {length} bytes in one {file}; the limits are {MAX_TENSORS} and "
             f"{MAX_HEADER_BYTES}"
         )
     return length.to_bytes(8, "little") + text.ljust(length)
@@ -210,13 +211,15 @@ def _is_size(value: Any) -> bool:
 def _checked_entry(name: str, entry: Any, where: str) -> tuple[TensorSpec, int, int]:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise FormatError(f"{where}: tensor {name!r}: expected dtype, shape and data_offsets, got {entry!r:.200}")
-    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    span = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         raise FormatError(f"{where}: tensor {name!r}: unknown dtype {dtype!r:.50}")
     if len(name) > MAX_NAME:
         raise FormatError(f"{where}: a tensor's name of {len(name)} characters, the limit is {MAX_NAME}")
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(size) for size in shape):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, shape)):
         raise FormatError(f"{where}: tensor {name!r}: bad shape {shape!r:.100}")
-    if not isinstance(span, list) or len(span) != 2 or not all(_is_size(offset) for offset in span):
+    if not isinstance(span, list) or len(span) != 2 or not all(map(_is_size, span)):
         raise FormatError(f"{where}: tensor {name!r}: bad data_offsets {span!r:.100}")
     return TensorSpec(name, dtype, tuple(shape)), span[0], span[1]

@@ -4,9 +4,9 @@ Every number, count and nesting is compared with its limit before anything is al
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 MAX_RANKS = 1 << 20
 """Ranks of a snapshot, and ranks in one file."""
@@ -35,6 +35,7 @@ MAX_SMALL_OBJECT_BYTES = 4096
 MAX_STATE_DEPTH = 100
 """Containers inside each other in the training state, which is one of them."""
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 Pairs = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
@@ -48,14 +49,17 @@ def load_json(data: "bytes | memoryview", nesting: int, pairs: Pairs | None = No
     check_values(raw)
     try:
         text = raw.decode("utf-8", "surrogatepass")
-        value = with_stack(lambda: json.loads(text, object_pairs_hook=pairs, parse_constant=_refuse))
+        value = with_stack(json.loads, text, object_pairs_hook=pairs, parse_constant=_refuse)
     except RecursionError as error:
         raise ValueError(f"nested more than {nesting} deep") from error
-    inner = [value]
+    level = [value]
     for _ in range(nesting + 1):
-        inner = [child for item in inner for child in _children(item)]
-        if not inner:
+        next_level = []
+        for item in level:
+            next_level += _children(item)
+        if not next_level:
             return value
+        level = next_level
     raise ValueError(f"nested more than {nesting} deep")
 
 
@@ -73,19 +77,22 @@ def _refuse(name: str) -> None:
 
 def _children(value: Any) -> list[Any]:
     """Return the lists and objects directly in a list or an object."""
+    items: Iterable[Any] = ()
     if type(value) is dict:
-        return [child for child in value.values() if type(child) in (dict, list)]
-    return [child for child in value if type(child) in (dict, list)] if type(value) is list else []
+        items = value.values()
+    elif type(value) is list:
+        items = value
+    return [item for item in items if type(item) in (dict, list)]
 
 
-def with_stack(work: Callable[[], Result]) -> Result:
-    """Return ``work()``. If the caller left too little of Python's stack, run it again in a new thread.
+def with_stack(work: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    """Return ``work(*args, **kwargs)``. If Python's stack is too small for that, run it again in a new thread.
 
     ``work`` may run twice. Raises: what ``work`` raises; RecursionError, only if both runs raise it.
     """
     try:
-        return work()
+        return work(*args, **kwargs)
     except RecursionError:
         pass
     with ThreadPoolExecutor(1, "lazysnap-stack") as thread:
-        return thread.submit(work).result()
+        return thread.submit(work, *args, **kwargs).result()

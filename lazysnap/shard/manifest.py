@@ -35,7 +35,7 @@ TAG = "$"
 FORMAT_VERSION = 1
 """The version that is written, and the only one that is read."""
 _OPTIONAL = ("parameters", "replicas")
-"""Keys that are absent if there is nothing to say."""
+"""Keys that are absent if their value is unknown."""
 _FACTS = ("dtype", "order", "scope", "global_shape", "offsets", "shared_rows", "nodes", "frozen")
 """The keys of a tensor's entry."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
@@ -131,7 +131,7 @@ class _PlaceFields(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's shard, and where it lies in the file of its node."""
+    """One rank's shard, and its place in the file of its node."""
 
     meta: CaptureMeta
     offset: int
@@ -177,33 +177,34 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the bytes of the manifest file."""
+        file: dict[str, Any] = {
+            "name": self.name.file,
+            "size_bytes": self.checksums.size_bytes,
+            "checksum": {
+                "algorithm": ALGORITHM,
+                "block_bytes": self.checksums.block_bytes,
+                "blocks": list(self.checksums.blocks),
+                "whole": self.checksums.whole,
+            },
+        }
+        if self.base:
+            file["base"] = self.base
+        shards = []
+        for shard in self.shards:
+            fields = shard.meta.to_fields()
+            fields["place"] = {
+                "offset": shard.offset,
+                "size_bytes": shard.size_bytes,
+                "header_bytes": shard.header_bytes,
+            }
+            shards.append(fields)
         body = _dump(
             {
                 "format": FORMAT,
                 "version": FORMAT_VERSION,
                 "created_ns": self.created_ns,
-                "file": {
-                    "name": self.name.file,
-                    "size_bytes": self.checksums.size_bytes,
-                    "checksum": {
-                        "algorithm": ALGORITHM,
-                        "block_bytes": self.checksums.block_bytes,
-                        "blocks": list(self.checksums.blocks),
-                        "whole": self.checksums.whole,
-                    },
-                    **({"base": self.base} if self.base else {}),
-                },
-                "shards": [
-                    {
-                        **shard.meta.to_fields(),
-                        "place": {
-                            "offset": shard.offset,
-                            "size_bytes": shard.size_bytes,
-                            "header_bytes": shard.header_bytes,
-                        },
-                    }
-                    for shard in self.shards
-                ],
+                "file": file,
+                "shards": shards,
             }
         )
         advice = "keep large plain values (lists, NumPy arrays) out of the state, or store them as tensors"
@@ -255,14 +256,14 @@ def _damage(data: bytes, got: str) -> str:
         return "the file is empty"
     if not data.startswith(_HEAD):
         return f"{len(data)} bytes that begin with {data[: len(_HEAD)]!r}, not with {_HEAD.decode()}"
-    said = data[len(_HEAD) : len(_HEAD) + 32].decode("ascii", "replace")
-    if said == got:
+    stored = data[len(_HEAD) : len(_HEAD) + 32].decode("ascii", "replace")
+    if stored == got:
         return f"{len(data)} bytes that do not end with the closing brace and a line's end"
-    return f"{ALGORITHM} of its body is {got}, it says {said}"
+    return f"{ALGORITHM} of its body is {got}, it says {stored}"
 
 
 for _kind in (CaptureMeta, _FileFields, _PlaceFields):
-    # What msgspec knows of a type is built at its first use. Two threads at once that do so crash the process (0.22).
+    # msgspec (0.22) prepares a type at its first use. If two threads do that at once, the process crashes.
     msgspec.json.Decoder(_kind)
 
 
@@ -301,13 +302,14 @@ def _is_facts(facts: Any) -> bool:
     """True if an entry is within the limits; its meaning is checked where it is used."""
     if not isinstance(facts, dict):
         return not isinstance(facts, (list, str))
-    texts = [text for text in facts.values() if isinstance(text, str)]
-    lists = [sizes for sizes in facts.values() if isinstance(sizes, list)]
-    return (
-        set(facts) <= set(_FACTS)
-        and all(len(text) <= MAX_NAME for text in texts)
-        and all(len(sizes) <= MAX_DIMS for sizes in lists)
-    )
+    if not set(facts) <= set(_FACTS):
+        return False
+    for value in facts.values():
+        if isinstance(value, str) and len(value) > MAX_NAME:
+            return False
+        if isinstance(value, list) and len(value) > MAX_DIMS:
+            return False
+    return True
 
 
 def _shard(fields: Any, where: str) -> Shard:

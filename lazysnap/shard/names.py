@@ -27,10 +27,14 @@ def new_id() -> str:
     return f"{time.time_ns() // 1_000_000:0{_TIME_DIGITS}x}{secrets.token_hex(3)[:5]}"
 
 
-def id_after(own: str, other: str) -> str:
-    """Return ``own``, or a later id if ``own`` is not greater than ``other``: a clock may be set back."""
+def id_after(new: str, other: str) -> str:
+    """Return ``new``, or a later id if ``new`` is not greater than ``other``: a clock may be set back."""
+    if new > other:
+        return new
     milliseconds = f"{int(other[:_TIME_DIGITS], 16) + 1:0{_TIME_DIGITS}x}"
-    return own if own > other or len(milliseconds) > _TIME_DIGITS else milliseconds + own[_TIME_DIGITS:]
+    if len(milliseconds) > _TIME_DIGITS:
+        return new
+    return milliseconds + new[_TIME_DIGITS:]
 
 
 def id_time_ns(text: str) -> int:
@@ -60,8 +64,12 @@ class SnapshotName:
     def parse(cls, directory: str) -> "SnapshotName | None":
         """Return the identity in a directory's name; ``None`` for any other text."""
         match = _DIRECTORY.fullmatch(directory)
-        name = cls(match[2], int(match[1]), match[3]) if match else None
-        return name if name is not None and name.step <= MAX_COUNT and name.directory == directory else None
+        if match is None:
+            return None
+        name = cls(match[2], int(match[1]), match[3])
+        if name.step > MAX_COUNT or name.directory != directory:
+            return None
+        return name
 
 
 def is_directory_of_ours(name: str) -> bool:
@@ -75,7 +83,7 @@ def is_keep_name(name: object) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raises: ConfigError, if a snapshot cannot have this name."""
+    """Check that a snapshot can have this name. Raises: ConfigError."""
     if not is_keep_name(name) or name == "latest" or name.isdigit():
         raise ConfigError(
             f"a snapshot's name must be 1 to 64 letters, digits, points, dashes or underscores (not 'latest', "
@@ -91,15 +99,20 @@ def keep_file_name(name: str) -> str:
 def parse_keep_file_name(file: str) -> str | None:
     """Return the name that a ``keep-…`` object gives, ``None`` for any other file."""
     match = _KEEP_FILE.fullmatch(file)
-    return match[1] if match else None
+    if match is None:
+        return None
+    return match[1]
 
 
 def events_file_name(run_id: str, node: int, *, is_older: bool = False) -> str:
-    """Return ``events-<run>-node-00003.jsonl``: what the keepers of a node saw in a run. ``is_older``: the file that
-    was before it, ``events-<run>-node-00003.older.jsonl``.
+    """Return ``events-<run>-node-00003.jsonl``: the events that the keepers of a node recorded in a run.
+
+    ``is_older``: return the name of the file before it, ``events-<run>-node-00003.older.jsonl``.
     """
-    older = ".older" if is_older else ""
-    return f"events-{run_id}-node-{node:05d}{older}.jsonl"
+    suffix = ".jsonl"
+    if is_older:
+        suffix = ".older.jsonl"
+    return f"events-{run_id}-node-{node:05d}{suffix}"
 
 
 def parse_events_file_name(file: str) -> tuple[str, int] | None:
@@ -107,9 +120,11 @@ def parse_events_file_name(file: str) -> tuple[str, int] | None:
     match = _EVENTS_FILE.fullmatch(file)
     if match is None:
         return None
-    run_id, node = match[1], int(match[2])
-    is_ours = events_file_name(run_id, node, is_older=match[3] is not None) == file
-    return (run_id, node) if is_ours else None
+    run_id = match[1]
+    node = int(match[2])
+    if events_file_name(run_id, node, is_older=match[3] is not None) != file:
+        return None
+    return run_id, node
 
 
 @dataclass(frozen=True)
@@ -126,7 +141,9 @@ class NodeName:
         if match is None:
             return None
         name = cls(int(match[1]), int(match[2]))
-        return name if name.node < name.nodes <= MAX_RANKS and name.text == text else None
+        if name.node >= name.nodes or name.nodes > MAX_RANKS or name.text != text:
+            return None
+        return name
 
     @property
     def text(self) -> str:
@@ -153,4 +170,6 @@ def parse_file_name(file: str) -> tuple[NodeName, str] | None:
     """Return name and suffix (``safetensors``, ``base`` or ``json``) of a file of a node, ``None`` for other files."""
     text, _, suffix = file.rpartition(".")
     name = NodeName.parse(text)
-    return (name, suffix) if name is not None and suffix in _SUFFIXES else None
+    if name is None or suffix not in _SUFFIXES:
+        return None
+    return name, suffix

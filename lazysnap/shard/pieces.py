@@ -1,4 +1,4 @@
-"""Tensors whose pieces are in several shards: which piece covers which part. Pure."""
+"""Tensors whose pieces are in several shards: the parts of a box that each piece fills. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -31,16 +31,17 @@ class Overlap:
 
 
 def extent_of(facts: dict[str, Any], shape: Sequence[int], where: str) -> tuple[Extent, Extent]:
-    """Global shape and offsets that a manifest's ``tensors`` entry gives for a stored tensor of ``shape``.
+    """Return global shape and offsets that a manifest's ``tensors`` entry has for a stored tensor of ``shape``.
 
     Raises: FormatError, if they do not fit each other.
     """
-    whole, offsets = facts.get("global_shape"), facts.get("offsets")
+    whole = facts.get("global_shape")
+    offsets = facts.get("offsets")
     if not _are_sizes(whole, len(shape)) or not _are_sizes(offsets, len(shape)):
         raise FormatError(f"{where}: bad global_shape {whole!r:.80} or offsets {offsets!r:.80}")
     assert whole is not None
     assert offsets is not None
-    if any(at + size > bound for at, size, bound in zip(offsets, shape, whole, strict=True)):
+    if any(start + size > bound for start, size, bound in zip(offsets, shape, whole, strict=True)):
         raise FormatError(f"{where}: a piece of shape {list(shape)} at {offsets} lies outside {whole}")
     return tuple(whole), tuple(offsets)
 
@@ -51,15 +52,18 @@ def _are_sizes(value: Any, length: int) -> bool:
 
 def overlap(piece: Piece, offsets: Extent, shape: Extent) -> Overlap | None:
     """Return the part of a piece that lies in the box at ``offsets`` of ``shape``; ``None``, if nothing does."""
-    starts = [max(a, b) for a, b in zip(piece.offsets, offsets, strict=True)]
-    stops = [min(a + m, b + n) for a, m, b, n in zip(piece.offsets, piece.shape, offsets, shape, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-        return None
-    return Overlap(
-        piece,
-        tuple(slice(a - at, b - at) for a, b, at in zip(starts, stops, piece.offsets, strict=True)),
-        tuple(slice(a - at, b - at) for a, b, at in zip(starts, stops, offsets, strict=True)),
-    )
+    source = []
+    target = []
+    # A list, so that different numbers of dimensions are always an error, also for boxes that do not meet.
+    dimensions = list(zip(piece.offsets, piece.shape, offsets, shape, strict=True))
+    for piece_start, piece_size, box_start, box_size in dimensions:
+        start = max(piece_start, box_start)
+        stop = min(piece_start + piece_size, box_start + box_size)
+        if start >= stop:
+            return None
+        source.append(slice(start - piece_start, stop - piece_start))
+        target.append(slice(start - box_start, stop - box_start))
+    return Overlap(piece, tuple(source), tuple(target))
 
 
 class Cover:
@@ -70,9 +74,12 @@ class Cover:
 
     def __init__(self, offsets: Extent, shape: Extent) -> None:
         self._offsets = offsets
-        self._holes = [] if 0 in shape else [(offsets, shape)]
+        self._holes: list[tuple[Extent, Extent]] = []
+        """Boxes that no piece fills yet: offsets and shape."""
+        if 0 not in shape:
+            self._holes.append((offsets, shape))
         self.tiles: list[Overlap] = []
-        """Boxes that do not overlap. Together they are what is filled."""
+        """Boxes that do not overlap. Together they are the filled part."""
 
     @property
     def missing(self) -> int:
@@ -80,18 +87,20 @@ class Cover:
         return sum(math.prod(shape) for _, shape in self._holes)
 
     def add(self, piece: Piece) -> None:
-        """Add a piece. It fills what was missing until now."""
-        left: list[tuple[Extent, Extent]] = []
+        """Add a piece. It fills elements that were missing until now."""
+        holes: list[tuple[Extent, Extent]] = []
         for hole in self._holes:
             part = overlap(piece, *hole)
             if part is None:
-                left.append(hole)
+                holes.append(hole)
                 continue
-            shifts = [at - start for at, start in zip(hole[0], self._offsets, strict=True)]
-            target = tuple(slice(a.start + by, a.stop + by) for a, by in zip(part.target, shifts, strict=True))
-            self.tiles.append(Overlap(piece, part.source, target))
-            left += _without(hole, part)
-        self._holes = left
+            target = []
+            for span, hole_start, box_start in zip(part.target, hole[0], self._offsets, strict=True):
+                shift = hole_start - box_start
+                target.append(slice(span.start + shift, span.stop + shift))
+            self.tiles.append(Overlap(piece, part.source, tuple(target)))
+            holes += _without(hole, part)
+        self._holes = holes
 
 
 def _without(hole: tuple[Extent, Extent], part: Overlap) -> Iterator[tuple[Extent, Extent]]:
@@ -105,7 +114,7 @@ def _without(hole: tuple[Extent, Extent], part: Overlap) -> Iterator[tuple[Exten
 
 
 def _cut(offsets: Extent, shape: Extent, dim: int, start: int, stop: int) -> tuple[Extent, Extent]:
-    """A slice of a box in one dimension."""
+    """Return a slice of a box in one dimension."""
     return (
         (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
         (*shape[:dim], stop - start, *shape[dim + 1 :]),

@@ -13,8 +13,11 @@ Order = tuple[int, ...]
 
 def strides_of(shape: Sequence[int], order: Order | None) -> tuple[int, ...]:
     """Return the strides, in elements, of a dense tensor with this memory order; ``None``: row-major."""
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(range(len(shape)) if order is None else order):
+    if order is None:
+        order = tuple(range(len(shape)))
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
         strides[dim] = step
         step *= max(1, shape[dim])
     return tuple(strides)
@@ -24,9 +27,11 @@ def order_of(shape: Sequence[int], strides: Sequence[int]) -> Order | None:
     """Return the memory order of a dense tensor; ``None`` if it is row-major, empty, or has holes or overlaps."""
     if 0 in shape or tuple(strides) == strides_of(shape, None):
         return None
-    # Of two dimensions with equal steps the one of size 1 lies inside the other.
+    # Of two dimensions with equal steps the one of size 1 is the inner one.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1)))
-    return order if strides_of(shape, order) == tuple(strides) else None
+    if strides_of(shape, order) != tuple(strides):
+        return None
+    return order
 
 
 def is_order(value: Any, dims: int) -> bool:

@@ -15,6 +15,8 @@ import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -48,9 +50,9 @@ def register_type(cls: type, *, name: str, encode: Callable[[Any], Any], decode:
     ``name`` is part of the snapshot: never change it. Register before the first boundary and before a restore.
     Raises: ValueError, if another type has that name.
     """
-    owner = next((known for known, (taken, _) in _registered.items() if taken == name and known is not cls), None)
-    if owner is not None:
-        raise ValueError(f"register_type: the name {name!r} belongs to {owner.__qualname__}")
+    for owner, (taken_name, _) in _registered.items():
+        if taken_name == name and owner is not cls:
+            raise ValueError(f"register_type: the name {name!r} belongs to {owner.__qualname__}")
     _registered[cls] = (name, encode)
     _decoders[name] = decode
 
@@ -59,10 +61,13 @@ def path_text(path: Collection[Any]) -> str:
     """Return a path in the state for messages: ``$.callbacks['EMA'].weights[3]``."""
     text = "$"
     for key in path:
+        if isinstance(key, str) and key.isidentifier():
+            text += f".{key}"
+            continue
         shown = repr(key)
         if len(shown) > _KEY_SHOWN:
             shown = f"{shown[:_KEY_SHOWN]}…"
-        text += f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{shown}]"
+        text += f"[{shown}]"
     return text
 
 
@@ -83,45 +88,50 @@ def is_known(value: Any) -> bool:
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         return _is_plain_numpy(value, numpy)
     try:
-        encode(value, tensor=lambda tensor, path: "")
+        encode(value, tensor=_no_name)
     except StateError:
         return False
     return True
 
 
+def _no_name(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
+    return ""
+
+
 class Encoder:
-    """Encodes one value: see ``encode``. ``path`` is the place of the value that it is at."""
+    """Encodes one value: see ``encode``."""
 
     def __init__(self, tensor: TensorSink) -> None:
         self.tensor = tensor
         self._depth = 0
         self.path: list[Any] = []
+        """The path of the value that is being encoded."""
         self.table: dict[type, Callable[[Any], Any]] = {
             type(None): _same,
             bool: _same,
             str: _same,
-            int: lambda value: value if -_EXACT_INT < value < _EXACT_INT else {TAG: "int", "v": str(value)},
-            float: lambda value: value if math.isfinite(value) else {TAG: "float", "v": repr(value)},
+            int: _encode_int,
+            float: _encode_float,
             dict: self._dict,
             list: self._list,
-            tuple: lambda value: {TAG: "tuple", "v": self._list(value)},
+            tuple: partial(_tagged, "tuple", self._list),
             torch.Tensor: self._tensor,
             torch.nn.Parameter: self._tensor,
-            OrderedDict: lambda value: {TAG: "OrderedDict", "v": self._pairs(value)},
-            Counter: lambda value: {TAG: "Counter", "v": self._pairs(value)},
+            OrderedDict: partial(_tagged, "OrderedDict", self._pairs),
+            Counter: partial(_tagged, "Counter", self._pairs),
             defaultdict: self._defaultdict,
-            deque: lambda value: {TAG: "deque", "v": self._list(value), "maxlen": value.maxlen},
-            set: lambda value: {TAG: "set", "v": self._unordered(value)},
-            frozenset: lambda value: {TAG: "frozenset", "v": self._unordered(value)},
-            argparse.Namespace: lambda value: {TAG: "Namespace", "v": self._pairs(vars(value))},
-            types.SimpleNamespace: lambda value: {TAG: "SimpleNamespace", "v": self._pairs(vars(value))},
+            deque: self._deque,
+            set: partial(_tagged, "set", self._unordered),
+            frozenset: partial(_tagged, "frozenset", self._unordered),
+            argparse.Namespace: partial(_tagged, "Namespace", self._attributes),
+            types.SimpleNamespace: partial(_tagged, "SimpleNamespace", self._attributes),
             **_LEAF_ENCODERS,
         }
 
     def any(self, value: Any) -> Any:
         """Return an encoded value of any type."""
-        function = self.table.get(type(value))
-        return function(value) if function else self._other(value)
+        function = self.table.get(type(value), self._other)
+        return function(value)
 
     def _enter(self) -> None:
         """Enter a container; the caller decrements ``depth`` at its end."""
@@ -136,15 +146,17 @@ class Encoder:
     def _items(self, pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
         """Return the items of a container encoded; ``pairs``: each with its key, or its number."""
         self._enter()
-        found = []
-        path, table = self.path, self.table
+        encoded = []
+        path = self.path
+        table = self.table
+        encode_other = self._other
         for key, item in pairs:
             path.append(key)
-            function = table.get(type(item))
-            found.append(function(item) if function else self._other(item))
+            function = table.get(type(item), encode_other)
+            encoded.append(function(item))
             path.pop()
         self._depth -= 1
-        return found
+        return encoded
 
     def _tensor(self, value: torch.Tensor) -> dict[str, str]:
         return {TAG: "tensor", "v": self.tensor(value, tuple(self.path))}
@@ -164,7 +176,14 @@ class Encoder:
 
     def _pairs(self, value: Mapping[Any, Any]) -> list[Any]:
         keys = self._items((key, key) for key in value)
-        return [list(pair) for pair in zip(keys, self._items(value.items()), strict=True)]
+        items = self._items(value.items())
+        return list(map(list, zip(keys, items, strict=True)))
+
+    def _attributes(self, value: Any) -> list[Any]:
+        return self._pairs(vars(value))
+
+    def _deque(self, value: "deque[Any]") -> Any:
+        return {TAG: "deque", "v": self._list(value), "maxlen": value.maxlen}
 
     def _unordered(self, value: Collection[Any]) -> list[Any]:
         # The order of a set differs between processes; equal states must give equal bytes.
@@ -172,9 +191,11 @@ class Encoder:
 
     def _defaultdict(self, value: "defaultdict[Any, Any]") -> Any:
         factory = value.default_factory
-        if factory is not None and factory not in _FACTORY_NAMES:
-            return self._unknown(f"defaultdict with the factory {factory!r}")
-        name = _FACTORY_NAMES[factory] if factory is not None else None
+        name = None
+        if factory is not None:
+            if factory not in _FACTORY_NAMES:
+                return self._unknown(f"defaultdict with the factory {factory!r}")
+            name = _FACTORY_NAMES[factory]
         return {TAG: "defaultdict", "v": self._pairs(value), "factory": name}
 
     def _other(self, value: Any) -> Any:
@@ -199,7 +220,9 @@ class Encoder:
     def _numpy(self, value: Any, numpy: Any) -> Any:
         """Return a NumPy value encoded; ``None`` if it is of an unknown kind."""
         if isinstance(value, numpy.dtype):
-            return None if value.hasobject or value.names else {TAG: "np.dtype", "v": value.str}
+            if value.hasobject or value.names:
+                return None
+            return {TAG: "np.dtype", "v": value.str}
         if not _is_plain_numpy(value, numpy):
             return None
         facts = {"dtype": value.dtype.str, "shape": list(value.shape)}
@@ -209,9 +232,9 @@ class Encoder:
             return {TAG: "ndarray", **facts, "v": _text64(value.tobytes())}
         return {TAG: "array", **facts, "v": self._tensor(_as_tensor(value, numpy))}
 
-    def _unknown(self, what: str) -> NoReturn:
+    def _unknown(self, kind: str) -> NoReturn:
         raise StateError(
-            f"{path_text(self.path)}: {what}: the safe encoding does not know this type, and a resume needs the value; "
+            f"{path_text(self.path)}: {kind}: the safe encoding does not know this type, and a resume needs the value; "
             "add it with lazysnap.register_type(cls, name=..., encode=..., decode=...), or keep it out of the state"
         )
 
@@ -220,8 +243,28 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _text64(data: bytes) -> str:
+def _tagged(tag: str, encode_value: Callable[[Any], Any], value: Any) -> dict[str, Any]:
+    return {TAG: tag, "v": encode_value(value)}
+
+
+def _encode_int(value: int) -> Any:
+    if -_EXACT_INT < value < _EXACT_INT:
+        return value
+    return {TAG: "int", "v": str(value)}
+
+
+def _encode_float(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    return {TAG: "float", "v": repr(value)}
+
+
+def _text64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
+
+
+def _bytes64(text: Any) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
 def _is_plain_numpy(value: Any, numpy: Any) -> bool:
@@ -245,35 +288,97 @@ def _as_tensor(array: Any, numpy: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-_LEAF_ENCODERS: dict[type, Callable[[Any], Any]] = {
-    complex: lambda value: {TAG: "complex", "v": [repr(value.real), repr(value.imag)]},
-    bytes: lambda value: {TAG: "bytes", "v": _text64(value)},
-    bytearray: lambda value: {TAG: "bytearray", "v": _text64(bytes(value))},
-    range: lambda value: {TAG: "range", "v": [value.start, value.stop, value.step]},
-    datetime.datetime: lambda value: {TAG: "datetime", "v": value.isoformat()},
-    datetime.date: lambda value: {TAG: "date", "v": value.isoformat()},
-    datetime.timedelta: lambda value: {TAG: "timedelta", "v": [value.days, value.seconds, value.microseconds]},
-    decimal.Decimal: lambda value: {TAG: "Decimal", "v": str(value)},
-    torch.Size: lambda value: {TAG: "torch.Size", "v": list(value)},
-    torch.dtype: lambda value: {TAG: "torch.dtype", "v": str(value).removeprefix("torch.")},
-    torch.device: lambda value: {TAG: "torch.device", "v": str(value)},
-    torch.layout: lambda value: {TAG: "torch.layout", "v": str(value).removeprefix("torch.")},
-    torch.memory_format: lambda value: {TAG: "torch.memory_format", "v": str(value).removeprefix("torch.")},
-}
+def _complex_parts(value: complex) -> list[str]:
+    return [repr(value.real), repr(value.imag)]
 
 
+def _float_of(text: Any) -> float:
+    return float(_str(text))
+
+
+def _complex_of(parts: Any) -> complex:
+    return complex(*map(_float_of, parts))
+
+
+def _bytearray_of(text: Any) -> bytearray:
+    return bytearray(_bytes64(text))
+
+
+def _range_parts(value: range) -> list[int]:
+    return [value.start, value.stop, value.step]
+
+
+def _range_of(parts: Any) -> range:
+    return range(*parts)
+
+
+def _timedelta_parts(value: datetime.timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
+def _timedelta_of(parts: Any) -> datetime.timedelta:
+    return datetime.timedelta(*parts)
+
+
+def _decimal_of(text: Any) -> decimal.Decimal:
+    return decimal.Decimal(_str(text))
+
+
+def _device_of(text: Any) -> torch.device:
+    return torch.device(_str(text))
+
+
+def _torch_name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _torch_constant(kind: type, name: Any) -> Any:
+    value = getattr(torch, _str(name), None)
+    if not isinstance(value, kind):
+        raise FormatError(f"torch has no {kind.__name__} called {name!r:.50}")
+    return value
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """The encoding of a type whose values contain no others."""
+
+    kind: type
+    tag: str
+    encode: Callable[[Any], Any]
+    """Returns the plain value for ``"v"``."""
+    decode: Callable[[Any], Any]
+    """Returns the value that was encoded. Its argument is untrusted."""
+
+
+_LEAVES = (
+    _Leaf(complex, "complex", _complex_parts, _complex_of),
+    _Leaf(bytes, "bytes", _text64, _bytes64),
+    _Leaf(bytearray, "bytearray", _text64, _bytearray_of),
+    _Leaf(range, "range", _range_parts, _range_of),
+    _Leaf(datetime.datetime, "datetime", datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    _Leaf(datetime.date, "date", datetime.date.isoformat, datetime.date.fromisoformat),
+    _Leaf(datetime.timedelta, "timedelta", _timedelta_parts, _timedelta_of),
+    _Leaf(decimal.Decimal, "Decimal", str, _decimal_of),
+    _Leaf(torch.Size, "torch.Size", list, torch.Size),
+    _Leaf(torch.dtype, "torch.dtype", _torch_name, partial(_torch_constant, torch.dtype)),
+    _Leaf(torch.device, "torch.device", str, _device_of),
+    _Leaf(torch.layout, "torch.layout", _torch_name, partial(_torch_constant, torch.layout)),
+    _Leaf(torch.memory_format, "torch.memory_format", _torch_name, partial(_torch_constant, torch.memory_format)),
+)
+_LEAF_ENCODERS = {leaf.kind: partial(_tagged, leaf.tag, leaf.encode) for leaf in _LEAVES}
 _PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
 """Types of values that contain no others."""
 
 
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
-    """Return the value that was encoded; ``tensor(name)`` returns each tensor, or what stands for it.
+    """Return the value that was encoded; ``tensor(name)`` returns each tensor, or a value in its place.
 
     Raises: FormatError, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; StateError, if a
     type is not registered in this process.
     """
     try:
-        return with_stack(lambda: _Decoder(tensor).any(encoded))
+        return with_stack(_decode_all, encoded, tensor)
     # SyntaxError: NumPy parses the names of dtypes.
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, SyntaxError) as error:
         if isinstance(error, (FormatError, StateError)):
@@ -281,28 +386,32 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
         raise FormatError(f"the small state is no valid encoding: {type(error).__name__}: {error}") from error
 
 
+def _decode_all(encoded: Any, tensor: TensorSource) -> Any:
+    return _Decoder(tensor).any(encoded)
+
+
 def tensor_names(encoded: Any) -> list[str]:
     """Return the names of all tensors in an encoding, in order. Calls no registered decoder. Raises: FormatError."""
-    return [_str(item.get("v")) for item in _tagged(encoded) if item[TAG] == "tensor"]
+    return [_str(item.get("v")) for item in _tagged_items(encoded) if item[TAG] == "tensor"]
 
 
 def registered_names(encoded: Any) -> set[str]:
     """Return the names of all registered types in an encoding."""
-    return {str(item.get("n")) for item in _tagged(encoded) if item[TAG] == "registered"}
+    return {str(item.get("n")) for item in _tagged_items(encoded) if item[TAG] == "registered"}
 
 
-def _tagged(encoded: Any) -> Iterator[dict[str, Any]]:
+def _tagged_items(encoded: Any) -> Iterator[dict[str, Any]]:
     """Yield all tagged values in an encoding, in order, the outer ones first."""
-    left = [encoded]
-    while left:
-        item = left.pop()
+    pending = [encoded]
+    while pending:
+        item = pending.pop()
         if type(item) is list:
-            left += reversed(item)
+            pending += reversed(item)
         elif type(item) is dict:
             if TAG in item:
                 yield item
             if item.get(TAG) != "tensor":
-                left += reversed(item.values())
+                pending += reversed(item.values())
 
 
 class _Decoder:
@@ -310,26 +419,24 @@ class _Decoder:
         self.tensor = tensor
         self.depth = 0
         self.tags: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "tensor": lambda item: self.tensor(_str(item["v"])),
+            "tensor": self.tensor_of,
             "array": self.array,
-            "tuple": lambda item: tuple(self.list_(item["v"])),
-            "set": lambda item: set(self.list_(item["v"])),
-            "frozenset": lambda item: frozenset(self.list_(item["v"])),
-            "dict": lambda item: dict(self.pairs(item["v"])),
-            "OrderedDict": lambda item: OrderedDict(self.pairs(item["v"])),
-            "Counter": lambda item: Counter(dict(self.pairs(item["v"]))),
-            "defaultdict": lambda item: defaultdict(
-                None if item["factory"] is None else _FACTORIES[item["factory"]], self.pairs(item["v"])
-            ),
-            "deque": lambda item: deque(self.list_(item["v"]), item["maxlen"]),
-            "Namespace": lambda item: argparse.Namespace(**dict(self.pairs(item["v"]))),
-            "SimpleNamespace": lambda item: types.SimpleNamespace(**dict(self.pairs(item["v"]))),
+            "tuple": partial(self.collection, tuple),
+            "set": partial(self.collection, set),
+            "frozenset": partial(self.collection, frozenset),
+            "dict": partial(self.mapping, dict),
+            "OrderedDict": partial(self.mapping, OrderedDict),
+            "Counter": partial(self.mapping, Counter),
+            "defaultdict": self.defaultdict_,
+            "deque": self.deque_,
+            "Namespace": partial(self.namespace, argparse.Namespace),
+            "SimpleNamespace": partial(self.namespace, types.SimpleNamespace),
             "registered": self.registered,
             **_LEAF_DECODERS,
         }
 
     def enter(self) -> None:
-        """Like ``Encoder._enter``."""
+        """Enter a container; the caller decrements ``depth`` at its end."""
         self.depth += 1
         if self.depth > MAX_STATE_DEPTH:
             raise FormatError(f"the small state is nested more than {MAX_STATE_DEPTH} deep")
@@ -349,17 +456,38 @@ class _Decoder:
             return self.list_(item)
         return item
 
+    def tensor_of(self, item: dict[str, Any]) -> Any:
+        return self.tensor(_str(item["v"]))
+
+    def collection(self, kind: Callable[[list[Any]], Any], item: dict[str, Any]) -> Any:
+        return kind(self.list_(item["v"]))
+
+    def mapping(self, kind: Callable[[dict[Any, Any]], Any], item: dict[str, Any]) -> Any:
+        return kind(self.pairs(item["v"]))
+
+    def namespace(self, kind: Callable[..., Any], item: dict[str, Any]) -> Any:
+        return kind(**self.pairs(item["v"]))
+
+    def defaultdict_(self, item: dict[str, Any]) -> Any:
+        factory = None
+        if item["factory"] is not None:
+            factory = _FACTORIES[item["factory"]]
+        return defaultdict(factory, self.pairs(item["v"]))
+
+    def deque_(self, item: dict[str, Any]) -> Any:
+        return deque(self.list_(item["v"]), item["maxlen"])
+
     def list_(self, items: Any) -> list[Any]:
         if type(items) is not list:
             raise FormatError(f"the small state has {type(items).__name__} where a list must be")
         self.enter()
-        result = [self.any(item) for item in items]
+        result = list(map(self.any, items))
         self.depth -= 1
         return result
 
-    def pairs(self, items: Any) -> list[tuple[Any, Any]]:
+    def pairs(self, items: Any) -> dict[Any, Any]:
         self.enter()
-        result = [(self.any(key), self.any(value)) for key, value in items]
+        result = {self.any(key): self.any(value) for key, value in items}
         self.depth -= 1
         return result
 
@@ -406,38 +534,30 @@ def _decode_numpy(item: dict[str, Any]) -> Any:
     if item[TAG] == "np.dtype":
         return numpy.dtype(_str(item["v"]))
     dtype = _numpy_dtype(item["dtype"])
-    array = numpy.frombuffer(base64.b64decode(item["v"], validate=True), dtype).reshape(item["shape"]).copy()
-    return array if item[TAG] == "ndarray" else array[()]
+    array = numpy.frombuffer(_bytes64(item["v"]), dtype).reshape(item["shape"]).copy()
+    if item[TAG] == "ndarray":
+        return array
+    return array[()]
 
 
-def _torch_constant(kind: type) -> Callable[[dict[str, Any]], Any]:
-    def lookup(item: dict[str, Any]) -> Any:
-        value = getattr(torch, _str(item["v"]), None)
-        if not isinstance(value, kind):
-            raise FormatError(f"torch has no {kind.__name__} called {item['v']!r:.50}")
-        return value
+def _int_of(text: Any) -> int:
+    return int(_str(text))
 
-    return lookup
+
+def _path_of(text: Any) -> pathlib.Path:
+    return pathlib.Path(_str(text))
+
+
+def _decode_leaf(decode_value: Callable[[Any], Any], item: dict[str, Any]) -> Any:
+    return decode_value(item["v"])
 
 
 _LEAF_DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "int": lambda item: int(_str(item["v"])),
-    "float": lambda item: float(_str(item["v"])),
-    "complex": lambda item: complex(*(float(_str(part)) for part in item["v"])),
-    "bytes": lambda item: base64.b64decode(item["v"], validate=True),
-    "bytearray": lambda item: bytearray(base64.b64decode(item["v"], validate=True)),
-    "range": lambda item: range(*item["v"]),
-    "Path": lambda item: pathlib.Path(_str(item["v"])),
-    "datetime": lambda item: datetime.datetime.fromisoformat(item["v"]),
-    "date": lambda item: datetime.date.fromisoformat(item["v"]),
-    "timedelta": lambda item: datetime.timedelta(*item["v"]),
-    "Decimal": lambda item: decimal.Decimal(_str(item["v"])),
+    "int": partial(_decode_leaf, _int_of),
+    "float": partial(_decode_leaf, _float_of),
+    "Path": partial(_decode_leaf, _path_of),
     "ndarray": _decode_numpy,
     "npscalar": _decode_numpy,
     "np.dtype": _decode_numpy,
-    "torch.Size": lambda item: torch.Size(item["v"]),
-    "torch.dtype": _torch_constant(torch.dtype),
-    "torch.device": lambda item: torch.device(_str(item["v"])),
-    "torch.layout": _torch_constant(torch.layout),
-    "torch.memory_format": _torch_constant(torch.memory_format),
+    **{leaf.tag: partial(_decode_leaf, leaf.decode) for leaf in _LEAVES},
 }

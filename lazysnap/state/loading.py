@@ -24,7 +24,7 @@ class LoadedNames:
 
     required: set[str] = field(default_factory=set)
     """Names without which it fails."""
-    known: set[str] = field(default_factory=set)
+    accepted: set[str] = field(default_factory=set)
     """Names that it reads; all others are refused."""
     open_prefixes: list[str] = field(default_factory=list)
     """Prefixes of names that code of the program, or of a package, reads in its own way."""
@@ -44,21 +44,23 @@ class LoadedNames:
         if module._load_state_dict_pre_hooks or _overrides(module, "_load_from_state_dict"):
             self.open_prefixes.append(prefix)
             return
-        buffers = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
-        for name, tensor in (*module._parameters.items(), *buffers.items()):
-            if tensor is not None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self.required.add(prefix + name)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
                 self.required.add(prefix + name)
         if _overrides(module, "get_extra_state") or _overrides(module, "set_extra_state"):
-            self.known.add(f"{prefix}_extra_state")
+            self.accepted.add(f"{prefix}_extra_state")
         for name, child in module._modules.items():
             if child is not None:
                 self._add(child, f"{prefix}{name}.")
-        self.known |= self.required
+        self.accepted |= self.required
 
     def unknown(self, names: Collection[str]) -> list[str]:
         """Return those of ``names`` that ``load_state_dict`` refuses."""
         prefixes = tuple(self.open_prefixes)
-        return [name for name in names if name not in self.known and not name.startswith(prefixes)]
+        return [name for name in names if name not in self.accepted and not name.startswith(prefixes)]
 
 
 def _overrides(module: torch.nn.Module, method: str) -> bool:
@@ -73,11 +75,13 @@ def check_loads(path: str, module: torch.nn.Module, captured: Mapping[str, Any])
     module holds.
     """
     names = LoadedNames.of(module)
-    missing = [name for name in sorted(names.required) if name not in captured]
+    missing = sorted(names.required.difference(captured))
     unknown = names.unknown(captured)
     if unknown:
-        held = {*_live_entries(module), *(name for name, _ in _quantised_entries(module, unknown))}
-        unknown = [name for name in unknown if name not in held]
+        loadable = set(_live_entries(module))
+        for name, _ in _quantised_entries(module, unknown):
+            loadable.add(name)
+        unknown = [name for name in unknown if name not in loadable]
     if not missing and not unknown:
         return
     reasons = []
@@ -96,7 +100,9 @@ def check_loads(path: str, module: torch.nn.Module, captured: Mapping[str, Any])
 
 def _listed(names: Collection[str]) -> str:
     shown = ", ".join([*names][:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+    if len(names) > _SHOWN:
+        shown += f" and {len(names) - _SHOWN} more"
+    return shown
 
 
 def _live_entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -128,17 +134,20 @@ def resizable_names(module: torch.nn.Module) -> set[str]:
     """Return the names of tensors that may have another shape in a snapshot: buffers, and what ``load_state_dict`` does
     not know.
     """
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    return buffers.union(LoadedNames.of(module).unknown(entries_of(module)))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    unknown = LoadedNames.of(module).unknown(entries_of(module))
+    return {*buffers, *unknown}
 
 
 def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load the values of a snapshot. Buffers get the shapes that they have there.
+    """Load the values of a snapshot. Buffers get the shapes of the snapshot.
 
     Raises: StateError, for scales of other shapes than the model has; what ``load_state_dict`` raises.
     """
     state = fitted(module, saved)
-    extras = {name: state.pop(name) for name in LoadedNames.of(module).unknown(state)}
+    extras = {}
+    for name in LoadedNames.of(module).unknown(state):
+        extras[name] = state.pop(name)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         value = state.get(name)
         if is_lazy(buffer) or not isinstance(value, torch.Tensor):
@@ -164,23 +173,23 @@ def _fill_expanded(module: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def _load_extras(module: torch.nn.Module, extras: Mapping[str, Any]) -> None:
-    left = dict(extras)
+    pending = dict(extras)
     with torch.no_grad():
         for name, tensor in _live_entries(module).items():
-            value = left.get(name)
+            value = pending.get(name)
             if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (tensor.shape, tensor.dtype):
                 tensor.copy_(value)
-                del left[name]
+                del pending[name]
     entries = entries_of(module)
-    left = {name: value for name, value in left.items() if not _are_equal(entries.get(name), value)}
-    for name, parameter in _quantised_entries(module, left):
-        if name in left:
+    different = [name for name, value in pending.items() if not _are_equal(entries.get(name), value)]
+    for name, parameter in _quantised_entries(module, tuple(different)):
+        if name in different:
             _requantise(module, parameter, extras)
-            left = {other: value for other, value in left.items() if not other.startswith(f"{parameter}.")}
-    if left:
+            different = [other for other in different if not other.startswith(f"{parameter}.")]
+    if different:
         raise StateError(
-            f"the live model has other values than the snapshot for {_listed(left)}, and load_state_dict() does not "
-            "load them: quantise the model as when the snapshot was taken"
+            f"the live model has other values than the snapshot for {_listed(different)}, and load_state_dict() does "
+            "not load them: quantise the model as when the snapshot was taken"
         )
 
 
@@ -208,7 +217,10 @@ def _quantised_entries(module: torch.nn.Module, names: Collection[str]) -> Itera
 def _requantise(module: torch.nn.Module, parameter: str, extras: Mapping[str, Any]) -> None:
     """Give a weight of bitsandbytes the scales of a snapshot. Its numbers are part of one packed entry."""
     prefix = f"{parameter}."
-    entries = {name.removeprefix(prefix): value.clone() for name, value in extras.items() if name.startswith(prefix)}
+    entries = {}
+    for name, value in extras.items():
+        if name.startswith(prefix):
+            entries[name.removeprefix(prefix)] = value.clone()
     weight: Any = module.get_parameter(parameter)
     weight.quant_state = type(weight.quant_state).from_dict(entries, weight.device)
     layer: Any = module.get_submodule(parameter.rpartition(".")[0])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lazysnap.errors import StateError
-from lazysnap.state.scalars import pack, unpack
+from lazysnap.state.scalars import convert_items, pack, unpack
 
 METRICS = "metrics"
 """The key below ``KEY`` of a state that holds the metrics of each module, by the module's name there."""
@@ -42,21 +42,25 @@ def restore_metric(metric: Any, state: dict[str, Any]) -> None:
 
 
 def collect_metrics(modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
-    """Return the state of all metrics in ``modules``; modules without a metric are left out."""
+    """Return the state of all metrics in ``modules``, by module; modules without a metric are skipped."""
     state: dict[str, Any] = {}
     for module_name, module in modules.items():
-        metrics = metrics_in(module)
-        if metrics:
-            state[module_name] = {name: collect_metric(metric) for name, metric in metrics.items()}
+        for name, metric in metrics_in(module).items():
+            state.setdefault(module_name, {})[name] = collect_metric(metric)
     return state
 
 
 def check_metrics(modules: Mapping[str, torch.nn.Module], state: Mapping[str, Any]) -> None:
-    """Raises: StateError, if a metric is not in the snapshot, or has other states there. Nothing is loaded."""
+    """Check the metrics before anything is loaded.
+
+    Raises: StateError, if a metric is not in the snapshot, or has other states in it.
+    """
     for module_name, module in modules.items():
         saved = state.get(module_name, {})
         for name, metric in metrics_in(module).items():
-            path = f"{module_name}.{name}" if name else module_name
+            path = module_name
+            if name:
+                path += f".{name}"
             if name not in saved:
                 raise StateError(
                     f"{path}: the snapshot has no state of this metric ({type(metric).__qualname__}). Nothing was "
@@ -87,8 +91,4 @@ def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
         if id(value) not in copies:
             copies[id(value)] = value.clone()
         return copies[id(value)]
-    if type(value) is dict:
-        return {key: _copied(item, copies) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item, copies) for item in value)
-    return value
+    return convert_items(value, _copied, copies)

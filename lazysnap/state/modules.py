@@ -20,27 +20,27 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
     return bool(is_lazy(tensor))
 
 
-def held_names(wanted: Iterable[str], held: Iterable[str]) -> dict[str, str]:
+def saved_names(live: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
     """Map names of live tensors to names in a snapshot, also if only one of the two models was compiled.
 
-    Tensors that the snapshot does not have are left out.
+    Tensors that the snapshot does not have are skipped.
     """
-    known = set(held)
-    plain: dict[str, list[str]] = {}
-    for name in known:
-        plain.setdefault(without_compiled(name), []).append(name)
-    found = {}
-    for name in wanted:
-        others = plain.get(without_compiled(name), [])
-        if name in known:
-            found[name] = name
-        elif len(others) == 1:
-            found[name] = others[0]
-    return found
+    exact = set(saved)
+    compiled: dict[str, list[str]] = {}
+    for name in exact:
+        compiled.setdefault(without_compiled(name), []).append(name)
+    names = {}
+    for name in live:
+        candidates = compiled.get(without_compiled(name), [])
+        if name in exact:
+            names[name] = name
+        elif len(candidates) == 1:
+            names[name] = candidates[0]
+    return names
 
 
 def check_loadable(expected: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raises: StateError, if live tensors have no memory to load values into."""
+    """Check that live tensors have memory to load values into. Raises: StateError."""
     empty = [name for name, tensor in expected.items() if tensor.device.type == "meta"]
     if empty:
         raise StateError(
@@ -52,9 +52,12 @@ def check_loadable(expected: Mapping[str, torch.Tensor], where: str) -> None:
 def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[str, Any]":
     """Return ``saved`` in the form that ``module.load_state_dict`` expects."""
     live = entries_of(module)
-    names = held_names(live, saved)
-    taken = {held: name for name, held in names.items()}
-    state = OrderedDict((taken.get(name, name), value) for name, value in saved.items())
+    live_names = {}
+    for name, saved_name in saved_names(live, saved).items():
+        live_names[saved_name] = name
+    state = OrderedDict[str, Any]()
+    for name, value in saved.items():
+        state[live_names.get(name, name)] = value
     # The format versions of the modules: without them some assume the state of an old torch.
     state._metadata = getattr(live, "_metadata", OrderedDict())  # type: ignore[attr-defined]
     return state
@@ -69,8 +72,13 @@ def fill(live: torch.Tensor, value: torch.Tensor) -> None:
         live.copy_(value)
         return
     # torch refuses to copy to a tensor with several elements at one place: each place is filled once.
-    places = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in live.stride())
-    live[places].copy_(value[places])
+    places = []
+    for stride in live.stride():
+        if stride == 0:
+            places.append(slice(0, 1))
+        else:
+            places.append(slice(None))
+    live[tuple(places)].copy_(value[tuple(places)])
     if not torch.equal(_bytes_of(live), _bytes_of(value.to(live.device, live.dtype))):
         live.data = live.new_empty(live.shape)
         live.copy_(value)
@@ -94,7 +102,7 @@ def reordered_tensors(module: torch.nn.Module, saved: Mapping[str, Any]) -> dict
     """
     live = entries_of(module)
     reordered = {}
-    for name, saved_name in held_names(live, saved).items():
+    for name, saved_name in saved_names(live, saved).items():
         tensor = live[name]
         value = saved[saved_name]
         if not _is_plain(tensor) or not _is_plain(value) or tensor.shape != value.shape:

@@ -36,7 +36,9 @@ def _state_of(value: Any) -> Any:
     if is_stateful_loader(value):
         return state_of_loader(value)
     inner = unwrapped(value)
-    return state_of_module(inner) if isinstance(inner, torch.nn.Module) else inner.state_dict()
+    if isinstance(inner, torch.nn.Module):
+        return state_of_module(inner)
+    return inner.state_dict()
 
 
 def is_data_position(value: object) -> bool:
@@ -66,11 +68,13 @@ class ObjectState(StateSource):
                     f"{type(value).__qualname__}"
                 )
         self._objects = dict(objects)
-        stateful_loaders = [value for value in objects.values() if is_stateful_loader(value)]
-        for loader in stateful_loaders:
-            warn_of_generators(loader)
+        stateful_loaders = []
+        for value in objects.values():
+            if is_stateful_loader(value):
+                warn_of_generators(value)
+                stateful_loaders.append(value)
         keep_streams(stateful_loaders)
-        self._checked = False
+        self._support_checked = False
         self._loads_checked = False
 
     def named(self) -> Mapping[str, Any]:
@@ -93,22 +97,22 @@ class ObjectState(StateSource):
             if isinstance(value, ResumableLoader):
                 value.position.end()
 
-    def _check(self) -> None:
+    def _check_supported(self) -> None:
         check_supported(self._objects)
-        self._checked = True
+        self._support_checked = True
 
     def _check_loads(self, state: Mapping[str, Any]) -> None:
-        for name, value in self._objects.items():
-            if isinstance(value, torch.nn.Module):
-                check_loads(name, unwrapped(value), state[name])
+        for name, module in self._unwrapped_modules().items():
+            check_loads(name, module, state[name])
         self._loads_checked = True
 
     @cached_property
     def _pretrained(self) -> dict[str, str]:
         """The files that models of Transformers and PEFT save beside their weights."""
-        modules = {name: unwrapped(one) for name, one in self._objects.items() if isinstance(one, torch.nn.Module)}
-        files = pretrained(modules)
-        return {} if files is None else {PRETRAINED: files}
+        files = pretrained(self._unwrapped_modules())
+        if files is None:
+            return {}
+        return {PRETRAINED: files}
 
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
@@ -116,14 +120,16 @@ class ObjectState(StateSource):
         Raises: StateError, at the first call, for what FSDP 1, DeepSpeed or similar packages shard; for local
         SGD; for a model that no restart could load.
         """
-        if not self._checked:
-            self._check()
+        if not self._support_checked:
+            self._check_supported()
         self.check_averages_gradients()
         state = {name: _state_of(value) for name, value in self._objects.items()}
         if not self._loads_checked:
             self._check_loads(state)
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
-        state = {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
+        for name, value in state.items():
+            if isinstance(value, dict):
+                state[name] = dict(value)
         state[_RNG] = collect_rng()
         state[KEY] = {OPTIMIZERS: classes_of(self), **self._pretrained}
         metrics = collect_metrics(self._unwrapped_modules())
@@ -139,24 +145,27 @@ class ObjectState(StateSource):
         return modules
 
     def check_averages_gradients(self) -> None:
-        """Raises: StateError, if optimizer steps are taken within ``no_sync()``."""
+        """Check that optimizer steps are not taken within ``no_sync()``. Raises: StateError."""
         for name, value in self._objects.items():
-            if (module := ddp_of(value)) is not None:
+            module = ddp_of(value)
+            if module is not None:
                 check_averages_gradients(name, module)
 
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``. All tensors of the modules. Raises: as ``collect``."""
-        self._check()  # before the state_dict() of such a module, which may be a collective
-        return {
-            f"{name}.{key}": tensor
-            for name, value in self._objects.items()
-            if isinstance(value, torch.nn.Module)
-            for key, tensor in unwrapped(value).state_dict().items()
-            if isinstance(tensor, torch.Tensor)
-        }
+        self._check_supported()  # before the state_dict() of such a module, which may be a collective
+        tensors = {}
+        for name, module in self._unwrapped_modules().items():
+            for key, tensor in module.state_dict().items():
+                if isinstance(tensor, torch.Tensor):
+                    tensors[f"{name}.{key}"] = tensor
+        return tensors
 
     def _check_loaders(self) -> None:
-        """Raises: StateError, if a loader is iterated: that iterator would go on as it was, and train other data."""
+        """Check that no loader is iterated: that iterator would continue as it was, and train other data.
+
+        Raises: StateError.
+        """
         for name, value in self._objects.items():
             if isinstance(value, ResumableLoader) and value.position.is_iterated:
                 raise StateError(
@@ -167,10 +176,9 @@ class ObjectState(StateSource):
     def _check_memory_orders(self, state: Mapping[str, Any]) -> None:
         """Warn of live tensors in another memory order. Raises: see ``check_memory_orders``."""
         reordered: dict[str, torch.Tensor] = {}
-        for name, value in self._objects.items():
-            if isinstance(value, torch.nn.Module):
-                tensors = reordered_tensors(unwrapped(value), state[name])
-                reordered.update({f"{name}.{key}": tensor for key, tensor in tensors.items()})
+        for name, module in self._unwrapped_modules().items():
+            for key, tensor in reordered_tensors(module, state[name]).items():
+                reordered[f"{name}.{key}"] = tensor
         for name, value in self._objects.items():
             if isinstance(value, torch.optim.Optimizer):
                 check_memory_orders(name, stepping(value), reordered)

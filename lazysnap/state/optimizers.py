@@ -1,6 +1,6 @@
 """Loading the state of an optimizer: check it first, then load it with the dtypes and strides of the snapshot."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,11 @@ _ELSE = (
 def class_of(optimizer: torch.optim.Optimizer) -> str:
     """Return module and name of an optimizer's class. Of a wrapper's class: those of its base of the same name."""
     name = type(optimizer).__name__
-    origin = [kind for kind in type(optimizer).__mro__ if kind.__name__ == name][-1]
-    return f"{origin.__module__}.{name}"
+    module = ""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ == name:
+            module = kind.__module__
+    return f"{module}.{name}"
 
 
 def check_optimizers(
@@ -33,14 +36,14 @@ def check_optimizers(
     ``parameters``: as for ``check_order``. Raises: StateError, if classes, parameter groups, their keys, or the
     order of parameters differ.
     """
-    known = _recorded(state)
+    recorded = _recorded(state)
     for path, optimizer in source.named_optimizers().items():
         saved = _at(state, path)
-        if path in known:
-            _check_class(path, str(known[path].get("class")), class_of(optimizer))
+        if path in recorded:
+            _check_class(path, str(recorded[path].get("class")), class_of(optimizer))
         # Without groups it is not in the snapshot, or has its own format.
         if isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), list):
-            if path not in known or not _fills_groups(optimizer):
+            if path not in recorded or not _fills_groups(optimizer):
                 _check_keys(path, optimizer, saved)
             _check_state(path, optimizer, saved)
             _check_groups(path, optimizer, saved)
@@ -54,10 +57,13 @@ def classes_of(source: StateSource) -> dict[str, dict[str, str]]:
 
 def _recorded(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the result of ``classes_of`` for the optimizers of a snapshot."""
-    own = state.get(KEY)
-    fields = own.get(OPTIMIZERS) if isinstance(own, dict) else None
-    listed = fields.items() if isinstance(fields, dict) else ()
-    return {path: one for path, one in listed if isinstance(one, dict)}
+    extras = state.get(KEY)
+    if not isinstance(extras, dict):
+        return {}
+    optimizers = extras.get(OPTIMIZERS)
+    if not isinstance(optimizers, dict):
+        return {}
+    return {path: fields for path, fields in optimizers.items() if isinstance(fields, dict)}
 
 
 def _at(state: Any, path: str) -> Any:
@@ -66,89 +72,114 @@ def _at(state: Any, path: str) -> Any:
     for part in path.split("."):
         if isinstance(state, Mapping):
             state = state.get(part)
+        elif isinstance(state, list) and part.isdecimal() and int(part) < len(state):
+            state = state[int(part)]
         else:
-            found = isinstance(state, list) and part.isdecimal() and int(part) < len(state)
-            state = state[int(part)] if found else None
+            return None
     return state
 
 
-def _check_class(path: str, there: str, here: str) -> None:
+def _check_class(path: str, saved: str, live: str) -> None:
     # Modules move and get other names. But a class of torch never equals another package's class of that name.
-    def kind(name: str) -> tuple[str, bool]:
-        return name.rpartition(".")[2], name.startswith("torch.")
-
-    if kind(there) != kind(here):
-        raise StateError(f"{path}: the snapshot is of {there}, the live optimizer is {here}. {_ELSE}")
+    has_same_name = saved.rpartition(".")[2] == live.rpartition(".")[2]
+    if not has_same_name or saved.startswith("torch.") != live.startswith("torch."):
+        raise StateError(f"{path}: the snapshot is of {saved}, the live optimizer is {live}. {_ELSE}")
 
 
 def _fills_groups(optimizer: torch.optim.Optimizer) -> bool:
     """True if the class itself adds missing settings when it loads the state of an older version."""
-    kind, base = type(optimizer), torch.optim.Optimizer
+    kind = type(optimizer)
+    base = torch.optim.Optimizer
     return kind.__setstate__ is not base.__setstate__ or kind.load_state_dict is not base.load_state_dict
 
 
 def _check_keys(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises: StateError, if settings are missing. Switches may be missing: torch adds some with each release."""
-    groups = saved["param_groups"]
-    needed = {key for key, value in optimizer.defaults.items() if value is not None and not isinstance(value, bool)}
-    missing = sorted(key for key in needed if any(key not in group for group in groups))
+    """Check that no setting is missing. Switches may be missing: torch adds some with each release.
+
+    Raises: StateError.
+    """
+    missing = set()
+    present = set()
+    for group in saved["param_groups"]:
+        present.update(group)
+        for key, value in optimizer.defaults.items():
+            is_switch = value is None or isinstance(value, bool)
+            if key not in group and not is_switch:
+                missing.add(key)
     if missing:
         raise StateError(
-            f"{path}: the live {type(optimizer).__qualname__} needs {', '.join(missing)} in every parameter group, the "
-            f"snapshot has {', '.join(sorted({key for group in groups for key in group} - {'params'}))}. {_ELSE}"
+            f"{path}: the live {type(optimizer).__qualname__} needs {', '.join(sorted(missing))} in every parameter "
+            f"group, the snapshot has {', '.join(sorted(present - {'params'}))}. {_ELSE}"
         )
 
 
 def _check_state(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raises: StateError, if both have state, and no key in common."""
-    here, there = (_state_keys(state) for state in (optimizer.state, saved.get("state")))
-    if here and there and not here & there:
+    """Check that the states have a key in common, if both are not empty. Raises: StateError."""
+    live_keys = _state_keys(optimizer.state)
+    saved_keys = _state_keys(saved.get("state"))
+    if live_keys and saved_keys and not live_keys & saved_keys:
         raise StateError(
-            f"{path}: the live {type(optimizer).__qualname__} holds {', '.join(sorted(here))} for its parameters, the "
-            f"snapshot {', '.join(sorted(there))}. {_ELSE}"
+            f"{path}: the live {type(optimizer).__qualname__} holds {', '.join(sorted(live_keys))} for its parameters, "
+            f"the snapshot {', '.join(sorted(saved_keys))}. {_ELSE}"
         )
 
 
 def _state_keys(state: Any) -> set[str]:
-    held = state.values() if isinstance(state, Mapping) else ()
-    return {str(key) for one in held if isinstance(one, Mapping) for key in one} - {"step"}
+    keys = set[str]()
+    if isinstance(state, Mapping):
+        for values in state.values():
+            if isinstance(values, Mapping):
+                keys.update(map(str, values))
+    return keys - {"step"}
 
 
 def _check_groups(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    there = [len(group["params"]) for group in saved["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    if there != here:
+    saved_sizes = _group_sizes(saved["param_groups"])
+    live_sizes = _group_sizes(optimizer.param_groups)
+    if saved_sizes != live_sizes:
         raise StateError(
-            f"{name}: the snapshot has {_groups(there)}, the live {type(optimizer).__qualname__} has {_groups(here)}. "
-            "Groups that were added in the middle of the training (add_param_group) have to be "
-            "there before the restore: engine.all_steps() tells how far it had come"
+            f"{name}: the snapshot has {_listed_groups(saved_sizes)}, the live {type(optimizer).__qualname__} has "
+            f"{_listed_groups(live_sizes)}. "
+            "Groups that were added in the middle of the training (add_param_group) have to be there before the "
+            "restore: engine.all_steps() tells how far it had come"
         )
 
 
-def check_order(source: StateSource, there: Mapping[str, Sequence[str]] | None) -> None:
-    """Raises: StateError, if a live optimizer has as many parameters as in a snapshot, but in other places.
+def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
-    ``there``: names by optimizer. The state of an optimizer refers to parameters only by number.
+
+def _listed_groups(sizes: list[int]) -> str:
+    noun = "groups"
+    if len(sizes) == 1:
+        noun = "group"
+    return f"{len(sizes)} parameter {noun} of {', '.join(map(str, sizes)) or 0} parameters"
+
+
+def check_order(source: StateSource, saved_names: Mapping[str, Sequence[str]] | None) -> None:
+    """Check the order of parameters: the state of an optimizer refers to them only by number.
+
+    ``saved_names``: the names of the parameters of each optimizer, as the snapshot has them. An optimizer with another
+    number of parameters is not checked. Raises: StateError.
     """
-    known = source.parameter_names()
+    if saved_names is None:
+        return
+    names = source.parameter_names()
     for path, parameters in source.optimizer_parameters().items():
-        listed, here = (there or {}).get(path, ()), [known.get(id(parameter)) for parameter in parameters]
-        if len(listed) != len(here) or None in here:
+        saved_order = saved_names.get(path, ())
+        live_order = [names.get(id(parameter)) for parameter in parameters]
+        if len(saved_order) != len(live_order) or None in live_order:
             continue
-        number = next((i for i, pair in enumerate(zip(listed, here, strict=True)) if pair[0] != pair[1]), None)
-        if number is not None:
-            raise StateError(
-                f"{path}: parameter {number} is {here[number]}, in the snapshot it is {listed[number]}: it would get "
-                "the state of another one. Nothing of the optimizer was loaded. Give it its parameters in the old order"
-            )
-
-
-def _groups(sizes: list[int]) -> str:
-    return f"{len(sizes)} parameter group{'s' * (len(sizes) != 1)} of {', '.join(map(str, sizes)) or 0} parameters"
+        for number, (saved, live) in enumerate(zip(saved_order, live_order, strict=True)):
+            if saved != live:
+                raise StateError(
+                    f"{path}: parameter {number} is {live}, in the snapshot it is {saved}: it would get the state of "
+                    "another one. Nothing of the optimizer was loaded. Give it its parameters in the old order"
+                )
 
 
 def check_memory_orders(path: str, optimizer: torch.optim.Optimizer, reordered: Mapping[str, torch.Tensor]) -> None:
-    """Raises: StateError, if a parameter is ``reordered`` and the optimizer may ignore strides.
+    """Check that no parameter is ``reordered`` if the optimizer may ignore strides.
 
     State comes back in the memory order of the snapshot. Fused optimizers read a parameter and its state side by side
     in memory, so they would train something else.
@@ -157,6 +188,8 @@ def check_memory_orders(path: str, optimizer: torch.optim.Optimizer, reordered: 
         path: the name of the optimizer, for the message.
         optimizer: the live one.
         reordered: see ``modules.reordered_tensors``.
+
+    Raises: StateError.
     """
     if not _may_ignore_strides(optimizer):
         return
@@ -177,7 +210,7 @@ def _may_ignore_strides(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Load ``saved``: every tensor gets the dtype, the values and the strides that it has there.
+    """Load ``saved``: every tensor gets the dtype, the values and the strides of the snapshot.
 
     If the optimizer holds tensors of the same kind, they are filled in place: it then needs no memory for a second
     state, and captures keep their plan.
@@ -185,16 +218,16 @@ def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None
     inner = stepping(optimizer)
     places = _places(inner, saved)
     if places is None:
-        groups = [dict(group) for group in inner.param_groups]
+        groups = list(map(dict, inner.param_groups))
         optimizer.load_state_dict(dict(saved))
         _put_exact(inner, saved, groups)
         return
     with torch.no_grad():
-        for held, key, value in places:
+        for container, key, value in places:
             if isinstance(value, torch.Tensor):
-                held[key].copy_(value)
+                container[key].copy_(value)
             else:
-                held[key] = value
+                container[key] = value
 
 
 def _put_exact(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> None:
@@ -202,33 +235,41 @@ def _put_exact(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], befor
 
     ``before``: the parameter groups until now. Tensors in them stay on their devices.
     """
-    state, groups = saved.get("state"), saved.get("param_groups")
+    state = saved.get("state")
+    groups = saved.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
         return  # the optimizer has its own format
     parameters = parameters_of(optimizer)
     for number, values in state.items():
         if type(number) is int and 0 <= number < len(parameters) and parameters[number] in optimizer.state:
             _exact(optimizer.state[parameters[number]], values)
-    for held, values, former in zip(optimizer.param_groups, groups, before, strict=True):
+    for group, values, former in zip(optimizer.param_groups, groups, before, strict=True):
         for key, value in former.items():
-            loaded = held.get(key)
+            loaded = group.get(key)
             if key != "params" and isinstance(value, torch.Tensor) and isinstance(loaded, torch.Tensor):
-                held[key] = loaded.to(value.device)
-        _exact(held, {key: value for key, value in values.items() if key != "params"})
+                group[key] = loaded.to(value.device)
+        _exact(group, _settings_of(values))
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    settings = dict(group)
+    settings.pop("params", None)
+    return settings
 
 
 def _exact(loaded: Any, saved: Any) -> Any:
     """Return ``saved`` on the device of ``loaded`` if loading changed it. Containers are changed in place."""
     if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        is_same = loaded.dtype == saved.dtype or loaded.shape != saved.shape
-        return loaded if is_same else saved.to(loaded.device)
+        if loaded.dtype == saved.dtype or loaded.shape != saved.shape:
+            return loaded
+        return saved.to(loaded.device)
     if isinstance(saved, str):
         return saved  # torch treats a text as a list, and changes it
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
             loaded[key] = _exact(loaded[key], saved[key])
     elif isinstance(saved, (list, tuple)) and type(saved) is type(loaded) and len(saved) == len(loaded):
-        items = [_exact(*pair) for pair in zip(loaded, saved, strict=True)]
+        items = list(map(_exact, loaded, saved))
         if isinstance(loaded, list):
             loaded[:] = items
         else:
@@ -238,59 +279,71 @@ def _exact(loaded: Any, saved: Any) -> Any:
 
 def _places(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[Any, Any, Any]] | None:
     """Return container, key and value for each saved value; ``None`` if one of them has no place of the same kind."""
-    hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
-    state, groups = saved.get("state"), saved.get("param_groups")
-    is_plain = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict and not any(hooks)
-    if not is_plain or not isinstance(state, dict) or not isinstance(groups, list):
+    state = saved.get("state")
+    groups = saved.get("param_groups")
+    if _has_own_loading(optimizer) or not isinstance(state, dict) or not isinstance(groups, list):
         return None
     parameters = parameters_of(optimizer)
-    if set(state) != {number for number, one in enumerate(parameters) if one in optimizer.state}:
+    if set(state) != {number for number, parameter in enumerate(parameters) if parameter in optimizer.state}:
         return None
-    pairs = [(optimizer.state[parameters[number]], values) for number, values in state.items()]
-    if any(held.keys() != values.keys() for held, values in pairs):
-        return None
+    pairs = []
+    for number, values in state.items():
+        live_values = optimizer.state[parameters[number]]
+        if live_values.keys() != values.keys():
+            return None
+        pairs.append((live_values, values))
     if len(groups) != len(optimizer.param_groups):
         return None
-    pairs += [
-        (held, {key: value for key, value in values.items() if key != "params"})
-        for held, values in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    found: list[tuple[Any, Any, Any]] = []
-    return found if all(_are_alike(held, values, found) for held, values in pairs) else None
+    for live_group, group in zip(optimizer.param_groups, groups, strict=True):
+        pairs.append((live_group, _settings_of(group)))
+    places: list[tuple[Any, Any, Any]] = []
+    for live, values in pairs:
+        if not _find_places(live, values, places):
+            return None
+    return places
 
 
-def _are_alike(held: Any, values: Any, found: list[tuple[Any, Any, Any]]) -> bool:
-    """True if each of ``values`` has a place of the same kind in ``held``; adds these places to ``found``."""
-    for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-        there = held.get(key) if isinstance(held, dict) else held[key]
+def _has_own_loading(optimizer: torch.optim.Optimizer) -> bool:
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return True
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks)
+
+
+def _find_places(live: Any, saved: Any, places: list[tuple[Any, Any, Any]]) -> bool:
+    """Add a place in ``live`` to ``places`` for each value of ``saved``; ``False`` if one has none of the same kind."""
+    items: Iterable[tuple[Any, Any]] = enumerate(saved)
+    if isinstance(saved, dict):
+        items = saved.items()
+    for key, value in items:
+        live_value = live.get(key) if isinstance(live, dict) else live[key]
         if isinstance(value, torch.Tensor):
-            if not _is_alike(there, value):
+            if not _can_be_filled(live_value, value):
                 return False
-            found.append((held, key, value))
-        elif not _holds_tensors(value) and not _holds_tensors(there):
-            found.append((held, key, value))
-        elif not _is_like_container(there, value) or not _are_alike(there, value, found):
+            places.append((live, key, value))
+        elif not _holds_tensors(value) and not _holds_tensors(live_value):
+            places.append((live, key, value))
+        elif not _is_like_container(live_value, value) or not _find_places(live_value, value, places):
             return False
     return True
 
 
-def _is_like_container(held: Any, value: Any) -> bool:
+def _is_like_container(live: Any, saved: Any) -> bool:
     """True if both are lists of one length, or dicts with the same keys."""
-    if type(held) is not type(value):
+    if type(live) is not type(saved):
         return False
-    return (
-        held.keys() == value.keys() if isinstance(value, dict) else isinstance(value, list) and len(held) == len(value)
-    )
+    if isinstance(saved, dict):
+        return bool(live.keys() == saved.keys())
+    return isinstance(saved, list) and len(live) == len(saved)
 
 
-def _is_alike(held: Any, value: torch.Tensor) -> bool:
-    """True if ``held`` can be filled with ``value``: elements that share memory cannot."""
-    return (
-        type(held) is type(value)
-        and (held.shape, held.dtype) == (value.shape, value.dtype)
-        and _order(held) == _order(value)
-        and (_order(held) is not None or local_of(held).is_contiguous())
-    )
+def _can_be_filled(live: Any, saved: torch.Tensor) -> bool:
+    """True if ``live`` is a tensor that can take ``saved``: elements that share memory cannot."""
+    if type(live) is not type(saved) or live.shape != saved.shape or live.dtype != saved.dtype:
+        return False
+    order = _order(live)
+    if order != _order(saved):
+        return False
+    return order is not None or local_of(live).is_contiguous()
 
 
 def _order(tensor: torch.Tensor) -> Order | None:

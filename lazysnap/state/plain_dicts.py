@@ -17,15 +17,15 @@ def restore_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
 
 
 def check_dict(path: str, live: dict[Any, Any], saved: Any) -> None:
-    """Raises: StateError, for a live tensor that is trained, and whose value in the snapshot does not fit."""
+    """Check that the values of a snapshot fit the live tensors that are trained. Raises: StateError."""
     for place, tensor, value in _pairs(live, saved, (path,)):
-        if tensor.requires_grad and not _takes(tensor, value):
-            found = type(value).__name__
+        if tensor.requires_grad and not _can_be_filled(tensor, value):
+            saved_form = type(value).__name__
             if isinstance(value, torch.Tensor):
-                found = f"{value.dtype} {list(value.shape)}"
+                saved_form = f"{value.dtype} {list(value.shape)}"
             raise StateError(
-                f"{path_text(place)}: the snapshot has {found}, the live tensor, which is trained, is {tensor.dtype} "
-                f"{list(tensor.shape)}. Nothing was loaded. Make it as when the snapshot was taken"
+                f"{path_text(place)}: the snapshot has {saved_form}, the live tensor, which is trained, is "
+                f"{tensor.dtype} {list(tensor.shape)}. Nothing was loaded. Make it as when the snapshot was taken"
             )
 
 
@@ -41,8 +41,8 @@ def _pairs(live: Any, saved: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple
             yield from _pairs(item, value, (*path, index))
 
 
-def _takes(live: Any, saved: Any) -> bool:
-    """True if a live tensor can be filled with a saved one."""
+def _can_be_filled(live: Any, saved: Any) -> bool:
+    """True if both are tensors, and the live one can take the values of the saved one."""
     if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor):
         return False
     return live.shape == saved.shape and live.dtype == saved.dtype
@@ -50,20 +50,22 @@ def _takes(live: Any, saved: Any) -> bool:
 
 def _fill(live: Any, saved: Any) -> Any:
     """Return the value that belongs where ``live`` is: ``live`` itself, filled, or ``saved``."""
-    if _takes(live, saved):
+    if _can_be_filled(live, saved):
         fill(live, saved)
         return live
     if isinstance(live, dict) and isinstance(saved, dict):  # also an OrderedDict, which is saved as a dict
-        values = {key: _fill(live.get(key), value) for key, value in saved.items()}
+        values = {}
+        for key, value in saved.items():
+            values[key] = _fill(live.get(key), value)
         live.clear()
         live.update(values)
         return live
     if type(live) is not type(saved):
         return saved
     if isinstance(live, list):
-        filled = [_fill(item, value) for item, value in zip(live, saved, strict=False)]
+        filled = list(map(_fill, live, saved))  # as many as the shorter one has
         live[:] = filled + saved[len(filled) :]
         return live
     if type(live) is tuple and len(live) == len(saved):
-        return tuple(_fill(item, value) for item, value in zip(live, saved, strict=True))
+        return tuple(map(_fill, live, saved))
     return saved

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,17 +28,22 @@ def pretrained(modules: Mapping[str, torch.nn.Module]) -> str | None:
     """
     if not is_first_rank():
         return None  # exports read the small state of rank 0
-    found = {}
+    descriptions = {}
     for name, module in modules.items():
         if not hasattr(module, "save_pretrained") or not hasattr(getattr(module, "config", None), "to_json_string"):
             continue  # of other packages, which need other files
         if getattr(module, "_hf_peft_config_loaded", False):
             continue  # after add_adapter: it would save the adapter, with names that only it knows
         try:
-            found[name] = _adapter(module) if hasattr(module, "get_base_model") else _model(module)
+            if hasattr(module, "get_base_model"):
+                descriptions[name] = _adapter(module)
+            else:
+                descriptions[name] = _model(module)
         except Exception as error:  # noqa: BLE001  code of the model; snapshots are taken all the same
             logger.warning("the config of %r is not in the snapshots, exports need --config: %s", name, error)
-    return json.dumps(found) if found else None
+    if not descriptions:
+        return None
+    return json.dumps(descriptions)
 
 
 def _model(module: Any) -> dict[str, Any]:
@@ -55,32 +60,34 @@ def _model(module: Any) -> dict[str, Any]:
 
 def _adapter(module: Any) -> dict[str, Any]:
     """See ``PeftModel.save_pretrained``."""
-    from peft import get_peft_model_state_dict  # it is there: the model is one of its classes
+    from peft import get_peft_model_state_dict  # installed: the model is one of its classes
 
     name = module.active_adapter
-    config, mapping = copy.deepcopy(module.peft_config[name]), None
+    config = copy.deepcopy(module.peft_config[name])
     base = module.get_base_model()
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
     config.inference_mode = True
+    mapping = None
     if config.task_type is None:
         kind = type(base)
         mapping = {"base_model_class": kind.__name__.removeprefix("FSDP"), "parent_library": kind.__module__}
     # "auto" may ask the hub for the size of the vocabulary: not from within a training.
-    is_local = os.path.isdir(config.base_model_name_or_path or "")
-    weights = module.state_dict()
-    names = {id(tensor): name for name, tensor in weights.items()}
-    saved = get_peft_model_state_dict(
-        module, weights, adapter_name=name, save_embedding_layers="auto" if is_local else False
-    )
+    with_embeddings: Literal[False, "auto"] = False
+    if os.path.isdir(config.base_model_name_or_path or ""):
+        with_embeddings = "auto"
+    state = module.state_dict()
+    names = {id(tensor): name for name, tensor in state.items()}
+    saved = get_peft_model_state_dict(module, state, adapter_name=name, save_embedding_layers=with_embeddings)
+    weights = {key: names[id(tensor)] for key, tensor in saved.items()}
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory, auto_mapping=mapping)
-        return {"files": _texts(directory), "weights": {key: names[id(tensor)] for key, tensor in saved.items()}}
+        return {"files": _texts(directory), "weights": weights}
 
 
 def _texts(directory: str) -> dict[str, str]:
-    found = {}
+    texts = {}
     for name in sorted(os.listdir(directory)):
         with open(os.path.join(directory, name), encoding="utf-8") as file:
-            found[name] = file.read()
-    return found
+            texts[name] = file.read()
+    return texts

@@ -13,7 +13,7 @@ _TAG = "__scalar__"
 
 def pack(value: Any) -> Any:
     """Return ``value`` with 0-dim CPU tensors as plain values, and those on a device as copies. Does not block."""
-    return with_stack(lambda: _pack(value, MAX_STATE_DEPTH))
+    return with_stack(_pack, value, MAX_STATE_DEPTH)
 
 
 def _pack(value: Any, levels: int) -> Any:
@@ -22,34 +22,37 @@ def _pack(value: Any, levels: int) -> Any:
     if isinstance(value, torch.Tensor):
         if value.dim():
             return value.detach()
+        if value.device.type == "cpu":
+            return {_TAG: str(value.dtype).removeprefix("torch."), "v": value.item()}
         # Metrics may share one tensor in one step and not in the next. A copy is never tied to another entry.
-        return (
-            {_TAG: str(value.dtype).removeprefix("torch."), "v": value.item()}
-            if value.device.type == "cpu"
-            else value.detach().clone()
-        )
-    return _with_items(value, lambda item: _pack(item, levels - 1))
+        return value.detach().clone()
+    return convert_items(value, _pack, levels - 1)
 
 
 def unpack(value: Any, device: torch.device | None = None) -> Any:
     """Return the value that was packed; tensors are moved to ``device`` if it is given."""
     if isinstance(value, torch.Tensor):
-        return value if device is None else value.to(device)
+        if device is None:
+            return value
+        return value.to(device)
     if type(value) is dict and _TAG in value:
         return torch.tensor(value["v"], dtype=getattr(torch, value[_TAG]), device=device)
-    return _with_items(value, lambda item: unpack(item, device))
+    return convert_items(value, unpack, device)
 
 
-def _with_items(value: Any, made: Callable[[Any], Any]) -> Any:
-    """Return a dict, list or tuple with what is made of its items; any other value unchanged."""
+def convert_items(value: Any, convert: Callable[..., Any], *args: Any) -> Any:
+    """Return a dict, list or tuple of ``convert(item, *args)`` for each item; any other value unchanged."""
     if type(value) is dict:
-        return {key: made(item) for key, item in value.items()}
-    return type(value)(map(made, value)) if type(value) in (list, tuple) else value
+        return {key: convert(item, *args) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([convert(item, *args) for item in value])
+    return value
 
 
 def state_of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """Return ``scaler.state_dict()`` with the values on a device as tensors there. Does not block."""
-    scale, growth = scaler._scale, scaler._growth_tracker
+    scale = scaler._scale
+    growth = scaler._growth_tracker
     if not scaler.is_enabled() or scale is None or growth is None or scale.device.type == "cpu":
         return scaler.state_dict()
     return {
@@ -68,4 +71,9 @@ def load_scaler(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
 
 def plain_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``scaler.state_dict()`` returns. Blocks, where ``state`` holds tensors on a device."""
-    return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    numbers = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value = value.item()
+        numbers[key] = value
+    return numbers

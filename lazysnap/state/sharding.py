@@ -46,12 +46,18 @@ def replicas_of(tensor: Any) -> tuple[int, ...]:
     """Return the ranks that hold the same part of a DTensor as this one, in order: they differ only along replicated
     mesh dimensions. Empty for another tensor, and outside the mesh.
     """
-    coordinate = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
+    if not isinstance(tensor, DTensor):
+        return ()
+    coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
-    kinds = zip(tensor.placements, coordinate, strict=True)
-    where = tuple(slice(None) if isinstance(kind, Replicate) else at for kind, at in kinds)
-    return tuple(sorted(tensor.device_mesh.mesh[where].flatten().tolist()))
+    index: list[Any] = []
+    for placement, position in zip(tensor.placements, coordinate, strict=True):
+        if isinstance(placement, Replicate):
+            index.append(slice(None))
+        else:
+            index.append(position)
+    return tuple(sorted(tensor.device_mesh.mesh[tuple(index)].flatten().tolist()))
 
 
 def like(target: DTensor, local: torch.Tensor) -> DTensor:
@@ -63,15 +69,19 @@ def like(target: DTensor, local: torch.Tensor) -> DTensor:
 
 def box_of(target: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and shape of the part of a live tensor that this rank has to fill."""
-    held = held_part(target, "") if isinstance(target, DTensor) else None
-    if held is None:
+    part = None
+    if isinstance(target, DTensor):
+        part = held_part(target, "")
+    if part is None:
         return (0,) * target.dim(), tuple(target.shape)
-    return held.offsets, tuple(held.local.shape)
+    return part.offsets, tuple(part.local.shape)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor in this rank's memory. Called at each step: no autograd, no collective."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor.detach()
+    return tensor
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

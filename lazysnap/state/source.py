@@ -16,7 +16,10 @@ OPTIMIZERS = "optimizers"
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """Return the parameters of an optimizer in the order in which its state numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[torch.nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 class StateSource:
@@ -53,26 +56,29 @@ class StateSource:
         raise NotImplementedError
 
     def note_boundary(self) -> None:
-        """Note where the data stands: a boundary captured nothing, and may turn out to be the last one."""
+        """Note the position in the data: a boundary captured nothing, and may turn out to be the last one."""
 
     def end(self) -> None:
         """Let ``collect`` return data loaders as they were at the last boundary: loops over them may have been left."""
 
     def release(self) -> None:
-        """Let go of all objects: the engine is at its end, and its user may need their memory."""
+        """Drop all objects: the engine has ended, and its user may need their memory."""
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
         """Return tensors, beside those of optimizers, that change only behind a gate (weight averages); no buffers."""
         return ()
 
     def modules(self) -> list[torch.nn.Module]:
-        """Return the modules, as they are wrapped."""
+        """Return the modules, with their wrappers."""
         return [value for value in self.named().values() if isinstance(value, torch.nn.Module)]
 
     def named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the inner torch optimizers by the paths of their states in ``collect()``."""
-        named = self.named().items()
-        return {name: stepping(value) for name, value in named if isinstance(value, torch.optim.Optimizer)}
+        optimizers = {}
+        for name, value in self.named().items():
+            if isinstance(value, torch.optim.Optimizer):
+                optimizers[name] = stepping(value)
+        return optimizers
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Return the inner torch optimizers: their steps are gated, their parameters and state are captured lazily."""
@@ -80,24 +86,34 @@ class StateSource:
 
     def optimizer_parameters(self) -> Mapping[str, Sequence[torch.nn.Parameter]]:
         """Return the parameters of each optimizer in its own order, by the path of its state in ``collect()``."""
-        return {name: parameters_of(one) for name, one in self.named_optimizers().items()}
+        return {name: parameters_of(optimizer) for name, optimizer in self.named_optimizers().items()}
 
     def resizable_names(self) -> set[str]:
         """Return names of ``expected()`` whose tensors may have another shape in a snapshot: training may change it."""
         names = set[str]()
         for path, value in self.named().items():
             if isinstance(value, torch.nn.Module):
-                names.update(f"{path}.{name}" for name in resizable_names(unwrapped(value)))
+                for name in resizable_names(unwrapped(value)):
+                    names.add(f"{path}.{name}")
         return names
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """Return parameters that are equal on all ranks (DDP). Each rank captures a share of them and of their
         optimizer state. DTensors need not be listed. Returning nothing is always right.
         """
-        replicated = [module for module in self.modules() if ddp_of(module) is not None]
-        return [one for module in replicated for one in module.parameters() if one.requires_grad]
+        replicated = []
+        for module in self.modules():
+            if ddp_of(module) is None:
+                continue
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    replicated.append(parameter)
+        return replicated
 
     def parameter_names(self) -> Mapping[int, str]:
         """Return the name of each live parameter by its ``id``, without the wrappers of DDP and ``torch.compile``."""
-        named = [pair for module in self.modules() for pair in unwrapped(module).named_parameters()]
-        return {id(tensor): without_compiled(name.removeprefix("module.")) for name, tensor in named}
+        names = {}
+        for module in self.modules():
+            for name, parameter in unwrapped(module).named_parameters():
+                names[id(parameter)] = without_compiled(name.removeprefix("module."))
+        return names

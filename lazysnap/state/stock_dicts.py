@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 _MODULE_METHODS = {
-    name: getattr(torch.nn.Module, name) for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+    "state_dict": torch.nn.Module.state_dict,
+    "_save_to_state_dict": torch.nn.Module._save_to_state_dict,
+    "get_extra_state": torch.nn.Module.get_extra_state,
 }
 _OPTIMIZER_STATE_DICT = torch.optim.Optimizer.state_dict
 _FIELDS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -79,13 +81,14 @@ def state_of_optimizer(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
         ids = list(map(id, group["params"]))
         # As torch does it: of the numbers of one parameter the last in its first group.
         numbers = {**dict(zip(ids, count(start), strict=False)), **numbers}
-        packed = {key: value for key, value in group.items() if key != "params"}
+        packed = dict(group)
+        del packed["params"]  # torch has it last
         packed["params"] = [numbers[number] for number in ids]
         groups.append(packed)
         start += len(ids)
     state: dict[Any, Any] = {}
-    held: Mapping[Any, Any] = optimizer.state  # some optimizers keep more than tensors as keys
-    for key, value in held.items():
+    live_state: Mapping[Any, Any] = optimizer.state  # some optimizers keep more than tensors as keys
+    for key, value in live_state.items():
         if isinstance(key, torch.Tensor):
             state[numbers[id(key)]] = value
         else:

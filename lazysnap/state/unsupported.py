@@ -70,43 +70,67 @@ def check_averages_gradients(path: str, module: DistributedDataParallel) -> None
 
 
 def _refusal(path: str, part: object, package: str) -> StateError:
+    advice = _SHARD
+    if package == _LOCAL_SGD:
+        advice = _AVERAGE
     return StateError(
         f"{path}: {type(part).__qualname__} ({package}) cannot be captured: {_WHY[package]}, so a restart would not "
-        f"restore what was trained. {_AVERAGE if package == _LOCAL_SGD else _SHARD}"
+        f"restore what was trained. {advice}"
     )
 
 
 def _package_of(part: Any) -> str | None:
-    known = (_CLASSES[cls.__name__] for cls in type(part).__mro__ if cls.__name__ in _CLASSES)
-    marks = (package for mark, package in _MARKS.items() if isinstance(part, torch.Tensor) and hasattr(part, mark))
-    shards = _ZERO if hasattr(type(part), "consolidate_state_dict") else None  # also classes with other names
-    averages_weights = _LOCAL_SGD if _has_local_sgd_hook(part) else shards
-    return next(known, None) or next(marks, averages_weights)
+    for cls in type(part).__mro__:
+        if cls.__name__ in _CLASSES:
+            return _CLASSES[cls.__name__]
+    if isinstance(part, torch.Tensor):
+        for mark, package in _MARKS.items():
+            if hasattr(part, mark):
+                return package
+    if _has_local_sgd_hook(part):
+        return _LOCAL_SGD
+    if hasattr(type(part), "consolidate_state_dict"):
+        return _ZERO  # also classes with other names
+    return None
 
 
 def _has_local_sgd_hook(part: Any) -> bool:
-    hooks = part._comm_hooks if isinstance(part, DistributedDataParallel) else []
-    return any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in hooks)
+    if not isinstance(part, DistributedDataParallel):
+        return False
+    return any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in part._comm_hooks)
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield ``value`` and its parts by path: wrappers before parameters, because their names say more."""
     if isinstance(value, torch.nn.Module):
-        yield from ((".".join(filter(None, (name, path))), module) for path, module in value.named_modules())
-        yield from ((f"{name}.{path}", parameter) for path, parameter in value.named_parameters())
+        for path, module in value.named_modules():
+            yield ".".join(filter(None, (name, path))), module
+        for path, parameter in value.named_parameters():
+            yield f"{name}.{path}", parameter
         return
     layers = list(_layers(value))
-    yield from ((name, layer) for layer in layers)
-    optimizers = [layer for layer in layers if isinstance(layer, torch.optim.Optimizer)]
-    yield from ((f"{name}, parameter {n}", one) for held in optimizers for n, one in enumerate(parameters_of(held)))
+    for layer in layers:
+        yield name, layer
+    for layer in layers:
+        if isinstance(layer, torch.optim.Optimizer):
+            for number, parameter in enumerate(parameters_of(layer)):
+                yield f"{name}, parameter {number}", parameter
 
 
 def _layers(value: Any) -> Iterator[Any]:
+    """Yield ``value`` and the optimizers in it, the outermost first."""
     seen = set[int]()
     while value is not None and id(value) not in seen:
         yield value
         seen.add(id(value))
-        # Not getattr: a proxy would return an attribute of what it wraps.
-        held = getattr(value, "__dict__", {})
-        inside = (held.get(name) for name in _INSIDE)
-        value = next((one for one in inside if one is not None and hasattr(one, "state_dict")), None)
+        value = _inner_optimizer(value)
+
+
+def _inner_optimizer(wrapper: Any) -> Any:
+    # Not getattr: a proxy would return an attribute of what it wraps.
+    attributes = getattr(wrapper, "__dict__", {})
+    for name in _INSIDE:
+        inner = attributes.get(name)
+        if inner is not None and hasattr(inner, "state_dict"):
+            return inner
+    return None

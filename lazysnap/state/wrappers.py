@@ -7,16 +7,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 _COMPILED = "_orig_mod"
-_INNER = ("optimizer", "_optimizer")
-"""Attributes in which the wrappers of Accelerate and Fabric hold an optimizer."""
 
 
 def _wrapped(value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules in wrappers with their names there, the outermost first."""
     while isinstance(value, torch.nn.Module):
-        name = "_original_module" if _is_of_fabric(value) else _COMPILED
+        name = _COMPILED
         if isinstance(value, DistributedDataParallel):
             name = "module"
+        elif _is_of_fabric(value):
+            name = "_original_module"
         value = getattr(value, name, None)
         if isinstance(value, torch.nn.Module):
             yield name, value
@@ -24,12 +24,17 @@ def _wrapped(value: Any) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def unwrapped(value: Any) -> Any:
     """Return the module inside the wrappers of DDP, ``torch.compile`` and Fabric. Snapshots use its names."""
-    return [value, *(inner for _, inner in _wrapped(value))][-1]
+    for _, inner in _wrapped(value):
+        value = inner
+    return value
 
 
 def wrapper_prefix(module: torch.nn.Module) -> str:
     """Return the prefix that these wrappers add to the names of weights."""
-    return "".join(f"{name}." for name, _ in _wrapped(module))
+    prefix = ""
+    for name, _ in _wrapped(module):
+        prefix += f"{name}."
+    return prefix
 
 
 def _is_of_fabric(module: torch.nn.Module) -> bool:
@@ -39,7 +44,9 @@ def _is_of_fabric(module: torch.nn.Module) -> bool:
 
 def without_compiled(name: str) -> str:
     """Return a name in a model without the parts that ``torch.compile`` adds."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED) if _COMPILED in name else name
+    if _COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
 def ddp_of(value: object) -> DistributedDataParallel | None:
@@ -47,7 +54,9 @@ def ddp_of(value: object) -> DistributedDataParallel | None:
     inner: Any = getattr(value, _COMPILED, value)
     if isinstance(inner, torch.nn.Module) and _is_of_fabric(inner):
         inner = getattr(inner._forward_module, _COMPILED, inner._forward_module)
-    return inner if isinstance(inner, DistributedDataParallel) else None
+    if isinstance(inner, DistributedDataParallel):
+        return inner
+    return None
 
 
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -57,7 +66,9 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     the inner optimizer. Other wrappers have their own hooks and state, and are returned unchanged.
     """
     while "_optimizer_step_pre_hooks" not in vars(optimizer):
-        inner = next((vars(optimizer)[name] for name in _INNER if name in vars(optimizer)), None)
+        # Accelerate has it as `optimizer`, Fabric as `_optimizer`.
+        attributes = vars(optimizer)
+        inner = attributes.get("optimizer", attributes.get("_optimizer"))
         if not isinstance(inner, torch.optim.Optimizer):
             break
         optimizer = inner

@@ -1,7 +1,7 @@
 """One start of a program: a thin process in the program's place, whose warm parent forks the program itself.
 
-The parent is made by the first client that needs it, so it has inherited from a client what the program is to inherit:
-environment, directory, limits, masks, groups, namespaces. A client in other surroundings makes a parent of its own.
+The first client that needs a parent makes it. So the parent inherits from a client all that the program is to inherit:
+environment, directory, limits, masks, groups, namespaces. A client in other surroundings makes another parent.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ from lazysnap.warm.place import locked, owner_directory, owner_of, user_director
 from lazysnap.warm.steps import DIRECTORY
 
 PARENT = "LAZYSNAP_WARM_PARENT"
-"""Environment variable in which a parent gets its descriptors and paths."""
+"""Environment variable that holds the descriptors and paths of a parent."""
 PYTHON = "PYTHON_EXEC"
-"""Environment variable that torchrun takes the interpreter of its workers from."""
+"""Environment variable that names the interpreter of torchrun's workers."""
 _OF_ONE_START = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK NODE_RANK MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_LOCALID SLURM_TASK_PID "
     f"OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMIX_RANK PWD OLDPWD SHLVL _ {DIRECTORY} {PYTHON}"
@@ -71,7 +71,8 @@ def run(words: Sequence[str], directory: str) -> NoReturn:
             program = _Program(*_start(command, directory, mask))
         except OSError:
             break
-        if (status := program.wait(waited)) is not None:
+        status = program.wait(waited)
+        if status is not None:
             end_as(status)
     while signal.sigtimedwait([signal.SIGIO], 0) is not None:
         pass  # of a connection that is closed
@@ -84,7 +85,7 @@ def run(words: Sequence[str], directory: str) -> NoReturn:
 
 
 def forwarded() -> set[signal.Signals]:
-    """Return the signals that are handed on to the program: those that this process does not ignore."""
+    """Return the signals that are forwarded to the program: those that this process does not ignore."""
     return {number for number in _FORWARDED if signal.getsignal(number) is not signal.SIG_IGN}
 
 
@@ -105,23 +106,31 @@ def end_as(status: int) -> NoReturn:
 
 
 def _start(command: PythonCommand, directory: str, mask: Collection[int]) -> tuple[socket.socket, bool]:
-    """Ask a parent to fork the program: the connection, and True if the program is to lead a session.
+    """Ask a parent to fork the program. Return the connection, and ``True`` if the program is to lead a session.
 
     ``mask``: the signals that the program is to block. Raises: OSError, if no parent can start it.
     """
-    environ = {name: value for name, value in os.environ.items() if not _is_of_one_start(name)}
+    environ = {}
+    environ_of_start = {}
+    for name, value in os.environ.items():
+        if _is_of_one_start(name):
+            environ_of_start[name] = value
+        else:
+            environ[name] = value
     leads = os.getsid(0) == os.getpid()
     surroundings = hashlib.sha256(json.dumps(_surroundings(command, environ, leads, mask)).encode()).hexdigest()[:24]
     connection = _connect(command, environ, (directory, surroundings), mask)
-    handles = [int(name) for name in os.listdir("/proc/self/fd")]
-    handles = [number for number in handles if _is_inherited(number)]
+    handles = []
+    for name in os.listdir("/proc/self/fd"):
+        if _is_inherited(int(name)):
+            handles.append(int(name))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The parent receives them beside each other, under numbers above all that the program is to have.
     if len(handles) > _MOST_HANDLES or (soft >= 0 and max([2, *handles]) + len(handles) + 2 >= soft):
         raise OSError("too many open files")
     launcher = os.pidfd_open(os.getppid())
     message = {
-        "environ": {name: value for name, value in os.environ.items() if _is_of_one_start(name)},
+        "environ": environ_of_start,
         "handles": handles,
         "group": None if leads else os.getpgrp(),
     }
@@ -140,14 +149,14 @@ def _is_of_one_start(name: str) -> bool:
 def _is_inherited(number: int) -> bool:
     try:
         return os.get_inheritable(number)
-    except OSError:  # the one that listed them
+    except OSError:  # the descriptor that listed them is closed
         return False
 
 
 def _surroundings(command: PythonCommand, environ: dict[str, str], leads: bool, mask: Collection[int]) -> list[Any]:
-    """Return all that a program inherits, and that a parent hands on unchanged."""
-    here = os.stat(".")
-    facts: list[Any] = [command.python, command.argv, sorted(environ.items()), here.st_dev, here.st_ino]
+    """Return all that a program inherits from its parent unchanged."""
+    directory = os.stat(".")
+    facts: list[Any] = [command.python, command.argv, sorted(environ.items()), directory.st_dev, directory.st_ino]
     facts += [sorted(mask), leads or os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
     facts += [os.readlink(f"/proc/self/ns/{name}") for name in sorted(os.listdir("/proc/self/ns"))]
     with open("/proc/self/status") as file:
@@ -235,11 +244,13 @@ class _Program:
         self._leads = leads
         """True if it has a session of its own; else it is in the process group of this client."""
         self._received: dict[int, float] = {}
-        """Signals that came from others than the launcher of this client, and when."""
+        """Times of the signals that another process than the launcher of this client sent."""
 
     def wait(self, waited: set[signal.Signals]) -> int | None:
-        """Forward signals until the program ends; its wait status, SIGKILL if its parent died. ``None``: there was no
-        program yet when the parent ended or refused. ``waited``: blocked signals, SIGIO among them.
+        """Forward signals until the program ends. Blocks. ``waited``: blocked signals, SIGIO among them.
+
+        Returns: the wait status of the program, SIGKILL if its parent died; ``None``, if the parent ended or refused
+        before there was a program.
         """
         fcntl.fcntl(self._connection, fcntl.F_SETOWN, os.getpid())
         flags = fcntl.fcntl(self._connection, fcntl.F_GETFL)
@@ -251,17 +262,19 @@ class _Program:
             except BlockingIOError:
                 if early is not None:  # there is no program
                     end_as(early.si_signo)
-                found = self._next_signal(waited)
-                if found is not None and self._pid:
-                    self._forward(found)
+                info = self._next_signal(waited)
+                if info is not None and self._pid:
+                    self._forward(info)
                 else:
-                    early = found
+                    early = info
                 continue
             except ConnectionResetError:
                 data = b""
             if len(data) < 4:
                 self._connection.close()
-                return int(signal.SIGKILL) if self._pid else None
+                if self._pid:
+                    return int(signal.SIGKILL)
+                return None
             number: int = struct.unpack("i", data)[0]
             if self._pid:
                 return number
@@ -272,27 +285,35 @@ class _Program:
 
     def _next_signal(self, waited: set[signal.Signals]) -> signal.struct_siginfo | None:
         """Return the next signal to forward; ``None`` if there is something to read first."""
-        while self._received:
+        info = None
+        while info is None and self._received:
             left_s = min(self._received.values()) + _TOGETHER_S - time.monotonic()
-            found = signal.sigtimedwait(waited, max(0.0, left_s))
-            if found is not None:
-                return None if found.si_signo == signal.SIGIO else found
-            # What came to this client alone has not come by its launcher meanwhile.
-            now = time.monotonic()
-            for number in [number for number, at in self._received.items() if now - at >= _TOGETHER_S]:
+            info = signal.sigtimedwait(waited, max(0.0, left_s))
+            if info is None:
+                self._send_waiting()
+        if info is None:
+            info = signal.sigwaitinfo(waited)
+        if info.si_signo == signal.SIGIO:
+            return None
+        return info
+
+    def _send_waiting(self) -> None:
+        """Send the signals that came to this client alone: its launcher has not sent them in time."""
+        now = time.monotonic()
+        for number, received_s in list(self._received.items()):
+            if now - received_s >= _TOGETHER_S:
                 del self._received[number]
                 self._send(number)
-        found = signal.sigwaitinfo(waited)
-        return None if found.si_signo == signal.SIGIO else found
 
-    def _forward(self, found: signal.struct_siginfo) -> None:
-        """Once only: a signal to the process group reached the program already, if it is in that group."""
-        number, now = found.si_signo, time.monotonic()
+    def _forward(self, info: signal.struct_siginfo) -> None:
+        """Forward a signal, but only once: the program already has a signal to a process group that it is in."""
+        number = info.si_signo
+        now = time.monotonic()
         if self._leads:
             self._send(number)
-        elif found.si_code == SI_KERNEL:
+        elif info.si_code == SI_KERNEL:
             return
-        elif found.si_pid != os.getppid():
+        elif info.si_pid != os.getppid():
             self._received[number] = now
         elif now - self._received.pop(number, -_TOGETHER_S) >= _TOGETHER_S:
             self._send(number)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 _FLAGS = frozenset("bBdOPqRuvx")
-"""Options of Python that change nothing here."""
+"""Options of Python with which a warm start is possible."""
 _NAME = re.compile(r"python[\d.]*t?")
 _LONG = re.compile(rb"#!/bin/sh\n'''exec' (?:\"([^\"]+)\"|'([^']+)'|(\S+)) \"\$0\" \"\$@\"")
 """The first lines of a console script whose interpreter has a long path."""
@@ -20,13 +20,13 @@ class PythonCommand:
     python: str
     """Path of the interpreter."""
     argv: tuple[str, ...]
-    """Its arguments, with its own name first, as the kernel would give them."""
+    """Its arguments as the kernel would pass them, its name first."""
     name: str
     """The name that the kernel gives the process."""
 
 
 def python_command(words: Sequence[str]) -> PythonCommand | str:
-    """Return what a shell would start for ``words``, or the reason why no warm parent can start it."""
+    """Return the command that a shell would start for ``words``, or the reason why no warm parent can start it."""
     path = shutil.which(words[0])
     if path is None:
         return f"{words[0]} is not found"
@@ -40,29 +40,26 @@ def python_command(words: Sequence[str]) -> PythonCommand | str:
         if not _NAME.fullmatch(os.path.basename(interpreter[0])):
             return f"{path} is no Python program"
         command = python_command([*interpreter, path, *words[1:]])
-        return (
-            replace(command, name=os.path.basename(path))
-            if is_direct and isinstance(command, PythonCommand)
-            else command
-        )
+        if is_direct and isinstance(command, PythonCommand):
+            return replace(command, name=os.path.basename(path))
+        return command
     if not head.startswith(b"\x7fELF") or not _NAME.fullmatch(os.path.basename(path)):
         return f"{path} is no Python interpreter"
     refused = _refused_option(words[1:])
-    return (
-        f"python {refused} is not started warm"
-        if refused
-        else PythonCommand(path, tuple(words), os.path.basename(path))
-    )
+    if refused:
+        return f"python {refused} is not started warm"
+    return PythonCommand(path, tuple(words), os.path.basename(path))
 
 
 def _shebang(head: bytes) -> list[str]:
-    if match := _LONG.match(head):
+    match = _LONG.match(head)
+    if match:
         return [os.fsdecode(next(filter(None, match.groups())))]
     return [os.fsdecode(word) for word in head[2:].split(b"\n")[0].split(None, 1)] or [""]
 
 
 def _refused_option(arguments: Sequence[str]) -> str | None:
-    """The first option with which Python does not import ``sitecustomize``, or which is not known here."""
+    """Return the first option with which Python does not import ``sitecustomize``, or which is unknown."""
     rest = iter(arguments)
     for word in rest:
         if word == "--check-hash-based-pycs":

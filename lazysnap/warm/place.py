@@ -10,18 +10,20 @@ from collections.abc import Iterator
 
 def user_directory() -> str:
     """Return the directory of this user, mode 0700. Raises: OSError, if somebody else could write there."""
+    path = f"{os.environ.get('TMPDIR') or '/tmp'}/lazysnap-warm-{os.getuid()}"
     parent = os.environ.get("XDG_RUNTIME_DIR")
-    path = f"{parent}/lazysnap-warm" if parent else f"{os.environ.get('TMPDIR') or '/tmp'}/lazysnap-warm-{os.getuid()}"
+    if parent:
+        path = f"{parent}/lazysnap-warm"
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(f"{path} must be a directory of user {os.getuid()} with mode 0700")
     return path
 
 
 def owner_directory(pid: int) -> str:
-    """Return the directory of what belongs to process ``pid``. It is made, and those of dead processes are removed."""
+    """Return the directory of process ``pid``. It is made, and those of dead processes are removed."""
     base = user_directory()
     for name in os.listdir(base):
         if name.startswith(f"{_pid_space()}.") and owner_of(name) is None:
@@ -33,15 +35,16 @@ def owner_directory(pid: int) -> str:
 
 
 def owner_of(directory: str) -> int | None:
-    """Return the process that a directory belongs to, ``None`` if it is gone or in another PID namespace."""
+    """Return the process that a directory belongs to; ``None`` if it has ended or is in another PID namespace."""
     space, _, rest = os.path.basename(directory).partition(".")
     number, _, began = rest.partition(".")
-    is_there = space == _pid_space() and number.isdigit() and began == started(int(number))
-    return int(number) if is_there else None
+    if space != _pid_space() or not number.isdigit() or began != started(int(number)):
+        return None
+    return int(number)
 
 
 def started(pid: int) -> str | None:
-    """Return when a process started, in ticks since the machine did; ``None`` if there is no such process."""
+    """Return the start of a process, in ticks since that of the machine; ``None`` if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[19].decode()
@@ -51,7 +54,7 @@ def started(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def locked(directory: str) -> Iterator[int]:
-    """Hold a lock on a directory; gives its descriptor. Blocks while another process has the lock."""
+    """Hold a lock on a directory; yield its descriptor. Blocks while another process has the lock."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -22,17 +22,19 @@ def read(directory: str) -> int:
 
 
 class Steps:
-    """Tells a supervisor, if there is one, which step was reached."""
+    """Reports the newest step to the supervisor, if there is one."""
 
     def __init__(self) -> None:
         self._directory = os.environ.get(DIRECTORY)
-        self._newest = read(self._directory) if self._directory else -1
+        self._newest = -1
+        if self._directory:
+            self._newest = read(self._directory)
         self._is_first = True
 
     def reached(self, step: int) -> None:
         """Note that ``step`` is over. The first call also notes which modules are imported, for the next start.
 
-        Never raises: no training ends because its supervisor is gone.
+        Never raises: a training continues without its supervisor.
         """
         if self._is_first:
             self._is_first = False

@@ -34,21 +34,21 @@ main(sys.argv[1:])' {interpreter} "$@"
 
 @dataclass(frozen=True)
 class Restarts:
-    """When a command is started again."""
+    """The limits up to which a command is started again."""
 
-    most: int
+    limit: int
     """Restarts in all."""
     same_exit_s: float
     """A command that ends twice within that time in the same way, without a new step, is not started again."""
 
     def __post_init__(self) -> None:
-        for name, value in (("--max-restarts", self.most), ("--same-exit-within", self.same_exit_s)):
+        for name, value in (("--max-restarts", self.limit), ("--same-exit-within", self.same_exit_s)):
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be 0 or more, got {value}")
 
 
 def supervise(words: Sequence[str], restarts: Restarts) -> int:
-    """Start a command until it ends well or must not be started again; its last wait status.
+    """Start a command until it ends well or must not be started again. Return its last wait status.
 
     Blocks. Changes the environment and the mask of signals of this process, which must have one thread.
     """
@@ -71,7 +71,7 @@ def _name_workers(words: Sequence[str], directory: str) -> None:
     with open(path, "w") as file:
         file.write(_WORKER.format(python=sys.executable, root=_ROOT, interpreter=command.python))
     os.chmod(path, 0o700)
-    if os.access(path, os.X_OK):  # it is not where the directory is mounted so that nothing in it runs
+    if os.access(path, os.X_OK):  # not on a file system that is mounted with noexec
         os.environ.setdefault(client.PYTHON, path)
 
 
@@ -85,65 +85,77 @@ class _Supervisor:
         """True after a signal that ends all."""
         self._waited = client.forwarded() | {signal.SIGCHLD}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._waited)
-        # Where it is ignored the kernel reports the end of a child to nobody. The program inherits what was before.
+        # If SIGCHLD is ignored, the kernel does not report the end of a child. The program inherits the old handler.
         self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._libc = ctypes.CDLL(None)
 
     def run(self, restarts: Restarts) -> int:
-        newest, same, ended_s = -1, None, 0.0
-        for number in range(restarts.most + 1):
+        newest = -1
+        last_status = None
+        last_end_s = 0.0
+        for number in range(restarts.limit + 1):
             status = self._wait(self._start())
-            step, now = steps.read(self._directory), time.monotonic()
+            step = steps.read(self._directory)
+            now = time.monotonic()
             if status == 0 or self._is_ended or os.waitstatus_to_exitcode(status) in _ENDED_ON_REQUEST:
                 break
-            how = _how(status)
+            end = _described(status)
             if step > newest:
-                newest, same = step, None
-            if same == status and now - ended_s < restarts.same_exit_s:
-                _say(f"the command {how} twice within {restarts.same_exit_s:g} s without a new step: no restart")
+                newest = step
+                last_status = None
+            if last_status == status and now - last_end_s < restarts.same_exit_s:
+                _say(f"the command {end} twice within {restarts.same_exit_s:g} s without a new step: no restart")
                 break
-            same, ended_s = status, now
-            if number == restarts.most:
-                _say(f"the command {how}; it was restarted {number} times, as often as --max-restarts allows")
+            last_status = status
+            last_end_s = now
+            if number == restarts.limit:
+                _say(f"the command {end}; it was restarted {number} times, as often as --max-restarts allows")
                 break
-            after = f" after step {newest}" if newest >= 0 else ""
-            _say(f"the command {how}{after}: restart {number + 1} of at most {restarts.most}")
+            if newest >= 0:
+                end += f" after step {newest}"
+            _say(f"the command {end}: restart {number + 1} of at most {restarts.limit}")
         return status
 
     def _start(self) -> int:
-        me, pid = os.getpid(), os.fork()
+        supervisor = os.getpid()
+        pid = os.fork()
         if pid:
             return pid
         try:
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             signal.signal(signal.SIGCHLD, self._on_child or signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-            if os.getppid() == me:
+            if os.getppid() == supervisor:
                 client.run(self._words, self._directory)
-        except BaseException:  # noqa: BLE001  this process may not go on as its parent does
+        except BaseException:  # noqa: BLE001  this process must not continue as a second supervisor
             traceback.print_exc()
         finally:
             os._exit(1)
 
     def _wait(self, pid: int) -> int:
-        """Forward signals until that process ends; its wait status."""
+        """Forward signals until that process ends. Return its wait status."""
         while True:
-            found = signal.sigwaitinfo(self._waited)
-            if found.si_signo != signal.SIGCHLD:
-                self._is_ended = self._is_ended or found.si_signo in _ENDS
-                if found.si_code != client.SI_KERNEL:  # a terminal signals the whole group
-                    os.kill(pid, found.si_signo)
+            info = signal.sigwaitinfo(self._waited)
+            if info.si_signo != signal.SIGCHLD:
+                if info.si_signo in _ENDS:
+                    self._is_ended = True
+                if info.si_code != client.SI_KERNEL:  # a terminal signals the whole group
+                    os.kill(pid, info.si_signo)
                 continue
             with contextlib.suppress(ChildProcessError):
-                # As process 1 of a container it gets the children of others, too.
-                while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                    if ended[0] == pid:
-                        return ended[1]
+                # Process 1 of a container also gets children that it did not start.
+                ended_pid = -1
+                while ended_pid != 0:
+                    ended_pid, status = os.waitpid(-1, os.WNOHANG)
+                    if ended_pid == pid:
+                        return status
 
 
-def _how(status: int) -> str:
+def _described(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
-    return f"ended with exit code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
 
 def _say(text: str) -> None:

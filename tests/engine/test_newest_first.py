@@ -87,7 +87,7 @@ def test_an_older_one_that_is_asked_for_is_found_and_begins_a_new_run(stored, re
     snapshot = stored()._fetch(2)
 
     assert snapshot.step == 2
-    assert snapshot.new_run.left.step == STEPS
+    assert snapshot.new_run.newest.step == STEPS
     assert set(read_steps) == {2, STEPS - 1, STEPS}
 
 

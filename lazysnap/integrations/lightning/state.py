@@ -31,11 +31,11 @@ from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, 
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import own_state
 from lazysnap.state.codec import path_text
-from lazysnap.state.left_out import LeftOut, Path, with_values_of
 from lazysnap.state.loading import check_loads, load_module
 from lazysnap.state.modules import reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, classes_of, put_back
 from lazysnap.state.scalars import pack, plain_numbers, unpack
+from lazysnap.state.skipped import Path, SkippedValues, with_values_of
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
 from lazysnap.state.wrappers import stepping
 
@@ -127,7 +127,7 @@ class LightningState(StateSource):
         """
         own = {*_OWN, type(self._trainer.precision_plugin).__qualname__}
         program = {name: value for name, value in state.items() if name not in own}
-        left_out = LeftOut(plain_below=_HPARAMS)
+        left_out = SkippedValues(plain_below=_HPARAMS)
         kept = left_out.without(program)
         for name in program:
             state.pop(name)

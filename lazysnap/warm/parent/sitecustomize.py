@@ -1,8 +1,9 @@
 """The warm parent: a Python interpreter that stops right before its program, and forks each start of it.
 
-Python imports this module as ``sitecustomize``, at the end of its own start. The first process waits for clients; as
-soon as the program's imports are known, it forks a second one, which imports that and takes over. What either
-forks for a client leaves this module: the interpreter goes on as it always does, with the program of its command line.
+Python imports this module as ``sitecustomize``, at the end of its own start. The first process waits for clients. As
+soon as the program's imports are known, it forks a second process, which imports them and serves the clients from then
+on. A process that either of them forks for a client leaves this module: its interpreter continues with the program of
+its command line.
 """
 
 import atexit
@@ -28,12 +29,14 @@ _PACKAGE = os.path.dirname(os.path.dirname(_HERE))
 _STANDARD = os.path.dirname(os.__file__)
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel")
-_UNFIT, _STALE = 81, 82
-"""Exit codes of the second process: a module that it imported must be left out; installed packages have changed."""
+_UNFIT = 81
+"""Exit code of the second process: after the import of a module it cannot fork."""
+_STALE = 82
+"""Exit code of the second process: installed packages have changed."""
 _MOST_FAILURES = 8
 _IMPORT_S = 300
 """Seconds that the import of one module may take: clients wait meanwhile."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _STORE_S = 0.5
 """The longest time that a rank waits for the store of rank 0. PyTorch looks for it again after 0.25 to 0.75 s only."""
 _PR_SET_PDEATHSIG = 1
@@ -52,7 +55,7 @@ class _Start:
         self.is_killed = False
 
     def kill(self) -> None:
-        """SIGKILL, also to its process group if that is its own."""
+        """Send SIGKILL to the program, and to its process group if it leads one."""
         self.is_killed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, signal.SIGKILL)
@@ -60,14 +63,14 @@ class _Start:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close what belongs to it in this process."""
+        """Close its descriptors in this process."""
         self.connection.close()
         os.close(self.launcher)
         os.close(self.handle)
 
 
 class _Parent:
-    """The part of both processes: wait for clients, fork programs, report how these end."""
+    """The work of both processes: wait for clients, fork programs, report their ends."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         self.listener = socket.socket(fileno=facts["listener"])
@@ -82,22 +85,22 @@ class _Parent:
         self.is_stale = False
         self.failures = 0
         self.importing = os.memfd_create("importing")
-        """Names the module that the second process imports at this moment, for the first one."""
+        """The name of the module that the second process is importing, for the first process."""
         self.imported_at = 0
-        """When the list of names that was imported last was written."""
+        """The time at which the last imported list of names was written."""
         self.packages = _packages()
 
     def serve(self) -> None:
         """Serve clients. Returns in a program that was forked."""
         while True:
-            if not self.is_second and self.second is None and self.failures < _MOST_FAILURES and self._written_at():
+            if self._lacks_second() and self._written_at():
                 self._fork_second()
             ready = self._wait()
             if self.owner in ready:
                 self._end()
             if self.second in ready:
                 self._second_ended()
-            for start in [*self.starts]:
+            for start in list(self.starts):
                 if start.handle in ready:
                     _, status = os.waitpid(start.pid, 0)
                     with contextlib.suppress(OSError):
@@ -105,27 +108,37 @@ class _Parent:
                     start.close()
                     self.starts.remove(start)
                 elif start.connection.fileno() in ready or start.launcher in ready:
-                    start.kill()  # its client died, or who started that
+                    start.kill()  # its client died, or the process that started the client
             if self.is_stale and not self.starts and self.second is None:
                 os._exit(_STALE)
-            if self.listener.fileno() in ready and self._take():
+            if self.listener.fileno() in ready and self._accept():
                 return
 
+    def _lacks_second(self) -> bool:
+        """True in a first process that forks a second one as soon as the program's imports are known."""
+        return not self.is_second and self.second is None and self.failures < _MOST_FAILURES
+
     def _wait(self) -> set[int]:
+        """Wait for an event. Return the descriptors that have one."""
+        watched = [self.owner]
+        for start in self.starts:
+            watched.append(start.handle)
+            if not start.is_killed:
+                watched += [start.connection.fileno(), start.launcher]
+        if self.second is not None:
+            watched.append(self.second)
+        elif not self.is_stale:
+            watched.append(self.listener.fileno())
         poll = select.poll()
-        watched = [self.owner, *(start.handle for start in self.starts)]
-        watched += [
-            n for start in self.starts if not start.is_killed for n in (start.connection.fileno(), start.launcher)
-        ]
-        watched += [] if self.second is None else [self.second]
-        watched += [self.listener.fileno()] if self.second is None and not self.is_stale else []
         for number in watched:
             poll.register(number, select.POLLIN)
-        is_waiting = not self.is_second and self.second is None and self.failures < _MOST_FAILURES
-        return {number for number, _ in poll.poll(1000 * _LOOK_S if is_waiting else None)}
+        timeout_ms = None
+        if self._lacks_second():
+            timeout_ms = 1000 * _POLL_S
+        return {number for number, _ in poll.poll(timeout_ms)}
 
     def _end(self) -> NoReturn:
-        """The process that this parent belongs to is gone, and nothing of it stays."""
+        """End this parent with its programs and files: the process that it belongs to has ended."""
         for start in self.starts:
             start.kill()
         with contextlib.suppress(OSError):
@@ -143,12 +156,13 @@ class _Parent:
             return 0
 
     def _fork_second(self) -> None:
-        me, pid = os.getpid(), _fork()
+        parent = os.getpid()
+        pid = _fork()
         if pid:
             self.second = os.pidfd_open(pid)
             self._second_pid = pid
             return
-        _die_with(me)
+        _die_with(parent)
         for start in self.starts:
             start.close()
         self.starts.clear()
@@ -170,32 +184,33 @@ class _Parent:
                 file.write(name + b"\n")
 
     def _import(self) -> None:
-        """Import what the last start had imported, but for modules that cannot stand it. Ends the process, if one
-        leaves a thread, opens a device or does not come back.
+        """Import the modules that the last start had imported, except those that failed before.
+
+        Ends the process if a module starts a thread, opens a device or does not return.
         """
         self.imported_at = self._written_at()
         on_alarm = signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        left_out = set(_lines(f"{self.names}.left-out"))
+        skipped = set(_lines(f"{self.names}.left-out"))
         for name in _lines(f"{self.names}.imports"):
-            if name in sys.modules or name in left_out:
+            if name in sys.modules or name in skipped:
                 continue
             os.pwrite(self.importing, name.encode(), 0)
             signal.alarm(_IMPORT_S)
-            with contextlib.suppress(BaseException):  # the program meets the error itself, if it imports that
+            with contextlib.suppress(BaseException):  # the program gets the same error, if it imports the module
                 __import__(name)
             signal.alarm(0)
             if not _can_fork():
                 os._exit(_UNFIT)
             os.ftruncate(self.importing, 0)
         signal.signal(signal.SIGALRM, on_alarm)
-        # A collection in a program passes over what was imported: it would copy the pages that both share.
+        # A collection in a program ignores the imported objects: it would copy the pages that both share.
         gc.collect()
         gc.freeze()
 
     # ---------------------------------------------------------------- a start
 
-    def _take(self) -> bool:
-        """Serve one client; True in the program that was forked for it."""
+    def _accept(self) -> bool:
+        """Serve one client. Return ``True`` in the program that was forked for it."""
         try:
             connection, _ = self.listener.accept()
         except OSError:
@@ -215,7 +230,7 @@ class _Parent:
             return False
         connection.settimeout(None)
         if self.packages != _packages():
-            # The next client finds no socket here and makes a new parent.
+            # The next client finds no socket and makes a new parent.
             self.is_stale = True
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.socket)
@@ -233,24 +248,24 @@ class _Parent:
         return self._fork_program(connection, request, handles)
 
     def _fork_program(self, connection: socket.socket, request: dict[str, Any], handles: list[int]) -> bool:
-        """Fork the program that a client asked for; True in the program."""
-        waits, known = os.pipe()
-        me, pid = os.getpid(), _fork()
+        """Fork the program that a client asked for. Return ``True`` in the program."""
+        gate, gate_end = os.pipe()
+        parent = os.getpid()
+        pid = _fork()
         if pid:
-            launcher, *others = handles
-            for number in others:
+            for number in handles[1:]:
                 os.close(number)
-            self.starts.append(_Start(pid, connection, launcher, request["group"] is None))
+            self.starts.append(_Start(pid, connection, handles[0], request["group"] is None))
             with contextlib.suppress(OSError):
                 connection.send(struct.pack("i", pid))
-            os.close(known)
-            os.close(waits)
+            os.close(gate_end)
+            os.close(gate)
             return False
-        _die_with(me)
-        # No line of the program runs before its client can reach it.
-        os.close(known)
-        os.read(waits, 1)
-        os.close(waits)
+        _die_with(parent)
+        # No line of the program runs before its client can reach it: the parent then closes its end of the gate.
+        os.close(gate_end)
+        os.read(gate, 1)
+        os.close(gate)
         connection.close()
         os.close(handles.pop(0))
         try:
@@ -262,13 +277,13 @@ class _Parent:
         return True
 
     def _become(self, request: dict[str, Any], handles: list[int]) -> None:
-        """Take over what a fork does not inherit from the client."""
+        """Take from the request all that a fork does not inherit from the client."""
         for start in self.starts:
             start.close()
         self.listener.close()
         os.close(self.owner)
         os.close(self.importing)
-        _call_self(self.name)
+        _set_process_name(self.name)
         if request["group"] is None:
             os.setsid()
         else:
@@ -280,15 +295,20 @@ class _Parent:
             stream = _stream(number, mode, getattr(sys, name))
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-        # Drawn when these modules are imported; ``random`` itself takes care of a fork.
+        # These modules draw random numbers at their import. ``random`` itself handles a fork.
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
         if "multiprocessing.process" in sys.modules:
             process = sys.modules["multiprocessing.process"].current_process()
             process.authkey = os.urandom(32)
         program = os.getpid()
-        atexit.register(lambda: record() if os.getpid() == program else None)
-        if self.is_second:  # else rank 0 is busy with its imports, and so is this rank
+
+        def record_in_program() -> None:
+            if os.getpid() == program:
+                record()
+
+        atexit.register(record_in_program)
+        if self.is_second:  # otherwise rank 0 is busy with its imports, and so is this rank
             _wait_for_store(request["environ"])
 
 
@@ -315,19 +335,19 @@ def _is_listened_to(port: int) -> bool:
 def _received(connection: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
+        received = connection.recv(size - len(data))
+        if not received:
             raise ValueError("half a request")
-        data += more
+        data += received
     return data
 
 
 def record() -> None:
-    """Write down which installed modules are imported by now, once: the next start finds them imported."""
+    """Record the installed modules that are imported now, once: the next start finds them imported."""
     if _recorded:
         return
     _recorded.append(True)
-    names = [name for name, module in [*sys.modules.items()] if _is_installed(name, module)]
+    names = [name for name, module in list(sys.modules.items()) if _is_installed(name, module)]
     path = f"{_parent.names}.imports"
     with contextlib.suppress(OSError):
         if names != _lines(path):
@@ -337,10 +357,12 @@ def record() -> None:
 
 
 def _is_installed(name: str, module: ModuleType) -> bool:
-    """True of the standard library and of packages; not of the user's own files, which may change."""
+    """True for the standard library and packages, not for the user's own files, which may change."""
     try:
         spec = module.__spec__
-        origin = spec.origin if spec is not None and spec.name == name else None
+        if spec is None or spec.name != name:
+            return False
+        origin = spec.origin
     except Exception:  # noqa: BLE001  modules may be any object
         return False
     if not isinstance(origin, str) or name == "__main__":
@@ -357,19 +379,22 @@ def _lines(path: str) -> list[str]:
 
 
 def _packages() -> list[tuple[str, int]]:
-    """When the directories of installed packages, and the files of lazysnap, were changed last."""
+    """Return the directories of installed packages and the files of lazysnap, each with the time of its last change."""
     paths = [path for path in sys.path if any(part in f"{path}/" for part in _PACKAGES)]
-    paths += [f"{folder}/{name}" for folder, _, names in os.walk(_PACKAGE) for name in names if name.endswith(".py")]
-    # Not of a directory of lazysnap: the first import makes ``__pycache__`` there.
-    found = []
+    # No directories of lazysnap: the first import makes ``__pycache__`` in them.
+    for folder, _, names in os.walk(_PACKAGE):
+        for name in names:
+            if name.endswith(".py"):
+                paths.append(f"{folder}/{name}")
+    changes = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            found.append((path, os.stat(path).st_mtime_ns))
-    return found
+            changes.append((path, os.stat(path).st_mtime_ns))
+    return changes
 
 
 def _can_fork() -> bool:
-    """True if there is no thread of Python but this one, and no context on a device."""
+    """True if this process has no other thread of Python, and no context on a device."""
     if len(sys._current_frames()) > 1:
         return False
     for name in os.listdir("/proc/self/fd"):
@@ -380,7 +405,7 @@ def _can_fork() -> bool:
 
 
 def _fork() -> int:
-    """Fork. Threads that are none of Python, such as those of OpenBLAS, are no reason for a warning, or an error."""
+    """Fork without the warning of other threads: those outside of Python, such as OpenBLAS's, do no harm."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return os.fork()
@@ -393,7 +418,7 @@ def _die_with(parent: int) -> None:
 
 
 def _take_handles(targets: list[int], handles: list[int]) -> None:
-    """Give descriptors the numbers that they had in the client; of the standard ones, close what it had closed."""
+    """Give descriptors the numbers that they had in the client. Standard ones that it had closed are closed."""
     least = max([2, *targets]) + 1
     moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least) for number in handles]
     for number in {0, 1, 2, *handles}:
@@ -406,8 +431,11 @@ def _take_handles(targets: list[int], handles: list[int]) -> None:
 def _stream(number: int, mode: str, old: io.TextIOWrapper) -> io.TextIOWrapper | None:
     """Make a standard stream as Python makes it."""
     is_unbuffered = old.write_through
+    buffer_size = -1
+    if is_unbuffered and mode == "w":
+        buffer_size = 0
     try:
-        buffer: Any = open(number, f"{mode}b", 0 if is_unbuffered and mode == "w" else -1, closefd=False)  # noqa: SIM115
+        buffer: Any = open(number, f"{mode}b", buffer_size, closefd=False)  # noqa: SIM115
     except OSError:
         return None
     raw = getattr(buffer, "raw", buffer)
@@ -418,14 +446,14 @@ def _stream(number: int, mode: str, old: io.TextIOWrapper) -> io.TextIOWrapper |
     return stream
 
 
-def _call_self(name: str) -> None:
+def _set_process_name(name: str) -> None:
     """Give this process a name, in listings of processes."""
     with open("/proc/self/comm", "w") as file:
         file.write(name)
 
 
 def _begin() -> _Parent:
-    _call_self("lazysnap-warm")
+    _set_process_name("lazysnap-warm")
     sys.path[:] = [path for path in sys.path if path != _HERE]
     sys.path_importer_cache.pop(_HERE, None)
     facts = json.loads(os.environ.pop("LAZYSNAP_WARM_PARENT"))
@@ -444,13 +472,13 @@ def _begin() -> _Parent:
 
 sys.modules["_lazysnap_warm"] = sys.modules[__name__]
 _recorded: list[bool] = []
-# Where it is ignored a parent does not learn how its children end.
+# If SIGCHLD is ignored, the kernel does not report the ends of children.
 _on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL) or signal.SIG_DFL
 try:
     _parent = _begin()
     _parent.serve()
-except BaseException:  # noqa: BLE001  whatever it is, the program must not run in its parent
+except BaseException:  # noqa: BLE001  after any error the program must not run in its parent
     sys.excepthook(*sys.exc_info())
     os._exit(1)
 sys.modules.pop("sitecustomize")
-import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  that of the user, if there is one
+import sitecustomize  # type: ignore[import-not-found]  # noqa: E402, F401  the user's module, if any

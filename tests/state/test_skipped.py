@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lazysnap.state.left_out import LeftOut, with_values_of
+from lazysnap.state.skipped import SkippedValues, with_values_of
 from lazysnap.state.walk import walk
 
 
@@ -29,8 +29,8 @@ class Config(dict):
 
 
 def without(value, **settings):
-    left_out = LeftOut(**settings)
-    return left_out.without(value), [*left_out.kinds]
+    skipped = SkippedValues(**settings)
+    return skipped.without(value), [*skipped.kinds]
 
 
 def test_what_is_known_stays_the_same_object():

@@ -1,4 +1,4 @@
-"""Values of unknown types in the state: a snapshot leaves them out, and a restart keeps those of the program."""
+"""Values of unknown types in the state: a snapshot skips them, and a restart keeps those of the program."""
 
 import dataclasses
 import enum
@@ -15,8 +15,8 @@ Path = tuple[Any, ...]
 _NOTHING = object()
 
 
-class LeftOut:
-    """Collects the paths of the values that a snapshot leaves out.
+class SkippedValues:
+    """Collects the paths of the values that a snapshot skips.
 
     ``plain_below``: top-level keys below which such a value becomes a plain one, if it has a plain form (enumerations,
     dataclasses, subclasses of dict and list). Tools that load a checkpoint without the program read these parts.
@@ -35,12 +35,14 @@ class LeftOut:
         A dict lacks such entries; a list or tuple has ``None`` in their places. Containers without such values are
         returned unchanged. ``None``, if the type of ``value`` itself is unknown.
         """
-        found = with_stack(lambda: self._without(value, path, MAX_STATE_DEPTH))
-        return None if found is _NOTHING else found
+        result = with_stack(self._without, value, path, MAX_STATE_DEPTH)
+        if result is _NOTHING:
+            return None
+        return result
 
     def _without(self, value: Any, path: Path, levels: int) -> Any:
         if not levels or id(value) in self._open:
-            self._note(path, value)  # nested too deep, or it contains itself
+            self._skip(path, value)  # nested too deep, or it contains itself
             return _NOTHING
         self._open.add(id(value))
         try:
@@ -51,27 +53,50 @@ class LeftOut:
     def _known_parts(self, value: Any, path: Path, levels: int) -> Any:
         kind = type(value)
         if kind in (dict, OrderedDict):
-            items = [(key, self._without(one, (*path, key), levels - 1)) for key, one in value.items() if is_known(key)]
-            for key in value:
-                if not is_known(key):
-                    self._note((*path, repr(key)), key)
-            is_same = len(items) == len(value) and all(one is value[key] for key, one in items)
-            return value if is_same else kind((key, one) for key, one in items if one is not _NOTHING)
+            return self._known_entries(value, path, levels)
         if kind in (list, tuple):
-            parts = [self._without(one, (*path, index), levels - 1) for index, one in enumerate(value)]
-            if all(one is old for one, old in zip(parts, value, strict=True)):
-                return value
-            return kind(None if one is _NOTHING else one for one in parts)
+            return self._known_items(value, path, levels)
         if is_known(value):
             return value
-        form = _plain_form(value) if path and path[0] in self._plain_below else _NOTHING
-        noted = self.kinds.copy()
-        result = _NOTHING if form is _NOTHING else self._without(form, path, levels - 1)
-        self.kinds = noted  # the value as a whole stands for its parts
-        self._note(path, value)
+        skipped = self.kinds.copy()
+        result = _NOTHING
+        if path and path[0] in self._plain_below:
+            form = _plain_form(value)
+            if form is not _NOTHING:
+                result = self._without(form, path, levels - 1)
+        self.kinds = skipped  # the value is skipped as a whole, not by its parts
+        self._skip(path, value)
         return result
 
-    def _note(self, path: Path, value: Any) -> None:
+    def _known_entries(self, value: dict[Any, Any], path: Path, levels: int) -> dict[Any, Any]:
+        kept = type(value)()
+        for key, item in value.items():
+            if is_known(key):
+                part = self._without(item, (*path, key), levels - 1)
+                if part is not _NOTHING:
+                    kept[key] = part
+        for key in value:
+            if not is_known(key):
+                self._skip((*path, repr(key)), key)
+        if len(kept) == len(value) and all(kept[key] is item for key, item in value.items()):
+            return value
+        return kept
+
+    def _known_items(self, value: list[Any] | tuple[Any, ...], path: Path, levels: int) -> list[Any] | tuple[Any, ...]:
+        is_changed = False
+        parts = []
+        for index, item in enumerate(value):
+            part = self._without(item, (*path, index), levels - 1)
+            if part is not item:
+                is_changed = True
+            if part is _NOTHING:
+                part = None
+            parts.append(part)
+        if is_changed:
+            return type(value)(parts)
+        return value
+
+    def _skip(self, path: Path, value: Any) -> None:
         self.kinds[path] = f"{type(value).__module__}.{type(value).__qualname__}"
 
 
@@ -84,8 +109,10 @@ def _plain_form(value: Any) -> Any:
         return dict(value)
     if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
-    plain = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
-    return _NOTHING if plain is None else plain(value)
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return _NOTHING
 
 
 def with_values_of(
@@ -105,10 +132,14 @@ def _put(target: Any, live: Any, path: Path) -> Any:
     """Return a copy of ``target`` that has the value of ``live`` at ``path``."""
     if not path:
         return live
-    key, rest = path[0], path[1:]
+    key = path[0]
+    rest = path[1:]
     if isinstance(target, dict):
+        current = None
+        if rest:
+            current = target[key]
         copy = target.copy()
-        copy[key] = _put(target[key] if rest else None, live[key], rest)
+        copy[key] = _put(current, live[key], rest)
         return copy
     if isinstance(target, (list, tuple)):
         parts = list(target)
