@@ -17,9 +17,13 @@ ABANDONED_AFTER_S = 3600.0
 """Age after which an unfinished object counts as abandoned, at places that do not know whether its writer lives."""
 
 SETTLED = 24
-"""Times ``ABANDONED_AFTER_S``: a day. After that an object is nobody's work in progress, whoever put it there."""
+"""Times ``ABANDONED_AFTER_S``: a day. An object that is older is not being written any more, by any program."""
 
 _PROBE = re.compile(r"\.lazysnap-probe-[0-9a-f]{16}")
+
+
+def no_beat() -> None:
+    """Do nothing: a ``beat`` for a copy that no watchdog follows."""
 
 
 class Writer(Protocol):
@@ -103,7 +107,7 @@ class Storage(ABC):
 
     @abstractmethod
     def put(self, path: str, data: bytes) -> None:
-        """Write a small object as one act: durable and visible on return, or not there at all."""
+        """Write a small object as one act: on return it is durable and visible; on an error it does not exist."""
 
     @abstractmethod
     def get(self, path: str) -> bytes:
@@ -123,11 +127,11 @@ class Storage(ABC):
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove an object, durably; harmless if there is none. Never through a symbolic link."""
+        """Remove an object, durably. A missing object is no error. Symbolic links are not followed."""
 
     @abstractmethod
     def list(self, path: str = "") -> list[str]:
-        """Return the names in a directory, sorted; empty if there is no such directory."""
+        """Return the names in a directory, sorted. A missing directory is empty."""
 
     def exists(self, path: str) -> bool:
         """True if the object exists."""
@@ -137,7 +141,7 @@ class Storage(ABC):
             return False
         return True
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
         """Give the bytes of an object another name, without sending them. Both names are objects of their own then.
 
         ``beat``: called after each part, from any thread, where the place copies the bytes. What it raises ends the
@@ -183,14 +187,14 @@ class Storage(ABC):
     # ---------------------------------------------------------------- directories and links
 
     def is_link(self, path: str) -> bool:
-        """True if ``path``, or a directory that it is in, is a symbolic link: its target is not ours to delete.
+        """True if ``path``, or a directory above it, is a symbolic link: its target is not ours to delete.
 
-        False if there is nothing.
+        False if the path does not exist.
         """
         return False
 
     def delete_directory(self, path: str) -> None:
-        """Remove an empty directory; harmless if there is none, or if it is not empty."""
+        """Remove an empty directory. A missing one, or one that is not empty, is no error."""
         return
 
 
@@ -206,18 +210,19 @@ def is_probe(name: str) -> bool:
 
 def probe(storage: Storage) -> None:
     """Write a small object, read it back and delete it. Blocks. Raises: LevelError; what the storage raises."""
-    path, text = probe_name(), os.urandom(8).hex()
-    storage.put(path, text.encode())
+    path = probe_name()
+    written = os.urandom(8).hex().encode()
+    storage.put(path, written)
     try:
-        found = storage.get(path)
+        read_back = storage.get(path)
     finally:
         storage.delete(path)
-    if found != text.encode():
-        raise LevelError(f"{path}: what was written was read back as {found!r:.40}")
+    if read_back != written:
+        raise LevelError(f"{path}: what was written was read back as {read_back!r:.40}")
 
 
-def level_error(url: str, what: str, error: OSError) -> LevelError:
+def level_error(url: str, action: str, error: OSError) -> LevelError:
     """Return ``error`` as a LevelError that names the place and the operation."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return LevelError(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
-    return LevelError(f"{url}: {what}: {error}")
+        return LevelError(f"{url}: {action}: {error.strerror}; free space there or lower keep_last")
+    return LevelError(f"{url}: {action}: {error}")

@@ -107,26 +107,27 @@ class SnapshotStore:
         ``None``, if the file is missing or damaged. Raises: LevelError, if other ranks wrote it.
         """
         try:
-            found = place.read_manifest()
-            if _ranks(found.shards) != _ranks(shards):
+            committed = place.read_manifest()
+            if _ranks(committed.shards) != _ranks(shards):
                 raise LevelError(
-                    f"{place.where}: holds ranks {_ranks(found.shards)} of another writer; not replaced by ranks "
+                    f"{place.where}: holds ranks {_ranks(committed.shards)} of another writer; not replaced by ranks "
                     f"{_ranks(shards)}"
                 )
-            if found.shards != tuple(shards):
+            if committed.shards != tuple(shards):
                 return None
             return self.verify(place)
         except (FormatError, FileNotFoundError):
             return None
 
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _naming(self, action: str) -> Iterator[None]:
+        """Turn OSError into LevelError within the context. Errors of this package stay."""
         try:
             yield
         except LazySnapError:
             raise
         except OSError as error:
-            raise level_error(self.url, what, error) from error
+            raise level_error(self.url, action, error) from error
 
     # ---------------------------------------------------------------- reading
 
@@ -141,10 +142,13 @@ class SnapshotStore:
         return self.place(entry).read_manifest()
 
     def verify(self, place: FilePlace, *, skips_base: bool = False) -> Manifest:
-        """Read every byte of a node's file, but with ``skips_base`` those of its base, compare it with the checksums,
-        and return its manifest.
+        """Read a node's file, compare every block with its checksum, and return the manifest.
 
         Raises: FormatError, naming file and block; FileNotFoundError; LevelError.
+
+        Args:
+            place: the file.
+            skips_base: do not read the base of the file.
         """
         manifest = place.read_manifest()
         read_node_file(place, manifest, skips_base=skips_base)
@@ -153,7 +157,7 @@ class SnapshotStore:
     # ---------------------------------------------------------------- keeping and deleting
 
     def keep(self, entry: Entry, name: str) -> None:
-        """Give a snapshot a name: retention leaves it alone until ``release``. Raises: ConfigError, for a bad name."""
+        """Give a snapshot a name: retention keeps it until ``release``. Raises: ConfigError, for a bad name."""
         check_name(name)
         file = keep_file_name(name)
         with self._naming(f"naming step {entry.step} {name!r}"):
@@ -163,7 +167,8 @@ class SnapshotStore:
 
     def release(self, run_id: str | None, name: str) -> list[str]:
         """Take a name from the snapshots of a run (``None``: of all runs). Return the directories that had it."""
-        freed, file = [], keep_file_name(name)
+        freed = []
+        file = keep_file_name(name)
         # No manifest is read: every node of a training does this.
         for directory in list_names(self.storage).directories:
             snapshot = SnapshotName.parse(directory.name)
