@@ -16,7 +16,7 @@ def place_beside(directory: object) -> str:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a callback. Raises: ConfigError, for what is wrong or contradictory."""
+    """Arguments of a callback. Raises: ConfigError, for wrong or contradictory values."""
 
     dirpath: "str | os.PathLike[str] | None"
     every_n_steps: int | None

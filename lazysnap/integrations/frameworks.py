@@ -55,8 +55,8 @@ def attach(
         trainer.train(resume_from_checkpoint="latest")
 
     Args:
-        target: an ``accelerate.Accelerator``, which has then what a ``LazyAccelerator`` has, or a
-            ``transformers.Trainer`` (those of TRL are, too), which has what ``LazyTrainerCallback`` gives it.
+        target: an ``accelerate.Accelerator``, which gets the methods of a ``LazyAccelerator``; or a
+            ``transformers.Trainer`` (also of TRL), which gets a ``LazyTrainerCallback``.
         snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap`` or
             ``<output_dir>/lazysnap``.
         keep_best: keeps the best snapshots by a metric of a Trainer's evaluations. With an Accelerator, call

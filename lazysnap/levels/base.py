@@ -41,7 +41,7 @@ def base_of(shards: Sequence[Shard], source: BlockSource) -> Ranges:
 
 
 def _frozen_bytes(shards: Sequence[Shard], source: BlockSource) -> list[tuple[int, int]]:
-    """Return the bytes of frozen tensors in the order of the file; neighbours are joined to one range."""
+    """Return the bytes of frozen tensors in the order of the file; adjacent ones are one range."""
     ranges: list[tuple[int, int]] = []
     for shard in shards:
         frozen = {name for name, facts in shard.meta.tensors.items() if facts.get("frozen") is True}
@@ -72,7 +72,7 @@ class BlockPlaces:
 
     base: Ranges
     size_bytes: int
-    """Of the file as a whole."""
+    """The size of the file as a whole."""
     block_bytes: int
 
     @property

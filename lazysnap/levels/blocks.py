@@ -234,7 +234,7 @@ def read_node_file(
 ) -> None:
     """Read a committed file, and compare every block with its checksum; with ``skips_base`` not those of its base.
 
-    Blocks. Raises: FormatError, naming file and block; FileNotFoundError; LevelError; what ``progress`` raises.
+    Blocks. Raises: FormatError, naming file and block; FileNotFoundError; LevelError; as ``progress``.
     """
     place.check_sizes(manifest)
     blocks = FileBlocks(place, manifest)
@@ -263,7 +263,7 @@ def _discard(offset: int, data: memoryview) -> None:
 def fill(jobs: Mapping[Blocks, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
     """Read the wanted bytes of these shards. Blocks. Files that do not stay open are closed in the end.
 
-    Raises: FormatError, naming file and block; LevelError; FileNotFoundError; what ``put`` and ``progress`` raise.
+    Raises: FormatError, naming file and block; LevelError; FileNotFoundError; as ``put`` and ``progress``.
     """
     buffers = Buffers()
     tasks: list[Callable[[], None]] = []

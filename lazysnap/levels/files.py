@@ -32,7 +32,7 @@ _NEXT_STEPS = {
 
 
 def local_error(url: str, action: str, error: OSError) -> LevelError:
-    """Return ``error`` as a LevelError that names the place, the operation, and what to do."""
+    """Return ``error`` as a LevelError that names the place, the operation, and the next step."""
     next_step = _NEXT_STEPS.get(error.errno or 0)
     if next_step is None:
         return level_error(url, action, error)

@@ -1,7 +1,7 @@
 """Any fsspec URL as a place for snapshots: object stores and network file systems, through one thin layer.
 
 An object is streamed in order, one block at a time. Most object stores show it only when it is closed. Elsewhere it is
-written under a temporary name and renamed. ``levels.s3`` says what differs at S3.
+written under a temporary name and renamed. ``levels.s3`` has the differences of S3.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ def discard(file: Any) -> None:
             return
         file.discard()
         if isinstance(file, AbstractBufferedFile):
-            file.closed = True  # else its destructor would publish what it has
+            file.closed = True  # else its destructor would publish the bytes so far
 
 
 class FsspecStorage(Storage):
@@ -268,15 +268,15 @@ class FsspecStorage(Storage):
             return age_s
         return age_s + abilities.clock_ahead_s
 
-    def is_settled(self, path: str) -> bool:
-        """See ``Storage.is_settled``."""
+    def is_stale(self, path: str) -> bool:
+        """See ``Storage.is_stale``."""
         self.abilities()  # measures the place's clock
-        return super().is_settled(path)
+        return super().is_stale(path)
 
     # ---------------------------------------------------------------- deleting
 
     def is_link(self, path: str) -> bool:
-        """True if the driver says that the directory is a link; ``sftp://`` has links, for example."""
+        """True if the driver reports the directory as a link; ``sftp://`` has links, for example."""
         try:
             facts = self._call(f"looking at {path}", "info", self._path(path.partition("/")[0]))
         except FileNotFoundError:
@@ -297,7 +297,7 @@ class FsspecStorage(Storage):
         if not self.list(path):
             try:
                 self._filesystem().rmdir(self._path(path))
-            except Exception:  # noqa: BLE001  object stores have no directories, and say so in many ways
+            except Exception:  # noqa: BLE001  object stores have no directories, and raise errors of many types
                 return
 
     # The last one: it hides the type from the annotations behind it.

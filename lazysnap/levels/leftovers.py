@@ -68,7 +68,7 @@ def leftovers(storage: Storage, is_ours: IsOurs | None) -> Iterator[Leftover]:
     Blocks. Raises: LevelError.
     """
     for name in storage.list():
-        if is_probe(name) and is_settled(storage, name):
+        if is_probe(name) and is_stale(storage, name):
             yield Leftover(name)
         elif is_directory_of_ours(name):
             yield from _in_directory(storage, name, is_ours)
@@ -90,11 +90,11 @@ def _in_directory(storage: Storage, directory: str, is_ours: IsOurs | None) -> I
         node, suffix = parsed
         if suffix == "json" or node.manifest in names:
             continue
-        if (is_ours is None or is_ours(node)) and is_settled(storage, path):
+        if (is_ours is None or is_ours(node)) and is_stale(storage, path):
             yield Leftover(path, f"{directory}/{node.manifest}")
 
 
-def is_given_by_a_run(storage: Storage, path: str) -> bool:
+def belongs_to_run(storage: Storage, path: str) -> bool:
     """True if a run wrote a ``keep-…`` object: its content is the run's id. Blocks. Raises: LevelError."""
     try:
         return storage.size(path) <= MAX_SMALL_OBJECT_BYTES and is_id(storage.get(path).decode("ascii").strip())
@@ -110,25 +110,25 @@ def _lone_names(storage: Storage, directory: str) -> list[str]:
     paths = []
     for name in names:
         path = f"{directory}/{name}"
-        if is_given_by_a_run(storage, path) and is_settled(storage, path):
+        if belongs_to_run(storage, path) and is_stale(storage, path):
             paths.append(path)
     return paths
 
 
-def is_empty_and_settled(storage: Storage, directory: str) -> bool:
+def is_empty_and_stale(storage: Storage, directory: str) -> bool:
     """True if a directory is empty, and so old that no writer just made it."""
     if storage.list(directory) or storage.is_link(directory):
         return False
     try:
-        return storage.is_settled(directory)
+        return storage.is_stale(directory)
     except FileNotFoundError:
         return True  # where directories are parts of names
 
 
-def is_settled(storage: Storage, path: str) -> bool:
+def is_stale(storage: Storage, path: str) -> bool:
     """True if an object exists that did not change for a day. Raises: LevelError."""
     try:
-        return storage.is_settled(path)
+        return storage.is_stale(path)
     except FileNotFoundError:
         return False
 
@@ -142,7 +142,7 @@ def sweep(storage: Storage, is_ours: IsOurs | None) -> list[str]:
             deleted.append(leftover.path)
     directories = {path.split("/")[0] for path in deleted}
     for directory in filter(is_directory_of_ours, storage.list()):
-        if directory in directories or is_empty_and_settled(storage, directory):
+        if directory in directories or is_empty_and_stale(storage, directory):
             storage.delete_directory(directory)
     # No listing shows the uploads of dead writers, and they cost money.
     return [*deleted, *storage.abort_stale()]

@@ -1,4 +1,4 @@
-"""The files of a level by their names alone: one listing per directory, whatever the number of ranks.
+"""The files of a level by their names alone: one listing per directory, for any number of ranks.
 
 It is small enough to send to all ranks. They then read the manifests together, each rank its share.
 """

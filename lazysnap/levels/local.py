@@ -402,7 +402,7 @@ class LocalStorage(Storage):
             sync_handle(directory)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
-        """Delete a file if nobody holds its lock; on file systems without locks, if it is old."""
+        """Delete a file if no process holds its lock; on file systems without locks, if it is old."""
         try:
             with self._directory(path) as directory:
                 handle = os.open(os.path.basename(path), _TO_LOCK, dir_fd=directory)

@@ -10,7 +10,7 @@ from functools import partial
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.base import BlockPlaces, Ranges, base_of, places_of
-from lazysnap.levels.leftovers import is_settled
+from lazysnap.levels.leftovers import is_stale
 from lazysnap.levels.source import BlockSource, Progress, no_progress
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads
@@ -81,9 +81,9 @@ class FilePlace:
         paths = (self.file_path, self.base_path, self.manifest_path)
         return any(map(self.storage.is_link, paths))
 
-    def is_settled(self) -> bool:
+    def is_stale(self) -> bool:
         """True if neither manifest nor file changed for a day."""
-        return is_settled(self.storage, self.manifest_path) and is_settled(self.storage, self.file_path)
+        return is_stale(self.storage, self.manifest_path) and is_stale(self.storage, self.file_path)
 
     def delete(self) -> None:
         """Delete the manifest, then the file and its base: a crash leaves garbage, not a snapshot."""

@@ -1,4 +1,4 @@
-"""Keeps values of ``storage_options`` out of messages: drivers quote their options in what they raise."""
+"""Secrets of ``storage_options`` in messages: drivers quote their options in their errors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

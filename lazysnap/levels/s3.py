@@ -24,7 +24,7 @@ from obstore.fsspec import FsspecStore
 from lazysnap.errors import LevelError
 from lazysnap.levels.fsspec_storage import Abilities, FsspecStorage
 from lazysnap.levels.leftovers import is_node_file_path
-from lazysnap.levels.storage import SETTLED, is_probe, no_beat, probe_name
+from lazysnap.levels.storage import STALE_FACTOR, is_probe, no_beat, probe_name
 from lazysnap.levels.threads import in_threads
 
 logger = logging.getLogger(__name__)
@@ -354,14 +354,14 @@ class S3Storage(FsspecStorage):
         root = self._path("").partition("/")[2].rstrip("/")
         if root:
             root += "/"
-        began_before = datetime.now(timezone.utc) - timedelta(seconds=SETTLED * self.abandoned_after_s)
+        began_before = datetime.now(timezone.utc) - timedelta(seconds=STALE_FACTOR * self.abandoned_after_s)
 
-        def is_stale(upload: Any) -> bool:
+        def is_stale_upload(upload: Any) -> bool:
             path = upload["Key"][len(root) :]
             return upload["Initiated"] <= began_before and (is_node_file_path(path) or is_probe(path))
 
         try:
-            keys = self._call("listing uploads", "abort_uploads", root, is_stale)
+            keys = self._call("listing uploads", "abort_uploads", root, is_stale_upload)
         except LevelError as error:
             # Unfinished uploads cost money, but harm no snapshot: a missing right must not stop the sweep.
             logger.warning("unfinished uploads are not aborted; let a lifecycle rule do it: %s", error)

@@ -12,7 +12,7 @@ Progress = Callable[[int], None]
 
 
 def no_progress(num_bytes: int) -> None:
-    """Do nothing: a ``Progress`` for work that nobody follows."""
+    """Do nothing: a ``Progress`` for work that is not displayed."""
 
 
 def map_anonymous(size_bytes: int) -> memoryview:

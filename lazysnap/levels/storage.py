@@ -16,7 +16,7 @@ MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
 ABANDONED_AFTER_S = 3600.0
 """Age after which an unfinished object counts as abandoned, at places that do not know whether its writer lives."""
 
-SETTLED = 24
+STALE_FACTOR = 24
 """Times ``ABANDONED_AFTER_S``: a day. An object that is older is not being written any more, by any program."""
 
 _PROBE = re.compile(r"\.lazysnap-probe-[0-9a-f]{16}")
@@ -36,7 +36,7 @@ class Writer(Protocol):
     def publish(self) -> None:
         """Make the object durable and visible under its name, in this order. Blocks.
 
-        An object of that name is replaced by one act: the name says what the bytes are.
+        An existing object of that name is replaced in one act: the name determines the bytes.
         """
         ...
 
@@ -70,8 +70,8 @@ class Storage(ABC):
 
     * Store a step: ``get`` of the manifest, which may exist already; ``create``; ``Writer.write`` for each block, from
       ``parallel_writes`` threads; ``Writer.publish``; ``put`` of the manifest, which commits; ``Writer.close``. On an
-      error: ``Writer.close``; ``delete`` of a published file; ``delete_directory``. Of a fine-tuning the base comes
-      first: ``get`` of the manifest of another step, and ``link`` of its base; or a new one, ``create`` to ``publish``.
+      error: ``Writer.close``; ``delete`` of a published file; ``delete_directory``. A fine-tuning stores its base
+      first: ``get`` of the manifest of another step, and ``link`` of its base; or ``create`` to ``publish``.
     * Read it back: ``get`` of the manifest; ``size``; ``reader``; ``Reader.read_into`` for each block, from
       ``parallel_reads`` threads; ``Reader.close``. A training skips this if ``checks_writes``. A restart reads the same
       way, after ``list`` of every directory.
@@ -79,7 +79,7 @@ class Storage(ABC):
       file; ``delete_directory``.
     * Give a name: ``list``; ``put``. Take it away: ``list`` of every directory; ``size``; ``get``; ``is_link``;
       ``delete``.
-    * Sweep, once in a start and before all else: ``list`` of every directory; ``is_link``; ``is_settled``;
+    * Sweep, once in a start and before all else: ``list`` of every directory; ``is_link``; ``is_stale``;
       ``delete_abandoned``; ``delete_directory``; ``abort_stale``.
     * Try a level that failed: ``put``, ``get`` and ``delete`` of a small object.
 
@@ -123,7 +123,7 @@ class Storage(ABC):
 
     @abstractmethod
     def age_s(self, path: str) -> float | None:
-        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place does not say."""
+        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place has no times."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
@@ -157,9 +157,9 @@ class Storage(ABC):
 
     # ---------------------------------------------------------------- writers that live or are dead
 
-    def is_settled(self, path: str) -> bool:
+    def is_stale(self, path: str) -> bool:
         """True if an object certainly did not change for a day. Raises: FileNotFoundError."""
-        return self._is_older(path, SETTLED * self.abandoned_after_s)
+        return self._is_older(path, STALE_FACTOR * self.abandoned_after_s)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
         """Remove an uncommitted object if its writer is certainly dead and ``unless`` does not exist.
@@ -209,7 +209,7 @@ def is_probe(name: str) -> bool:
 
 
 def probe(storage: Storage) -> None:
-    """Write a small object, read it back and delete it. Blocks. Raises: LevelError; what the storage raises."""
+    """Write a small object, read it back and delete it. Blocks. Raises: LevelError; as the storage."""
     path = probe_name()
     written = os.urandom(8).hex().encode()
     storage.put(path, written)

@@ -51,8 +51,8 @@ class Watchdog(Generic[Result]):
             self._done.set()
 
     def beat(self) -> None:
-        """Report progress. Raises: CaptureAborted, if the deadline has passed and nobody waits any more."""
-        with self._deciding:  # after a beat that did not raise, somebody waits
+        """Report progress. Raises: CaptureAborted, if the deadline has passed and the caller waits no more."""
+        with self._deciding:  # after a beat that did not raise, the caller waits
             self._moved = time.monotonic()
             if self._given_up:
                 raise CaptureAborted(f"{self.name}: came back after its deadline")
@@ -64,7 +64,7 @@ class Watchdog(Generic[Result]):
 
     @property
     def is_running(self) -> bool:
-        """True if the thread still works, even if nobody waits."""
+        """True if the thread still works, even if the caller waits no more."""
         return not self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -72,9 +72,9 @@ class Watchdog(Generic[Result]):
         return self._done.wait(timeout_s)
 
     def result(self, timeout_s: float) -> Result:
-        """Return or raise what ``work`` did. Blocks: while there is progress, and up to ``timeout_s`` without.
+        """Return the result of ``work``. Blocks: while there is progress, and up to ``timeout_s`` without.
 
-        Raises: LevelHangs.
+        Raises: as ``work``; LevelHangs.
         """
         while not self._done.wait(min(_CHECK_S, timeout_s)):
             with self._deciding:

@@ -121,10 +121,10 @@ class WatchedStorage(Storage):
         self._beat_unless_cancelled()
         return self._storage.stamp(path)
 
-    def is_settled(self, path: str) -> bool:
-        """See ``Storage.is_settled``."""
+    def is_stale(self, path: str) -> bool:
+        """See ``Storage.is_stale``."""
         self._beat_unless_cancelled()
-        return self._storage.is_settled(path)
+        return self._storage.is_stale(path)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
         """See ``Storage.delete_abandoned``."""

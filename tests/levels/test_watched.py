@@ -38,7 +38,7 @@ OPERATIONS = {
     "stamp": lambda storage: partial(storage.stamp, PATH),
     "list": lambda storage: storage.list,
     "is_link": lambda storage: partial(storage.is_link, PATH),
-    "is_settled": lambda storage: partial(storage.is_settled, PATH),
+    "is_stale": lambda storage: partial(storage.is_stale, PATH),
     "delete": lambda storage: partial(storage.delete, PATH),
     "delete_abandoned": lambda storage: partial(storage.delete_abandoned, PATH),
     "delete_directory": lambda storage: partial(storage.delete_directory, "empty"),

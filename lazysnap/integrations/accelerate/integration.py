@@ -440,7 +440,7 @@ class AcceleratorIntegration(WithEngine):
         self._end_session(session, session.engine._config.drain_timeout_s)
 
     def forget(self) -> None:
-        """Forget the prepared objects: what is prepared from now on belongs to another training."""
+        """Forget the prepared objects: those that are prepared from now on belong to another training."""
         self.boundaries.close()
         if self._has_trained:
             self._forget_registered()

@@ -48,7 +48,7 @@ def _extended_by(cls: type, bases: tuple[type, ...]) -> type:
 
 
 def class_of_program(instance: Any) -> type:
-    """Return the class of ``instance`` by the name that the program knows, without what ``extended`` added."""
+    """Return the class of ``instance`` in the program, without the bases that ``extended`` added."""
     kind = type(instance)
     extended_class: type = vars(kind).get(_EXTENDED, kind)
     return extended_class

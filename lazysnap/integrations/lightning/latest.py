@@ -92,7 +92,7 @@ class Latest:
         self._engine()._load(replace(snapshot, state=state), position=self._state.position_of(state))
 
     def resume_end(self, original: Callable[[], None]) -> None:
-        """Replace the connector's method, which would only say "Restored all states from the checkpoint at latest"."""
+        """Replace the connector's method, which would only log "Restored all states from the checkpoint at latest"."""
         snapshot = self._snapshot
         if snapshot is None or not self._state.is_loading:
             original()

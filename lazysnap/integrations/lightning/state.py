@@ -126,7 +126,7 @@ class LightningState(StateSource):
         return _renamed(callbacks, names)
 
     def _leave_out(self, state: dict[str, Any]) -> list[list[Any]]:
-        """Remove values of unknown types from what the program added to ``state``, and return their paths.
+        """Remove values of unknown types that the program added to ``state``, and return their paths.
 
         A warning names each path once. Hyperparameters become plain values where they can.
         """
@@ -384,7 +384,7 @@ class LightningState(StateSource):
         return averages
 
     def put_averages_into_model(self) -> None:
-        """Do what WeightAveraging does at the end of a fit: Lightning calls no hook where nothing is trained."""
+        """Call WeightAveraging's hook for the end of a fit: Lightning calls none if nothing is trained."""
         for callback in self._trainer.callbacks:
             if isinstance(getattr(callback, "_average_model", None), torch.nn.Module):
                 callback.on_train_end(self._trainer, self._trainer.lightning_module)

@@ -239,7 +239,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return num_epochs, 0
 
     def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
+        """Load the rest of the snapshot. Collective. Blocks. Raises: as ``SnapshotEngine.restore``."""
         prepared = original(*args, **kwargs)
         session = self._session
         state = self._state
@@ -367,7 +367,7 @@ def _own_bar() -> AbstractContextManager[Show]:
 
 
 def _check(trainer: Any) -> None:
-    """Raises: ConfigError, for what cannot be captured."""
+    """Raises: ConfigError, for a trainer that cannot be captured."""
     refused = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled,
