@@ -1,4 +1,4 @@
-"""A training on the software device that is killed at any moment ends as if nothing had happened, in every integration."""
+"""A training on the software device that is killed at any moment ends as if undisturbed, in every integration."""
 
 import json
 import pathlib

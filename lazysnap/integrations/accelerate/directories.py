@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -20,11 +19,12 @@ from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import LevelError
 from lazysnap.exports.named import Named, forget_name, name_snapshot, named_in
 from lazysnap.exports.process import start_export
+from lazysnap.integrations.accelerate.numbering import Numbering
 from lazysnap.integrations.accelerate.state import AcceleratorState
 
 logger = logging.getLogger(__name__)
 
-_CHECKPOINT = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
+
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 _KEPT_WITHIN_S = 1.0
 """A snapshot that memory does not keep for the level within this time may be overwritten: the level is busy."""
@@ -61,7 +61,7 @@ class Directories:
     def __init__(self, accelerator: Any, state: AcceleratorState) -> None:
         # The accelerator may be collected before the last exports: it is not kept.
         self._is_main_process = accelerator.is_main_process
-        self._project = accelerator.project_configuration
+        self.numbering = Numbering(accelerator.project_configuration)
         self._state = state
         self._numbers = itertools.count()
         """Numbers that make the names of snapshots unique, with the id of the start."""
@@ -70,11 +70,6 @@ class Directories:
         self._failed: set[str] = set()
         """Directories that have no checkpoint, on the main rank."""
 
-    @property
-    def _root(self) -> str:
-        """The directory of the checkpoints that Accelerate names."""
-        return os.path.join(self._project.project_dir, "checkpoints")
-
     # ---------------------------------------------------------------- saving
 
     def begin(self, directory: str | None) -> str:
@@ -82,21 +77,9 @@ class Directories:
 
         ``directory``: the one that the program names, unless naming is automatic. Collective. Raises: OSError.
         """
-        chosen, number = self._by_main(functools.partial(self._make_next, directory))
-        self._project.iteration = number + 1
+        chosen, number = self._by_main(functools.partial(self.numbering.make_next, directory))
+        self.numbering.continue_behind(number)
         return str(chosen)
-
-    def _make_next(self, directory: str | None) -> tuple[str, int]:
-        """Make the directory of the next checkpoint. Return it and its number."""
-        number = self._project.iteration
-        if self._project.automatic_checkpoint_naming:
-            existing = _numbers_in(self._root)
-            if existing:
-                number = max(number, existing[-1] + 1)
-            directory = _path_of(self._root, number)
-        assert directory is not None
-        os.makedirs(directory, exist_ok=True)
-        return directory, number
 
     def save(
         self, directory: str, engine: SnapshotEngine, capture: Callable[[], bool], *, safe_serialization: bool
@@ -132,15 +115,10 @@ class Directories:
     def save_by_stock(self, directory: str, stock: Callable[[str], Any]) -> None:
         """Let Accelerate write a checkpoint, while training waits. Collective. Raises: as Accelerate."""
         self._by_main(functools.partial(forget_name, directory))
-        naming = self._project.automatic_checkpoint_naming
-        iteration = self._project.iteration
-        self._project.automatic_checkpoint_naming = False  # else stock would choose another place
-        try:
+        with self.numbering.suspended():
             stock(directory)
-        finally:
-            self._project.automatic_checkpoint_naming = naming
-            self._project.iteration = iteration
-        self._delete_superseded(directory)
+        if self._is_main_process:
+            self.numbering.delete_superseded(directory)
 
     def _release_deleted(self, engine: SnapshotEngine) -> None:
         """Release the snapshots whose directories were deleted, or name another one. Collective."""
@@ -175,7 +153,7 @@ class Directories:
             return False
         if not self._is_main_process:
             return True
-        self._delete_superseded(save.directory)
+        self.numbering.delete_superseded(save.directory)
         try:
             save.process = start_export(save.directory, engine._config.levels[0])
         except OSError as error:
@@ -200,17 +178,6 @@ class Directories:
         if self._is_main_process:
             self._failed.add(save.directory)
             logger.warning("save_state(%r): no checkpoint was written: %s", save.directory, reason)
-
-    def _delete_superseded(self, directory: str) -> None:
-        """Delete the oldest checkpoints beyond ``total_limit`` that are older than ``directory``, which is durable."""
-        limit = self._project.total_limit
-        if not self._project.automatic_checkpoint_naming or limit is None or not self._is_main_process:
-            return
-        numbers = _numbers_in(self._root)
-        num_surplus = max(0, len(numbers) - limit)
-        for number in numbers[:num_surplus]:
-            if number < int(directory.rpartition("_")[2]):
-                shutil.rmtree(_path_of(self._root, number), ignore_errors=True)
 
     # ---------------------------------------------------------------- waiting
 
@@ -281,18 +248,7 @@ class Directories:
     def _candidates(self, directory: str | None) -> list[tuple[str, Named | None]]:
         if directory is not None:
             return [(directory, named_in(directory))]
-        candidates = []
-        if self._project.automatic_checkpoint_naming:
-            for number in reversed(_numbers_in(self._root)):
-                path = _path_of(self._root, number)
-                candidates.append((path, named_in(path)))
-        return candidates
-
-    def continue_numbering(self, directory: str) -> None:
-        """Continue the numbering behind a checkpoint that stock loaded."""
-        match = _CHECKPOINT.fullmatch(os.path.basename(directory))
-        if self._project.automatic_checkpoint_naming and match is not None:
-            self._project.iteration = int(match[1]) + 1
+        return [(path, named_in(path)) for path in self.numbering.newest_first()]
 
     def _by_main(self, work: Callable[[], Any]) -> Any:
         """Call ``work`` on the main process, and return its result on all ranks. Collective.
@@ -315,19 +271,3 @@ class Directories:
         if failure_text is not None:
             raise LevelError(f"rank 0: {failure_text}")
         return result
-
-
-def _numbers_in(root: str) -> list[int]:
-    """Return the numbers of the checkpoints in a directory, in order. Blocks."""
-    if not os.path.isdir(root):
-        return []
-    numbers = []
-    for name in os.listdir(root):
-        match = _CHECKPOINT.fullmatch(name)
-        if match is not None:
-            numbers.append(int(match[1]))
-    return sorted(numbers)
-
-
-def _path_of(root: str, number: int) -> str:
-    return os.path.join(root, f"checkpoint_{number}")

@@ -342,7 +342,7 @@ class AcceleratorIntegration(WithEngine):
         stock(chosen)
         self.boundaries.pass_boundary()
         if chosen is not None:
-            self.directories.continue_numbering(chosen)
+            self.directories.numbering.continue_behind_loaded(chosen)
             self._start_report = report.from_checkpoint(chosen)
             if self._session is not None:
                 self._session.engine._run.tell_start(self._start_report)
