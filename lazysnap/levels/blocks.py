@@ -66,12 +66,12 @@ class Blocks(Protocol):
         """Return one block, compared. Blocks. Raises: FormatError, naming it; LevelError; FileNotFoundError."""
         ...
 
-    def rest(self) -> None:
-        """Close the file, unless it is to stay open; the next ``block`` opens it again. Harmless twice."""
+    def release(self) -> None:
+        """Close the file, unless it is to stay open. The next ``block`` opens it again. May be called twice."""
         return
 
     def close(self) -> None:
-        """Close the file; the next ``block`` opens it again. Harmless twice."""
+        """Close the file. The next ``block`` opens it again. May be called twice."""
         return
 
 
@@ -145,7 +145,7 @@ class FileBlocks(Blocks):
                     self._readers = (reader, storage.reader(self._place.base_path))
             return self._readers
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """See ``Blocks``."""
         if not self._stays_open:
             self.close()
@@ -274,7 +274,7 @@ def fill(jobs: Mapping[Blocks, Sequence[WantedBytes]], *, progress: Progress = n
         in_threads(tasks, min(threads, max(1, len(tasks))), "lazysnap-read")
     finally:
         for blocks in jobs:
-            blocks.rest()
+            blocks.release()
 
 
 class _FileFill:
@@ -313,5 +313,5 @@ class _FileFill:
             self._num_remaining -= 1
             is_complete = self._num_remaining == 0
         if is_complete:
-            self._blocks.rest()  # so that few of a thousand shards are open at a time
+            self._blocks.release()  # so that few of a thousand shards are open at a time
         self._progress(stop - start)

@@ -20,7 +20,7 @@ class RateLimiter:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    def take(self, num_bytes: int, while_waiting: Callable[[], None]) -> None:
+    def wait_for(self, num_bytes: int, while_waiting: Callable[[], None]) -> None:
         """Block until ``num_bytes`` may pass. Call ``while_waiting`` again and again meanwhile; it may raise."""
         if self._rate is None:
             return
@@ -163,7 +163,7 @@ class _WatchedWriter:
 
     def write(self, offset: int, data: memoryview) -> None:
         """See ``Writer.write``. Blocks: also until the rate limit allows it."""
-        self._pace.take(len(data), self._beat)
+        self._pace.wait_for(len(data), self._beat)
         self._beat()
         self._writer.write(offset, data)
         self._beat()

@@ -186,7 +186,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         """The wanted shards of one file, by rank."""
         blocks = files[place]
         shards = {rank: open_shard(rank, blocks, verify=verify) for rank in wanted[place]}
-        blocks.rest()
+        blocks.release()
         return shards
 
     try:
