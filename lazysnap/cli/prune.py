@@ -118,7 +118,7 @@ class _Plan:
                 return None
             return "newest complete" if is_newest else "by the rules"
         # Nobody needs an incomplete one once a newer one is complete.
-        if newer >= 1 and all(place.is_settled() for place in self._places(snapshot)):
+        if newer >= 1 and all(place.is_stale() for place in self._places(snapshot)):
             return None  # no copy of it is in progress
         return "maybe in use"
 

@@ -19,7 +19,7 @@ from lazysnap import faults
 from lazysnap.errors import StateError
 from lazysnap.exports.checkpoint import save_torch
 from lazysnap.exports.job import ExportJob
-from lazysnap.exports.safetensors import add_file, tied_names
+from lazysnap.exports.safetensors import add_file, owners_of, tied_names
 from lazysnap.exports.states import mapped_state, parts_of, read_state
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
@@ -42,11 +42,16 @@ _RNG_NAMES = {
 
 def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
     """Return the parts ``kind``, ``kind_1``, … (or ``kind_0``, ``kind_1``, …) of a state, in order."""
-    first = [name for name in (kind, f"{kind}_0") if name in state]
-    rest: list[str] = []
-    while f"{kind}_{len(rest) + 1}" in state:
-        rest.append(f"{kind}_{len(rest) + 1}")
-    return first[:1] + rest
+    parts = []
+    if kind in state:
+        parts.append(kind)
+    elif f"{kind}_0" in state:
+        parts.append(f"{kind}_0")
+    number = 1
+    while f"{kind}_{number}" in state:
+        parts.append(f"{kind}_{number}")
+        number += 1
+    return parts
 
 
 def write_stock(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
@@ -59,12 +64,14 @@ def write_stock(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     facts = ranks[0][FACTS]
     encoded = parts_of(None)(whole.meta.state)
     models = parts_called(encoded, "model")
-    prefixes = {part: facts.get("prefixes", {}).get(part, "") for part in facts.get("models", models)}
+    prefixes = {}
+    for part in facts.get("models", models):
+        prefixes[part] = facts.get("prefixes", {}).get(part, "")
     os.mkdir(path)
     if facts.get("safe_serialization", True):
         _write_weights(whole, job, path, prefixes)
-        rest = parts_of(encoded.keys() - set(models))
-        content = _pickled(mapped_state(whole, rest, job, path), facts)
+        other_parts = parts_of(encoded.keys() - set(models))
+        content = _pickled(mapped_state(whole, other_parts, job, path), facts)
     else:
         state = mapped_state(whole, parts_of(None), job, path)
         content = _pickled(state, facts)
@@ -79,7 +86,7 @@ def write_stock(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
 
 
 def _pickled(state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is pickled besides weights and random states, by the names of the files."""
+    """Return the contents of pickles besides weights and random states, by the names of the files."""
     content: dict[str, Any] = {}
     for kind in ("optimizer", "scheduler"):
         for index, part in enumerate(parts_called(state, kind)):
@@ -112,15 +119,14 @@ def _ranks(whole: WholeSnapshot) -> list[dict[str, Any]]:
 def _write_weights(whole: WholeSnapshot, job: ExportJob, path: str, prefixes: Mapping[str, str]) -> None:
     """Write a safetensors file for each model; of tied tensors the first, as Accelerate does: ``load_state`` ties them.
 
-    ``prefixes``: what the names of its weights begin with, by its part of the state.
+    ``prefixes``: the beginning of the names of a model's weights, by its part of the state.
     """
     reads = Reads()
     with contextlib.ExitStack() as files:
         for index, (part, prefix) in enumerate(prefixes.items()):
             faults.point("export.accelerate.file")
             weights = _with_prefix(_tensors_of(whole, part), prefix)
-            tied = tied_names(weights, list(weights))
-            owners = {name: tensor for name, tensor in weights.items() if name not in tied}
+            owners = owners_of(weights, tied_names(weights, list(weights)))
             add_file(reads, files, os.path.join(path, _numbered("model.safetensors", index)), owners, {})
         job.fill(reads)
 
@@ -144,9 +150,11 @@ def _with_prefix(weights: Mapping[str, Value], prefix: str) -> dict[str, Value]:
 
 
 def _numbered(name: str, index: int) -> str:
-    """Return the name of a file of a kind: the first one has no number."""
-    stem, _, suffix = name.rpartition(".")
-    return f"{stem}_{index}.{suffix}" if index else name
+    """Return the name of the n-th file of a kind: the first one has no number."""
+    if index == 0:
+        return name
+    kind, _, suffix = name.rpartition(".")
+    return f"{kind}_{index}.{suffix}"
 
 
 def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -154,4 +162,8 @@ def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
     missing = {"python", "numpy", "torch"} - set(rng)
     if missing:
         raise StateError(f"rank {index} has no random state of {sorted(missing)}, which load_state() asks for")
-    return {"step": rank[FACTS].get("step", 0), **{_RNG_NAMES[name]: rng[name] for name in _RNG_NAMES if name in rng}}
+    states = {"step": rank[FACTS].get("step", 0)}
+    for name, stock_name in _RNG_NAMES.items():
+        if name in rng:
+            states[stock_name] = rng[name]
+    return states

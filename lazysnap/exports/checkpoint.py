@@ -10,6 +10,7 @@ import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
     ((defaultdict,), "dict", dict),
     ((deque, range), "list", list),
     ((frozenset,), "set", set),
-    ((datetime.date,), "text", lambda value: value.isoformat()),
+    ((datetime.date,), "text", methodcaller("isoformat")),
     ((datetime.timedelta,), "seconds", datetime.timedelta.total_seconds),
     ((pathlib.PurePath, decimal.Decimal, torch.layout, torch.memory_format), "text", str),
 )
@@ -41,16 +42,18 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
 def stock_state(whole: WholeSnapshot, job: ExportJob, path: str) -> tuple[dict[str, Any], list[str]]:
     """Return the state as other programs read it, mapped, and notes for the user; ``path``: of the export.
 
-    Of Lightning: the dictionary that ``Trainer.save_checkpoint`` would have written at that moment. It has no place for
-    what the callback adds (position in the data, random streams, flags).
+    For Lightning it is the dictionary that ``Trainer.save_checkpoint`` would have written at that moment. The values
+    that the callback adds (position in the data, random streams, flags) have no place in it.
     Blocks. Raises: FormatError; LevelError; OSError.
     """
     state = mapped_state(whole, parts_of(None), job, os.path.dirname(path))
-    names = sorted(registered_names(whole.meta.state))
-    notes = [f"values of the registered type {name!r} became what its encoder made" for name in names]
+    notes = []
+    for name in sorted(registered_names(whole.meta.state)):
+        notes.append(f"values of the registered type {name!r} became what its encoder made")
     if not is_lightning(state):
         return state, notes
-    checkpoint = {key: value for key, value in state.items() if key != EXTRAS}
+    checkpoint = dict(state)
+    del checkpoint[EXTRAS]
     checkpoint["callbacks"] = unpack(checkpoint.get("callbacks", {}))
     for key, value in checkpoint.items():
         if isinstance(value, dict) and "_growth_tracker" in value:  # of a precision plugin with a GradScaler
@@ -77,7 +80,7 @@ def save_torch(value: Any, path: str) -> None:
         torch.save(value, path)
     except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
         raise StateError(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
-    except RuntimeError as error:  # so torch's writer reports a full disk
+    except RuntimeError as error:  # torch's writer reports a full disk by it
         raise OSError(f"{path}: torch.save failed: {error}") from error
 
 
@@ -94,37 +97,45 @@ class _WeightsOnly:
         if kind in _ALLOWED or isinstance(value, torch.Tensor):
             return value
         if kind in (dict, OrderedDict, Counter):
-            pairs = value.items()
-            return kind({self.convert(key, path): self.convert(item, f"{path}.{key}") for key, item in pairs})
+            converted = {}
+            for key, item in value.items():
+                converted_key = self.convert(key, path)
+                converted[converted_key] = self.convert(item, f"{path}.{key}")
+            return kind(converted)
         if kind in (list, tuple):
             return kind(self.convert(item, f"{path}.{index}") for index, item in enumerate(value))
         if kind is set:
             return {self.convert(item, path) for item in value}
         for kinds, became, conversion in _CONVERSIONS:
             if isinstance(value, kinds):
-                return self._note(path, value, became, self.convert(conversion(value), path))
+                return self._record(path, value, became, self.convert(conversion(value), path))
         return self._convert_numpy(value, path)
 
     def _convert_numpy(self, value: Any, path: str) -> Any:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray):
             try:
-                return self._note(path, value, "tensor", torch.from_numpy(value.copy()))
+                return self._record(path, value, "tensor", torch.from_numpy(value.copy()))
             except TypeError:  # texts, dates: torch has no such dtype
-                return self._note(path, value, "list", self.convert(value.tolist(), path))
+                return self._record(path, value, "list", self.convert(value.tolist(), path))
         if numpy is not None and isinstance(value, numpy.generic):
-            return self._note(path, value, "number", self.convert(value.item(), path))
-        is_dtype = numpy is not None and isinstance(value, numpy.dtype)
-        return self._note(path, value, "text", value.str if is_dtype else repr(value))
+            return self._record(path, value, "number", self.convert(value.item(), path))
+        if numpy is not None and isinstance(value, numpy.dtype):
+            return self._record(path, value, "text", value.str)
+        return self._record(path, value, "text", repr(value))
 
-    def _note(self, path: str, value: Any, became: str, result: Any) -> Any:
+    def _record(self, path: str, value: Any, became: str, result: Any) -> Any:
+        """Record a conversion, and return its ``result``."""
         kind = f"{type(value).__module__}.{type(value).__qualname__} became {became}"
         self._changed.setdefault(kind, []).append(path.removeprefix("."))
         return result
 
     def notes(self) -> list[str]:
         """Return one line for each kind of change."""
-        return [
-            f"{what}: {', '.join(paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
-            for what, paths in sorted(self._changed.items())
-        ]
+        notes = []
+        for change, paths in sorted(self._changed.items()):
+            note = f"{change}: {', '.join(paths[:3])}"
+            if len(paths) > 3:
+                note += f" and {len(paths) - 3} more"
+            notes.append(note)
+        return notes

@@ -1,7 +1,7 @@
 """A snapshot as a directory of ``torch.distributed.checkpoint``, written by its own writer."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,9 +30,11 @@ def write_distributed(whole: WholeSnapshot, job: ExportJob, path: str) -> list[s
     except ValueError as error:
         raise StateError(f"torch.distributed.checkpoint cannot hold this state: {error}") from error
     except CheckpointException as error:
-        cause = next((failure for failure, _ in error.failures.values()), error)
-        if isinstance(cause, (OSError, KeyboardInterrupt)):
-            raise cause from None
+        first_failure = next(iter(error.failures.values()), None)
+        if first_failure is not None:
+            cause, _ = first_failure
+            if isinstance(cause, (OSError, KeyboardInterrupt)):
+                raise cause from None
         raise OSError(f"{path}: torch.distributed.checkpoint failed: {error}") from error
     return notes
 
@@ -42,14 +44,20 @@ def _named(value: Any, place: str, names: Sequence[str]) -> Any:
     if not place:
         return _by_name(value, names)
 
-    def named(key: object, item: Any) -> Any:
-        if place == str(key) or place.startswith(f"{key}."):
-            return _named(item, place[len(str(key)) + 1 :], names)
-        return item
-
+    changed: Any
+    keys: Iterable[Any]
     if isinstance(value, dict):
-        return {key: named(key, item) for key, item in value.items()}
-    return [named(number, item) for number, item in enumerate(value)] if isinstance(value, list) else value
+        changed = dict(value)
+        keys = list(value)
+    elif isinstance(value, list):
+        changed = list(value)
+        keys = range(len(value))
+    else:
+        return value
+    for key in keys:
+        if place == str(key) or place.startswith(f"{key}."):
+            changed[key] = _named(changed[key], place[len(str(key)) + 1 :], names)
+    return changed
 
 
 def _by_name(value: Any, names: Sequence[str]) -> Any:
@@ -59,11 +67,13 @@ def _by_name(value: Any, names: Sequence[str]) -> Any:
     groups = value.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
         return value
-    numbers = [*state, *(number for group in groups for number in group["params"])]
+    numbers = list(state)
+    for group in groups:
+        numbers += group["params"]
     if not all(type(number) is int and 0 <= number < len(names) for number in numbers):
         return value
-    return {
-        **value,
-        "state": {names[number]: item for number, item in state.items()},
-        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in groups],
-    }
+    named_groups = []
+    for group in groups:
+        named_groups.append({**group, "params": [names[number] for number in group["params"]]})
+    named_state = {names[number]: item for number, item in state.items()}
+    return {**value, "state": named_state, "param_groups": named_groups}

@@ -55,19 +55,19 @@ def export(
 ) -> Exported:
     """Write a snapshot in the format of another tool, as ``lazysnap export`` does.
 
-    Blocks. Sharded tensors are whole, bit for bit. Memory stays below 1 GB whatever the size. The training that
-    writes there may go on; no keeper and no process group is needed. The result has its name when it is whole and
+    Blocks. Sharded tensors are whole, bit for bit. Memory stays below 1 GB for any size. The training that writes to
+    the level may continue; no keeper and no process group is needed. The result gets its name when it is whole and
     durable.
 
     Args:
         place: the path or URL of a level, as in ``PersistentLevel``.
         target: a local path that does not exist yet.
         which: ``"latest"``, a step, a name given by ``keep``, or ``"run:1f3a@200"``.
-        format: ``safetensors``, ``huggingface``, ``ckpt``, ``dcp`` or ``accelerate``; default: what the suffix of
-            ``target`` says (``.safetensors``; ``.ckpt``, ``.pt``; none: ``dcp``).
+        format: ``safetensors``, ``huggingface``, ``ckpt``, ``dcp`` or ``accelerate``; default: the format of the
+            suffix of ``target`` (``.safetensors``; ``.ckpt``, ``.pt``; none: ``dcp``).
         storage_options: options for the file system of the level, as in ``PersistentLevel``.
 
-    Returns: step, run, path, format and size of what was written.
+    Returns: step, run, path, format and size of the export.
 
     Raises: SnapshotNotFound; FormatError; StateError, for a value that the format cannot hold; ConfigError, also if
     the target exists; LevelError; OSError.
@@ -80,7 +80,11 @@ def export(
     job = ExportJob(path=path, format=format_of(path, format))
     store = open_store(checked_url("export", place), options=storage_options)
     named = named_in(path)
-    return retry_if_deleted(store, lambda catalogue: write(catalogue, catalogue.find(which), job, named))
+
+    def attempt(catalogue: Catalogue) -> Exported:
+        return write(catalogue, catalogue.find(which), job, named)
+
+    return retry_if_deleted(store, attempt)
 
 
 def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named | None = None) -> Exported:
@@ -88,21 +92,26 @@ def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named 
 
     ``named``: the snapshot that the target names, if that is a directory of ``save_state(directory)``.
     """
-    module, name = _WRITERS[job.format].split(":")
-    writer: Callable[[WholeSnapshot, ExportJob, str], list[str]] = getattr(
-        import_module(f"lazysnap.exports.{module}"), name
-    )
+    module_name, function_name = _WRITERS[job.format].split(":")
+    module = import_module(f"lazysnap.exports.{module_name}")
+    writer: Callable[[WholeSnapshot, ExportJob, str], list[str]] = getattr(module, function_name)
     path = os.path.abspath(job.path)
-    is_into_named = named is not None and (named.run, named.step) == (plan.run_id, plan.step)
-    if named is not None and is_into_named and job.format == ACCELERATE:
+    if named is not None and job.format == ACCELERATE and (named.run, named.step) == (plan.run_id, plan.step):
         place = filled(path, named)
     else:
         place = replaced_when_whole(job.path, force=job.force)
     with parents_made(path), place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
         notes = writer(WholeSnapshot(snapshot), job, temp)
-    size = sum(map(os.path.getsize, _files(path)))
-    return Exported(catalogue.store.url, plan.step, plan.run_id, path, job.format, size, tuple(notes))
+    size_bytes = _size_of(path)
+    return Exported(catalogue.store.url, plan.step, plan.run_id, path, job.format, size_bytes, tuple(notes))
 
 
-def _files(path: str) -> list[str]:
-    return [os.path.join(at, name) for at, _, names in os.walk(path) for name in names] or [path]
+def _size_of(path: str) -> int:
+    """Return the bytes of a file, or of all files in a directory."""
+    if not os.path.isdir(path):
+        return os.path.getsize(path)
+    size_bytes = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            size_bytes += os.path.getsize(os.path.join(directory, name))
+    return size_bytes

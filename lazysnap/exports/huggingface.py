@@ -7,11 +7,12 @@ import pathlib
 import re
 import shutil
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from lazysnap.errors import ConfigError, FormatError
 from lazysnap.exports.job import ExportJob
-from lazysnap.exports.safetensors import add_file, tied_names
+from lazysnap.exports.safetensors import add_file, owners_of, tied_names
 from lazysnap.exports.weights import EXTRAS, chosen_tensors, place_of_weights
 from lazysnap.shard.limits import load_json
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
@@ -36,30 +37,29 @@ def write_folder(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write a new directory; return notes for the user.
 
     The weights are those of one model, in files of at most ``shard_bytes`` with an index; of a PEFT model the adapter
-    alone. Of tied tensors the first is written. ``config.json`` and the other files come from ``ExportJob.config``,
-    else from the snapshot.
+    alone. Of tied tensors the first is written. ``config.json`` and the other files are copied from
+    ``ExportJob.config``, else from the snapshot.
     Blocks. Raises: ConfigError, without a config; FormatError; StateError; LevelError; OSError.
     """
     facts = _facts(whole.meta.state, job.only)
     chosen = chosen_tensors(whole.meta.state, job.only)
+    config_name = "config.json"
+    weights_name = "model"
     adapter = facts.get("weights")
     if adapter is not None:
-        for stored in adapter.values():
-            if stored not in chosen:
-                raise FormatError(f"{whole.snapshot.plan.level}: the adapter's tensor {stored!r} is not in the state")
-        chosen = {name: chosen[stored] for name, stored in adapter.items()}
+        config_name = "adapter_config.json"
+        weights_name = "adapter_model"
+        chosen = _adapter_tensors(adapter, chosen, whole.snapshot.plan.level)
     files = _copied(job.config)
-    needed = "config.json" if adapter is None else "adapter_config.json"
-    if needed not in files and needed not in facts["files"]:
+    if config_name not in files and config_name not in facts["files"]:
         raise ConfigError(
-            f"no {needed}, without which from_pretrained loads nothing: this snapshot has none (it has one of models "
-            "of Transformers and PEFT, but not from Lightning); `lazysnap export --config DIR` copies one"
+            f"no {config_name}, without which from_pretrained loads nothing: this snapshot has none (it has one of "
+            "models of Transformers and PEFT, but not from Lightning); `lazysnap export --config DIR` copies one"
         )
     tensors = {_plain(name): whole.tensor(stored) for name, stored in chosen.items()}
-    tied = tied_names(tensors, list(tensors))
-    owners = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    owners = owners_of(tensors, tied_names(tensors, list(tensors)))
     os.mkdir(path)
-    _write_weights(owners, "model" if adapter is None else "adapter_model", job, path)
+    _write_weights(owners, weights_name, job, path)
     for name, text in facts["files"].items():
         if name not in files:
             pathlib.Path(path, name).write_text(text, encoding="utf-8")
@@ -71,7 +71,17 @@ def write_folder(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     return ["no tokenizer files: `lazysnap export --config DIR` copies those of a directory"]
 
 
-def _write_weights(tensors: Mapping[str, JoinedTensor], stem: str, job: ExportJob, path: str) -> None:
+def _adapter_tensors(adapter: Mapping[str, str], chosen: Mapping[str, str], level: str) -> dict[str, str]:
+    """Return the names of the adapter's tensors in the snapshot, by their names in a file. Raises: FormatError."""
+    tensors = {}
+    for name, stored in adapter.items():
+        if stored not in chosen:
+            raise FormatError(f"{level}: the adapter's tensor {stored!r} is not in the state")
+        tensors[name] = chosen[stored]
+    return tensors
+
+
+def _write_weights(tensors: Mapping[str, JoinedTensor], name: str, job: ExportJob, path: str) -> None:
     """Write the files that ``huggingface_hub`` splits such weights into, with an index if there are several.
 
     Blocks. Raises: ConfigError, without ``huggingface_hub``; StateError; FormatError; LevelError; OSError.
@@ -85,36 +95,39 @@ def _write_weights(tensors: Mapping[str, JoinedTensor], stem: str, job: ExportJo
         ) from error
     split = split_state_dict_into_shards_factory(
         dict(tensors),
-        get_storage_size=lambda tensor: tensor.size_bytes,
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        get_storage_size=attrgetter("size_bytes"),
+        filename_pattern=f"{name}{{suffix}}.safetensors",
         max_shard_size=job.shard_bytes,
     )
     reads = Reads()
     with contextlib.ExitStack() as files:
         for file_name, names in split.filename_to_tensors.items():
-            shard = {name: tensors[name] for name in names}
+            shard = {tensor_name: tensors[tensor_name] for tensor_name in names}
             add_file(reads, files, os.path.join(path, file_name), shard, {})
         job.fill(reads)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
-        pathlib.Path(path, f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        pathlib.Path(path, f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _facts(state: Any, only: str | None) -> dict[str, Any]:
     """Return the files and names of the chosen model that the snapshot holds, checked. Raises: FormatError."""
-    extras = state.get(EXTRAS) if isinstance(state, dict) else None
-    text = extras.get(_PRETRAINED) if isinstance(extras, dict) else None
+    text = None
+    if isinstance(state, dict):
+        extras = state.get(EXTRAS)
+        if isinstance(extras, dict):
+            text = extras.get(_PRETRAINED)
     if text is None:
         return {"files": {}}
     try:
         by_part = load_json(text.encode(), _FACTS_NESTING)
         facts = by_part.get(place_of_weights(state, only), {"files": {}})
         weights = facts.get("weights", {})
-        is_good = all(_NOTED.fullmatch(name) and isinstance(text, str) for name, text in facts["files"].items())
-        is_good = is_good and all(isinstance(stored, str) for stored in weights.values())
+        are_files_valid = all(_NOTED.fullmatch(name) and isinstance(text, str) for name, text in facts["files"].items())
+        are_weights_valid = all(isinstance(stored, str) for stored in weights.values())
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise FormatError(f"the small state has no valid {EXTRAS}.{_PRETRAINED}: {error!r}") from error
-    if not is_good:
+    if not are_files_valid or not are_weights_valid:
         raise FormatError(f"the small state has names in {EXTRAS}.{_PRETRAINED} that no training writes")
     return dict(facts)
 
@@ -125,8 +138,12 @@ def _copied(config: str | None) -> dict[str, str]:
         return {}
     if not os.path.isdir(config):
         raise ConfigError(f"config {os.fspath(config)!r}: no such directory; name one with a config.json in it")
-    paths = {name: os.path.join(config, name) for name in sorted(filter(COPIED.fullmatch, os.listdir(config)))}
-    return {name: path for name, path in paths.items() if os.path.isfile(path)}
+    paths = {}
+    for name in sorted(filter(COPIED.fullmatch, os.listdir(config))):
+        path = os.path.join(config, name)
+        if os.path.isfile(path):
+            paths[name] = path
+    return paths
 
 
 def _plain(name: str) -> str:

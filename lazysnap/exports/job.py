@@ -11,16 +11,20 @@ from lazysnap.levels.source import Progress, no_progress
 from lazysnap.snapshots.reads import Reads, Write
 
 Bar = Callable[[str, int], AbstractContextManager[Progress]]
-"""A display of progress: takes name and bytes of some work, and yields a function that takes further done bytes."""
+"""A display of progress: receives a title and the bytes to do, and yields a function that receives new done bytes."""
 
 
 def behind(handle: int, start: int) -> Write:
     """Return a ``Write`` into an open file whose offsets count from ``start``."""
-    return lambda offset, data: pwrite_all(handle, start + offset, data)
+
+    def write(offset: int, data: memoryview) -> None:
+        pwrite_all(handle, start + offset, data)
+
+    return write
 
 
 @contextlib.contextmanager
-def no_bar(what: str, total: int) -> Iterator[Progress]:
+def no_bar(title: str, total: int) -> Iterator[Progress]:
     """Show no progress: a ``Bar``."""
     yield no_progress
 

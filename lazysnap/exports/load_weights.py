@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from lazysnap.config import checked_url
@@ -52,11 +53,11 @@ def load_weights(
         model.load_state_dict(lazysnap.load_weights("runs/lazysnap"))
     """
     store = open_store(checked_url("load_weights", url), options=storage_options)
-    return retry_if_deleted(store, lambda catalogue: _load(catalogue, which, part))
+    return retry_if_deleted(store, partial(_load, which, part))
 
 
-def _load(catalogue: Catalogue, which: str | int, part: str | None) -> dict[str, Any]:
-    """Return the weights of the first snapshot that can be read; of ``latest`` others are passed over."""
+def _load(which: str | int, part: str | None, catalogue: Catalogue) -> dict[str, Any]:
+    """Return the weights of the first snapshot that can be read; for ``latest`` others are skipped."""
     errors: list[FormatError | StateError] = []
     skipped: list[str] = []
     for plan in catalogue.plans_for(which):
@@ -75,7 +76,9 @@ def _load(catalogue: Catalogue, which: str | int, part: str | None) -> dict[str,
         raise errors[0]
     url = catalogue.store.url
     problems = [*catalogue.problems, *catalogue.incomplete, *skipped]
-    details = f"; found: {'; '.join(problems[:8])}" if problems else ""
+    details = ""
+    if problems:
+        details = f"; found: {'; '.join(problems[:8])}"
     raise SnapshotNotFound(
         f"{url}: no complete snapshot {which!r} that can be read{details}; `lazysnap ls {url}` lists what is there"
     )
@@ -84,13 +87,19 @@ def _load(catalogue: Catalogue, which: str | int, part: str | None) -> dict[str,
 def _read(snapshot: OpenSnapshot, part: str | None) -> dict[str, Any]:
     where = f"{snapshot.plan.level}: step {snapshot.plan.step}"
     with contextlib.closing(snapshot):
-        return read_state(WholeSnapshot(snapshot), lambda state: _part(state, part, where))
+        return read_state(WholeSnapshot(snapshot), partial(_part, part, where))
 
 
-def _part(state: Any, part: str | None, where: str) -> Any:
+def _part(part: str | None, where: str, state: Any) -> Any:
     """Return the encoded state dict of one object of the state. Raises: StateError."""
-    objects = state if isinstance(state, dict) and TAG not in state else {}
-    name = part if part is not None else LIGHTNING_WEIGHTS if is_lightning(objects) else MODEL
+    objects: dict[str, Any] = {}
+    if isinstance(state, dict) and TAG not in state:
+        objects = state
+    name = MODEL
+    if part is not None:
+        name = part
+    elif is_lightning(objects):
+        name = LIGHTNING_WEIGHTS
     if name not in objects:
         parts = sorted(objects.keys() - {KEY})
         raise StateError(

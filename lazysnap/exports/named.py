@@ -1,8 +1,8 @@
-"""A directory of ``save_state(directory)``: the name of a snapshot, and the place for a checkpoint made of that.
+"""A directory of ``save_state(directory)``: the name of a snapshot, and the place for a checkpoint made from it.
 
-``lazysnap.json`` in it says which snapshot. When that is durable, the files of Accelerate's layout are put there: those
-of an earlier checkpoint are deleted, and the new ones are moved in, weights last. Stock ``load_state`` fails without
-weights, so it never takes some files of a checkpoint, or files of two. All other files stay.
+``lazysnap.json`` in it names the snapshot. When that is durable, the directory gets the files of Accelerate's layout:
+those of an earlier checkpoint are deleted, and the new ones are moved in, weights last. Stock ``load_state`` fails
+without weights, so it never loads a part of a checkpoint, or files of two. All other files stay.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from lazysnap.shard.limits import load_json
 
 _NAME_FILE = "lazysnap.json"
 _EXPORT = ".lazysnap-export"
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 _NESTING = 2
 _FIRST_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""Files without which stock ``load_state`` fails, whatever else is there."""
+"""Files without which stock ``load_state`` fails."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Named:
 
 
 def name_snapshot(directory: str, named: Named) -> None:
-    """Let a directory, which is made if it is not there, name a snapshot, durably.
+    """Let a directory, which is made if it is missing, name a snapshot, durably.
 
     Blocks. Raises: ConfigError, for a directory in a snapshot of a level; OSError.
     """
@@ -62,15 +62,17 @@ def named_in(directory: str) -> Named | None:
     """Return the snapshot that a directory names; ``None`` if it names none. Blocks."""
     try:
         with open(os.path.join(directory, _NAME_FILE), "rb") as file:
-            named = Named(**load_json(file.read(_MOST_BYTES), _NESTING))
+            named = Named(**load_json(file.read(_MAX_BYTES), _NESTING))
     except (OSError, ValueError, TypeError):
         return None
     is_valid = isinstance(named.place, str) and isinstance(named.run, str) and type(named.step) is int
-    return named if is_valid else None
+    if not is_valid:
+        return None
+    return named
 
 
 def forget_name(directory: str) -> None:
-    """Let a directory name no snapshot any more. Blocks: until a checkpoint is in it that is being put there."""
+    """Let a directory name no snapshot any more. Blocks: until an export into it in progress has ended."""
     with contextlib.suppress(FileNotFoundError), _locked(directory):
         os.unlink(os.path.join(directory, _NAME_FILE))
 
@@ -119,13 +121,13 @@ def _move_into(directory: str, temp: str) -> None:
 
 
 def _place_in_order(name: str) -> tuple[bool, bool]:
-    """Return where a file comes among those of its checkpoint: weights behind others, those of the first model last."""
+    """Return the place of a file in the order of moves: weights behind others, those of the first model last."""
     return name.startswith(("model", "pytorch_model")), name in _FIRST_WEIGHTS
 
 
 @contextlib.contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """Let one process at a time change a directory. Blocks. Raises: FileNotFoundError, if it is not there."""
+    """Let one process at a time change a directory. Blocks. Raises: FileNotFoundError, if it is missing."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # some file systems have no locks

@@ -21,19 +21,21 @@ _PROGRAM = "import sys; from lazysnap.exports.process import main; sys.exit(main
 def start_export(directory: str, level: PersistentLevel) -> "subprocess.Popen[str]":
     """Start a detached process of low priority that puts a checkpoint into a directory of ``save_state(directory)``.
 
-    ``level``: has the snapshot that the directory names. Standard output says what went wrong, if the exit code is not
-    0. Does not block for more than some milliseconds. Raises: OSError.
+    ``level``: the level that has the snapshot of the directory. The process writes an error to its standard output, and
+    exits with another code than 0. Does not block for more than some milliseconds. Raises: OSError.
     """
     arguments = {
         "directory": os.path.abspath(directory),
         "place": level.url,
         "storage_options": dict(level.storage_options or {}),
     }
-    root = str(pathlib.Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH")
+    search_path = str(pathlib.Path(__file__).resolve().parents[2])
+    inherited_path = os.environ.get("PYTHONPATH")
+    if inherited_path:
+        search_path = f"{search_path}{os.pathsep}{inherited_path}"
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM],
-        env={**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root},
+        env={**os.environ, "PYTHONPATH": search_path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -44,7 +46,7 @@ def start_export(directory: str, level: PersistentLevel) -> "subprocess.Popen[st
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process.pid, _NICE)
     assert process.stdin is not None
-    with contextlib.suppress(OSError), process.stdin:  # there no other user sees the options of the storage
+    with contextlib.suppress(OSError), process.stdin:  # other users cannot read the options of the storage from a pipe
         json.dump(arguments, process.stdin)
     threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True).start()
     return process

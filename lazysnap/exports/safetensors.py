@@ -19,7 +19,7 @@ FORMAT = {"format": "pt"}
 def write_safetensors(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write the chosen weights to a new file; return notes for the user.
 
-    Tied tensors are stored once, under the alphabetically first name; the header's ``__metadata__`` holds the other
+    Tied tensors are stored once, under the alphabetically first name. The header's ``__metadata__`` has the other
     names, as with ``safetensors.torch.save_model``.
     Blocks. Raises: ConfigError; FormatError; StateError, for a dtype that safetensors does not have; LevelError;
     OSError.
@@ -29,22 +29,36 @@ def write_safetensors(whole: WholeSnapshot, job: ExportJob, path: str) -> list[s
     tied = tied_names(tensors, sorted(tensors))
     reads = Reads()
     with contextlib.ExitStack() as files:
-        add_file(reads, files, path, {name: tensor for name, tensor in tensors.items() if name not in tied}, tied)
+        add_file(reads, files, path, owners_of(tensors, tied), tied)
         job.fill(reads)
     if not tied:
         return []
-    count = f"{len(tied)} tied tensor{'s are' if len(tied) > 1 else ' is'}"
+    count = "1 tied tensor is"
+    if len(tied) > 1:
+        count = f"{len(tied)} tied tensors are"
     return [f"{count} stored once: load with safetensors.torch.load_model"]
 
 
 def tied_names(tensors: Mapping[str, JoinedTensor], order: Sequence[str]) -> dict[str, str]:
-    """Return the names of tensors that are tied to one that comes before them in ``order``, and the name of that."""
-    first: dict[tuple[object, ...], str] = {}
+    """Return the names of tensors that are tied to an earlier one in ``order``, each with the name of that owner.
+
+    Empty tensors are not tied.
+    """
+    owners: dict[tuple[object, ...], str] = {}
     for name in order:
         if tensors[name].size_bytes:
-            first.setdefault(tensors[name].key, name)
-    owners = {name: first.get(tensors[name].key, name) for name in order}
-    return {name: owner for name, owner in owners.items() if owner != name}
+            owners.setdefault(tensors[name].key, name)
+    tied = {}
+    for name in order:
+        owner = owners.get(tensors[name].key, name)
+        if owner != name:
+            tied[name] = owner
+    return tied
+
+
+def owners_of(tensors: Mapping[str, JoinedTensor], tied: Mapping[str, str]) -> dict[str, JoinedTensor]:
+    """Return the tensors that are not tied to another one."""
+    return {name: tensor for name, tensor in tensors.items() if name not in tied}
 
 
 def add_file(
@@ -65,7 +79,8 @@ def add_file(
                 "directory, or choose other tensors with `lazysnap export --only`"
             )
     try:
-        layout = Layout.plan([tensor.spec(name) for name, tensor in tensors.items()], {**FORMAT, **metadata})
+        specs = [tensor.spec(name) for name, tensor in tensors.items()]
+        layout = Layout.plan(specs, {**FORMAT, **metadata})
     except FormatError as error:
         raise StateError(f"{path}: safetensors cannot hold these tensors: {error}") from error
     handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o666)

@@ -2,14 +2,15 @@
 
 import mmap
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from lazysnap.errors import FormatError
 from lazysnap.exports.job import ExportJob
-from lazysnap.exports.safetensors import fill_later, tied_names
+from lazysnap.exports.safetensors import fill_later, owners_of, tied_names
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.limits import with_stack
 from lazysnap.shard.manifest import TAG
@@ -28,13 +29,17 @@ def parts_of(names: Collection[str] | None) -> Choose:
     def choose(encoded: Any) -> dict[str, Any]:
         if not isinstance(encoded, dict):
             raise FormatError(f"the small state is {type(encoded).__name__}, expected a dict")
-        return {name: unregistered(part) for name, part in encoded.items() if names is None or name in names}
+        chosen = {}
+        for name, part in encoded.items():
+            if names is None or name in names:
+                chosen[name] = unregistered(part)
+        return chosen
 
     return choose
 
 
 def unregistered(encoded: Any) -> Any:
-    """Return an encoded value in which values of registered types are replaced by what their encoder returned."""
+    """Return an encoded value in which values of registered types are replaced by the results of their encoders."""
     if isinstance(encoded, list):
         return [unregistered(item) for item in encoded]
     if not isinstance(encoded, Mapping):
@@ -47,7 +52,7 @@ def unregistered(encoded: Any) -> Any:
 def read_state(whole: WholeSnapshot, choose: Choose) -> dict[str, Any]:
     """Return the part of the state that ``choose`` returns, its tensors read and verified; tied ones are one tensor.
 
-    Blocks. Raises: FormatError; LevelError; what ``choose`` raises.
+    Blocks. Raises: FormatError; LevelError; as ``choose``.
     """
     encoded, tensors = _chosen(whole, choose)
     return _decoded(whole, encoded, _read(tensors))
@@ -56,8 +61,8 @@ def read_state(whole: WholeSnapshot, choose: Choose) -> dict[str, Any]:
 def mapped_state(whole: WholeSnapshot, choose: Choose, job: ExportJob, directory: str) -> dict[str, Any]:
     """Return the same as ``read_state``, with tensors that can be larger than memory.
 
-    They are put together, once, in a safetensors file in ``directory`` and mapped from there. The file has no name: the
-    system frees its space with the last of the tensors, or when this process dies.
+    The tensors are assembled, once, in a safetensors file in ``directory`` and mapped from it. The file has no name:
+    the system frees its space with the last of the tensors, or when this process dies.
     """
     encoded, tensors = _chosen(whole, choose)
     return _decoded(whole, encoded, _map(tensors, job, directory))
@@ -65,7 +70,7 @@ def mapped_state(whole: WholeSnapshot, choose: Choose, job: ExportJob, directory
 
 def _chosen(whole: WholeSnapshot, choose: Choose) -> tuple[Any, dict[str, JoinedTensor]]:
     with whole.snapshot.naming():
-        encoded = with_stack(lambda: choose(whole.meta.state))
+        encoded = with_stack(partial(choose, whole.meta.state))
         names = tensor_names(encoded)
     return encoded, {name: whole.tensor(name) for name in names}
 
@@ -82,33 +87,39 @@ def _read(tensors: Mapping[str, JoinedTensor]) -> dict[str, torch.Tensor]:
     """Return tensors in memory, tied ones once. Blocks. Raises: FormatError; LevelError."""
     tied = tied_names(tensors, list(tensors))
     reads = Reads()
-    made: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if name not in tied:
-            made[name] = room_for(tensor)
-            reads.add(tensor, into(made[name]))
+    loaded: dict[str, torch.Tensor] = {}
+    for name, tensor in owners_of(tensors, tied).items():
+        loaded[name] = room_for(tensor)
+        reads.add(tensor, into(loaded[name]))
     reads.run()
-    return {name: made[tied.get(name, name)] for name in tensors}
+    return _with_tied(loaded, tied, tensors)
 
 
 def _map(tensors: Mapping[str, JoinedTensor], job: ExportJob, directory: str) -> dict[str, torch.Tensor]:
     """Return tensors in a mapped file, tied ones once. Blocks. Raises: FormatError; LevelError; OSError."""
     tied = tied_names(tensors, list(tensors))
-    owners = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    owners = owners_of(tensors, tied)
     layout = Layout.plan(tensor.spec(name) for name, tensor in owners.items())
     reads = Reads()
     with tempfile.TemporaryFile(dir=directory) as file:
         fill_later(file.fileno(), layout, owners, reads)
         job.fill(reads)
         mapped = mmap.mmap(file.fileno(), layout.size_bytes)
-    made: dict[str, torch.Tensor] = {}
+    loaded: dict[str, torch.Tensor] = {}
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        made[spec.name] = _tensor_at(mapped, offset, spec, owners[spec.name])
-    return {name: made[tied.get(name, name)] for name in tensors}
+        loaded[spec.name] = _tensor_at(mapped, offset, spec, owners[spec.name])
+    return _with_tied(loaded, tied, tensors)
+
+
+def _with_tied(
+    loaded: Mapping[str, torch.Tensor], tied: Mapping[str, str], names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return the loaded tensors by all ``names``, in their order: tied names get the tensor of their owner."""
+    return {name: loaded[tied.get(name, name)] for name in names}
 
 
 def _tensor_at(mapped: mmap.mmap, offset: int, spec: TensorSpec, tensor: JoinedTensor) -> torch.Tensor:
-    """Return a tensor over a part of a mapped file; its memory is all its own, so nothing else is saved with it."""
+    """Return a tensor over a part of a mapped file. Its storage has no other bytes, so that none is saved with it."""
     if not spec.nbytes:
         return room_for(tensor)
     dtype, shape = facts_of(tensor.first)

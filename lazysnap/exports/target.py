@@ -36,15 +36,17 @@ _ZIP_NAME = 30
 """The start of a zip file, and the offset of the name of its first member."""
 
 
-def format_of(path: str, wanted: str | None) -> str:
-    """Return the format: ``wanted``, else the one of the suffix. Raises: ConfigError."""
+def format_of(path: str, chosen_format: str | None) -> str:
+    """Return the format: ``chosen_format``, else the one of the suffix. Raises: ConfigError."""
     if len(urlsplit(path).scheme) > 1:
         raise ConfigError(f"{path!r}: exports are written to a local path; copy the result from there")
-    if wanted is not None:
-        if wanted not in FORMATS:
-            raise ConfigError(f"format {wanted!r} is none of {', '.join(FORMATS)}")
-        return wanted
-    suffix = "" if path.endswith("/") else os.path.splitext(path)[1]
+    if chosen_format is not None:
+        if chosen_format not in FORMATS:
+            raise ConfigError(f"format {chosen_format!r} is none of {', '.join(FORMATS)}")
+        return chosen_format
+    suffix = ""
+    if not path.endswith("/"):
+        suffix = os.path.splitext(path)[1]
     if suffix not in _BY_SUFFIX:
         raise ConfigError(f"{path!r}: {suffix!r} names no format; choose the option `format`: {', '.join(FORMATS)}")
     return _BY_SUFFIX[suffix]
@@ -55,7 +57,7 @@ def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
     """Yield a temporary name for a file or directory beside ``path``. On success it is renamed to ``path``, durably.
 
     On any error, Ctrl-C included, it is removed, and ``path`` is unchanged.
-    Raises: ConfigError, if something is there and ``force`` is not given, or if it is not what an export wrote.
+    Raises: ConfigError, if ``path`` exists and ``force`` is not given, or if no export wrote it.
     """
     path = _real(path)
     _check(path, force=force)
@@ -78,7 +80,9 @@ def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
 def _real(path: str) -> str:
     """Return ``path`` without symbolic links, except for its last name, which is checked."""
     head, tail = os.path.split(path.rstrip("/"))
-    return os.path.realpath(path) if tail in ("", ".", "..") else os.path.join(os.path.realpath(head or "."), tail)
+    if tail in ("", ".", ".."):
+        return os.path.realpath(path)
+    return os.path.join(os.path.realpath(head or "."), tail)
 
 
 def _check(path: str, *, force: bool) -> None:
@@ -130,12 +134,14 @@ def check_outside(path: str) -> None:
 
 
 def _foreign(path: str) -> str:
-    """Return why ``path`` may not be replaced; empty text if it is an export or an empty directory."""
+    """Return the reason not to replace ``path``; empty text if it is an export or an empty directory."""
     facts = os.lstat(path)
     if stat.S_ISLNK(facts.st_mode):
         return "it is a symbolic link"
     if stat.S_ISREG(facts.st_mode):
-        return "" if _is_exported_file(path) else "it is a file that no export wrote"
+        if _is_exported_file(path):
+            return ""
+        return "it is a file that no export wrote"
     if not stat.S_ISDIR(facts.st_mode):
         return "it is neither a file nor a directory"
     if os.path.commonpath([os.path.realpath(os.getcwd()), path]) == path:
@@ -170,7 +176,7 @@ def _move(temp: str, path: str) -> None:
     if not os.path.lexists(path) or not (os.path.isdir(path) or os.path.isdir(temp)):
         os.rename(temp, path)
         return
-    # Not every file system can exchange directories atomically: for a moment nothing has this name.
+    # Not every file system can exchange directories atomically: for a moment the name does not exist.
     old = os.path.join(os.path.dirname(path), temp_name(os.path.basename(path)))
     os.rename(path, old)
     try:

@@ -1,4 +1,4 @@
-"""The weights of the model in a snapshot: which tensors, and their names in the model."""
+"""The weights of the model in a snapshot: the choice of tensors, and their names in the model."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from lazysnap.shard.manifest import TAG
 MODEL = "model"
 LIGHTNING_WEIGHTS = "state_dict"
 EXTRAS = "lazysnap"
-"""The key in a Lightning state that holds what lazysnap adds to it."""
+"""The key in a Lightning state that has the values of lazysnap."""
 
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict", "Namespace", "SimpleNamespace")
 _LISTS = ("tuple", "set", "frozenset", "deque")
@@ -23,8 +23,8 @@ def is_lightning(state: Any) -> bool:
 def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
     """Return the name of each chosen tensor in the snapshot, by its name in a file of weights.
 
-    Chosen are tensors below ``only`` (a path in the state, joined with dots), without that prefix; else Lightning's
-    ``state_dict``; else the object named ``model``; else all.
+    These are the tensors below ``only`` (a path in the state, joined with dots), without that prefix. Default:
+    Lightning's ``state_dict``, else the object named ``model``, else all.
     Raises: ConfigError, if there are none below ``only``; FormatError, if two get one name.
     """
     paths = list(_tensors(state, ()))
@@ -53,7 +53,9 @@ def place_of_weights(state: Any, only: str | None) -> str | None:
         return only
     if is_lightning(state):
         return LIGHTNING_WEIGHTS
-    return MODEL if isinstance(state, dict) and MODEL in state else None
+    if isinstance(state, dict) and MODEL in state:
+        return MODEL
+    return None
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -10,15 +10,13 @@ from lazysnap.shard.names import SnapshotName
 
 
 def place_beside(directory: object) -> str:
-    """Return the default place for snapshots of a training that writes to ``directory``. The job is then named
-    by this place, too.
-    """
+    """Return the default place for snapshots of a training that writes to ``directory``. It also names the job."""
     return resolve_url(os.path.join(str(directory), "lazysnap"))
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a callback. Raises: ConfigError, for what is wrong or contradictory."""
+    """Arguments of a callback. Raises: ConfigError, for wrong or contradictory values."""
 
     dirpath: "str | os.PathLike[str] | None"
     every_n_steps: int | None
@@ -51,7 +49,7 @@ class Arguments:
         return SnapshotConfig(every_n_steps=every_n_steps, levels=(level,))
 
     def _check_beside(self, config: SnapshotConfig, url: str) -> None:
-        """Raises: ConfigError, if an argument that was given says something else than ``config``."""
+        """Raises: ConfigError, if an argument contradicts ``config``."""
         urls = [level.url for level in config.levels]
         if self.dirpath is not None and url not in urls:
             raise ConfigError(
@@ -63,11 +61,11 @@ class Arguments:
                 f"{self.owner}: every_n_steps={self.every_n_steps} contradicts config.every_n_steps="
                 f"{config.every_n_steps}; give it in config only"
             )
-        theirs = [level.every_n_steps for level in config.levels]
-        if self.persist_every_n_steps is not None and set(theirs) != {self.persist_every_n_steps}:
+        intervals = [level.every_n_steps for level in config.levels]
+        if self.persist_every_n_steps is not None and set(intervals) != {self.persist_every_n_steps}:
             raise ConfigError(
                 f"{self.owner}: persist_every_n_steps={self.persist_every_n_steps} contradicts config.levels, "
-                f"where every_n_steps is {theirs or 'not set'}; give it there only, as "
+                f"where every_n_steps is {intervals or 'not set'}; give it there only, as "
                 "PersistentLevel(..., every_n_steps=...)"
             )
 
@@ -84,17 +82,23 @@ class Arguments:
         return self.config_for(default_url or "")
 
 
-def checked_keep_best(wish: KeepBest | None, owner: str) -> KeepBest | None:
-    """Return the argument ``keep_best`` of a callback. Raises: ConfigError, if it is none."""
-    if wish is not None and not isinstance(wish, KeepBest):
-        raise ConfigError(f'{owner}.keep_best must be KeepBest("val_loss", ...) or None, got {wish!r}')
-    return wish
+def checked_keep_best(keep_best: KeepBest | None, owner: str) -> KeepBest | None:
+    """Return the argument ``keep_best`` of a callback. Raises: ConfigError, for a value of another type."""
+    if keep_best is not None and not isinstance(keep_best, KeepBest):
+        raise ConfigError(f'{owner}.keep_best must be KeepBest("val_loss", ...) or None, got {keep_best!r}')
+    return keep_best
 
 
 def check_path(which: Any, framework: str, how: str, export: str) -> None:
-    """Raises: ConfigError, if ``which`` is the directory of a snapshot, which no framework can read.
+    """Refuse the directory of a snapshot, which no framework can read.
 
-    ``how``: what resumes the newest snapshot; ``export``: what makes a checkpoint of one, as arguments of the command.
+    Args:
+        which: the checkpoint that the program named.
+        framework: the name of the framework.
+        how: the argument that resumes the newest snapshot.
+        export: the arguments of ``lazysnap export`` that make a checkpoint of this framework.
+
+    Raises: ConfigError.
     """
     text = ""
     if isinstance(which, (str, os.PathLike)):

@@ -1,4 +1,4 @@
-"""What integrations need of a framework: is it there, which object is of it, methods that are replaced for a while."""
+"""Frameworks that integrations use: checks that one is installed, ``attach``, methods that are replaced for a while."""
 
 import os
 from collections.abc import Callable
@@ -20,10 +20,16 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def require(who: str, framework: str, extra: str, *packages: str) -> None:
+def require(integration: str, framework: str, extra: str, *packages: str) -> None:
     """Check for a framework before any other import, so that the error names it, and not a package that it brings.
 
-    Raises: ModuleNotFoundError, if none of ``packages`` is installed, which ``who`` needs.
+    Args:
+        integration: the class that needs the framework, for the message.
+        framework: its name, for the message.
+        extra: the extra of this package that installs it.
+        packages: one of these is enough.
+
+    Raises: ModuleNotFoundError, if none of ``packages`` is installed.
     """
     if any(map(is_installed, packages)):
         return
@@ -31,7 +37,8 @@ def require(who: str, framework: str, extra: str, *packages: str) -> None:
     if len(packages) > 1:
         searched = f" (neither {' nor '.join(packages)})"
     raise ModuleNotFoundError(
-        f'{who} needs {framework}, which is not installed here{searched}: run `pip install "lazysnap[{extra}]"`',
+        f"{integration} needs {framework}, which is not installed here{searched}: run "
+        f'`pip install "lazysnap[{extra}]"`',
         name=packages[0],
     )
 
@@ -48,8 +55,8 @@ def attach(
         trainer.train(resume_from_checkpoint="latest")
 
     Args:
-        target: an ``accelerate.Accelerator``, which has then what a ``LazyAccelerator`` has, or a
-            ``transformers.Trainer`` (those of TRL are, too), which has what ``LazyTrainerCallback`` gives it.
+        target: an ``accelerate.Accelerator``, which gets the methods of a ``LazyAccelerator``; or a
+            ``transformers.Trainer`` (also of TRL), which gets a ``LazyTrainerCallback``.
         snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap`` or
             ``<output_dir>/lazysnap``.
         keep_best: keeps the best snapshots by a metric of a Trainer's evaluations. With an Accelerator, call
@@ -76,12 +83,10 @@ def attach(
 
 
 class Patches:
-    """A stack of methods that are replaced for a while. Only instances are touched, never classes.
+    """A stack of methods that are replaced for a while. Only instances are changed, never classes."""
 
-    ``is_on``: where it is false when a method is called, the original alone runs.
-    """
-
-    def __init__(self, is_on: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, is_on: Callable[[], bool] | None = None) -> None:
+        """``is_on``: called at each call of a replaced method; if it returns ``False``, the original alone runs."""
         self._is_on = is_on
         self._stack: list[tuple[Any, str, Any]] = []
 
@@ -91,7 +96,7 @@ class Patches:
 
         @wraps(original)
         def method(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_on():
+            if self._is_on is not None and not self._is_on():
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 

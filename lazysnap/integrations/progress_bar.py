@@ -23,11 +23,15 @@ _PATIENCE_S = 1.0
 
 @contextlib.contextmanager
 def rich_bar(console: Console | None = None, column: BarColumn | None = None) -> Iterator[Show]:
-    """Show a bar of rich; ``column``: the bar's own look."""
+    """Show a bar of rich. ``column``: draws the bar itself; default: as rich does."""
     columns = (TextColumn("{task.description}"), column or BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(_DESCRIPTION, total=None)
-        yield lambda done_bytes, total_bytes: progress.update(task, completed=done_bytes, total=total_bytes)
+
+        def show(done_bytes: int, total_bytes: int) -> None:
+            progress.update(task, completed=done_bytes, total=total_bytes)
+
+        yield show
 
 
 @contextlib.contextmanager

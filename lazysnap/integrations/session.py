@@ -15,54 +15,57 @@ from lazysnap.runs import means_snapshot
 from lazysnap.shard.names import new_id
 from lazysnap.state.source import StateSource
 
-_MOST_STEPS = 10_000
-"""Steps whose times are remembered."""
+_MAX_STEPS = 10_000
+"""The most steps whose times are kept."""
 
 
 class Figures:
-    """Counters and timings under ``lazysnap/…``, and how far each level lags behind training."""
+    """Counters and timings under ``lazysnap/…``, and the lag of each level behind training."""
 
     def __init__(self) -> None:
-        self._passed_s: dict[int, float] = {}
-        """When training passed a step, on the monotonic clock."""
+        self._finished_s: dict[int, float] = {}
+        """The times at which training finished steps, on the monotonic clock."""
 
-    def note(self, step: int) -> None:
-        """Training passed ``step`` now."""
-        self._passed_s[step] = time.monotonic()
-        if len(self._passed_s) > _MOST_STEPS:
-            del self._passed_s[next(iter(self._passed_s))]
+    def record(self, step: int) -> None:
+        """Record that training finished ``step`` now."""
+        self._finished_s[step] = time.monotonic()
+        if len(self._finished_s) > _MAX_STEPS:
+            first = next(iter(self._finished_s))
+            del self._finished_s[first]
 
     def values(self, statistics: Statistics, levels: Sequence[PersistentLevel]) -> dict[str, float]:
         """Return the current figures; none before the first capture.
 
-        ``stall_ms``: the training thread waited at the last capture. ``device_wait_s``: devices stood still at gates so
-        far (only on devices). ``copy_gb_per_s``: mean of all. ``skipped``, ``torn``: so far. ``lag_steps/…``,
-        ``lag_s/…``: behind the last step, in memory, on other nodes, and at storage level 0, 1, …
-        of ``levels``.
+        * ``stall_ms``: the time that the training thread waited at the last capture.
+        * ``device_wait_s``: the time that devices waited at gates so far (only on devices).
+        * ``copy_gb_per_s``: the mean of all copies.
+        * ``skipped``, ``torn``: captures so far.
+        * ``lag_steps/…``, ``lag_s/…``: the lag behind the last step, in memory, on other nodes, and at storage level
+          0, 1, … of ``levels``.
         """
         if not statistics.began:
             return {}
         copy_s = statistics.copy.total_s
         values = {
-            "stall_ms": 1e3 * (statistics.boundary.last_s + statistics.gate.last_s),
-            "skipped": float(statistics.skipped.total()),
-            "torn": float(statistics.torn),
+            "lazysnap/stall_ms": 1e3 * (statistics.boundary.last_s + statistics.gate.last_s),
+            "lazysnap/skipped": float(statistics.skipped.total()),
+            "lazysnap/torn": float(statistics.torn),
         }
         if statistics.device_wait_s:
-            values["device_wait_s"] = statistics.device_wait_s
+            values["lazysnap/device_wait_s"] = statistics.device_wait_s
         if copy_s:
-            values["copy_gb_per_s"] = statistics.shard_bytes * statistics.copy.count / copy_s / 1e9
-        newest = max(self._passed_s, default=0)
+            values["lazysnap/copy_gb_per_s"] = statistics.shard_bytes * statistics.copy.count / copy_s / 1e9
+        newest = max(self._finished_s, default=0)
         steps = {"memory": statistics.last_whole_step, "other_nodes": statistics.last_protected_step}
         for number, level in enumerate(levels):  # the statistics have them in the order of their first snapshots
             steps[f"storage_{number}"] = statistics.last_durable_step.get(level.url)
         for place, step in steps.items():
             if step is None:
                 continue
-            values[f"lag_steps/{place}"] = float(newest - step)
-            if step in self._passed_s:
-                values[f"lag_s/{place}"] = time.monotonic() - self._passed_s[step]
-        return {f"lazysnap/{name}": value for name, value in values.items()}
+            values[f"lazysnap/lag_steps/{place}"] = float(newest - step)
+            if step in self._finished_s:
+                values[f"lazysnap/lag_s/{place}"] = time.monotonic() - self._finished_s[step]
+        return values
 
 
 class Session:
@@ -71,38 +74,39 @@ class Session:
     def __init__(self, engine: SnapshotEngine, step: int = 0) -> None:
         self.engine = engine
         self.step = step
-        """The last one that is over and counts."""
-        self._steps_back = 0
-        """Steps that the program asked to go back; 0: none."""
+        """The last step that is finished."""
+        self._rollback_steps = 0
+        """The number of steps of a rollback that the program requested; 0: no rollback."""
         self._figures = Figures()
 
-    def start(self, step: int, prepare: Callable[[], None] = lambda: None) -> None:
-        """Training begins behind ``step``; ``prepare`` is done before. Collective. Raises: what it raises on any rank;
-        as ``SnapshotEngine._prepare``.
+    def start(self, step: int, prepare: Callable[[], None] | None = None) -> None:
+        """Begin a training behind ``step``; call ``prepare`` before.
+
+        Collective. Raises: as ``prepare`` on any rank; as ``SnapshotEngine._prepare``.
         """
 
         def work() -> None:
-            prepare()
+            if prepare is not None:
+                prepare()
             self.step = step
             self.engine._prepare()
 
         self.engine._together("preparing", work)
         self.engine._boundaries.check_memory()
 
-    def passes(self, step: int) -> bool:
-        """True if ``step`` is over and was not captured; else an accumulation of gradients is under way.
-
-        The step then counts in ``figures``, and ``capture`` takes it.
-        """
+    def finish_step(self, step: int) -> bool:
+        """Record that ``step`` is finished. ``False`` if it was recorded before: gradients are being accumulated."""
         if step <= self.step:
             return False
         self.step = step
-        self._figures.note(step)
+        self._figures.record(step)
         return True
 
     def capture(self, *, is_last: bool) -> None:
-        """Capture the step that passed. ``is_last``: the end of a training, also between the steps of
-        ``every_n_steps``; see ``SnapshotEngine._last_boundary``.
+        """Capture the last step that is finished.
+
+        ``is_last``: at the end of a training, also between the steps of ``every_n_steps``; see
+        ``SnapshotEngine._last_boundary``.
         """
         if is_last:
             self.engine._last_boundary(self.step)
@@ -113,41 +117,47 @@ class Session:
         """Return figures for loggers: see ``Figures.values``."""
         return self._figures.values(self.engine.statistics(), self.engine._config.levels)
 
-    def judge(self, wish: KeepBest, value: Any) -> None:
+    def keep_best(self, setting: KeepBest, value: Any) -> None:
         """Keep the snapshot of the running step, if its ``value`` is among the best. Collective.
 
         Raises: as ``SnapshotEngine.keep_best``.
         """
-        self.engine.keep_best(wish.monitor, value, mode=wish.mode, count=wish.count)
+        self.engine.keep_best(setting.monitor, value, mode=setting.mode, count=setting.count)
 
     @property
-    def is_spoilt(self) -> bool:
-        """True if the program asked to go back, and training did not yet."""
-        return self._steps_back > 0
+    def rollback_requested(self) -> bool:
+        """True if the program requested a rollback that did not take place yet."""
+        return self._rollback_steps > 0
 
-    def ask_back(self, steps: int) -> None:
+    def request_rollback(self, steps: int) -> None:
         """Let training go back at the end of the running step. Raises: ConfigError."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
-        self._steps_back = steps
+        self._rollback_steps = steps
 
-    def go_back(self) -> None:
-        """Go back as far as was asked. Collective. Blocks. Raises: as ``SnapshotEngine.rollback``."""
-        steps = self._steps_back
-        self._steps_back = 0
+    def roll_back(self) -> None:
+        """Go back by the requested steps. Collective. Blocks. Raises: as ``SnapshotEngine.rollback``."""
+        steps = self._rollback_steps
+        self._rollback_steps = 0
         self.step = self.engine.rollback(steps=steps).step
 
     def close(self, bar: Bar | None) -> None:
-        """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows how far it is, if it takes a second."""
+        """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows the progress after a second."""
         with shown_later(bar) as show:
             self.engine.close(drain=True, progress=show)
 
-    def tell_fresh(self, asked: Any, how: str, step: int = 0) -> None:
-        """Tell the user how training starts, if it resumes no snapshot; ``asked``: the checkpoint asked for."""
-        if asked and means_snapshot(asked):
+    def report_start(self, checkpoint: Any, how: str, step: int = 0) -> None:
+        """Report the start of a training that resumes no snapshot.
+
+        Args:
+            checkpoint: the checkpoint that the program named, if any.
+            how: the call that resumes the newest snapshot.
+            step: the step behind which training begins.
+        """
+        if checkpoint and means_snapshot(checkpoint):
             self.engine._run.tell_start()
-        elif asked:
-            self.engine._run.tell_start(report.from_checkpoint(str(asked)))
+        elif checkpoint:
+            self.engine._run.tell_start(report.from_checkpoint(str(checkpoint)))
         else:
             self.engine._run.tell_start(report.fresh(None, how=how, step=step))
 
@@ -161,7 +171,7 @@ class WithEngine:
     _statistics: Statistics | None = None
     """The statistics of the last training."""
     _new_run_id = ""
-    """The id for the next training if that resumes nothing; empty, if the program did not ask for it."""
+    """The id for the next training if that resumes nothing; empty, if the program did not read it."""
 
     @property
     def engine(self) -> SnapshotEngine | None:
@@ -193,7 +203,7 @@ class WithEngine:
         return self._new_run_id
 
     def _default_place(self) -> str | None:
-        """The place of snapshots where the arguments name none; ``None``, if it is not known before a training."""
+        """Return the place of snapshots where the arguments name none; ``None`` if only a training has one."""
         return None
 
     def statistics(self) -> Statistics | None:
@@ -223,15 +233,15 @@ class WithEngine:
         self._running().release(name)
 
     def _leave(self) -> None:
-        """The training is over; its counters stay."""
+        """End the training; keep its counters."""
         if self._session is not None:
             self._statistics = self._session.engine.statistics()
             self._session = None
 
     def _begin(self, state: StateSource, directory: object, *, only_reads: bool = False) -> Session:
-        """A training begins that has this ``state`` and writes to ``directory``. Collective.
+        """Begin a training that has this ``state`` and writes to ``directory``. Collective.
 
-        ``only_reads``: it is an evaluation, which may take place within a training of the same directory.
+        ``only_reads``: true for an evaluation, which may take place within a training of the same directory.
         """
         url = place_beside(directory)
         config = self._arguments.config_for(url)

@@ -14,7 +14,7 @@ from lazysnap import faults
 from lazysnap.core.messages import JobSettings, NamedStep, NameRefusal, StepKey
 from lazysnap.errors import ConfigError, FormatError
 from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.leftovers import is_given_by_a_run, is_settled
+from lazysnap.levels.leftovers import belongs_to_run, is_stale
 from lazysnap.levels.listing import parse_directory
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.storage import Storage, probe
@@ -240,7 +240,7 @@ class LevelFiles:
         named = []
         for file_name in file_names:
             name = parse_keep_file_name(file_name)
-            if name is not None and is_given_by_a_run(storage, f"{directory}/{file_name}"):
+            if name is not None and belongs_to_run(storage, f"{directory}/{file_name}"):
                 named.append(NamedStep(name, key))
         return named
 
@@ -330,7 +330,7 @@ class LevelFiles:
             place.delete_bytes()
             return
         for path in (place.file_path, place.base_path):
-            if is_settled(storage, path):
+            if is_stale(storage, path):
                 storage.delete(path)
 
     # Names that users give

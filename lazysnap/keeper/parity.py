@@ -334,7 +334,7 @@ class GroupReader:
             for block in range(stripe.num_blocks(position)):
                 self._control.beat()
                 offset, length = stripe.span(position, block)
-                self._context.pace.take(length, self._control.beat)
+                self._context.pace.wait_for(length, self._control.beat)
                 checksum = reader.read_into(subject, offset, buffer[:length])
                 stripe.add(position, block, buffer[:length], checksum)
                 self._control.count(length)

@@ -1,10 +1,10 @@
-"""The base of a node's file: what does not change from one snapshot of a fine-tuning to the next.
+"""The base of a node's file: the blocks that do not change from one snapshot of a fine-tuning to the next.
 
-A file of many gigabytes of frozen parameters is stored as two objects. The blocks that hold nothing but frozen tensors
-stand in the *base*, all others in the file; the manifest says which is which, and has the checksums of all. A snapshot
-whose base has the same checksums as that of the snapshot before gets the very same object under another name: a hard
-link, or a copy that an object store makes by itself. So each directory is a whole snapshot, nothing refers to another
-one, and what is deleted is nobody else's.
+A file of many gigabytes of frozen parameters is stored as two objects. The *base* has the blocks that hold nothing but
+frozen tensors, the file has all others. The manifest lists the ranges of the base and the checksums of all blocks. A
+snapshot whose base has the same checksums as that of the snapshot before gets the same object under another name: a
+hard link, or a copy that an object store makes by itself. Each directory therefore is a whole snapshot. No snapshot
+refers to another one, so that each can be deleted alone.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ def base_of(shards: Sequence[Shard], source: BlockSource) -> Ranges:
 
 
 def _frozen_bytes(shards: Sequence[Shard], source: BlockSource) -> list[tuple[int, int]]:
-    """Return the bytes of frozen tensors in the order of the file; those that stand side by side are one range."""
-    found: list[tuple[int, int]] = []
+    """Return the bytes of frozen tensors in the order of the file; adjacent ones are one range."""
+    ranges: list[tuple[int, int]] = []
     for shard in shards:
         frozen = {name for name, facts in shard.meta.tensors.items() if facts.get("frozen") is True}
         if not frozen:
@@ -53,15 +53,16 @@ def _frozen_bytes(shards: Sequence[Shard], source: BlockSource) -> list[tuple[in
             if spec.name not in frozen:
                 continue
             start = shard.offset + offset
-            if found and found[-1][1] == start:
-                start = found.pop()[0]
-            found.append((start, shard.offset + offset + spec.nbytes))
-    return found
+            stop = start + spec.nbytes
+            if ranges and ranges[-1][1] == start:
+                start, _ = ranges.pop()
+            ranges.append((start, stop))
+    return ranges
 
 
 @dataclass(frozen=True)
 class BlockPlaces:
-    """Where the blocks of a node's file stand: in its base, or in the file itself.
+    """The places of the blocks of a node's file: its base, or the file itself.
 
     Example::
 
@@ -71,7 +72,7 @@ class BlockPlaces:
 
     base: Ranges
     size_bytes: int
-    """Of the file as a whole."""
+    """The size of the file as a whole."""
     block_bytes: int
 
     @property
@@ -98,17 +99,17 @@ class BlockPlaces:
         return [index for index in range(num_blocks) if index not in in_base]
 
     def find(self, index: int) -> tuple[bool, int]:
-        """Return whether a block is in the base, and its offset there or in the file."""
-        before = 0
+        """Return ``True`` for a block of the base, ``False`` for one of the file, and the block's offset in it."""
+        base_blocks_before = 0
         for start, stop in self.base:
             if start <= index < stop:
-                return True, (before + index - start) * self.block_bytes
+                return True, (base_blocks_before + index - start) * self.block_bytes
             if index < start:
                 break
-            before += stop - start
-        return False, (index - before) * self.block_bytes
+            base_blocks_before += stop - start
+        return False, (index - base_blocks_before) * self.block_bytes
 
 
 def places_of(manifest: Manifest) -> BlockPlaces:
-    """Return where the blocks of a committed file stand."""
+    """Return the places of the blocks of a committed file."""
     return BlockPlaces(manifest.base, manifest.size_bytes, manifest.checksums.block_bytes)

@@ -1,11 +1,11 @@
-"""Reading shards by blocks: each block is read once, compared with its checksum, and copied to where it is wanted.
+"""Reads of shards by blocks: each block is read once, compared with its checksum, and copied to its receivers.
 
 Several threads work at a time, each on one block, so reading, comparing and copying overlap.
 """
 
 import contextlib
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -44,7 +44,8 @@ class Buffers:
             buffer = self._spare.pop()
         except IndexError:
             buffer = memoryview(b"")
-        buffer = buffer if len(buffer) >= size_bytes else map_anonymous(size_bytes)
+        if len(buffer) < size_bytes:
+            buffer = map_anonymous(size_bytes)
         try:
             yield buffer[:size_bytes]
         finally:
@@ -65,12 +66,12 @@ class Blocks(Protocol):
         """Return one block, compared. Blocks. Raises: FormatError, naming it; LevelError; FileNotFoundError."""
         ...
 
-    def rest(self) -> None:
-        """Close the file, unless it is to stay open; the next ``block`` opens it again. Harmless twice."""
+    def release(self) -> None:
+        """Close the file, unless it is to stay open. The next ``block`` opens it again. May be called twice."""
         return
 
     def close(self) -> None:
-        """Close the file; the next ``block`` opens it again. Harmless twice."""
+        """Close the file. The next ``block`` opens it again. May be called twice."""
         return
 
 
@@ -78,7 +79,7 @@ class FileBlocks(Blocks):
     """The blocks of a committed file at a level. The first read opens it."""
 
     def __init__(self, place: FilePlace, manifest: Manifest, *, stays_open: bool = True) -> None:
-        """``stays_open``: keep the file open until ``close``: it can be read even if it is deleted meanwhile."""
+        """``stays_open``: keep the file open until ``close``, so that it can be read even if it is deleted."""
         self._stays_open = stays_open
         self.where = place.where
         self.threads = place.storage.parallel_reads
@@ -88,7 +89,7 @@ class FileBlocks(Blocks):
         self._place = place
         self._places = places_of(manifest)
         self._readers: tuple[Reader, ...] = ()
-        """Of the file, and of its base if it has one."""
+        """The reader of the file, and that of its base if it has one."""
         self._opening = threading.Lock()
         self._kept: dict[int, memoryview] = {}
 
@@ -106,15 +107,15 @@ class FileBlocks(Blocks):
             yield data
 
     def header(self, shard: Shard) -> memoryview:
-        """Return a range of a shard, verified. Its blocks are kept for the next ``block``. Raises: as ``block``."""
+        """Return the header of a shard, verified. Its blocks are kept for the next ``block``. Raises: as ``block``."""
         header = map_anonymous(shard.header_bytes)
-        first, stop = shard.offset, shard.offset + shard.header_bytes
-        for index in range(first // self.block_bytes, -(-stop // self.block_bytes)):
-            with self.block(index, Buffers()) as data:  # its own memory, because it is kept
+        stop = shard.offset + shard.header_bytes
+        for index in range(shard.offset // self.block_bytes, -(-stop // self.block_bytes)):
+            with self.block(index, Buffers()) as data:  # in new memory, because the block is kept
                 self._kept[index] = data
                 start = index * self.block_bytes
-                part = data[max(first - start, 0) : stop - start]
-                header[max(start - first, 0) :][: len(part)] = part
+                part = data[max(shard.offset - start, 0) : stop - start]
+                header[max(start - shard.offset, 0) :][: len(part)] = part
         return header
 
     def unverified(self, shard: Shard) -> memoryview:
@@ -124,7 +125,7 @@ class FileBlocks(Blocks):
         return header
 
     def _read_into(self, start: int, out: memoryview) -> None:
-        """Fill ``out`` with bytes of the file from ``start``, out of the objects in which their blocks stand."""
+        """Fill ``out`` with bytes of the file from ``start``, each block from the object that has it."""
         readers = self._opened()
         while len(out):
             index, offset_in_block = divmod(start, self.block_bytes)
@@ -144,7 +145,7 @@ class FileBlocks(Blocks):
                     self._readers = (reader, storage.reader(self._place.base_path))
             return self._readers
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """See ``Blocks``."""
         if not self._stays_open:
             self.close()
@@ -168,7 +169,9 @@ class MemoryBlocks(Blocks):
     def __init__(self, data: memoryview, checksums: Checksums | None, where: str) -> None:
         self.where = where
         self.size_bytes = len(data)
-        self.block_bytes = BLOCK_BYTES if checksums is None else checksums.block_bytes
+        self.block_bytes = BLOCK_BYTES
+        if checksums is not None:
+            self.block_bytes = checksums.block_bytes
         self._data = data
         self._checksums = checksums
 
@@ -182,8 +185,7 @@ class MemoryBlocks(Blocks):
 
     def verify(self, size_bytes: int) -> None:
         """Compare the blocks of the first bytes with their checksums. Blocks. Raises: FormatError."""
-        upto = min(size_bytes, self.size_bytes)
-        fill({self: [WantedBytes(0, upto, lambda at, data: None)]})
+        fill({self: [WantedBytes(0, min(size_bytes, self.size_bytes), _discard)]})
 
 
 class VerifiedSource:
@@ -194,28 +196,34 @@ class VerifiedSource:
         self._blocks = blocks
         self._progress = progress
         self._last: tuple[int, memoryview] | None = None
-        """The block that was read last: a header is read from it in small parts."""
+        """The block that was read last, and its number: a header is read from it in small parts.
+
+        Invariant: both are replaced at once, because several threads read."""
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. Raises: FormatError."""
-        out, size = map_anonymous(length), self._blocks.block_bytes
+        block_bytes = self._blocks.block_bytes
+        out = map_anonymous(length)
         stop = min(offset + length, self.size_bytes)
-        for index in range(offset // size, -(-stop // size)):
-            data, start = self._block(index), index * size
-            if (start, len(data)) == (offset, length):
+        for index in range(offset // block_bytes, -(-stop // block_bytes)):
+            data = self._block(index)
+            start = index * block_bytes
+            if start == offset and len(data) == length:
                 out = data  # the usual case: both places have blocks of one size
                 break
-            first, last = max(start, offset), min(start + len(data), stop)
+            first = max(start, offset)
+            last = min(start + len(data), stop)
             out[first - offset : last - offset] = data[first - start : last - start]
         self._progress(stop - offset)
         return out
 
     def _block(self, index: int) -> memoryview:
         last = self._last
-        if last is None or last[0] != index:
-            with self._blocks.block(index, Buffers()) as data:  # in buffers of its own: it is kept
-                last = self._last = index, data
-        return last[1]
+        if last is not None and last[0] == index:
+            return last[1]
+        with self._blocks.block(index, Buffers()) as data:  # in new memory, because the block is kept
+            self._last = (index, data)
+        return data
 
     def finish(self) -> None:
         """Nothing to do: every block was compared when it was read."""
@@ -224,9 +232,9 @@ class VerifiedSource:
 def read_node_file(
     place: FilePlace, manifest: Manifest, *, skips_base: bool = False, progress: Progress = no_progress
 ) -> None:
-    """Read a whole committed file, and compare every block with its checksum; with ``skips_base`` not its base.
+    """Read a committed file, and compare every block with its checksum; with ``skips_base`` not those of its base.
 
-    Blocks. Raises: FormatError, naming file and block; FileNotFoundError; LevelError; what ``progress`` raises.
+    Blocks. Raises: FormatError, naming file and block; FileNotFoundError; LevelError; as ``progress``.
     """
     place.check_sizes(manifest)
     blocks = FileBlocks(place, manifest)
@@ -237,49 +245,73 @@ def read_node_file(
 
 
 def _all_bytes(manifest: Manifest, *, skips_base: bool) -> list[WantedBytes]:
-    """Want every byte of a file, and nothing with it."""
-    wanted = []
+    """Return the ranges of a whole file. Their bytes are discarded after the comparison."""
+    ranges = []
     start = 0
     if skips_base:
         for first, behind_last in manifest.base:
-            wanted.append(WantedBytes(start, first * manifest.checksums.block_bytes, lambda at, data: None))
+            ranges.append(WantedBytes(start, first * manifest.checksums.block_bytes, _discard))
             start = behind_last * manifest.checksums.block_bytes
-    return [*wanted, WantedBytes(start, manifest.size_bytes, lambda at, data: None)]
+    ranges.append(WantedBytes(start, manifest.size_bytes, _discard))
+    return ranges
+
+
+def _discard(offset: int, data: memoryview) -> None:
+    """Receive bytes that are read only to be compared. See ``WantedBytes.put``."""
 
 
 def fill(jobs: Mapping[Blocks, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
-    """Read everything that is wanted of these shards. Blocks. Files that do not stay open are closed in the end.
+    """Read the wanted bytes of these shards. Blocks. Files that do not stay open are closed in the end.
 
-    Raises: FormatError, naming file and block; LevelError; FileNotFoundError; what ``put`` and ``progress`` raise.
+    Raises: FormatError, naming file and block; LevelError; FileNotFoundError; as ``put`` and ``progress``.
     """
     buffers = Buffers()
-    parts: dict[tuple[Blocks, int], list[WantedBytes]] = defaultdict(list)
-    for blocks, wanted in jobs.items():
-        for one in (one for one in wanted if one.start < one.stop):
-            for index in range(one.start // blocks.block_bytes, -(-one.stop // blocks.block_bytes)):
-                parts[blocks, index].append(one)
-    left = Counter(blocks for blocks, _ in parts)
-    counting = threading.Lock()
-    order = {blocks: number for number, blocks in enumerate(jobs)}
-
-    def take(blocks: Blocks, index: int) -> None:
-        start = index * blocks.block_bytes
-        with blocks.block(index, buffers) as data:
-            for one in parts[blocks, index]:
-                first, last = max(start, one.start), min(start + len(data), one.stop)
-                one.put(first - one.start, data[first - start : last - start])
-            count = len(data)
-        with counting:
-            left[blocks] -= 1
-            is_last = not left[blocks]
-        if is_last:
-            blocks.rest()  # so that few of a thousand shards are open at a time
-        progress(count)
-
-    tasks = [partial(take, *part) for part in sorted(parts, key=lambda part: (order[part[0]], part[1]))]
-    threads = min(max((blocks.threads for blocks in jobs), default=1), max(1, len(parts)))
+    tasks: list[Callable[[], None]] = []
+    for blocks, ranges in jobs.items():
+        tasks += _FileFill(blocks, ranges, buffers, progress).tasks()
+    threads = max((blocks.threads for blocks in jobs), default=1)
     try:
-        in_threads(tasks, threads, "lazysnap-read")
+        in_threads(tasks, min(threads, max(1, len(tasks))), "lazysnap-read")
     finally:
         for blocks in jobs:
-            blocks.rest()
+            blocks.release()
+
+
+class _FileFill:
+    """The wanted bytes of one file, by the blocks that have them."""
+
+    def __init__(self, blocks: Blocks, ranges: Sequence[WantedBytes], buffers: Buffers, progress: Progress) -> None:
+        self._blocks = blocks
+        self._buffers = buffers
+        self._progress = progress
+        self._ranges: dict[int, list[WantedBytes]] = defaultdict(list)
+        """The ranges with bytes in a block, by its number."""
+        for wanted_bytes in ranges:
+            if wanted_bytes.start < wanted_bytes.stop:
+                first = wanted_bytes.start // blocks.block_bytes
+                behind_last = -(-wanted_bytes.stop // blocks.block_bytes)
+                for index in range(first, behind_last):
+                    self._ranges[index].append(wanted_bytes)
+        self._num_remaining = len(self._ranges)
+        """The number of blocks that are not read yet."""
+        self._lock = threading.Lock()
+
+    def tasks(self) -> list[Callable[[], None]]:
+        """Return a task for each block that has wanted bytes, in order."""
+        return [partial(self._read, index) for index in sorted(self._ranges)]
+
+    def _read(self, index: int) -> None:
+        """Read a block once, and give each range its part."""
+        start = index * self._blocks.block_bytes
+        with self._blocks.block(index, self._buffers) as data:
+            stop = start + len(data)
+            for wanted_bytes in self._ranges[index]:
+                first = max(start, wanted_bytes.start)
+                last = min(stop, wanted_bytes.stop)
+                wanted_bytes.put(first - wanted_bytes.start, data[first - start : last - start])
+        with self._lock:
+            self._num_remaining -= 1
+            is_complete = self._num_remaining == 0
+        if is_complete:
+            self._blocks.release()  # so that few of a thousand shards are open at a time
+        self._progress(stop - start)

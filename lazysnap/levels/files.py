@@ -31,13 +31,13 @@ _NEXT_STEPS = {
 }
 
 
-def local_error(url: str, what: str, error: OSError) -> LevelError:
-    """Return ``error`` as a LevelError that names the place, the operation, and what to do."""
+def local_error(url: str, action: str, error: OSError) -> LevelError:
+    """Return ``error`` as a LevelError that names the place, the operation, and the next step."""
     next_step = _NEXT_STEPS.get(error.errno or 0)
     if next_step is None:
-        return level_error(url, what, error)
+        return level_error(url, action, error)
     next_step = next_step.format(user=os.geteuid())
-    return LevelError(f"{url}: {what}: {error}; {next_step}")
+    return LevelError(f"{url}: {action}: {error}; {next_step}")
 
 
 def temp_name(name: str) -> str:
@@ -131,7 +131,8 @@ def pwrite_all(handle: int, offset: int, data: memoryview) -> None:
     """Write all of ``data``."""
     while len(data):
         written = os.pwrite(handle, data, offset)
-        offset, data = offset + written, data[written:]
+        offset += written
+        data = data[written:]
 
 
 def pread_all(handle: int, offset: int, out: memoryview) -> int:

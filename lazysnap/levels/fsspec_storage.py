@@ -1,7 +1,7 @@
 """Any fsspec URL as a place for snapshots: object stores and network file systems, through one thin layer.
 
 An object is streamed in order, one block at a time. Most object stores show it only when it is closed. Elsewhere it is
-written under a temporary name and renamed. ``levels.s3`` says what differs at S3.
+written under a temporary name and renamed. ``levels.s3`` has the differences of S3.
 """
 
 import contextlib
@@ -56,11 +56,11 @@ def discard(file: Any) -> None:
             return
         file.discard()
         if isinstance(file, AbstractBufferedFile):
-            file.closed = True  # else its destructor would publish what it has
+            file.closed = True  # else its destructor would publish the bytes so far
 
 
 class FsspecStorage(Storage):
-    """See ``levels.storage.Storage``, whose methods these are; each stands beside what drivers do otherwise."""
+    """See ``levels.storage.Storage``, which has the contracts of these methods."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         """Raises: LevelError, if there is no such driver, or it refuses an option."""
@@ -84,34 +84,33 @@ class FsspecStorage(Storage):
         try:
             filesystem, root = self._open_driver()
         except Exception as error:  # noqa: BLE001  drivers raise their own types, also for options that they lack
-            raise self._error(
-                "cannot open it; install the package it names, or correct storage_options", error
-            ) from None
+            action = "cannot open it; install the package it names, or correct storage_options"
+            raise self._error(action, error) from None
         self._root = root.rstrip("/")
-        self._opened = os.getpid(), filesystem
+        self._opened = (os.getpid(), filesystem)
         return filesystem
 
     def _open_driver(self) -> tuple[Any, str]:
-        """Make a driver. Return it and the path of the place there. Raises: whatever the driver raises."""
+        """Make a driver. Return it and the path of the place in it. Raises: as the driver."""
         filesystem, root = fsspec.core.url_to_fs(self.url, **{**self._options, "skip_instance_cache": True})
         return filesystem, str(root)
 
-    def _error(self, what: str, error: BaseException) -> LevelError:
+    def _error(self, action: str, error: BaseException) -> LevelError:
         """Return ``error`` as a LevelError without secrets."""
-        url = self.url
-        text = self._redaction.clean(error)
         if isinstance(error, OSError) and error.errno is not None:
-            text = self._redaction.clean(error.strerror or error)
-            return level_error(url, what, OSError(error.errno, text))
-        return LevelError(f"{url}: {what}: {type(error).__name__}: {text}")
+            reason = self._redaction.clean(error.strerror or error)
+            return level_error(self.url, action, OSError(error.errno, reason))
+        return LevelError(f"{self.url}: {action}: {type(error).__name__}: {self._redaction.clean(error)}")
 
     def _path(self, path: str) -> str:
-        return f"{self._root}/{path}" if path else self._root
+        if not path:
+            return self._root
+        return f"{self._root}/{path}"
 
-    def _call(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
-        return self.call(what, getattr(self._filesystem(), method), *arguments, **options)
+    def _call(self, action: str, method: str, *arguments: Any, **options: Any) -> Any:
+        return self.call(action, getattr(self._filesystem(), method), *arguments, **options)
 
-    def call(self, what: str, method: Any, *arguments: Any, **options: Any) -> Any:
+    def call(self, action: str, method: Any, *arguments: Any, **options: Any) -> Any:
         """Call the driver. Raises: LevelError; FileNotFoundError and FileExistsError, without secrets."""
         try:
             return method(*arguments, **options)
@@ -122,14 +121,14 @@ class FsspecStorage(Storage):
         except Exception as error:  # noqa: BLE001  drivers raise their own types
             if isinstance(error, PermissionError):
                 self._opened = None  # credentials may be renewed: the next operation reads them again
-            raise self._error(what, error) from self._redaction.cause(error)
+            raise self._error(action, error) from self._redaction.cause(error)
 
-    def _change(self, what: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def _change(self, action: str, method: str, *arguments: Any, **options: Any) -> Any:
         """Call the driver; a missing or an existing object is a LevelError."""
         try:
-            return self._call(what, method, *arguments, **options)
+            return self._call(action, method, *arguments, **options)
         except (FileNotFoundError, FileExistsError) as error:
-            raise self._error(what, error) from self._redaction.cause(error)
+            raise self._error(action, error) from self._redaction.cause(error)
 
     def reach(self, point: str, path: str) -> None:
         """Pass a fault point of tests."""
@@ -140,54 +139,54 @@ class FsspecStorage(Storage):
 
     def _make_directory(self, path: str, *, is_missing: bool = False) -> None:
         """Make a directory if the place needs one: some drivers would also create a bucket."""
-        what, top = f"creating the directory of {path}", self._root.split("/")[0]
-        if not top or (is_missing and self._call(what, "exists", top)):
-            self._change(what, "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
+        action = f"creating the directory of {path}"
+        bucket = self._root.split("/")[0]
+        if not bucket or (is_missing and self._call(action, "exists", bucket)):
+            self._change(action, "makedirs", os.path.dirname(self._path(path)), exist_ok=True)
 
-    def _make(self, what: str, path: str, method: str, *arguments: Any, **options: Any) -> Any:
+    def _make(self, action: str, path: str, method: str, *arguments: Any, **options: Any) -> Any:
         """Call the driver to make an object, and its directory if necessary. Raises: LevelError."""
         self._make_directory(path)
         try:
-            return self._call(what, method, self._path(path), *arguments, **options)
+            return self._call(action, method, self._path(path), *arguments, **options)
         except FileNotFoundError:
             self._make_directory(path, is_missing=True)
         except FileExistsError as error:  # a directory, or a file where a directory should be
-            raise self._error(what, error) from self._redaction.cause(error)
-        return self._change(
-            f"{what} (does the bucket or share exist?)", method, self._path(path), *arguments, **options
-        )
+            raise self._error(action, error) from self._redaction.cause(error)
+        second_try = f"{action} (does the bucket or share exist?)"
+        return self._change(second_try, method, self._path(path), *arguments, **options)
 
     def open_to_write(self, path: str, size_bytes: int) -> Any:
         """Open a file of the driver that will have ``size_bytes`` bytes."""
         return self._make(f"creating {path}", path, "open", "wb", block_size=part_bytes(size_bytes))
 
     def rename(self, old: str, new: str) -> None:
-        """Give a finished file its final name. Some places refuse to replace a file, so an old one is deleted first."""
+        """Give a finished file its final name. An old file is deleted first: some places refuse to replace one."""
         if self.exists(new):
             self.delete(new)
         self._change(f"renaming {old}", "mv", self._path(old), self._path(new))
 
-    # ---------------------------------------------------------------- what the place can do
+    # ---------------------------------------------------------------- abilities of the place
 
     def _place(self) -> str:
         return digest(json.dumps([self.url, self._options], sort_keys=True, default=str).encode())
 
     def abilities(self) -> Abilities:
-        """The behaviour of the place. Tested by a write, once per process. Raises: LevelError."""
+        """Return the behaviour of the place. Tested by a write, once per process. Raises: LevelError."""
         place = self._place()
-        found = _abilities.get(place)
-        if found is None:
-            found = _abilities[place] = self._try_out()
-        return found
+        abilities = _abilities.get(place)
+        if abilities is None:
+            abilities = self._try_out()
+            _abilities[place] = abilities
+        return abilities
 
     def _try_out(self) -> Abilities:
         name = probe_name()
+        age_s = None
         try:
             self.put(name, b"probe")
-            try:
-                age = self._age_by_our_clock(name)
-            except FileNotFoundError:
-                age = None
+            with contextlib.suppress(FileNotFoundError):
+                age_s = self._age_by_our_clock_s(name)
             self.delete(name)
             file = self.open_to_write(name, len(b"probe"))
             try:
@@ -195,7 +194,7 @@ class FsspecStorage(Storage):
                 shows_open_files = self.exists(name)
             finally:
                 discard(file)
-            return Abilities(shows_open_files, -(age or 0.0))
+            return Abilities(shows_open_files, clock_ahead_s=-(age_s or 0.0))
         finally:
             with contextlib.suppress(LevelError):
                 self.delete(name)
@@ -225,15 +224,15 @@ class FsspecStorage(Storage):
 
     def read_range(self, path: str, offset: int, out: memoryview) -> None:
         """Download one range. Raises: FormatError, if the object ends before."""
-        what, end = f"reading {path} at {offset}", offset + len(out)
         if not len(out):
             return
+        end = offset + len(out)
         try:
-            data = self._call(what, "cat_file", self._path(path), start=offset, end=end)
+            data = self._call(f"reading {path} at {offset}", "cat_file", self._path(path), start=offset, end=end)
         except LevelError:
             if self.size(path) >= end:
                 raise
-            data = b""  # some drivers fail where others return what there is
+            data = b""  # some drivers fail where others return fewer bytes
         if len(data) != len(out):
             raise FormatError(f"{self.url}/{path}: ends before byte {end}")
         out[:] = data
@@ -250,7 +249,7 @@ class FsspecStorage(Storage):
             raise FormatError(f"{self.url}/{path}: not an object with a size")
         return int(size)
 
-    def _age_by_our_clock(self, path: str) -> float | None:
+    def _age_by_our_clock_s(self, path: str) -> float | None:
         try:
             modified = self._info(path, "modified")
         except LevelError:
@@ -262,20 +261,22 @@ class FsspecStorage(Storage):
         return time.time() - modified.timestamp()
 
     def age_s(self, path: str) -> float | None:
-        """See ``Storage.age_s``. Uses the place's clock, if this process wrote there."""
-        age = self._age_by_our_clock(path)
-        found = _abilities.get(self._place())
-        return age if age is None or found is None else age + found.clock_ahead_s
+        """See ``Storage.age_s``. Uses the place's clock, if this process has measured it (``abilities``)."""
+        age_s = self._age_by_our_clock_s(path)
+        abilities = _abilities.get(self._place())
+        if age_s is None or abilities is None:
+            return age_s
+        return age_s + abilities.clock_ahead_s
 
-    def is_settled(self, path: str) -> bool:
-        """See ``Storage.is_settled``."""
+    def is_stale(self, path: str) -> bool:
+        """See ``Storage.is_stale``."""
         self.abilities()  # measures the place's clock
-        return super().is_settled(path)
+        return super().is_stale(path)
 
     # ---------------------------------------------------------------- deleting
 
     def is_link(self, path: str) -> bool:
-        """True if the driver says that the directory is a link; ``sftp://`` has links, for example."""
+        """True if the driver reports the directory as a link; ``sftp://`` has links, for example."""
         try:
             facts = self._call(f"looking at {path}", "info", self._path(path.partition("/")[0]))
         except FileNotFoundError:
@@ -296,7 +297,7 @@ class FsspecStorage(Storage):
         if not self.list(path):
             try:
                 self._filesystem().rmdir(self._path(path))
-            except Exception:  # noqa: BLE001  object stores have no directories, and say so in many ways
+            except Exception:  # noqa: BLE001  object stores have no directories, and raise errors of many types
                 return
 
     # The last one: it hides the type from the annotations behind it.
@@ -304,12 +305,16 @@ class FsspecStorage(Storage):
         """Return the names in a directory."""
         self._filesystem().invalidate_cache()
         try:
-            found = self._call(f"listing {path or '.'}", "ls", self._path(path), detail=False)
+            paths = self._call(f"listing {path or '.'}", "ls", self._path(path), detail=False)
         except FileNotFoundError:
             return []
-        names = [str(name).rstrip("/") for name in found]
-        own = self._path(path).rstrip("/")  # some places list a directory in itself
-        return sorted(name.rsplit("/", 1)[-1] for name in names if name and name != own)
+        directory = self._path(path).rstrip("/")
+        names = []
+        for driver_path in paths:
+            entry = str(driver_path).rstrip("/")
+            if entry and entry != directory:  # some places list a directory in itself
+                names.append(entry.rsplit("/", 1)[-1])
+        return sorted(names)
 
 
 class FsspecReader:
@@ -359,7 +364,8 @@ class FsspecWriter:
 
     def publish(self) -> None:
         """Close the file, rename it if it has a temporary name, and compare its size."""
-        storage, path = self._storage, self._path
+        storage = self._storage
+        path = self._path
         if self._done != self._size:
             raise FormatError(f"{storage.url}/{path}: {self._done} bytes were written of {self._size}")
         storage.reach("upload", path)
@@ -376,10 +382,12 @@ class FsspecWriter:
 
     def close(self) -> None:
         """Discard an object that is not published. May be called twice. A published one stays."""
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             discard(file)
-        temp, self._temp = self._temp, ""
+        temp = self._temp
+        self._temp = ""
         if temp:
-            with contextlib.suppress(LevelError):  # the level is away: the next sweep removes it
+            with contextlib.suppress(LevelError):  # the level does not answer: the next sweep removes the file
                 self._storage.delete(temp)

@@ -1,4 +1,4 @@
-"""Files that dead writers left at a level. Nobody needs them.
+"""Files that dead writers left at a level. No snapshot needs them.
 
 Only files with names of this format count, in snapshot directories that are no symbolic links:
 
@@ -57,16 +57,18 @@ def _owner_of(name: str) -> NodeName | None:
     parsed = parse_file_name(match[1])
     if parsed is not None:
         return parsed[0]
-    return _NODE_0 if parse_keep_file_name(match[1]) is not None else None
+    if parse_keep_file_name(match[1]) is not None:
+        return _NODE_0
+    return None
 
 
 def leftovers(storage: Storage, is_ours: IsOurs | None) -> Iterator[Leftover]:
-    """Yield the leftovers of a level. ``is_ours``: of which nodes; ``None``: of all.
+    """Yield the leftovers of the nodes that are ``is_ours``; ``None``: of all nodes.
 
     Blocks. Raises: LevelError.
     """
     for name in storage.list():
-        if is_probe(name) and is_settled(storage, name):
+        if is_probe(name) and is_stale(storage, name):
             yield Leftover(name)
         elif is_directory_of_ours(name):
             yield from _in_directory(storage, name, is_ours)
@@ -77,21 +79,22 @@ def _in_directory(storage: Storage, directory: str, is_ours: IsOurs | None) -> I
     if storage.is_link(directory):
         return
     names = storage.list(directory)
-
-    def is_wanted(file: NodeName) -> bool:
-        return is_ours is None or is_ours(file)
-
     for name in names:
-        parsed, owner, path = parse_file_name(name), _owner_of(name), f"{directory}/{name}"
-        if owner is not None and is_wanted(owner):
+        path = f"{directory}/{name}"
+        owner = _owner_of(name)
+        if owner is not None and (is_ours is None or is_ours(owner)):
             yield Leftover(path)
-        if parsed is None or parsed[1] == "json" or parsed[0].manifest in names:
+        parsed = parse_file_name(name)
+        if parsed is None:
             continue
-        if is_wanted(parsed[0]) and is_settled(storage, path):
-            yield Leftover(path, f"{directory}/{parsed[0].manifest}")
+        node, suffix = parsed
+        if suffix == "json" or node.manifest in names:
+            continue
+        if (is_ours is None or is_ours(node)) and is_stale(storage, path):
+            yield Leftover(path, f"{directory}/{node.manifest}")
 
 
-def is_given_by_a_run(storage: Storage, path: str) -> bool:
+def belongs_to_run(storage: Storage, path: str) -> bool:
     """True if a run wrote a ``keep-…`` object: its content is the run's id. Blocks. Raises: LevelError."""
     try:
         return storage.size(path) <= MAX_SMALL_OBJECT_BYTES and is_id(storage.get(path).decode("ascii").strip())
@@ -104,38 +107,42 @@ def _lone_names(storage: Storage, directory: str) -> list[str]:
     names = storage.list(directory)
     if storage.is_link(directory) or any(parse_keep_file_name(name) is None for name in names):
         return []
-    paths = [f"{directory}/{name}" for name in names]
-    return [path for path in paths if is_given_by_a_run(storage, path) and is_settled(storage, path)]
+    paths = []
+    for name in names:
+        path = f"{directory}/{name}"
+        if belongs_to_run(storage, path) and is_stale(storage, path):
+            paths.append(path)
+    return paths
 
 
-def is_empty_and_settled(storage: Storage, directory: str) -> bool:
+def is_empty_and_stale(storage: Storage, directory: str) -> bool:
     """True if a directory is empty, and so old that no writer just made it."""
     if storage.list(directory) or storage.is_link(directory):
         return False
     try:
-        return storage.is_settled(directory)
+        return storage.is_stale(directory)
     except FileNotFoundError:
         return True  # where directories are parts of names
 
 
-def is_settled(storage: Storage, path: str) -> bool:
+def is_stale(storage: Storage, path: str) -> bool:
     """True if an object exists that did not change for a day. Raises: LevelError."""
     try:
-        return storage.is_settled(path)
+        return storage.is_stale(path)
     except FileNotFoundError:
         return False
 
 
 def sweep(storage: Storage, is_ours: IsOurs | None) -> list[str]:
     """See ``SnapshotStore.sweep``."""
-    gone = []
+    deleted = []
     for leftover in leftovers(storage, is_ours):
         faults.point("level.store.sweep")
         if storage.delete_abandoned(leftover.path, unless=leftover.unless):
-            gone.append(leftover.path)
-    emptied = {path.split("/")[0] for path in gone}
+            deleted.append(leftover.path)
+    directories = {path.split("/")[0] for path in deleted}
     for directory in filter(is_directory_of_ours, storage.list()):
-        if directory in emptied or is_empty_and_settled(storage, directory):
+        if directory in directories or is_empty_and_stale(storage, directory):
             storage.delete_directory(directory)
     # No listing shows the uploads of dead writers, and they cost money.
-    return [*gone, *storage.abort_stale()]
+    return [*deleted, *storage.abort_stale()]

@@ -1,4 +1,4 @@
-"""The files of a level by their names alone: one listing per directory, whatever the number of ranks.
+"""The files of a level by their names alone: one listing per directory, for any number of ranks.
 
 It is small enough to send to all ranks. They then read the manifests together, each rank its share.
 """
@@ -21,7 +21,7 @@ class Directory:
     ranges: tuple[tuple[int, int, int], ...]
     """Manifests: number of nodes, first and last one."""
     names: tuple[str, ...] = ()
-    """That were given to the snapshot."""
+    """The names that were given to the snapshot."""
     bare: str = ""
     """The first file of a node that has no manifest; empty if each has one."""
     mark: Any = None
@@ -29,18 +29,18 @@ class Directory:
 
     @property
     def is_whole(self) -> bool:
-        """True if the manifests of all nodes are there, by their names."""
-        found = Counter[int]()
-        for count, first, last in self.ranges:
-            found[count] += last + 1 - first
-        return any(held == count for count, held in found.items())
+        """True if the manifests of all nodes are listed."""
+        listed = Counter[int]()
+        for num_nodes, first, last in self.ranges:
+            listed[num_nodes] += last + 1 - first
+        return any(num_listed == num_nodes for num_nodes, num_listed in listed.items())
 
     def nodes(self, share: tuple[int, int] | None = None) -> Iterator[NodeName]:
-        """Nodes with a manifest; with ``share`` (number, of how many) every n-th of them."""
+        """Yield the nodes with a manifest; with ``share`` (its number, the number of shares) every n-th of them."""
         part, parts = share or (0, 1)
-        for count, first, last in self.ranges:
+        for num_nodes, first, last in self.ranges:
             for node in range(first + (part - first) % parts, last + 1, parts):
-                yield NodeName(node, count)
+                yield NodeName(node, num_nodes)
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,24 @@ def list_names(storage: Storage, *, marked: bool = False) -> Listing:
     Raises: LevelError, if the level does not answer.
     """
     problems: list[str] = []
-    found = []
+    directories = []
     for name in filter(is_directory_of_ours, storage.list()):
-        found.append(list_directory(storage, name, problems, marked=marked))
-    return Listing(tuple(one for one in found if one is not None), tuple(problems))
+        directory = list_directory(storage, name, problems, marked=marked)
+        if directory is not None:
+            directories.append(directory)
+    return Listing(tuple(directories), tuple(problems))
 
 
 def list_directory(storage: Storage, name: str, problems: list[str], *, marked: bool = False) -> Directory | None:
-    """Return the names in one directory; ``None``, if it was just deleted or cannot be listed, added to
-    ``problems``."""
+    """Return the names in one directory; ``None``, if it was just deleted or cannot be listed.
+
+    The error of a directory that cannot be listed is added to ``problems``.
+    """
+    mark = None
     try:
         files = storage.list(name)
-        mark = storage.stamp(name) if marked else None
+        if marked:
+            mark = storage.stamp(name)
     except FileNotFoundError:
         return None
     except LevelError as error:
@@ -79,30 +85,44 @@ def list_directory(storage: Storage, name: str, problems: list[str], *, marked: 
 
 def parse_directory(name: str, files: Sequence[str], mark: Any = None) -> Directory:
     """Return a directory from the names of its files."""
-    names = tuple(given for given in map(parse_keep_file_name, files) if given is not None)
-    parsed = [found for found in map(parse_file_name, files) if found is not None]
-    committed = {stem for stem, suffix in parsed if suffix == "json"}
-    bare = min((stem.file for stem, suffix in parsed if suffix != "json" and stem not in committed), default="")
-    return Directory(name, _ranges(committed), names, bare, mark)
+    names = []
+    committed = set()
+    stored = set()
+    for file in files:
+        kept_name = parse_keep_file_name(file)
+        if kept_name is not None:
+            names.append(kept_name)
+        parsed = parse_file_name(file)
+        if parsed is None:
+            continue
+        node, suffix = parsed
+        if suffix == "json":
+            committed.add(node)
+        else:
+            stored.add(node)
+    bare = min((node.file for node in stored - committed), default="")
+    return Directory(name, _ranges(committed), tuple(names), bare, mark)
 
 
-def without_manifest(url: str, step: int, directory: Directory, what: str = "passed over") -> str:
+def without_manifest(url: str, step: int, directory: Directory, consequence: str = "passed over") -> str:
     """Return the message about a snapshot that is not complete because its directory has a bare file.
 
-    ``what``: the consequence for that step.
+    ``consequence``: for that step.
     """
     return (
-        f"step {step} {what}: {url}/{directory.name}/{directory.bare} is there without its manifest, "
+        f"step {step} {consequence}: {url}/{directory.name}/{directory.bare} is there without its manifest, "
         "which is written last: it was deleted, or its writer died before"
     )
 
 
-def _ranges(stems: Iterable[NodeName]) -> tuple[tuple[int, int, int], ...]:
-    found: list[tuple[int, int, int]] = []
-    for stem in sorted(stems, key=lambda stem: (stem.nodes, stem.node)):
-        count, first, last = found[-1] if found else (0, 0, 0)
-        if (count, last + 1) == (stem.nodes, stem.node):
-            found[-1] = (count, first, stem.node)
-        else:
-            found.append((stem.nodes, stem.node, stem.node))
-    return tuple(found)
+def _ranges(nodes: Iterable[NodeName]) -> tuple[tuple[int, int, int], ...]:
+    """Return the ranges of consecutive nodes: the number of nodes, the first and the last of the range."""
+    ranges: list[tuple[int, int, int]] = []
+    for num_nodes, node in sorted((name.nodes, name.node) for name in nodes):
+        if ranges:
+            last_num_nodes, first, last = ranges[-1]
+            if last_num_nodes == num_nodes and last + 1 == node:
+                ranges[-1] = (num_nodes, first, node)
+                continue
+        ranges.append((num_nodes, node, node))
+    return tuple(ranges)

@@ -13,7 +13,7 @@ who                 lock       from, to
 ==================  =========  ==================================================================================
 writer              exclusive  creation of its file, publication
 writer              shared     publication, end of its commit: over NFS this takes a lost lock again
-sweep               exclusive  an instant, to see whether a writer is there
+sweep               exclusive  an instant, to see whether a writer lives
 ==================  =========  ==================================================================================
 
 A file whose write or fsync failed is never published: the kernel forgets the bytes it could not write, so a second
@@ -46,7 +46,7 @@ from lazysnap.levels.files import (
     sync_handle,
     temp_name,
 )
-from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage
+from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, no_beat
 from lazysnap.shard.layout import PAGE
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ _NOT_OURS = (
     errno.ENXIO,
     errno.ENOTDIR,
 )
-"""Errors of files that no writer of this format left: gone, of another user, or behind a symbolic link."""
+"""Errors of files that no writer of this format left: deleted, of another user, or behind a symbolic link."""
 _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _TO_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -106,7 +106,7 @@ class LocalWriter:
 
     def _create(self) -> None:
         for _ in range(_CREATE_ATTEMPTS):
-            os.stat(self._root)  # who removed the level's directory meant it: no part of it is made again here
+            os.stat(self._root)  # if the level's directory was removed, that was meant: it is not made again
             make_directories(self._directory)
             temp = os.path.join(self._directory, temp_name(os.path.basename(self._final)))
             faults.point("level.local.create")
@@ -162,7 +162,7 @@ class LocalWriter:
             self._temp = ""
             faults.point("level.local.renamed")
             sync_directory(self._directory)
-            # Also if it was not made just now: whoever made it may have died before this.
+            # Also if this process did not make the directory: the one that did may have died before this.
             sync_directory(os.path.dirname(self._directory))
             self._may_have_final = False
             faults.point("level.local.published")
@@ -172,15 +172,18 @@ class LocalWriter:
 
     def close(self) -> None:
         """Delete a file that is not published, under each of its names, and close it, which unlocks."""
-        # What cannot be removed here (the directory may be gone, the level away) goes with the next sweep.
+        # The next sweep deletes a file that cannot be deleted here, because the level does not answer, for example.
         if self._may_have_final:
             self._may_have_final = False
             with contextlib.suppress(OSError):
                 if is_file(self._buffered, self._final):
                     os.unlink(self._final)
-        handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
-        close(*handles)
-        temp, self._temp = self._temp, ""
+        buffered = self._buffered
+        direct = self._direct
+        self._buffered = self._direct = -1
+        close(buffered, direct)
+        temp = self._temp
+        self._temp = ""
         if temp:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
@@ -220,8 +223,10 @@ class LocalReader:
 
     def close(self) -> None:
         """Close both descriptors."""
-        handles, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
-        close(*handles)
+        buffered = self._buffered
+        direct = self._direct
+        self._buffered = self._direct = -1
+        close(buffered, direct)
 
 
 class LocalStorage(Storage):
@@ -232,45 +237,46 @@ class LocalStorage(Storage):
     def __init__(self, root: str) -> None:
         self.url = root
         self._is_root_durable = False
-        self._was_there = False
-        """True if this process has written here."""
+        self._has_written = False
+        """True if this process has written to the directory."""
 
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)
 
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _naming(self, action: str) -> Iterator[None]:
         """Turn OSError into LevelError within the context. FileNotFoundError stays."""
         try:
             yield
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise self._error(what, error) from error
+            raise self._error(action, error) from error
 
-    def _error(self, what: str, error: OSError) -> LevelError:
+    def _error(self, action: str, error: OSError) -> LevelError:
         """Return an OSError as a LevelError. The next write checks the directory again: it may have been replaced."""
         self._is_root_durable = False
-        return local_error(self.url, what, error)
+        return local_error(self.url, action, error)
 
     def create(self, path: str, size_bytes: int) -> LocalWriter:
         """Start a file. A full disk is an error here, where the file system can allocate."""
         try:
             if not self._is_root_durable:
-                if self._was_there:
+                if self._has_written:
                     os.stat(os.path.dirname(self.url))  # a program that removed all of it does not want it back
                 make_directories(self.url)
                 with contextlib.suppress(PermissionError):  # a parent that is not ours to read
                     sync_directory(os.path.dirname(self.url))
-                self._is_root_durable = self._was_there = True
+                self._is_root_durable = True
+                self._has_written = True
             if self.is_link(path):
                 raise LevelError(f"{self.url}: {path} is, or is behind, a symbolic link: nothing is written through it")
             return LocalWriter(self.url, path, size_bytes)
         except OSError as error:
             raise self._error(f"creating {path} of {size_bytes} bytes", error) from error
 
-    def _is_there(self, path: str) -> bool:
-        """True if a path exists, like ``lexists``. Raises, if the level does not answer."""
+    def _path_exists(self, path: str) -> bool:
+        """True if a path exists, like ``lexists``. Raises: OSError, if the level does not answer."""
         try:
             os.lstat(self._path(path))
         except FileNotFoundError:
@@ -286,7 +292,7 @@ class LocalStorage(Storage):
         finally:
             writer.close()
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
         """Make a hard link: first under a temporary name, for the target may exist. Durable on return."""
         if not self.exists(path) or self.is_link(path) or self.is_link(target):
             return False
@@ -347,11 +353,13 @@ class LocalStorage(Storage):
 
     def is_link(self, path: str) -> bool:
         """True for a link below the level's directory; that directory itself may be a link."""
-        parts = path.split("/")
-        names = [self._path("/".join(parts[: count + 1])) for count in range(len(parts))]
+        name = self.url
         is_missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with self._naming(f"looking at {path}"), is_missing:
-            return any(stat.S_ISLNK(os.lstat(name).st_mode) for name in names)
+            for part in path.split("/"):
+                name = os.path.join(name, part)
+                if stat.S_ISLNK(os.lstat(name).st_mode):
+                    return True
         return False
 
     def age_s(self, path: str) -> float:
@@ -365,7 +373,7 @@ class LocalStorage(Storage):
             with tempfile.TemporaryFile(dir=self.url) as probe:
                 now_s = os.fstat(probe.fileno()).st_mtime
         except OSError:
-            now_s = time.time()  # who may not write there deletes nothing either
+            now_s = time.time()  # a process that may not write to the directory deletes nothing either
         return now_s - max(facts.st_mtime, facts.st_ctime)
 
     @contextlib.contextmanager
@@ -374,7 +382,8 @@ class LocalStorage(Storage):
         handle = os.open(self.url, _DIRECTORY)
         try:
             for name in path.split("/")[:-1]:
-                outer, handle = handle, os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=handle)
+                outer = handle
+                handle = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=outer)
                 os.close(outer)
             yield handle
         finally:
@@ -393,7 +402,7 @@ class LocalStorage(Storage):
             sync_handle(directory)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
-        """Delete a file if nobody holds its lock; on file systems without locks, if it is old."""
+        """Delete a file if no process holds its lock; on file systems without locks, if it is old."""
         try:
             with self._directory(path) as directory:
                 handle = os.open(os.path.basename(path), _TO_LOCK, dir_fd=directory)
@@ -403,11 +412,13 @@ class LocalStorage(Storage):
             raise self._error(f"sweeping {path}", error) from error
         try:
             facts = os.fstat(handle)
-            locked = _lock(handle) if stat.S_ISREG(facts.st_mode) else False
-            if locked is False or (locked is None and self._age_s(facts) < self.abandoned_after_s):
+            if not stat.S_ISREG(facts.st_mode):
                 return False
-            # Asked under the lock: a writer lets go of it after its commit only.
-            if unless is not None and self._is_there(unless):
+            is_locked = _lock(handle)
+            if is_locked is False or (is_locked is None and self._age_s(facts) < self.abandoned_after_s):
+                return False
+            # Checked under the lock, which a writer releases only after its commit.
+            if unless is not None and self._path_exists(unless):
                 return False
             self.delete(path)
             return True
@@ -419,5 +430,5 @@ class LocalStorage(Storage):
 
     def delete_directory(self, path: str) -> None:
         """Remove a directory if it is empty; NFS keeps one in which a deleted file (``.nfs*``) is still read."""
-        with contextlib.suppress(OSError):  # not empty or not there: both are fine
+        with contextlib.suppress(OSError):  # it is not empty, or does not exist
             os.rmdir(self._path(path))

@@ -10,7 +10,7 @@ from functools import partial
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.base import BlockPlaces, Ranges, base_of, places_of
-from lazysnap.levels.leftovers import is_settled
+from lazysnap.levels.leftovers import is_stale
 from lazysnap.levels.source import BlockSource, Progress, no_progress
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads
@@ -24,7 +24,7 @@ from lazysnap.shard.names import NodeName, SnapshotName, parse_keep_file_name
 logger = logging.getLogger(__name__)
 
 _DIGEST_THREADS = 2
-"""Threads that compare a base with that of the snapshot before: training goes on beside them."""
+"""Threads that compare a base with that of the snapshot before: training continues beside them."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,12 @@ class FilePlace:
 
     def is_link(self) -> bool:
         """True if a file is a symbolic link, or is behind one: then it is not deleted."""
-        return any(map(self.storage.is_link, (self.file_path, self.base_path, self.manifest_path)))
+        paths = (self.file_path, self.base_path, self.manifest_path)
+        return any(map(self.storage.is_link, paths))
 
-    def is_settled(self) -> bool:
+    def is_stale(self) -> bool:
         """True if neither manifest nor file changed for a day."""
-        return is_settled(self.storage, self.manifest_path) and is_settled(self.storage, self.file_path)
+        return is_stale(self.storage, self.manifest_path) and is_stale(self.storage, self.file_path)
 
     def delete(self) -> None:
         """Delete the manifest, then the file and its base: a crash leaves garbage, not a snapshot."""
@@ -131,15 +132,16 @@ def delete_files(places: Sequence[FilePlace]) -> bool:
 
 def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> list[Entry]:
     """Return the entries of a committed file, one for each rank."""
-    found = []
-    for meta in (shard.meta for shard in manifest.shards):
-        facts = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
-        found.append(Entry(level, speed, *facts, directory, file=manifest.name.text))
-    return found
+    entries = []
+    for shard in manifest.shards:
+        meta = shard.meta
+        capture = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
+        entries.append(Entry(level, speed, *capture, directory, file=manifest.name.text))
+    return entries
 
 
 def read_committed(place: FilePlace) -> Manifest:
-    """Return the manifest at a place, whose file is there in its full size; the file is not read.
+    """Return the manifest at a place, whose file exists in its full size; the file is not read.
 
     Raises: FormatError, also if the file is lost; FileNotFoundError, if nothing is committed; LevelError.
     """
@@ -147,7 +149,7 @@ def read_committed(place: FilePlace) -> Manifest:
     try:
         place.check_sizes(manifest)
     except FileNotFoundError as error:
-        # The manifest is deleted first: only one that is still there says that something is lost.
+        # The manifest is deleted first: a file is lost only if the manifest still exists.
         place.storage.size(place.manifest_path)
         raise FormatError(f"{place.where}: a manifest without its file: {_loss(manifest)}") from error
     return manifest
@@ -173,8 +175,8 @@ def write_node_file(
     Existing files of these names are replaced: they hold the same bytes, or were not committed.
 
     Args:
-        place: where.
-        shards: those in the file, in order.
+        place: the place of the file.
+        shards: the shards in the file, in order.
         source: the bytes of the file.
         former: directory of a snapshot of this node; its base is taken over if it has the same bytes.
         progress: called with the number of bytes after each block.
@@ -195,7 +197,7 @@ class _FileWriter:
         self._source = source
         self._progress = progress
         self._digests: dict[int, str] = {}
-        """By block."""
+        """The checksums by the numbers of the blocks."""
         self._checksum_s: list[float] = []
         self._written_bytes = 0
         self._is_published = False
@@ -239,7 +241,7 @@ class _FileWriter:
     # The base
 
     def _take_over(self, former: str | None, places: BlockPlaces) -> bool:
-        """Give the base of another snapshot a name here; ``False`` if there is none with the same bytes."""
+        """Give the base of the snapshot before a name in this one; ``False`` if its bytes differ."""
         if former is None or former == self._place.directory:
             return False
         other = replace(self._place, directory=former)
@@ -248,7 +250,8 @@ class _FileWriter:
             manifest = other.read_manifest()
             if manifest.base != places.base or manifest.checksums.block_bytes != BLOCK_BYTES:
                 return False
-            digests = in_threads((partial(self._digest, index) for index in blocks), _DIGEST_THREADS, "lazysnap-base")
+            tasks = [partial(self._digest, index) for index in blocks]
+            digests = in_threads(tasks, _DIGEST_THREADS, "lazysnap-base")
             if digests != [manifest.checksums.blocks[index] for index in blocks]:
                 return False
             faults.point("level.store.take_over")

@@ -1,4 +1,4 @@
-"""Keeps values of ``storage_options`` out of messages: drivers quote their options in what they raise."""
+"""Secrets of ``storage_options`` in messages: drivers quote their options in their errors."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,10 +23,13 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _secrets(value: object) -> Iterator[str]:
-    """Give the values whose names suggest a secret, however deep."""
+    """Yield the values whose names suggest a secret, at any depth."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _texts(inner) if SECRET_NAME.search(str(name)) else _secrets(inner)
+            if SECRET_NAME.search(str(name)):
+                yield from _texts(inner)
+            else:
+                yield from _secrets(inner)
     elif isinstance(value, (list, tuple)):
         for inner in value:
             yield from _secrets(inner)
@@ -53,9 +56,9 @@ class Redaction:
 
     def cause(self, error: BaseException) -> BaseException | None:
         """Return ``error``, the cause of a cleaned error; ``None`` if it, or one of its causes, shows a secret."""
-        seen: BaseException | None = error
-        while seen is not None:
-            if self.hides(f"{seen!s} {seen!r}"):
+        checked: BaseException | None = error
+        while checked is not None:
+            if self.hides(f"{checked!s} {checked!r}"):
                 return None
-            seen = seen.__cause__ or seen.__context__
+            checked = checked.__cause__ or checked.__context__
         return error

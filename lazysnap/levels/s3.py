@@ -24,20 +24,20 @@ from obstore.fsspec import FsspecStore
 from lazysnap.errors import LevelError
 from lazysnap.levels.fsspec_storage import Abilities, FsspecStorage
 from lazysnap.levels.leftovers import is_node_file_path
-from lazysnap.levels.storage import SETTLED, is_probe, probe_name
+from lazysnap.levels.storage import STALE_FACTOR, is_probe, no_beat, probe_name
 from lazysnap.levels.threads import in_threads
 
 logger = logging.getLogger(__name__)
 
 PARTS_AT_A_TIME = 4
 COPIED_PART_BYTES = 256 << 20
-"""Bytes that the server is asked to copy with one request."""
+"""Bytes that the server copies in one request."""
 LIMITS_S = {"connect_timeout": 10.0, "read_timeout": 60.0}
 """Deadlines of a connection and of a request, unless ``config_kwargs`` gives others."""
 PATIENCE_S = 45.0
 """A request is repeated for this long."""
 _CREDENTIALS_S = 600.0
-"""The credentials are asked for again after this long."""
+"""The credentials are read again after this long."""
 
 _OF_CLIENT = {
     "key": "aws_access_key_id",
@@ -79,7 +79,7 @@ _ADVICE = {
 _compares: dict[tuple[str, str], bool] = {}
 """True by endpoint and bucket if the server refuses an object whose checksum is wrong."""
 _pid = 0
-"""The process that opened a bucket first. obstore's threads are not there after a fork: a call would never return."""
+"""The process that opened a bucket first. After a fork obstore's threads are missing: a call would never return."""
 
 
 class S3Driver(FsspecStore):
@@ -88,72 +88,87 @@ class S3Driver(FsspecStore):
     cachable = False
 
     def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
-        """Make no request. Raises: ValueError, for options that are not supported; what botocore raises."""
-        config, extra = options.get("config_kwargs") or {}, options.get("s3_additional_kwargs") or {}
-        for where, given in (("storage_options", options), ("config_kwargs", config), ("s3_additional_kwargs", extra)):
-            if unknown := sorted(given.keys() - set(_KNOWN[where])):
-                raise ValueError(f"{where} {unknown} are not supported here; use {', '.join(_KNOWN[where])}")
-        anon, limits, style = bool(options.get("anon")), {**LIMITS_S, **config}, config.get("s3") or {}
+        """Make no request. Raises: ValueError, for options that are not supported; as botocore."""
+        config = options.get("config_kwargs") or {}
+        attributes = options.get("s3_additional_kwargs") or {}
+        _check_options("storage_options", options)
+        _check_options("config_kwargs", config)
+        _check_options("s3_additional_kwargs", attributes)
+        is_anonymous = bool(options.get("anon"))
+        style = config.get("s3") or {}
+        limits = {**LIMITS_S, **config}
         client = {"use_ssl": options.get("use_ssl", True), **(options.get("client_kwargs") or {})}
-        client |= {theirs: options[name] for name, theirs in _OF_CLIENT.items() if options.get(name) is not None}
+        for option, argument in _OF_CLIENT.items():
+            if options.get(option) is not None:
+                client[argument] = options[option]
         self._session = botocore.session.Session(profile=options.get("profile"))
-        signature = {"signature_version": botocore.UNSIGNED} if anon else {}
-        once = Config(retries={"total_max_attempts": 1}, **{**limits, **signature})
-        self._client = self._session.create_client("s3", config=once, **client)
-        self.place = endpoint, self._bucket = str(self._client.meta.endpoint_url), bucket
+        settings = {"retries": {"total_max_attempts": 1}, **limits}
+        if is_anonymous:
+            settings["signature_version"] = botocore.UNSIGNED
+        self._client = self._session.create_client("s3", config=Config(**settings), **client)
+        self._bucket = bucket
+        endpoint = str(self._client.meta.endpoint_url)
+        self.place = (endpoint, bucket)
         is_virtual = style.get("addressing_style") == "virtual"
+        if is_virtual:
+            endpoint = endpoint.replace("://", f"://{bucket}.", 1)
+        store_config = {
+            "endpoint": endpoint,
+            "region": self._client.meta.region_name,
+            "skip_signature": is_anonymous,
+            "request_payer": bool(options.get("requester_pays")),
+            # A signature over the bodies costs more than sending them.
+            "unsigned_payload": not style.get("payload_signing_enabled"),
+            "virtual_hosted_style_request": is_virtual,
+            "disable_bulk_delete": True,  # some servers lack it
+        }
+        if config.get("request_checksum_calculation") != "when_required":
+            store_config["checksum_algorithm"] = "crc64nvme"
+        for option, argument in _OF_STORE.items():
+            value = {**client, **attributes}.get(option)
+            if value:
+                store_config[argument] = value
         verify = client.get("verify")
+        client_options = {
+            "allow_http": True,
+            "allow_invalid_certificates": verify is False,
+            "connect_timeout": timedelta(seconds=limits["connect_timeout"]),
+            "timeout": timedelta(seconds=limits["read_timeout"]),
+        }
+        if isinstance(verify, str):
+            client_options["root_certificate"] = Path(verify).read_bytes()
+        # The pauses are drawn between the first and ``base`` times the last: twice would not grow.
+        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 4}
         arguments: Any = {
-            "config": {
-                "endpoint": endpoint.replace("://", f"://{bucket}.", 1) if is_virtual else endpoint,
-                "region": self._client.meta.region_name,
-                "skip_signature": anon,
-                "request_payer": bool(options.get("requester_pays")),
-                # A signature over the bodies costs more than sending them.
-                "unsigned_payload": not style.get("payload_signing_enabled"),
-                "virtual_hosted_style_request": is_virtual,
-                "disable_bulk_delete": True,  # some servers lack it
-                **{theirs: value for name, theirs in _OF_STORE.items() if (value := {**client, **extra}.get(name))},
-            },
-            "client_options": {
-                "allow_http": True,
-                "allow_invalid_certificates": verify is False,
-                "connect_timeout": timedelta(seconds=limits["connect_timeout"]),
-                "timeout": timedelta(seconds=limits["read_timeout"]),
-            },
+            "config": store_config,
+            "client_options": client_options,
             "retry_config": {
                 "max_retries": 100,
                 "retry_timeout": timedelta(seconds=PATIENCE_S),
-                # The pauses are drawn between the first and ``base`` times the last: twice would not grow.
-                "backoff": {
-                    "init_backoff": timedelta(seconds=0.1),
-                    "max_backoff": timedelta(seconds=5),
-                    "base": 4,
-                },
+                "backoff": backoff,
             },
         }
-        if config.get("request_checksum_calculation") != "when_required":
-            arguments["config"]["checksum_algorithm"] = "crc64nvme"
-        if isinstance(verify, str):
-            arguments["client_options"]["root_certificate"] = Path(verify).read_bytes()
-        if not anon and "aws_access_key_id" not in client:
+        if not is_anonymous and "aws_access_key_id" not in client:
             arguments["credential_provider"] = self._credentials
         super().__init__("s3", **arguments)
-        self._storage_class = extra.get("StorageClass")
-        self._attributes = extra
-        """What each new object gets."""
+        self._attributes = attributes
+        """Attributes of each new object."""
         self._store = self._construct_store(bucket)
 
     def _credentials(self) -> dict[str, Any]:
-        found = self._session.get_credentials()
-        if found is None:
+        credentials = self._session.get_credentials()
+        if credentials is None:
             raise ValueError(
                 f"no credentials for bucket {self._bucket!r}; give key and secret in storage_options, the environment "
                 "or a credentials file"
             )
-        frozen = found.get_frozen_credentials()
-        keys = {"access_key_id": frozen.access_key, "secret_access_key": frozen.secret_key, "token": frozen.token}
-        return {**keys, "expires_at": datetime.now(timezone.utc) + timedelta(seconds=_CREDENTIALS_S)}
+        keys = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": keys.access_key,
+            "secret_access_key": keys.secret_key,
+            "token": keys.token,
+            "expires_at": datetime.now(timezone.utc) + timedelta(seconds=_CREDENTIALS_S),
+        }
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
         """Return a range of an object, or all of it. Unlike the base class, use no event loop."""
@@ -165,16 +180,17 @@ class S3Driver(FsspecStore):
     def open(self, path: str, mode: str = "wb", block_size: int | None = None, **options: Any) -> "Upload":
         """Start to send an object in parts of ``block_size``."""
         key = self._split_path(path)[1]
-        attributes: Any = {"Storage-Class": self._storage_class} if self._storage_class else None
-        size: Any = {"buffer_size": block_size, "max_concurrency": PARTS_AT_A_TIME}
-        return Upload(
-            obstore.open_writer(self._store, key, attributes=attributes, **size), lambda: self.abort_uploads(key)
-        )
+        arguments: Any = {"buffer_size": block_size, "max_concurrency": PARTS_AT_A_TIME}
+        storage_class = self._attributes.get("StorageClass")
+        if storage_class:
+            arguments["attributes"] = {"Storage-Class": storage_class}
+        writer = obstore.open_writer(self._store, key, **arguments)
+        return Upload(writer, partial(self.abort_uploads, key))
 
     def copy_object(self, path: str, target: str, beat: Callable[[], object]) -> None:
         """Have the server copy an object in parts. Blocks. ``beat``: called after each, from several threads.
 
-        Raises: what botocore and ``beat`` raise; then nothing is there.
+        Raises: as botocore and ``beat``; then the copy does not exist.
         """
         source = {"Bucket": self._bucket, "Key": self._split_path(path)[1]}
         size_bytes = self._client.head_object(**source)["ContentLength"]
@@ -184,12 +200,12 @@ class S3Driver(FsspecStore):
         def copy_part(start: int) -> dict[str, Any]:
             number = start // COPIED_PART_BYTES + 1
             part = f"bytes={start}-{min(start + COPIED_PART_BYTES, size_bytes) - 1}"
-            done = self._client.upload_part_copy(**upload, PartNumber=number, CopySource=source, CopySourceRange=part)
+            reply = self._client.upload_part_copy(**upload, PartNumber=number, CopySource=source, CopySourceRange=part)
             beat()
-            return {"PartNumber": number, "ETag": done["CopyPartResult"]["ETag"]}
+            return {"PartNumber": number, "ETag": reply["CopyPartResult"]["ETag"]}
 
         try:
-            tasks = (partial(copy_part, start) for start in range(0, size_bytes, COPIED_PART_BYTES))
+            tasks = [partial(copy_part, start) for start in range(0, size_bytes, COPIED_PART_BYTES)]
             parts = in_threads(tasks, PARTS_AT_A_TIME, "lazysnap-copy")
             self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
         except BaseException:
@@ -200,18 +216,23 @@ class S3Driver(FsspecStore):
         """Delete the empty object that some servers keep with the name of an empty directory."""
         self._client.delete_object(Bucket=self._bucket, Key=f"{self._split_path(path)[1]}/")
 
-    def abort_uploads(self, prefix: str, is_wanted: Callable[[Any], bool] = lambda upload: True) -> list[str]:
-        """Abort the wanted uploads below a prefix, and return their keys. Blocks. Raises: what botocore raises."""
-        gone = []
+    def abort_uploads(self, prefix: str, is_stale: Callable[[Any], bool] | None = None) -> list[str]:
+        """Abort the uploads below a prefix that are stale (default: all). Return their keys.
+
+        Blocks. Raises: as botocore.
+        """
+        aborted = []
         for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self._bucket, Prefix=prefix):
-            for upload in filter(is_wanted, page.get("Uploads", ())):
+            for upload in page.get("Uploads", ()):
+                if is_stale is not None and not is_stale(upload):
+                    continue
                 key = str(upload["Key"])
                 self._client.abort_multipart_upload(Bucket=self._bucket, Key=key, UploadId=upload["UploadId"])
-                gone.append(key)
-        return gone
+                aborted.append(key)
+        return aborted
 
     def compares_checksums(self, path: str) -> bool:
-        """True if the server refuses an object whose checksum is wrong. Blocks. Raises: what botocore raises."""
+        """True if the server refuses an object whose checksum is wrong. Blocks. Raises: as botocore."""
         place = {"Bucket": self._bucket, "Key": self._split_path(path)[1]}
         try:
             self._client.put_object(**place, Body=b"probe", ChecksumCRC64NVME="AAAAAAAAAAA=")
@@ -219,6 +240,13 @@ class S3Driver(FsspecStore):
             return re.fullmatch(_DAMAGED, error.response["Error"]["Code"]) is not None
         self._client.delete_object(**place)
         return False
+
+
+def _check_options(where: str, options: Mapping[str, Any]) -> None:
+    """Raises: ValueError, for options that are not supported."""
+    unknown = sorted(options.keys() - set(_KNOWN[where]))
+    if unknown:
+        raise ValueError(f"{where} {unknown} are not supported here; use {', '.join(_KNOWN[where])}")
 
 
 class Upload:
@@ -231,7 +259,7 @@ class Upload:
         self.close = writer.close
 
     def discard(self) -> None:
-        """Abort the upload. Blocks. Raises: what botocore raises."""
+        """Abort the upload. Blocks. Raises: as botocore."""
         self._writer = self.write = self.close = None
         self._abort()
 
@@ -243,10 +271,9 @@ class S3Storage(FsspecStorage):
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         """Make no request. Raises: LevelError."""
-        conf = fsspec.config.conf.get("s3", {})
-        super().__init__(
-            url, {**{name: conf[name] for name in _KNOWN["storage_options"] if name in conf}, **(options or {})}
-        )
+        fsspec_config = fsspec.config.conf.get("s3", {})
+        defaults = {name: fsspec_config[name] for name in _KNOWN["storage_options"] if name in fsspec_config}
+        super().__init__(url, {**defaults, **(options or {})})
 
     def _open_driver(self) -> tuple[S3Driver, str]:
         global _pid
@@ -261,26 +288,33 @@ class S3Storage(FsspecStorage):
             raise LevelError("the URL names no bucket; write s3://bucket/prefix")
         return S3Driver(parts.netloc, self._options), f"{parts.netloc}/{parts.path.strip('/')}"
 
-    def _error(self, what: str, error: BaseException) -> LevelError:
+    def _error(self, action: str, error: BaseException) -> LevelError:
         self._opened = None  # the next operation reads the credentials again
         # obstore adds a dump of its data structures to its messages.
         text = " ".join(self._redaction.clean(error).split("Debug source:")[0].split())
-        code = re.search(r"<Code>(\w+)</Code>|\((\w+)\) when calling", text)
-        named = (code[1] or code[2]) if code else type(error).__name__
-        if not code and (" retries, " in text or "HTTP error" in text):
-            named = "Unanswered"
-        advice = next((text for codes, text in _ADVICE.items() if re.fullmatch(codes, named)), named)
+        match = re.search(r"<Code>(\w+)</Code>|\((\w+)\) when calling", text)
+        if match:
+            code = match[1] or match[2]
+        elif " retries, " in text or "HTTP error" in text:
+            code = "Unanswered"
+        else:
+            code = type(error).__name__
+        advice = code
+        for codes, advice_of_codes in _ADVICE.items():
+            if re.fullmatch(codes, code):
+                advice = advice_of_codes
+                break
         bucket = repr(urlsplit(self.url).netloc)
-        return LevelError(f"{self.url}: {what}: {advice.format(bucket)} ({text})")
+        return LevelError(f"{self.url}: {action}: {advice.format(bucket)} ({text})")
 
-    def call(self, what: str, method: Any, *arguments: Any, **options: Any) -> Any:
+    def call(self, action: str, method: Any, *arguments: Any, **options: Any) -> Any:
         """See ``FsspecStorage.call``. A missing bucket is a LevelError, not a missing object."""
         try:
-            return super().call(what, method, *arguments, **options)
+            return super().call(action, method, *arguments, **options)
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
-                raise self._error(what, error) from self._redaction.cause(error)
-            raise FileNotFoundError(2, "no such object", what) from None
+                raise self._error(action, error) from self._redaction.cause(error)
+            raise FileNotFoundError(2, "no such object", action) from None
 
     def abilities(self) -> Abilities:
         """Return the abilities of S3 without a test. It refuses clients whose clock is minutes off."""
@@ -299,7 +333,7 @@ class S3Storage(FsspecStorage):
         except (LevelError, FileNotFoundError):
             return False
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
         """See ``Storage.link``: the server copies the object."""
         try:
             self._call(f"copying {path} to {target}", "copy_object", self._path(path), self._path(target), beat)
@@ -318,17 +352,18 @@ class S3Storage(FsspecStorage):
     def abort_stale(self) -> list[str]:
         """See ``Storage.abort_stale``. Uploads of other programs stay, and any that began within a day."""
         root = self._path("").partition("/")[2].rstrip("/")
-        root = f"{root}/" if root else ""
-        began_before = datetime.now(timezone.utc) - timedelta(seconds=SETTLED * self.abandoned_after_s)
+        if root:
+            root += "/"
+        began_before = datetime.now(timezone.utc) - timedelta(seconds=STALE_FACTOR * self.abandoned_after_s)
 
-        def is_stale(upload: Any) -> bool:
+        def is_stale_upload(upload: Any) -> bool:
             path = upload["Key"][len(root) :]
             return upload["Initiated"] <= began_before and (is_node_file_path(path) or is_probe(path))
 
         try:
-            gone = self._call("listing uploads", "abort_uploads", root, is_stale)
+            keys = self._call("listing uploads", "abort_uploads", root, is_stale_upload)
         except LevelError as error:
             # Unfinished uploads cost money, but harm no snapshot: a missing right must not stop the sweep.
             logger.warning("unfinished uploads are not aborted; let a lifecycle rule do it: %s", error)
             return []
-        return [key[len(root) :] for key in gone]
+        return [key[len(root) :] for key in keys]

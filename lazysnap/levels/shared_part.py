@@ -1,11 +1,11 @@
 """Part of a shard, as a shard of its own: the part that a node stores at shared levels, or that parity protects.
 
-The capture plan chose the rows of each tensor: at shared levels a node stores its own
-tensors, and its share of what other nodes hold, too (``shared_rows``). Parity protects what few nodes hold (``nodes``).
+The capture plan chose the rows of each tensor. At shared levels a node stores the tensors that it alone holds, and its
+share of those that other nodes hold, too (``shared_rows``). Parity protects tensors that few nodes hold (``nodes``).
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,10 +18,11 @@ from lazysnap.shard.manifest import CaptureMeta
 
 @dataclass(frozen=True)
 class _Run:
-    """Bytes that follow each other in the source and in the part."""
+    """Bytes that are consecutive in the source and in the part."""
 
     start: int
-    source: int
+    """The offset in the part."""
+    source_offset: int
     length: int
 
 
@@ -41,48 +42,69 @@ class SharedPart:
         size_bytes: int | None = None,
         cut: Cut | None = None,
     ) -> None:
-        """``offset`` and ``size_bytes``: the place of the shard in ``source``; default: all of it. ``cut``: default: to
-        the rows that this node stores at shared levels.
+        """Read the header of the shard and plan the part.
 
         Blocks: until the header is written. Raises: CaptureAborted; FormatError, if there is no header.
+
+        Args:
+            meta: the manifest's entry of the whole shard.
+            source: the bytes that contain the shard.
+            offset: of the shard in ``source``.
+            size_bytes: of the shard; default: all of ``source``.
+            cut: the rows of the part; default: those that this node stores at shared levels.
         """
-        size = source.size_bytes if size_bytes is None else size_bytes
-        layout = Layout.parse(header_of(source, offset, size), size, f"rank {meta.rank}")
-        parts = {spec.name: (cut or _cut)(spec, meta.tensors.get(spec.name), meta.rank) for spec in layout.specs}
-        specs = {name: one for name, (one, _) in parts.items() if one is not None}
-        stored = {name: primary for name, primary in meta.aliases.items() if primary in specs}
-        part = Layout.plan(specs.values(), {name: to for name, to in layout.metadata.items() if to in specs})
-        tensors = {name: _facts(meta.tensors[name], parts[name][1]) for name in meta.tensors if name in specs}
-        self.meta = replace(meta, tensors=tensors, aliases=stored)
+        if size_bytes is None:
+            size_bytes = source.size_bytes
+        layout = Layout.parse(header_of(source, offset, size_bytes), size_bytes, f"rank {meta.rank}")
+        specs = {}
+        first_rows = {}
+        for whole in layout.specs:
+            spec, first_row = (cut or _cut)(whole, meta.tensors.get(whole.name), meta.rank)
+            if spec is not None:
+                specs[spec.name] = spec
+                first_rows[spec.name] = first_row
+        part = Layout.plan(specs.values(), _of_tensors(layout.metadata, specs))
+        tensors = {}
+        for name, facts in meta.tensors.items():
+            if name in specs:
+                tensors[name] = _facts(facts, first_rows[name])
+        self.meta = replace(meta, tensors=tensors, aliases=_of_tensors(meta.aliases, specs))
         self.size_bytes = part.size_bytes
         self._source = source
         self._header = map_anonymous(len(part.header))
         self._header[:] = part.header
         self._runs: list[_Run] = []
         for spec, start in zip(part.specs, part.offsets, strict=True):
-            whole, at = layout.find(spec.name)
-            row_bytes = whole.nbytes // max(1, whole.shape[0]) if whole.shape else 0
-            self._runs.append(_Run(start, offset + at + parts[spec.name][1] * row_bytes, spec.nbytes))
+            whole, offset_in_shard = layout.find(spec.name)
+            row_bytes = 0
+            if whole.shape:
+                row_bytes = whole.nbytes // max(1, whole.shape[0])
+            source_offset = offset + offset_in_shard + first_rows[spec.name] * row_bytes
+            self._runs.append(_Run(start, source_offset, spec.nbytes))
         self._starts = [run.start for run in self._runs]
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. Return a copy."""
-        out, stop = map_anonymous(length), offset + length
-        head = self._header[offset:stop]
-        out[: len(head)] = head
-        index, block = -1, memoryview(b"")
-        for run in self._runs[max(0, bisect.bisect_right(self._starts, offset) - 1) :]:
+        out = map_anonymous(length)
+        stop = offset + length
+        header = self._header[offset:stop]
+        out[: len(header)] = header
+        index = -1
+        block = memoryview(b"")
+        first_run = max(0, bisect.bisect_right(self._starts, offset) - 1)
+        for run in self._runs[first_run:]:
             if run.start >= stop:
                 break
-            first, last = max(offset, run.start), min(stop, run.start + run.length)
-            while first < last:
-                at = run.source + first - run.start
-                if at // BLOCK_BYTES != index:
-                    index = at // BLOCK_BYTES
+            position = max(offset, run.start)
+            run_stop = min(stop, run.start + run.length)
+            while position < run_stop:
+                source_offset = run.source_offset + position - run.start
+                if source_offset // BLOCK_BYTES != index:
+                    index = source_offset // BLOCK_BYTES
                     block = self._block(index)
-                found = block[at - index * BLOCK_BYTES :][: last - first]
-                out[first - offset : first - offset + len(found)] = found
-                first += len(found)
+                piece = block[source_offset - index * BLOCK_BYTES :][: run_stop - position]
+                out[position - offset : position - offset + len(piece)] = piece
+                position += len(piece)
         return out
 
     def _block(self, index: int) -> memoryview:
@@ -95,23 +117,33 @@ class SharedPart:
         self._source.finish()
 
 
-def held_by_few(most: int) -> Cut:
-    """Return a cut to the tensors that at most ``most`` nodes hold in memory."""
+def _of_tensors(names: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Return the names that belong to tensors of the part."""
+    return {name: tensor for name, tensor in names.items() if tensor in specs}
+
+
+def held_by_few(max_nodes: int) -> Cut:
+    """Return a cut to the tensors that at most ``max_nodes`` nodes hold in memory."""
 
     def cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
-        return (spec, 0) if _num_nodes(facts) <= most else (None, 0)
+        if _num_nodes(facts) > max_nodes:
+            return None, 0
+        return spec, 0
 
     return cut
 
 
-def is_held_by_few(meta: CaptureMeta, most: int) -> bool:
+def is_held_by_few(meta: CaptureMeta, max_nodes: int) -> bool:
     """True if at most this many nodes hold each of its tensors."""
-    return all(_num_nodes(facts) <= most for facts in meta.tensors.values())
+    return all(_num_nodes(facts) <= max_nodes for facts in meta.tensors.values())
 
 
 def _num_nodes(facts: Any) -> int:
-    found = facts.get("nodes", 1) if isinstance(facts, dict) else 1
-    return found if isinstance(found, int) else 1
+    if isinstance(facts, dict):
+        num_nodes = facts.get("nodes")
+        if isinstance(num_nodes, int):
+            return num_nodes
+    return 1
 
 
 def has_shared_rows(meta: CaptureMeta) -> bool:
@@ -120,7 +152,9 @@ def has_shared_rows(meta: CaptureMeta) -> bool:
 
 
 def _rows(facts: Any) -> Any:
-    return facts.get("shared_rows") if isinstance(facts, dict) else None
+    if isinstance(facts, dict):
+        return facts.get("shared_rows")
+    return None
 
 
 def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
@@ -128,9 +162,11 @@ def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, in
     rows = _rows(facts)
     if rows is None:
         return spec, 0
-    bound = spec.shape[0] if spec.shape else 1
+    num_rows = 1
+    if spec.shape:
+        num_rows = spec.shape[0]
     is_pair = isinstance(rows, list) and len(rows) == 2 and all(type(row) is int for row in rows)
-    if not is_pair or not 0 <= rows[0] <= rows[1] <= bound or (rows[0] and not facts.get("offsets")):
+    if not is_pair or not 0 <= rows[0] <= rows[1] <= num_rows or (rows[0] and not facts.get("offsets")):
         raise FormatError(f"rank {rank}: tensor {spec.name!r}: bad shared_rows {rows!r:.50}")
     start, stop = rows
     if start == stop:
@@ -140,7 +176,9 @@ def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, in
 
 def _facts(facts: dict[str, Any], start: int) -> dict[str, Any]:
     """Return the manifest entry of the stored rows, of which ``start`` is the first."""
-    kept = {name: value for name, value in facts.items() if name != "shared_rows"}
+    stored = dict(facts)
+    stored.pop("shared_rows", None)
     if start:
-        kept["offsets"] = [kept["offsets"][0] + start, *kept["offsets"][1:]]
-    return kept
+        first_offset, *other_offsets = stored["offsets"]
+        stored["offsets"] = [first_offset + start, *other_offsets]
+    return stored

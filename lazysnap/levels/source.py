@@ -12,7 +12,7 @@ Progress = Callable[[int], None]
 
 
 def no_progress(num_bytes: int) -> None:
-    """Do nothing: a ``Progress`` for work that nobody follows."""
+    """Do nothing: a ``Progress`` for work that is not displayed."""
 
 
 def map_anonymous(size_bytes: int) -> memoryview:
@@ -63,33 +63,33 @@ class NodeSource:
         """Blocks: until the headers are written. Raises: CaptureAborted; FormatError, if one is no header."""
         layouts = []
         for meta, source in sources:
-            layouts.append(
-                (
-                    meta.rank,
-                    Layout.parse(header_of(source, 0, source.size_bytes), source.size_bytes, f"rank {meta.rank}"),
-                )
-            )
+            shard_header = header_of(source, 0, source.size_bytes)
+            layouts.append((meta.rank, Layout.parse(shard_header, source.size_bytes, f"rank {meta.rank}")))
         header, offsets = join(layouts)
-        self.shards = tuple(
-            Shard(meta, offset, source.size_bytes, len(layout.header))
-            for (meta, source), (_, layout), offset in zip(sources, layouts, offsets, strict=True)
-        )
-        self.size_bytes = self.shards[-1].offset + self.shards[-1].size_bytes
         padded = map_anonymous(len(header))
         padded[:] = header
         self._parts: list[tuple[int, BlockSource]] = [(0, MemorySource(padded, len(header)))]
-        self._parts += [(shard.offset, source) for shard, (_, source) in zip(self.shards, sources, strict=True)]
+        """The header and the shards, each with its offset."""
+        shards = []
+        for (meta, source), (_, layout), offset in zip(sources, layouts, offsets, strict=True):
+            shards.append(Shard(meta, offset, source.size_bytes, len(layout.header)))
+            self._parts.append((offset, source))
+        self.shards = tuple(shards)
+        self.size_bytes = self.shards[-1].offset + self.shards[-1].size_bytes
 
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. A block that lies in several shards is put together."""
-        last_start, last = self._parts[-1]
+        """See ``BlockSource.view``. A block with bytes of several shards is put together."""
+        last_start, last_source = self._parts[-1]
         if offset >= last_start:
-            return last.view(offset - last_start, length)
+            return last_source.view(offset - last_start, length)
+        end = offset + length
         out = map_anonymous(length)
         for start, source in self._parts:
-            first, stop = max(offset, start), min(offset + length, start + source.size_bytes)
-            if (first, stop) == (offset, offset + length):
+            source_end = start + source.size_bytes
+            if start <= offset and end <= source_end:
                 return source.view(offset - start, length)
+            first = max(offset, start)
+            stop = min(end, source_end)
             if first < stop:
                 # Shards and blocks begin on pages, so this part does, too.
                 part = source.view(first - start, -(-(stop - first) // PAGE) * PAGE)

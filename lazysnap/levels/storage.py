@@ -16,10 +16,14 @@ MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
 ABANDONED_AFTER_S = 3600.0
 """Age after which an unfinished object counts as abandoned, at places that do not know whether its writer lives."""
 
-SETTLED = 24
-"""Times ``ABANDONED_AFTER_S``: a day. After that an object is nobody's work in progress, whoever put it there."""
+STALE_FACTOR = 24
+"""Times ``ABANDONED_AFTER_S``: a day. An object that is older is not being written any more, by any program."""
 
 _PROBE = re.compile(r"\.lazysnap-probe-[0-9a-f]{16}")
+
+
+def no_beat() -> None:
+    """Do nothing: a ``beat`` for a copy that no watchdog follows."""
 
 
 class Writer(Protocol):
@@ -32,7 +36,7 @@ class Writer(Protocol):
     def publish(self) -> None:
         """Make the object durable and visible under its name, in this order. Blocks.
 
-        An object of that name is replaced by one act: the name says what the bytes are.
+        An existing object of that name is replaced in one act: the name determines the bytes.
         """
         ...
 
@@ -66,8 +70,8 @@ class Storage(ABC):
 
     * Store a step: ``get`` of the manifest, which may exist already; ``create``; ``Writer.write`` for each block, from
       ``parallel_writes`` threads; ``Writer.publish``; ``put`` of the manifest, which commits; ``Writer.close``. On an
-      error: ``Writer.close``; ``delete`` of a published file; ``delete_directory``. Of a fine-tuning the base comes
-      first: ``get`` of the manifest of another step, and ``link`` of its base; or a new one, ``create`` to ``publish``.
+      error: ``Writer.close``; ``delete`` of a published file; ``delete_directory``. A fine-tuning stores its base
+      first: ``get`` of the manifest of another step, and ``link`` of its base; or ``create`` to ``publish``.
     * Read it back: ``get`` of the manifest; ``size``; ``reader``; ``Reader.read_into`` for each block, from
       ``parallel_reads`` threads; ``Reader.close``. A training skips this if ``checks_writes``. A restart reads the same
       way, after ``list`` of every directory.
@@ -75,7 +79,7 @@ class Storage(ABC):
       file; ``delete_directory``.
     * Give a name: ``list``; ``put``. Take it away: ``list`` of every directory; ``size``; ``get``; ``is_link``;
       ``delete``.
-    * Sweep, once in a start and before all else: ``list`` of every directory; ``is_link``; ``is_settled``;
+    * Sweep, once in a start and before all else: ``list`` of every directory; ``is_link``; ``is_stale``;
       ``delete_abandoned``; ``delete_directory``; ``abort_stale``.
     * Try a level that failed: ``put``, ``get`` and ``delete`` of a small object.
 
@@ -103,7 +107,7 @@ class Storage(ABC):
 
     @abstractmethod
     def put(self, path: str, data: bytes) -> None:
-        """Write a small object as one act: durable and visible on return, or not there at all."""
+        """Write a small object as one act: on return it is durable and visible; on an error it does not exist."""
 
     @abstractmethod
     def get(self, path: str) -> bytes:
@@ -119,15 +123,15 @@ class Storage(ABC):
 
     @abstractmethod
     def age_s(self, path: str) -> float | None:
-        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place does not say."""
+        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place has no times."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Remove an object, durably; harmless if there is none. Never through a symbolic link."""
+        """Remove an object, durably. A missing object is no error. Symbolic links are not followed."""
 
     @abstractmethod
     def list(self, path: str = "") -> list[str]:
-        """Return the names in a directory, sorted; empty if there is no such directory."""
+        """Return the names in a directory, sorted. A missing directory is empty."""
 
     def exists(self, path: str) -> bool:
         """True if the object exists."""
@@ -137,7 +141,7 @@ class Storage(ABC):
             return False
         return True
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
         """Give the bytes of an object another name, without sending them. Both names are objects of their own then.
 
         ``beat``: called after each part, from any thread, where the place copies the bytes. What it raises ends the
@@ -153,9 +157,9 @@ class Storage(ABC):
 
     # ---------------------------------------------------------------- writers that live or are dead
 
-    def is_settled(self, path: str) -> bool:
+    def is_stale(self, path: str) -> bool:
         """True if an object certainly did not change for a day. Raises: FileNotFoundError."""
-        return self._is_older(path, SETTLED * self.abandoned_after_s)
+        return self._is_older(path, STALE_FACTOR * self.abandoned_after_s)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
         """Remove an uncommitted object if its writer is certainly dead and ``unless`` does not exist.
@@ -183,14 +187,14 @@ class Storage(ABC):
     # ---------------------------------------------------------------- directories and links
 
     def is_link(self, path: str) -> bool:
-        """True if ``path``, or a directory that it is in, is a symbolic link: its target is not ours to delete.
+        """True if ``path``, or a directory above it, is a symbolic link: its target is not ours to delete.
 
-        False if there is nothing.
+        False if the path does not exist.
         """
         return False
 
     def delete_directory(self, path: str) -> None:
-        """Remove an empty directory; harmless if there is none, or if it is not empty."""
+        """Remove an empty directory. A missing one, or one that is not empty, is no error."""
         return
 
 
@@ -205,19 +209,20 @@ def is_probe(name: str) -> bool:
 
 
 def probe(storage: Storage) -> None:
-    """Write a small object, read it back and delete it. Blocks. Raises: LevelError; what the storage raises."""
-    path, text = probe_name(), os.urandom(8).hex()
-    storage.put(path, text.encode())
+    """Write a small object, read it back and delete it. Blocks. Raises: LevelError; as the storage."""
+    path = probe_name()
+    written = os.urandom(8).hex().encode()
+    storage.put(path, written)
     try:
-        found = storage.get(path)
+        read_back = storage.get(path)
     finally:
         storage.delete(path)
-    if found != text.encode():
-        raise LevelError(f"{path}: what was written was read back as {found!r:.40}")
+    if read_back != written:
+        raise LevelError(f"{path}: what was written was read back as {read_back!r:.40}")
 
 
-def level_error(url: str, what: str, error: OSError) -> LevelError:
+def level_error(url: str, action: str, error: OSError) -> LevelError:
     """Return ``error`` as a LevelError that names the place and the operation."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return LevelError(f"{url}: {what}: {error.strerror}; free space there or lower keep_last")
-    return LevelError(f"{url}: {what}: {error}")
+        return LevelError(f"{url}: {action}: {error.strerror}; free space there or lower keep_last")
+    return LevelError(f"{url}: {action}: {error}")

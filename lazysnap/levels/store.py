@@ -7,7 +7,7 @@ The layout (docs/format.md)::
     step-00001000-<run>-<start>/node-00000-of-00001.json
     step-00001000-<run>-<start>/keep-before-anneal
 
-The name of a directory says what is in it, so no two writers ever want the same name for different bytes.
+The name of a directory determines its content, so no two writers ever use the same name for different bytes.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from lazysnap import faults
 from lazysnap.config import check_url, is_path, resolve_url
 from lazysnap.errors import ConfigError, FormatError, LazySnapError, LevelError
 from lazysnap.levels.blocks import read_node_file
-from lazysnap.levels.leftovers import IsOurs, is_given_by_a_run, sweep
+from lazysnap.levels.leftovers import IsOurs, belongs_to_run, sweep
 from lazysnap.levels.listing import list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.node_file import FilePlace, write_node_file
@@ -88,8 +88,8 @@ class SnapshotStore:
         ``former``: directory of a snapshot of this node, whose base may serve this one, too.
 
         On return, file and manifest survive a power cut. A file that is committed already is not written again.
-        Raises: LevelError, also if other ranks committed a file of that name, which stays; CaptureAborted; what
-        ``source`` raises. On an error nothing of the file stays.
+        Raises: LevelError, also if other ranks committed a file of that name, which stays; CaptureAborted; as
+        ``source``. On an error nothing of the file stays.
         """
         meta = shards[0].meta
         place = FilePlace(self.storage, meta.name.directory, name)
@@ -107,26 +107,27 @@ class SnapshotStore:
         ``None``, if the file is missing or damaged. Raises: LevelError, if other ranks wrote it.
         """
         try:
-            found = place.read_manifest()
-            if _ranks(found.shards) != _ranks(shards):
+            committed = place.read_manifest()
+            if _ranks(committed.shards) != _ranks(shards):
                 raise LevelError(
-                    f"{place.where}: holds ranks {_ranks(found.shards)} of another writer; not replaced by ranks "
+                    f"{place.where}: holds ranks {_ranks(committed.shards)} of another writer; not replaced by ranks "
                     f"{_ranks(shards)}"
                 )
-            if found.shards != tuple(shards):
+            if committed.shards != tuple(shards):
                 return None
             return self.verify(place)
         except (FormatError, FileNotFoundError):
             return None
 
     @contextlib.contextmanager
-    def _naming(self, what: str) -> Iterator[None]:
+    def _naming(self, action: str) -> Iterator[None]:
+        """Turn OSError into LevelError within the context. Errors of this package stay."""
         try:
             yield
         except LazySnapError:
             raise
         except OSError as error:
-            raise level_error(self.url, what, error) from error
+            raise level_error(self.url, action, error) from error
 
     # ---------------------------------------------------------------- reading
 
@@ -141,10 +142,13 @@ class SnapshotStore:
         return self.place(entry).read_manifest()
 
     def verify(self, place: FilePlace, *, skips_base: bool = False) -> Manifest:
-        """Read every byte of a node's file, but with ``skips_base`` those of its base, compare it with the checksums,
-        and return its manifest.
+        """Read a node's file, compare every block with its checksum, and return the manifest.
 
         Raises: FormatError, naming file and block; FileNotFoundError; LevelError.
+
+        Args:
+            place: the file.
+            skips_base: do not read the base of the file.
         """
         manifest = place.read_manifest()
         read_node_file(place, manifest, skips_base=skips_base)
@@ -153,17 +157,18 @@ class SnapshotStore:
     # ---------------------------------------------------------------- keeping and deleting
 
     def keep(self, entry: Entry, name: str) -> None:
-        """Give a snapshot a name: retention leaves it alone until ``release``. Raises: ConfigError, for a bad name."""
+        """Give a snapshot a name: retention keeps it until ``release``. Raises: ConfigError, for a bad name."""
         check_name(name)
         file = keep_file_name(name)
         with self._naming(f"naming step {entry.step} {name!r}"):
-            if file in self.storage.list(entry.location) and self._is_of_others(entry.location, file):
+            if file in self.storage.list(entry.location) and self._belongs_to_others(entry.location, file):
                 raise ConfigError(f"{self.url}/{entry.location}/{file}: a file of somebody else; take another name")
             self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
 
     def release(self, run_id: str | None, name: str) -> list[str]:
         """Take a name from the snapshots of a run (``None``: of all runs). Return the directories that had it."""
-        freed, file = [], keep_file_name(name)
+        freed = []
+        file = keep_file_name(name)
         # No manifest is read: every node of a training does this.
         for directory in list_names(self.storage).directories:
             snapshot = SnapshotName.parse(directory.name)
@@ -172,18 +177,18 @@ class SnapshotStore:
             if self._is_our_name(directory.name, file):
                 self.storage.delete(f"{directory.name}/{file}")
                 freed.append(directory.name)
-            elif self._is_of_others(directory.name, file):
+            elif self._belongs_to_others(directory.name, file):
                 logger.warning("%s/%s/%s: not deleted, no run wrote it", self.url, directory.name, file)
         return freed
 
-    def _is_of_others(self, directory: str, file: str) -> bool:
+    def _belongs_to_others(self, directory: str, file: str) -> bool:
         """True if there is a ``keep-…`` object that no run gave. Another node may delete it meanwhile."""
         return not self._is_our_name(directory, file) and self.storage.exists(f"{directory}/{file}")
 
     def _is_our_name(self, directory: str, file: str) -> bool:
         """True if a run gave a ``keep-…`` object, which its content shows."""
         path = f"{directory}/{file}"
-        return is_given_by_a_run(self.storage, path) and not self.storage.is_link(path)
+        return belongs_to_run(self.storage, path) and not self.storage.is_link(path)
 
     def sweep(self, is_ours: IsOurs | None = None) -> list[str]:
         """Delete files that dead writers left (``levels.leftovers``), and return their paths.

@@ -8,37 +8,49 @@ Result = TypeVar("Result")
 
 
 def in_threads(
-    tasks: Iterable[Callable[[], Result]], count: int, name: str, on_error: Callable[[], None] = lambda: None
+    tasks: Iterable[Callable[[], Result]], count: int, name: str, on_error: Callable[[], None] | None = None
 ) -> list[Result]:
     """Run tasks in at most ``count`` threads, the caller's included. Return their results, in order.
 
-    A task is taken, in order, when a thread is free. ``on_error`` is called when a task failed, while others may still
-    run, from any of the threads. Not ``ThreadPoolExecutor``: the interpreter joins its threads at exit, and one that
-    hangs in a dead file system would keep the process alive for ever.
+    A task is taken, in order, when a thread is free. Not ``ThreadPoolExecutor``: the interpreter joins its threads at
+    exit, and one that hangs in a dead file system would keep the process alive for ever.
 
     Blocks. Raises: the first error; no task starts after it.
+
+    Args:
+        tasks: the functions to call.
+        count: the number of threads.
+        name: the beginning of the names of the threads.
+        on_error: called in the thread in which a task failed. Other tasks may still run.
     """
-    feed, feeding = enumerate(tasks), threading.Lock()
+    queue = enumerate(tasks)
+    queue_lock = threading.Lock()
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
     def work() -> None:
         while not errors:
             try:
-                with feeding:
-                    item = next(feed, None) if not errors else None
-                if item is None:
+                with queue_lock:
+                    if errors:
+                        return
+                    numbered_task = next(queue, None)
+                if numbered_task is None:
                     return
-                results[item[0]] = item[1]()
+                index, task = numbered_task
+                results[index] = task()
             except BaseException as error:  # noqa: BLE001  raised below
                 errors.append(error)
-                on_error()
+                if on_error is not None:
+                    on_error()
 
-    others = [threading.Thread(target=work, name=f"{name}-{number}", daemon=True) for number in range(1, count)]
-    for thread in others:
+    threads = []
+    for number in range(1, count):
+        thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
         thread.start()
+        threads.append(thread)
     work()
-    for thread in others:
+    for thread in threads:
         _join(thread, errors)
     if errors:
         raise errors[0]
@@ -52,5 +64,5 @@ def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
             thread.join()
         except KeyboardInterrupt as error:
             if errors and isinstance(errors[0], KeyboardInterrupt):
-                raise  # the second one: it hangs
+                raise  # the second Ctrl-C: the thread hangs
             errors.insert(0, error)

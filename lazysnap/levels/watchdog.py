@@ -20,7 +20,7 @@ class LevelHangs(LevelError, TimeoutError):
 
 
 class WriteCancelled(CaptureAborted):
-    """Raised to abandon a write. A caller that waits goes on waiting until the write is cleaned up."""
+    """Raised to abandon a write. A caller that waits keeps waiting until the write is cleaned up."""
 
 
 class Watchdog(Generic[Result]):
@@ -28,7 +28,7 @@ class Watchdog(Generic[Result]):
 
     A thread that hangs in a dead file system cannot be ended: it is left behind. If it resumes later, its next
     ``beat()`` raises CaptureAborted, so that it commits and deletes nothing. A ``levels.watched.WatchedStorage`` calls
-    it before each operation, so only work that waits for something else calls it itself.
+    ``beat`` before each operation, so that only work which waits for something else calls ``beat`` itself.
     """
 
     def __init__(self, work: Callable[[Beat], Result], name: str) -> None:
@@ -51,8 +51,8 @@ class Watchdog(Generic[Result]):
             self._done.set()
 
     def beat(self) -> None:
-        """Report progress. Raises: CaptureAborted, if the deadline has passed and nobody waits any more."""
-        with self._deciding:  # after a beat that did not raise, somebody waits
+        """Report progress. Raises: CaptureAborted, if the deadline has passed and the caller waits no more."""
+        with self._deciding:  # after a beat that did not raise, the caller waits
             self._moved = time.monotonic()
             if self._given_up:
                 raise CaptureAborted(f"{self.name}: came back after its deadline")
@@ -64,22 +64,23 @@ class Watchdog(Generic[Result]):
 
     @property
     def is_running(self) -> bool:
-        """True if the thread still works, even if nobody waits."""
+        """True if the thread still works, even if the caller waits no more."""
         return not self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """True if the work ends within ``timeout_s``. Blocks. The work goes on after the deadline."""
+        """True if the work ends within ``timeout_s``. Blocks. The work continues after the deadline."""
         return self._done.wait(timeout_s)
 
     def result(self, timeout_s: float) -> Result:
-        """Return or raise what ``work`` did. Blocks: while there is progress, and up to ``timeout_s`` without.
+        """Return the result of ``work``. Blocks: while there is progress, and up to ``timeout_s`` without.
 
-        Raises: LevelHangs.
+        Raises: as ``work``; LevelHangs.
         """
         while not self._done.wait(min(_CHECK_S, timeout_s)):
             with self._deciding:
                 is_hanging = self.idle_s > timeout_s
-                self._given_up = self._given_up or is_hanging
+                if is_hanging:
+                    self._given_up = True
             if is_hanging:
                 raise LevelHangs(
                     f"{self.name} did not move for {timeout_s:g} s; check the mount or endpoint, or raise "

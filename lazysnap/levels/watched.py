@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from lazysnap.levels.storage import Reader, Storage, Writer
+from lazysnap.levels.storage import Reader, Storage, Writer, no_beat
 from lazysnap.levels.watchdog import Beat, WriteCancelled
 
 _SLICE_S = 0.2
@@ -20,8 +20,8 @@ class RateLimiter:
         self._lock = threading.Lock()
         self._free_at = 0.0
 
-    def take(self, num_bytes: int, while_waiting: Callable[[], None]) -> None:
-        """Wait until ``num_bytes`` may pass. Blocks; calls ``while_waiting`` again and again, which may raise."""
+    def wait_for(self, num_bytes: int, while_waiting: Callable[[], None]) -> None:
+        """Block until ``num_bytes`` may pass. Call ``while_waiting`` again and again meanwhile; it may raise."""
         if self._rate is None:
             return
         with self._lock:
@@ -29,9 +29,11 @@ class RateLimiter:
             start = max(now, self._free_at)
             self._free_at = start + num_bytes / self._rate
         # Earlier bytes pass first.
-        while (left := start - time.monotonic()) > 0:
+        remaining_s = start - time.monotonic()
+        while remaining_s > 0:
             while_waiting()
-            time.sleep(min(left, _SLICE_S))
+            time.sleep(min(remaining_s, _SLICE_S))
+            remaining_s = start - time.monotonic()
 
 
 class WatchedStorage(Storage):
@@ -52,7 +54,7 @@ class WatchedStorage(Storage):
         self.parallel_reads = storage.parallel_reads
         self._storage = storage
         self._beat = beat
-        self._pace = RateLimiter(None) if pace is None else pace
+        self._pace = pace or RateLimiter(None)
 
     def _beat_unless_cancelled(self) -> None:
         """Call ``beat``. Raises: CaptureAborted, but not WriteCancelled."""
@@ -77,7 +79,7 @@ class WatchedStorage(Storage):
         self._beat()
         self._storage.put(path, data)
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
+    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
         """See ``Storage.link``. The copy of each part is progress."""
         self._beat()
         return self._storage.link(path, target, self._beat)
@@ -119,10 +121,10 @@ class WatchedStorage(Storage):
         self._beat_unless_cancelled()
         return self._storage.stamp(path)
 
-    def is_settled(self, path: str) -> bool:
-        """See ``Storage.is_settled``."""
+    def is_stale(self, path: str) -> bool:
+        """See ``Storage.is_stale``."""
         self._beat_unless_cancelled()
-        return self._storage.is_settled(path)
+        return self._storage.is_stale(path)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
         """See ``Storage.delete_abandoned``."""
@@ -161,7 +163,7 @@ class _WatchedWriter:
 
     def write(self, offset: int, data: memoryview) -> None:
         """See ``Writer.write``. Blocks: also until the rate limit allows it."""
-        self._pace.take(len(data), self._beat)
+        self._pace.wait_for(len(data), self._beat)
         self._beat()
         self._writer.write(offset, data)
         self._beat()

@@ -195,7 +195,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         blocks = files[place]
         for rank in ranks[place]:
             shards[rank] = open_shard(rank, blocks, verify=verify)
-        blocks.rest()
+        blocks.release()
 
     try:
         in_parallel(open_file, list(files))

@@ -69,8 +69,8 @@ def again(directory):
     objects = accelerator.free_memory(*objects)
     model, optimizer, loader = prepared(accelerator)
     train(accelerator, model, optimizer, loader)
-    assert accelerator._lazysnap_door.step == 7
-    assert sorted(accelerator._lazysnap_door._state._named()) == ["accelerate", "loader", "model", "optimizer"]
+    assert accelerator._lazysnap_integration.step == 7
+    assert sorted(accelerator._lazysnap_integration._state._named()) == ["accelerate", "loader", "model", "optimizer"]
     seen = weights(model, optimizer)
     accelerator.free_memory()
     model, optimizer, loader = prepared(accelerator)

@@ -64,7 +64,7 @@ def batch_size(directory):
         train(accelerator, model, optimizer, loader)
         if batch_size == 16:
             raise RuntimeError("CUDA out of memory.")
-        assert "custom_1" not in accelerator._lazysnap_door._state._named()
+        assert "custom_1" not in accelerator._lazysnap_integration._state._named()
 
     attempt()
     assert len(sizes) == 2

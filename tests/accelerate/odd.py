@@ -183,7 +183,7 @@ def main():
     # None of what was no boundary took a snapshot, and no boundary was missed.
     assert dies_after or statistics.began <= STEPS, statistics
     if not dies_after and case.found is None:
-        last = case.accelerator._lazysnap_door.step
+        last = case.accelerator._lazysnap_integration.step
         assert last == STEPS, last
 
 

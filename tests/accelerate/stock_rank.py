@@ -52,7 +52,7 @@ def load(settings: dict) -> dict:
     return prepared.bits()
 
 
-def door(settings: dict) -> dict:
+def integration(settings: dict) -> dict:
     """Save by save_state of an attached accelerator, train on, and load what was saved at once."""
     prepared = Prepared(seed=1, stateful=settings.get("stateful", False))
     accelerator = prepared.accelerator
@@ -106,7 +106,7 @@ def _go_on_later(directory: pathlib.Path) -> None:
 
 
 def main(settings: dict) -> None:
-    result = {"save": save, "door": door, "load": load, "slow": slow}[settings["mode"]](settings)
+    result = {"save": save, "integration": integration, "load": load, "slow": slow}[settings["mode"]](settings)
     rank = int(os.environ.get("RANK", "0"))
     pathlib.Path(f"{settings['result']}.{rank}").write_text(json.dumps(result))
     if torch.distributed.is_initialized():

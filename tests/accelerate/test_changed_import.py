@@ -306,7 +306,7 @@ def test_a_checkpoint_that_is_loaded_right_behind_a_step_does_not_tear_its_snaps
     script.accelerator.load_state(tmp_path / "first")
 
     assert script.accelerator.engine.wait(2, until="captured", timeout_s=60)
-    script.accelerator._lazysnap_door.abandon()
+    script.accelerator._lazysnap_integration.abandon()
 
 
 def test_averages_that_are_swapped_in_behind_an_epoch_are_never_captured(with_large):
@@ -319,7 +319,7 @@ def test_averages_that_are_swapped_in_behind_an_epoch_are_never_captured(with_la
         one.data.fill_(0.5)
     engine = script.accelerator.engine
     assert engine.wait(until="captured", timeout_s=60)
-    script.accelerator._lazysnap_door.abandon()
+    script.accelerator._lazysnap_integration.abandon()
 
     again = with_large()
     assert again.accelerator.load_state("latest").step == 8

@@ -323,7 +323,7 @@ def test_an_export_goes_on_without_the_training_unless_the_directory_got_another
         if not number:
             pid = stopped_in(place)
     wanted = script.facts()
-    script.accelerator._lazysnap_door.abandon()
+    script.accelerator._lazysnap_integration.abandon()
     os.kill(pid, signal.SIGCONT)
     os.kill(until(lambda: stopped_in(place) != pid and stopped_in(place)), signal.SIGCONT)
     until(lambda: (place / "model.safetensors").exists())

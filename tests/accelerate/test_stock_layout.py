@@ -48,7 +48,7 @@ def test_all_ranks_load_at_once_what_they_had_saved(ranks, tmp_path):
     """From the snapshot; the files for stock are put there meanwhile."""
     out, stock = tmp_path / "copies" / "out", tmp_path / "stock"
     places = {"level": str(tmp_path / "level"), "directory": str(out), "stock": str(stock)}
-    found = ranks.run("door", 2, **places)
+    found = ranks.run("integration", 2, **places)
     for rank, bits in enumerate(found):
         assert bits["step"] == 3
         assert bits["loaded"] == bits["saved"], rank

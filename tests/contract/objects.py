@@ -296,9 +296,9 @@ class ObjectContract(Place):
     def test_what_was_just_put_is_not_settled(self, storage: Storage) -> None:
         """Nor is what is not there: a sweep takes neither for garbage. And it is no symbolic link."""
         storage.put("step-00000001/object", b"x")
-        assert not storage.is_settled("step-00000001/object")
+        assert not storage.is_stale("step-00000001/object")
         with contextlib.suppress(FileNotFoundError):
-            assert not storage.is_settled("step-00000001/none")
+            assert not storage.is_stale("step-00000001/none")
         for path in ("step-00000001", "step-00000001/object", "step-00000002/none"):
             assert not storage.is_link(path)
 

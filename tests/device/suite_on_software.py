@@ -20,7 +20,7 @@ from support import accelerator
 from lazysnap.capture import device, devices, reader
 from lazysnap.capture.capture import CapturePhase
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.integrations.lightning.strategies import own_state
+from lazysnap.integrations.lightning.strategies import state_of_rank
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.scalars import plain_numbers
@@ -166,7 +166,7 @@ def test_the_scaler_of_a_lightning_trainer_is_read_without_waiting_for_the_devic
     precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     trainer = Trainer(accelerator="cpu", plugins=[precision], logger=False, enable_checkpointing=False)
     before = accelerator.SOFTWARE.synchronisations()
-    with own_state(trainer):
+    with state_of_rank(trainer):
         state = precision.state_dict()
 
     assert accelerator.SOFTWARE.synchronisations() == before

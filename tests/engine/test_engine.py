@@ -385,7 +385,7 @@ def test_what_comes_after_the_end_of_a_training_is_harmless(job):
     training.engine.abandon()
     training.engine.gate()
     training.train()
-    assert not training.engine._last_boundary(2)  # a door's, at its end
+    assert not training.engine._last_boundary(2)  # an integration's, at its end
     assert training.engine.statistics().whole == 1
 
 

@@ -8,7 +8,7 @@ from lazysnap.integrations.session import Figures
 def test_a_slower_level_that_stored_first_keeps_its_number(tmp_path):
     fast, slow = PersistentLevel(str(tmp_path / "fast")), PersistentLevel(str(tmp_path / "slow"))
     figures = Figures()
-    figures.note(10)
+    figures.record(10)
     statistics = Statistics(began=1, last_durable_step={slow.url: 4, fast.url: 9})
 
     values = figures.values(statistics, [fast, slow])

@@ -212,9 +212,9 @@ def test_a_node_may_be_a_little_ahead_of_the_ranks_of_another_one(group):
 
 def test_all_that_is_read_of_others_waits_for_the_rate_that_parity_is_given(group):
     class Counting(RateLimiter):
-        def take(self, num_bytes, while_waiting):
+        def wait_for(self, num_bytes, while_waiting):
             taken.append(num_bytes)
-            super().take(num_bytes, while_waiting)
+            super().wait_for(num_bytes, while_waiting)
 
     taken = []
     group.nodes[0].context.pace = Counting(None)

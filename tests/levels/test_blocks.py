@@ -34,7 +34,7 @@ class Blocks:
     def block(self, index, buffers):
         return self._block(index)
 
-    def rest(self):
+    def release(self):
         self.is_closed = True
 
 

@@ -135,7 +135,7 @@ def test_where_nothing_has_an_age_nothing_is_abandoned(place):
     storage.put(SHARD, b"x")
 
     assert not storage.delete_abandoned(SHARD)
-    assert not storage.is_settled(SHARD)
+    assert not storage.is_stale(SHARD)
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 7200.0, -7200.0], ids=["right", "ahead", "behind"])

@@ -38,7 +38,7 @@ OPERATIONS = {
     "stamp": lambda storage: partial(storage.stamp, PATH),
     "list": lambda storage: storage.list,
     "is_link": lambda storage: partial(storage.is_link, PATH),
-    "is_settled": lambda storage: partial(storage.is_settled, PATH),
+    "is_stale": lambda storage: partial(storage.is_stale, PATH),
     "delete": lambda storage: partial(storage.delete, PATH),
     "delete_abandoned": lambda storage: partial(storage.delete_abandoned, PATH),
     "delete_directory": lambda storage: partial(storage.delete_directory, "empty"),
@@ -180,7 +180,7 @@ def test_what_the_next_job_wrote_is_left_alone_by_the_one_before(tmp_path, passi
 @pytest.mark.slow
 def test_a_write_that_waits_for_its_rate_does_not_hang(tmp_path):
     store, pace = SnapshotStore(LocalStorage(str(tmp_path / "run"))), RateLimiter(10_000)
-    pace.take(20_000, lambda: None)
+    pace.wait_for(20_000, lambda: None)
 
     Watchdog(lambda beat: Snapshot(1).write(store.watched(beat, pace)), "a job").result(1.0)
 
@@ -189,7 +189,7 @@ def test_a_write_that_waits_for_its_rate_does_not_hang(tmp_path):
 
 def test_a_write_that_waits_for_its_rate_ends_when_nobody_waits_for_it(tmp_path):
     store, pace, beats = SnapshotStore(LocalStorage(str(tmp_path / "run"))), RateLimiter(1), []
-    pace.take(1_000_000, lambda: None)
+    pace.wait_for(1_000_000, lambda: None)
 
     def beat():
         beats.append("beat")

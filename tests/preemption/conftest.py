@@ -94,11 +94,11 @@ class Trainings:
         self.job_id = uuid.uuid4().hex
         self.url = str(root / "snapshots")
 
-    def start(self, door, phase, at, *, parent="none", **env):
+    def start(self, integration, phase, at, *, parent="none", **env):
         """``at``: the step; with a ``+`` the training goes on behind it."""
         env = {**os.environ, "LAZYSNAP_JOB_ID": self.job_id, **env}
         python = sys.executable if parent == "process 1" else self._python
-        command = [*PARENTS[parent], python, str(HERE / "preempted.py"), door, str(self.root), phase, at]
+        command = [*PARENTS[parent], python, str(HERE / "preempted.py"), integration, str(self.root), phase, at]
         depth = {"none": 0}.get(parent, 1)
         self.runs.append(Run(command, env, depth))
         return self.runs[-1]

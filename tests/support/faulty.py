@@ -1,7 +1,7 @@
 """A storage that breaks at the n-th operation, in the way that was asked for; over any other storage.
 
 Every call of the protocol is one operation with a name: ``create write publish put link get reader read_into size stamp
-list is_link is_settled delete delete_abandoned delete_directory abort_stale``. A dry run counts them, so that a test
+list is_link is_stale delete delete_abandoned delete_directory abort_stale``. A dry run counts them, so that a test
 can go through all::
 
     plan = FaultPlan()

@@ -1,4 +1,4 @@
-"""Accelerate: ``LazyAccelerator``, and ``attach`` for an accelerator that somebody else made."""
+"""Accelerate: ``LazyAccelerator``, and ``attach`` for an existing accelerator."""
 
 from lazysnap.integrations.frameworks import require
 

@@ -1,4 +1,4 @@
-"""``LazyAccelerator``: an ``Accelerator`` whose ``save_state`` is a lazy capture and whose ``load_state`` finds it."""
+"""``LazyAccelerator``: an ``Accelerator`` whose ``save_state`` captures lazily and whose ``load_state`` restores it."""
 
 import contextlib
 import functools
@@ -11,127 +11,158 @@ from accelerate import Accelerator
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.accelerate.door import Door, Snapshots
+from lazysnap.integrations.accelerate.integration import AcceleratorIntegration, Snapshots
 from lazysnap.integrations.arguments import check_path
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.runs import check_choice, means_snapshot
 
-_DOOR = "_lazysnap_door"
+_INTEGRATION = "_lazysnap_integration"
+"""The attribute of an accelerator that has its integration."""
 _STOCK_KIND = "_lazysnap_stock_kind"
+"""The attribute of a class that ``_with_snapshots`` made: the class that it extends."""
 
 
 class _WithSnapshots:
-    """The methods of an accelerator that are other ones with snapshots."""
+    """The methods of an accelerator that snapshots change."""
 
     if TYPE_CHECKING:
-        _lazysnap_door: Door
+        _lazysnap_integration: AcceleratorIntegration
         project_configuration: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle, or copy, as Accelerate's, and with the same snapshots; the training that runs is not part of it."""
         kind = type(self)
+        state = {**vars(self), _INTEGRATION: self._lazysnap_integration.snapshots}
         stock_kind = vars(kind).get(_STOCK_KIND)
-        made = (_attached_to, (stock_kind,)) if stock_kind is not None else (kind.__new__, (kind,))
-        return *made, {**vars(self), _DOOR: self._lazysnap_door.made_with}
+        if stock_kind is None:
+            return kind.__new__, (kind,), state
+        return _new_attached, (stock_kind,), state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._lazysnap_door = _door_of(self, state[_DOOR])
+        self._lazysnap_integration = _integration_of(self, state[_INTEGRATION])
 
     @property
     def engine(self) -> SnapshotEngine:
         """The engine, for ``wait``, ``keep`` and the like; made when it is first used (collective then)."""
-        return self._lazysnap_door.opened().engine
+        return self._lazysnap_integration.opened().engine
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run that trains, the same after every restart of the run: give it to ``init_trackers``
-        (docs/loggers.md). ``None`` before ``load_state("latest")`` or the first boundary. Collective then, on all
-        ranks: it makes the engine.
+        """The id of the run that trains, the same after every restart of the run.
+
+        ``None`` before ``load_state("latest")`` or the first boundary. Give it to ``init_trackers`` (docs/loggers.md).
+        Collective: at the first call, which makes the engine.
         """
         return self.engine.run_id
 
     def statistics(self) -> Statistics | None:
         """Counters and timings so far; ``None`` before anything was captured or loaded."""
-        return self._lazysnap_door.statistics()
+        return self._lazysnap_integration.statistics()
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         """Like Accelerate's; a model in DDP is captured in shares."""
         model = super().prepare_model(*args, **kwargs)  # type: ignore[misc]
-        self._lazysnap_door.note_model(model)
+        self._lazysnap_integration.add_model(model)
         return model
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Like Accelerate's; the loader's position is part of the state."""
         loader = super().prepare_data_loader(*args, **kwargs)  # type: ignore[misc]
-        self._lazysnap_door.watch_loader(loader)
+        self._lazysnap_integration.add_loader(loader)
         return loader
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Accelerate's; the optimizer's steps are noticed."""
+        """Like Accelerate's; the optimizer's steps are watched."""
         optimizer = super().prepare_optimizer(*args, **kwargs)  # type: ignore[misc]
-        self._lazysnap_door.watch_optimizers()
+        self._lazysnap_integration.add_optimizers()
         return optimizer
 
     def save_state(
         self, output_dir: "str | os.PathLike[str] | None" = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
-        """Mark the boundary between two steps, without a directory. Captures lazily and returns in milliseconds; the
-        step that it captured, or ``None``. With a directory, or with ``automatic_checkpoint_naming``: the same, and the
-        directory, which is returned, names that snapshot for ``load_state``. When the snapshot is durable, a process
-        puts Accelerate's files into the directory: see ``wait_for_checkpoints``.
+        """Capture the state between two steps, lazily. Returns in milliseconds.
 
         Call it behind everything that belongs to a step, or not at all: steps are captured anyway, every
-        ``SnapshotConfig.every_n_steps``, before the next batch is fetched. With a directory Accelerate itself writes,
-        while training waits, where this step was captured before, while the level is busy with another snapshot, within
-        an accumulation, with FSDP2, without a level, and with further arguments.
-        With a directory collective. Raises: as ``SnapshotEngine.boundary``; what stock raises, where that writes it.
+        ``SnapshotConfig.every_n_steps``, before the next batch is fetched.
+
+        With a directory, the directory names the snapshot for ``load_state``. When the snapshot is durable, a process
+        puts Accelerate's files into the directory: see ``wait_for_checkpoints``. Accelerate itself writes the files,
+        while training waits, in these cases: this step was captured before; the level is busy with another snapshot;
+        within an accumulation; with FSDP2; without a level; with further arguments.
+
+        Collective: with a directory. Raises: as ``SnapshotEngine.boundary``, and as Accelerate if it writes the files.
+
+        Args:
+            output_dir: the directory; with ``automatic_checkpoint_naming`` Accelerate chooses it.
+            safe_serialization: see Accelerate's.
+            kwargs: further arguments of Accelerate's.
+
+        Returns: the directory; without one the step that was captured, or ``None``.
         """
-        door = self._lazysnap_door
-        is_named = self.project_configuration.automatic_checkpoint_naming
+        integration = self._lazysnap_integration
         stock = super().save_state  # type: ignore[misc]
-        if door.is_stock:
+        if integration.is_stock:
             return stock(output_dir, safe_serialization, **kwargs)
-        if output_dir is None and not is_named:
-            return door.boundary()
-        directory = None if output_dir is None else os.path.expanduser(os.fspath(output_dir))
+        if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
+            return integration.boundary()
+        directory = None
+        if output_dir is not None:
+            directory = os.path.expanduser(os.fspath(output_dir))
         by_stock = functools.partial(stock, safe_serialization=safe_serialization, **kwargs)
-        return door.save(directory, by_stock, safe_serialization=safe_serialization, has_more=bool(kwargs))
+        return integration.save(directory, by_stock, safe_serialization=safe_serialization, has_more=bool(kwargs))
 
     def wait_for_checkpoints(self, timeout_s: float = 3600.0) -> bool:
-        """Block until every directory that ``save_state`` was asked for has Accelerate's files; ``False`` after the
-        deadline, or if one cannot be made. The end of the program waits, too. Collective.
+        """Block until every directory of ``save_state`` has Accelerate's files. The end of the program waits, too.
+
+        Collective.
+
+        Returns: ``False`` after the deadline, or if the files of a directory cannot be made.
         """
-        return self._lazysnap_door.wait_for_checkpoints(timeout_s)
+        return self._lazysnap_integration.wait_for_checkpoints(timeout_s)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Snapshot | None:
-        """``"latest"``, a step or ``"run:1f3a"``: restore the snapshot, from the freshest place that has it, and return
-        it (its ``step``, ``level`` and ``seconds``), or ``None`` if there is none; one line names it.
+        """Restore a snapshot from the freshest place that has it. One line on the console names it.
 
-        Prepared loaders go on in mid-epoch by themselves; ``skip_first_batches`` does not skip twice.
-        A directory: the snapshot that it names, likewise; if there is none any more, Accelerate loads its files, and
-        ``None`` is returned. ``None``, with ``automatic_checkpoint_naming``: the newest directory that has either.
-        Blocks. Collective. Raises: as ``SnapshotEngine.restore``; what stock raises, where that loads.
+        Prepared loaders continue in mid-epoch; ``skip_first_batches`` does not skip twice.
+
+        Blocks. Collective. Raises: as ``SnapshotEngine.restore``, and as Accelerate if it loads its files.
+
+        Args:
+            input_dir: ``"latest"``, a step or ``"run:1f3a"``; or a directory, for the snapshot that it names. If that
+                snapshot does not exist any more, Accelerate loads the files of the directory. ``None``, with
+                ``automatic_checkpoint_naming``: the newest directory that has a snapshot or files.
+            args: further arguments of Accelerate's.
+            kwargs: further arguments of Accelerate's.
+
+        Returns: the snapshot (its ``step``, ``level`` and ``seconds``); ``None`` if there is none, or if Accelerate
+            loaded its files.
         """
-        door = self._lazysnap_door
+        integration = self._lazysnap_integration
         if input_dir is not None and not isinstance(input_dir, os.PathLike):
             check_choice(input_dir)
         is_ours = isinstance(input_dir, int) or means_snapshot(input_dir)
-        if is_ours and not door.is_stock:
-            return door.load(input_dir)
+        if is_ours and not integration.is_stock:
+            return integration.load(input_dir)
         if is_ours:
             raise ConfigError(f"load_state({input_dir!r}): there are no snapshots with {self!r}; name a directory")
         stock = super().load_state  # type: ignore[misc]
-        if door.is_stock:
+        if integration.is_stock:
             stock(input_dir, *args, **kwargs)
             return None
         check_path(input_dir, "Accelerate", 'load_state("latest")', "--to DIRECTORY --format accelerate")
-        directory = None if input_dir is None else os.path.expanduser(os.fspath(input_dir))
-        return door.load_directory(directory, lambda place: stock(place, *args, **kwargs))
+        directory = None
+        if input_dir is not None:
+            directory = os.path.expanduser(os.fspath(input_dir))
+
+        def load_by_stock(place: str | None) -> None:
+            stock(place, *args, **kwargs)
+
+        return integration.load_directory(directory, load_by_stock)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Like Accelerate's; a loader that was restored in mid-epoch goes on where it was, and skips nothing twice."""
-        position = self._lazysnap_door.boundaries.position_of(dataloader)
+        """Like Accelerate's; a loader that was restored in mid-epoch continues, and skips nothing twice."""
+        position = self._lazysnap_integration.boundaries.position_of(dataloader)
         if position is None:
             return super().skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
         position.skip(num_batches)
@@ -139,13 +170,16 @@ class _WithSnapshots:
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Like Accelerate's; where processes then have different numbers of batches, nothing is captured within it.
+        """Like Accelerate's; if processes have different numbers of batches, nothing is captured within it.
 
-        Collective at its end then.
+        Collective: at its end, if they have.
         """
+        is_even = even_batches
+        if is_even is None:
+            is_even = self.even_batches  # type: ignore[attr-defined]
         with contextlib.ExitStack() as stack:
-            if self.multi_device and not (self.even_batches if even_batches is None else even_batches):  # type: ignore[attr-defined]
-                stack.enter_context(self._lazysnap_door.apart())
+            if self.multi_device and not is_even:  # type: ignore[attr-defined]
+                stack.enter_context(self._lazysnap_integration.uneven_steps())
             stack.enter_context(super().join_uneven_inputs(joinables, even_batches))  # type: ignore[misc]
             yield
 
@@ -153,71 +187,81 @@ class _WithSnapshots:
         """Go back in place to the newest snapshot at least ``steps`` older than the running step.
 
         Call it on all ranks, behind ``backward`` or the optimizer's step. The state goes back before the next batch is
-        fetched, and the loop goes on with that batch; micro batches of an accumulation are dropped.
-        Fetching that batch raises SnapshotNotFound if there is no such snapshot, and WaitTimeout.
-        Raises: ConfigError.
+        fetched, and the loop continues with that batch. Micro batches of an accumulation are dropped.
+
+        Raises: ConfigError. The fetch of the next batch raises SnapshotNotFound, if there is no such snapshot, and
+            WaitTimeout.
         """
-        self._lazysnap_door.rollback(steps)
+        self._lazysnap_integration.rollback(steps)
 
     def log(self, values: dict[str, Any], step: int | None = None, *args: Any, **kwargs: Any) -> None:
-        """Like Accelerate's; trackers get what snapshots cost as well, under ``lazysnap/…``: see ``Figures.values``."""
-        super().log({**values, **self._lazysnap_door.figures()}, step, *args, **kwargs)  # type: ignore[misc]
+        """Like Accelerate's; trackers also get figures of snapshots, under ``lazysnap/…``: see ``Figures.values``."""
+        super().log({**values, **self._lazysnap_integration.figures()}, step, *args, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
         """Like Accelerate's; the training ends before, as in ``end_training``."""
-        self._lazysnap_door.close()
-        self._lazysnap_door.forget()
+        self._lazysnap_integration.close()
+        self._lazysnap_integration.forget()
         return super().free_memory(*objects)  # type: ignore[misc]
 
     def end_training(self) -> None:
         """Like Accelerate's; before it, the last snapshot becomes durable and its memory is freed.
 
-        Blocks: at most ``drain_timeout_s``. Collective. A program that ends without it does the same at its exit.
+        Blocks: at most ``drain_timeout_s``. Collective. A program that does not call it does the same at its exit.
         """
-        self._lazysnap_door.close()
+        self._lazysnap_integration.close()
         super().end_training()  # type: ignore[misc]
 
 
 class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
-    """An ``accelerate.Accelerator`` with snapshots: one changed import.
+    """An ``accelerate.Accelerator`` with snapshots: one changed import::
 
-    ``snapshots``: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``, else in the logging
-    directory, or beside the first one that ``save_state`` names, else ``./lazysnap``; one line says so then.
-    All else is Accelerate's. Raises: ConfigError, for DeepSpeed and FSDP 1.
+        accelerator = LazyAccelerator(project_dir="runs/a")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accelerator.load_state("latest")
+
+    Args:
+        snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``, else in the logging
+            directory. Without these it is beside the first directory that ``save_state`` names, else ``./lazysnap``,
+            and one line on the console names it.
+
+    All other arguments are Accelerate's. Raises: ConfigError, for DeepSpeed and FSDP 1.
     """
 
     def __init__(self, *args: Any, snapshots: Snapshots = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lazysnap_door = Door(self, snapshots)
+        self._lazysnap_integration = AcceleratorIntegration(self, snapshots)
 
 
 def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
-    """Give ``accelerator``, which somebody else made, what a ``LazyAccelerator`` has, in place; returns it.
+    """Give an existing accelerator the methods of a ``LazyAccelerator``, in place, and return it. Idempotent.
 
-    What it has prepared by now counts, too. Idempotent. Raises: as ``LazyAccelerator``.
+    The objects that it has prepared by now are captured, too. Raises: as ``LazyAccelerator``.
     """
-    if _DOOR not in vars(accelerator):
-        door = _door_of(accelerator, snapshots)
+    if _INTEGRATION not in vars(accelerator):
+        integration = _integration_of(accelerator, snapshots)
         accelerator.__class__ = _with_snapshots(type(accelerator))  # type: ignore[arg-type]
-        accelerator._lazysnap_door = door
+        accelerator._lazysnap_integration = integration
     return accelerator
 
 
-def _door_of(accelerator: Any, snapshots: Snapshots) -> Door:
-    """Return the engine's side of an accelerator that has prepared objects by now. Raises: as ``LazyAccelerator``."""
-    door = Door(accelerator, snapshots)
+def _integration_of(accelerator: Any, snapshots: Snapshots) -> AcceleratorIntegration:
+    """Return an integration of an accelerator that has prepared objects by now. Raises: as ``LazyAccelerator``."""
+    integration = AcceleratorIntegration(accelerator, snapshots)
     for loader in accelerator._dataloaders:
-        door.watch_loader(loader)
-    door.watch_optimizers()
-    return door
+        integration.add_loader(loader)
+    integration.add_optimizers()
+    return integration
 
 
-def _attached_to(kind: Any) -> Any:
-    """An accelerator of ``kind`` that is attached, and empty yet."""
-    made: Any = _with_snapshots(kind)
-    return made.__new__(made)
+def _new_attached(stock_kind: Any) -> Any:
+    """Return an accelerator for a pickle of one that was attached, without calling its constructor."""
+    kind: Any = _with_snapshots(stock_kind)
+    return kind.__new__(kind)
 
 
 @functools.cache
-def _with_snapshots(kind: type[Any]) -> type:
-    return type(kind.__name__, (_WithSnapshots, kind), {"__module__": kind.__module__, _STOCK_KIND: kind})
+def _with_snapshots(stock_kind: type[Any]) -> type:
+    """Return a subclass of an accelerator's class that has the methods of ``_WithSnapshots``."""
+    members = {"__module__": stock_kind.__module__, _STOCK_KIND: stock_kind}
+    return type(stock_kind.__name__, (_WithSnapshots, stock_kind), members)

@@ -1,20 +1,21 @@
 """The training state of an accelerator: all that was prepared, registered, or counts."""
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lazysnap.data import Position
 from lazysnap.exports.accelerate import FACTS
+from lazysnap.integrations.accelerate.boundaries import BoundaryWatch
 from lazysnap.state.objects import ObjectState
+from lazysnap.state.wrappers import wrapper_prefix
 
 _EPOCH = re.compile(
     r"((current|completed|finished|trained|num)_)?epochs?(_(completed|done|finished|trained|idx|index))?"
 )
 """Names of counters of epochs. Not ``best_epoch``, and not the ``last_epoch`` of a schedule, which counts steps."""
-_KINDS = {"model": "_models", "optimizer": "_optimizers", "scheduler": "_schedulers", "custom": "_custom_objects"}
 
 
 class _Counters:
@@ -23,7 +24,7 @@ class _Counters:
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self.facts: dict[str, Any] = {}
-        """More for a snapshot that becomes a checkpoint: see ``exports.accelerate``."""
+        """Further values of a snapshot that becomes a checkpoint: see ``exports.accelerate``."""
         self.names: dict[str, str] = {}
         """Names of snapshots, by the directories of ``save_state(directory)``."""
 
@@ -45,68 +46,122 @@ class _Counters:
 
 def counted_epochs(custom_objects: Sequence[Any]) -> dict[str, int]:
     """Return the integers called ``epoch`` and the like in registered objects, by their places."""
-    found: dict[str, int] = {}
-    for number, one in enumerate(custom_objects):
-        if not isinstance(one, (torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)):
-            state = one.state_dict()
-            for name, value in state.items() if isinstance(state, Mapping) else ():
-                if isinstance(name, str) and _EPOCH.fullmatch(name) and type(value) is int:
-                    found[f"{number}.{name}"] = value
-    return found
+    epochs: dict[str, int] = {}
+    for number, custom_object in enumerate(custom_objects):
+        if isinstance(custom_object, (torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)):
+            continue
+        state = custom_object.state_dict()
+        if not isinstance(state, Mapping):
+            continue
+        for name, value in state.items():
+            if isinstance(name, str) and _EPOCH.fullmatch(name) and type(value) is int:
+                epochs[f"{number}.{name}"] = value
+    return epochs
 
 
 class AcceleratorState(ObjectState):
-    """The ``StateSource`` over what an accelerator prepared and what was registered with it, in its order.
+    """The ``StateSource`` over the objects that were prepared by an accelerator or registered with it, in its order."""
 
-    ``positions``: those of the prepared loaders.
-    """
-
-    def __init__(self, accelerator: Any, positions: Callable[[], Sequence[Position]]) -> None:
+    def __init__(self, accelerator: Any, boundaries: BoundaryWatch) -> None:
+        """``boundaries``: has the positions of the prepared loaders."""
         self._accelerator = accelerator
-        self._positions = positions
+        self._boundaries = boundaries
         self.counters = _Counters(accelerator)
         self._first_custom = 0
-        """The objects registered before this number are of a training that ended: Accelerate still lists them."""
+        """The objects registered before this number belong to an earlier training: Accelerate still lists them."""
         self._wrapped: dict[int, Any] = {}
         """Wrappers that Accelerate does not list, by the id of the model that was prepared to one."""
         self.is_uneven = False
         """True if processes did different numbers of steps: then DDP keeps weights equal, but not optimizer state."""
         super().__init__({})
 
-    def note_wrapper(self, model: Any, wrapper: Any) -> None:
-        """``model``, which is listed, was prepared to ``wrapper``: DDP, so all ranks hold the same."""
+    def add_wrapper(self, model: Any, wrapper: Any) -> None:
+        """Use ``wrapper`` for ``model``, which is listed: the wrapper is DDP, so all ranks hold the same."""
         self._wrapped[id(model)] = wrapper
 
     def custom_objects(self) -> list[Any]:
-        """Return what was registered for the present training."""
+        """Return the objects that were registered for the present training."""
         registered: list[Any] = self._accelerator._custom_objects
         return registered[self._first_custom :]
 
     def forget(self) -> list[Any]:
-        """Leave out what is registered by now, and return it: another training begins, with its own objects."""
-        left_out = self.custom_objects()
-        self._first_custom += len(left_out)
-        return left_out
+        """Return the registered objects, and skip them from now on: another training begins, with its own objects."""
+        skipped = self.custom_objects()
+        self._first_custom += len(skipped)
+        return skipped
 
     def refresh(self) -> None:
-        """Take in what was prepared and registered since the last call."""
+        """Add the objects that were prepared and registered since the last call."""
         objects = self._named()
-        if [*objects] != [*self._objects] or any(objects[name] is not one for name, one in self._objects.items()):
+        is_unchanged = list(objects) == list(self._objects)
+        if is_unchanged:
+            is_unchanged = all(objects[name] is earlier for name, earlier in self._objects.items())
+        if not is_unchanged:
             super().__init__(objects)
 
     def _named(self) -> dict[str, Any]:
         accelerator = self._accelerator
-        listed = {kind: getattr(accelerator, held) for kind, held in _KINDS.items()} | {"loader": self._positions()}
-        listed["custom"] = self.custom_objects()
-        listed["model"] = [self._wrapped.get(id(model), model) for model in listed["model"]]
-        found = {
-            kind if number == 0 else f"{kind}_{number}": one
-            for kind, ones in listed.items()
-            for number, one in enumerate(ones)
-        }
+        objects: dict[str, Any] = {}
+
+        def add(kind: str, listed: Sequence[Any]) -> None:
+            for number, item in enumerate(listed):
+                objects[_numbered(kind, number)] = item
+
+        add("model", [self._wrapped.get(id(model), model) for model in accelerator._models])
+        add("optimizer", accelerator._optimizers)
+        add("scheduler", accelerator._schedulers)
+        add("custom", self.custom_objects())
+        add("loader", self._boundaries.positions)
         if accelerator.scaler is not None:
-            found["scaler"] = accelerator.scaler
-        return {**found, FACTS: self.counters}
+            objects["scaler"] = accelerator.scaler
+        objects[FACTS] = self.counters
+        return objects
+
+    @contextlib.contextmanager
+    def as_checkpoint(self, directory: str, *, safe_serialization: bool) -> Iterator[None]:
+        """Let captures within it have the further values of a checkpoint: see ``exports.accelerate``.
+
+        Runs the script's save hooks, which write into ``directory``.
+        """
+        self.counters.facts = self._checkpoint_facts(directory, safe_serialization=safe_serialization)
+        try:
+            yield
+        finally:
+            self.counters.facts = {}
+
+    def _checkpoint_facts(self, directory: str, *, safe_serialization: bool) -> dict[str, Any]:
+        accelerator = self._accelerator
+        models = accelerator._models
+        prefixes = {}
+        for number, model in enumerate(models):
+            prefixes[_numbered("model", number)] = wrapper_prefix(model)
+        stateful_loaders = {}
+        for number, loader in enumerate(accelerator._dataloaders):
+            if getattr(loader, "use_stateful_dataloader", False):
+                stateful_loaders[_numbered("loader", number)] = loader.state_dict()
+        facts: dict[str, Any] = {
+            "prefixes": prefixes,
+            "safe_serialization": safe_serialization,
+            "stateful_loaders": stateful_loaders,
+        }
+        if accelerator._save_model_state_pre_hook:
+            weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
+            all_weights = list(weights)
+            for hook in accelerator._save_model_state_pre_hook.values():
+                hook(models, weights, directory)
+            # A hook removes the weights that it saved itself.
+            remaining = {id(model_weights) for model_weights in weights}
+            facts["models"] = []
+            for number, model_weights in enumerate(all_weights):
+                if id(model_weights) in remaining:
+                    facts["models"].append(_numbered("model", number))
+        return facts
+
+    def run_load_hooks(self, directory: str) -> None:
+        """Run the script's load hooks, as stock does: they read the files of the save hooks."""
+        models = list(self._accelerator._models)
+        for hook in self._accelerator._load_model_state_pre_hook.values():
+            hook(models, directory)
 
     def check_averages_gradients(self) -> None:
         """See ``ObjectState.check_averages_gradients``. Accelerate accumulates within ``no_sync()``, too."""
@@ -115,4 +170,13 @@ class AcceleratorState(ObjectState):
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """See ``StateSource.replicated_parameters``."""
-        return () if self.is_uneven else super().replicated_parameters()
+        if self.is_uneven:
+            return ()
+        return super().replicated_parameters()
+
+
+def _numbered(kind: str, number: int) -> str:
+    """Return the name of the n-th object of a kind: ``model``, ``model_1``, …"""
+    if number == 0:
+        return kind
+    return f"{kind}_{number}"

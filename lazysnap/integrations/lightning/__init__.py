@@ -2,7 +2,7 @@
 
 from lazysnap.integrations.lightning.framework import callback_bases
 
-# Before any other import: what is missing is Lightning, not one of the packages that come with it.
+# Before any other import, so that an error names Lightning, and not one of the packages that it brings.
 callback_bases()
 
 from lazysnap.integrations.lightning.callback import LazySnapshotCallback  # noqa: E402

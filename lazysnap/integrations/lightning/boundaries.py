@@ -1,7 +1,7 @@
-"""The step boundary of a Lightning fit: the methods of its loops that are replaced, and what each one does instead.
+"""The step boundary of a Lightning fit: the methods of its loops that are replaced, and their replacements.
 
-The boundary of step k is just before the batches of step k + 1 are fetched: all of step k is over, and nothing of the
-next one has begun.
+The boundary of step k is just before the batches of step k + 1 are fetched: step k is complete, and the next one has
+not begun.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lazysnap.integrations.lightning.state import LightningState
 
 
 class FitBoundaries:
-    """Finds the boundaries of one fit. Each method takes the place of one of a loop, and gets the original."""
+    """The boundaries of one fit. Each method replaces a method of a loop, and receives the original."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class FitBoundaries:
         *,
         gate: Callable[[], None],
         capture: Callable[..., None],
-        go_back: Callable[[Any], None],
+        roll_back: Callable[[Any], None],
     ) -> None:
         """Nothing is replaced yet.
 
@@ -30,14 +30,14 @@ class FitBoundaries:
             trainer: the trainer of the fit.
             state: its state.
             gate: waits until weights may change again.
-            capture: captures the step that is over; with ``is_last``, the last one of the fit.
-            go_back: goes back, if the program asked for it.
+            capture: captures the step that is complete; with ``is_last``, the last one of the fit.
+            roll_back: goes back, if the program requested it.
         """
         self._trainer = trainer
         self._state = state
         self._gate = gate
         self._capture = capture
-        self._go_back = go_back
+        self._roll_back = roll_back
 
     def install(self, patches: Patches) -> None:
         """Replace the methods of the loops."""
@@ -56,8 +56,8 @@ class FitBoundaries:
     # In the order of a fit
 
     def _before_loaders(self, original: Callable[[], Any]) -> None:
-        # Positions come from the snapshot itself; Lightning drops them where loaders are set up early.
-        if not self._state.is_landing:
+        # A restart takes positions from the snapshot; Lightning drops them where loaders are set up early.
+        if not self._state.is_resuming:
             original()
         self._state.prepare_loaders()
 
@@ -68,25 +68,25 @@ class FitBoundaries:
 
     def _before_epoch(self, original: Callable[[], Any]) -> None:
         self._gate()
-        if self._state.is_landing and not self._state.lands_in_epoch():
-            self._state.land()
+        if self._state.is_resuming and not self._state.resumes_in_epoch:
+            self._state.finish_resume()
         original()
 
     def _start_epoch(self, original: Callable[[Any], Any], fetcher: Any) -> None:
         self._state.watch_loaders()
         original(fetcher)
-        if self._state.is_landing:
-            self._state.land()
+        if self._state.is_resuming:
+            self._state.finish_resume()
 
     def _before_fetch(self, original: Callable[[], Any]) -> None:
         fetcher = self._trainer.fit_loop._data_fetcher
-        # Inside iter() a loader without length fetches one batch ahead: nothing of the epoch has begun to count.
+        # Inside iter() a loader without length fetches one batch ahead: no batch of the epoch is counted yet.
         if fetcher.length is not None or fetcher.fetched:
             self._capture()
         original()
 
     def _end_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._go_back(self._trainer)  # a hook behind the callback's own may have asked
+        self._roll_back(self._trainer)  # a hook behind the callback's own may have requested it
         return original(*args, **kwargs)
 
     def _gated(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -96,12 +96,12 @@ class FitBoundaries:
     def _end_epoch(self, original: Callable[[], Any]) -> None:
         self._gate()
         if ended_within_epoch(self._trainer):
-            # Before the epoch counts as over: a fit with a higher `max_steps` goes on within it.
+            # Before the epoch is counted: a fit with a higher `max_steps` continues within it.
             self._capture(is_last=True)
         original()
 
     def _end_run(self, original: Callable[[], Any]) -> None:
         self._gate()
-        # Before hooks at the end of training swap weights (averages): a later fit must go on from these.
+        # Before hooks at the end of training swap weights (averages): a later fit must continue from these.
         self._capture(is_last=True)
         original()

@@ -34,8 +34,9 @@ else:
 
 
 class LazySnapshotCallback(WithEngine, Callback):
-    """Captures the training state at optimizer steps while training goes on, and makes ``ckpt_path="latest"`` work,
-    and ``ckpt_path="run:1f3a"`` for the run whose id begins so::
+    """Captures the training state at optimizer steps while training continues.
+
+    A fit resumes by ``ckpt_path="latest"``, or by ``ckpt_path="run:1f3a"`` for the run whose id begins so::
 
         lazy = LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss"))
         trainer = L.Trainer(callbacks=[lazy])
@@ -74,7 +75,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         self._is_fit = False
         """True in a fit that is captured; false in an evaluation."""
         self._patches = Patches()
-        self._deaf: set[int] = set()
+        self._failed_loggers: set[int] = set()
         """Loggers that raised: each is named once, and gets no more figures."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,88 +96,97 @@ class LazySnapshotCallback(WithEngine, Callback):
         self._leave()
         if not trainer.fast_dev_run:
             check_strategy(trainer)
-        self._state = state = LightningState(trainer)
-        latest = Latest(trainer, state, lambda: self._begun(trainer).engine)
-        # Tuners take our callback out while they run a fit of their own.
-        self._patches = Patches(lambda: self in trainer.callbacks)
-        wrap = self._patches.replace
-        wrap(trainer._checkpoint_connector, "resume_start", latest.resume_start)
-        wrap(trainer._checkpoint_connector, "resume_end", latest.resume_end)
-        wrap(trainer.strategy, "load_model_state_dict", state.load_model)
+        state = LightningState(trainer)
+        self._state = state
+        latest = Latest(trainer, state, functools.partial(self._opened_engine, trainer))
+        self._patches = Patches(functools.partial(self._is_called_by, trainer))
+        connector = trainer._checkpoint_connector
+        self._patches.replace(connector, "resume_start", latest.resume_start)
+        self._patches.replace(connector, "resume_end", latest.resume_end)
+        self._patches.replace(trainer.strategy, "load_model_state_dict", state.load_model)
         if stage == "fit" and not trainer.fast_dev_run:
-            wrap(trainer._checkpoint_connector, "restore_training_state", latest.restore_training_state)
-            wrap(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
+            self._patches.replace(connector, "restore_training_state", latest.restore_training_state)
+            self._patches.replace(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
             self._is_fit = True
             FitBoundaries(
                 trainer,
                 state,
                 gate=self._gate,
                 capture=functools.partial(self._capture, trainer),
-                go_back=self._go_back_if_asked,
+                roll_back=self._roll_back_if_requested,
             ).install(self._patches)
+
+    def _is_called_by(self, trainer: Any) -> bool:
+        """False in the fit of a tuner, which takes this callback out meanwhile."""
+        return self in trainer.callbacks
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """React to preemption."""
         if self._is_fit:
-            _listen(trainer, self._begun(trainer).engine)
+            _listen(trainer, self._opened_engine(trainer))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if self._state is not None and not trainer.fast_dev_run:
-            session = self._begun(trainer)
+            session = self._opened(trainer)
             state = self._state
             _listen(trainer, session.engine)
 
             def prepare() -> None:
                 check_parts(trainer)
                 state.start()
-                session.tell_fresh(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
+                session.report_start(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
 
             session.start(trainer.global_step, prepare)
 
     def rollback(self, steps: int = 1) -> None:
         """Go back in place to the newest snapshot at least ``steps`` older than the running step.
 
-        Call it on all ranks, from ``training_step`` or ``on_train_batch_end``: the fit goes back when the batch is
-        over, with all batches of an accumulation, and goes on with the next batch. Callbacks that stand before this
-        one in the trainer's list see the step that is undone; checkpoint callbacks do not.
-        The fit then raises SnapshotNotFound if there is no such snapshot, and WaitTimeout.
-        Raises: ConfigError, also when no training runs.
+        Call it on all ranks, from ``training_step`` or ``on_train_batch_end``. The fit goes back when the batch ends,
+        with all batches of an accumulation, and continues with the next batch. Callbacks that are before this one in
+        the trainer's list see the step that is undone; checkpoint callbacks do not.
+
+        Raises: ConfigError, also when no training runs. The fit raises SnapshotNotFound, if there is no such snapshot,
+            and WaitTimeout.
         """
-        self._running_session().ask_back(steps)
+        self._running_session().request_rollback(steps)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Go back if the program asked for it. Raises: as ``SnapshotEngine.rollback``."""
-        self._go_back_if_asked(trainer)
+        """Go back if the program requested it. Raises: as ``SnapshotEngine.rollback``."""
+        self._roll_back_if_requested(trainer)
 
-    def _go_back_if_asked(self, trainer: Any) -> None:
+    def _roll_back_if_requested(self, trainer: Any) -> None:
+        session = self._session
+        if session is None or not session.rollback_requested:
+            return
         epoch_loop = trainer.fit_loop.epoch_loop
         # The whole accumulation is dropped: its other batches belong to the same step.
-        if self._session is not None and self._session.is_spoilt and not epoch_loop._should_accumulate():
-            self._session.go_back()
-            # The loop counts the batch that just ended once more, at the end of it.
-            epoch_loop._batches_that_stepped -= 1
+        if epoch_loop._should_accumulate():
+            return
+        session.roll_back()
+        # The loop counts the batch that just ended once more, at the end of it.
+        epoch_loop._batches_that_stepped -= 1
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, if nothing logs the metric."""
         if not trainer.sanity_checking:
-            self._judge(trainer)
+            self._keep_if_best(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """As ``on_validation_end``, in a fit without validation."""
+        """Keep the snapshot as ``on_validation_end`` does, in a fit without validation."""
         if not trainer.enable_validation:
-            self._judge(trainer)
+            self._keep_if_best(trainer)
 
-    def _judge(self, trainer: Any) -> None:
-        wish = self._keep_best
-        if self._session is None or wish is None or not self._is_fit:
+    def _keep_if_best(self, trainer: Any) -> None:
+        setting = self._keep_best
+        if self._session is None or setting is None or not self._is_fit:
             return
         metrics = trainer.callback_metrics
-        if trainer.is_global_zero and wish.monitor not in metrics:
+        if trainer.is_global_zero and setting.monitor not in metrics:
             raise ConfigError(
-                f"LazySnapshotCallback.keep_best: nothing logs {wish.monitor!r}; logged are {sorted(metrics)}"
+                f"LazySnapshotCallback.keep_best: nothing logs {setting.monitor!r}; logged are {sorted(metrics)}"
             )
-        self._session.judge(wish, metrics.get(wish.monitor, math.nan))
+        self._session.keep_best(setting, metrics.get(setting.monitor, math.nan))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the newest capture to the keeper, for a restart."""
@@ -187,30 +197,36 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._leave()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End well: the last snapshot becomes durable, the keeper leaves.
+        """End well: the last snapshot becomes durable, the keeper exits.
 
         Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
         """
         try:
             if self._session is not None and stage == "fit":
-                bar = functools.partial(_bar_of, trainer)
-                self._session.close(bar if trainer.is_global_zero else None)
+                bar = None
+                if trainer.is_global_zero:
+                    bar = functools.partial(_bar_of, trainer)
+                self._session.close(bar)
             elif self.engine is not None:
-                self.engine.abandon()  # only read from: what a keeper holds for a later fit stays
+                self.engine.abandon()  # an evaluation only reads: the memory for a later fit stays
         finally:
             self._leave()
 
     # ---------------------------------------------------------------- engine
 
-    def _begun(self, trainer: Any) -> Session:
+    def _opened(self, trainer: Any) -> Session:
+        """Return the session of this run of the trainer, which the first call begins. Collective then."""
         assert self._state is not None
         if self._session is None:
             self._begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
         assert self._session is not None
         return self._session
 
+    def _opened_engine(self, trainer: Any) -> SnapshotEngine:
+        return self._opened(trainer).engine
+
     def _leave(self) -> None:
-        """See ``WithEngine._leave``; the trainer is as it was."""
+        """End the training: see ``WithEngine._leave``. Put the methods and loaders of the trainer back."""
         if self._is_fit:  # not of an evaluation
             super()._leave()
         self._patches.undo()
@@ -229,11 +245,11 @@ class LazySnapshotCallback(WithEngine, Callback):
         if session is None:
             return
         last_step = session.step
-        if not session.passes(trainer.global_step):
+        if not session.finish_step(trainer.global_step):
             return
-        # Before the step is captured: what a logger draws from random generators belongs to it.
-        every = trainer.log_every_n_steps
-        if trainer.is_global_zero and every and session.step // every != last_step // every:
+        # Before the step is captured: random numbers that a logger draws belong to it.
+        interval = trainer.log_every_n_steps
+        if trainer.is_global_zero and interval and session.step // interval != last_step // interval:
             self._log(trainer.loggers, session)
         session.capture(is_last=is_last)
 
@@ -242,19 +258,19 @@ class LazySnapshotCallback(WithEngine, Callback):
         if not values:
             return
         for target in loggers:
-            if id(target) in self._deaf:
+            if id(target) in self._failed_loggers:
                 continue
             try:
                 target.log_metrics(metrics=dict(values), step=session.step)
                 target.save()
             except Exception as error:  # noqa: BLE001  figures are not worth a training
-                self._deaf.add(id(target))
+                self._failed_loggers.add(id(target))
                 text = f"{type(error).__name__}: {error}"
                 logger.warning("%s takes no figures of snapshots: %s", type(target).__name__, text)
 
 
 def _bar_of(trainer: Any) -> AbstractContextManager[Show]:
-    """Return the bar for the end of a fit: one that looks as the trainer's own, if it shows one."""
+    """Return the bar for the end of a fit: in the style of the trainer's own, if it shows one."""
     callback = trainer.progress_bar_callback
     if callback is None or callback.is_disabled:
         return rich_bar()
@@ -262,31 +278,31 @@ def _bar_of(trainer: Any) -> AbstractContextManager[Show]:
         return tqdm_bar(callback.init_train_tqdm())
     if not hasattr(callback, "theme"):
         return rich_bar()
-    callback.progress.stop()  # one that is still live, and a second one, hinder each other
+    callback.progress.stop()  # two live displays of rich disturb each other
     theme = callback.theme
     column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
     return rich_bar(callback._console, column)
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:
-    """React to preemption, which ends the fit as Lightning would, but for the exit code.
+    """React to preemption, which ends the fit as Lightning would, but for the exit code. Idempotent.
 
-    Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal, waits for the end
-    of the batch, and leaves with exit code 0. The handler from before the fit is called, but does not keep the fit from
-    ending: with Lightning's in its place it never did. Idempotent.
+    Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal. It also waits for
+    the end of the batch, and the program exits with code 0. The handler from before the fit is called, but the fit
+    ends all the same, as it does with Lightning's handler.
     """
     if engine._preemption.listens:
         return
     connector = trainer._signal_connector
-    before = getattr(connector, "_original_handlers", {}).get(signal.SIGTERM, signal.SIG_DFL)
-    is_main = threading.current_thread() is threading.main_thread()
+    handler_before_fit = getattr(connector, "_original_handlers", {}).get(signal.SIGTERM, signal.SIG_DFL)
+    is_main_thread = threading.current_thread() is threading.main_thread()
     is_of_lightning = type(signal.getsignal(signal.SIGTERM)).__name__ == "_HandlersCompose"
-    if is_main and is_of_lightning:
-        # Lightning puts back what was there before the fit at its end.
-        signal.signal(signal.SIGTERM, before)
+    if is_main_thread and is_of_lightning:
+        # At the end of the fit Lightning restores the handler from before the fit.
+        signal.signal(signal.SIGTERM, handler_before_fit)
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
     exception = getattr(loop, "SIGTERMException", SystemExit)
     engine._preemption.listen(exception, overrules_handler=is_of_lightning)
-    if trainer.received_sigterm:  # it came after Lightning's handler was installed
+    if trainer.received_sigterm:  # it was received after Lightning's handler was installed
         connector.received_sigterm = False
         signal.raise_signal(signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""State that Lightning's checkpoints leave out: logged values, states of metrics, what callbacks hold beside their
-``state_dict``, and flags and hidden buffers of modules.
+"""State that Lightning's checkpoints omit: logged values, states of metrics, further fields of callbacks, flags and
+hidden buffers of modules.
 """
 
 from dataclasses import fields
@@ -31,41 +31,53 @@ _FIELDS = (
 def collect_metrics(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
     """Return the current metrics of training; nothing is computed, reset or synchronised."""
     connector = trainer._logger_connector
+    results = []
+    for key, result in trainer.fit_loop.epoch_loop._results.items():
+        results.append([key, _collect_result(result)])
     return {
-        "results": [[key, _collect_result(item)] for key, item in trainer.fit_loop.epoch_loop._results.items()],
+        "results": results,
         "connector": {name: pack(getattr(connector, name)) for name in _CONNECTOR},
-        "modules": {name: collect_metric(item) for name, item in module.named_modules() if isinstance(item, Metric)},
+        "modules": {name: collect_metric(metric) for name, metric in _metrics_of(module).items()},
     }
 
 
+def _metrics_of(module: torch.nn.Module) -> dict[str, Metric]:
+    return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+
+
 def restore_metrics(trainer: Any, module: torch.nn.Module, state: dict[str, Any], *, in_hook: bool = False) -> None:
-    """Put back what ``collect_metrics`` found; ``in_hook``: but what the connector knows of the hook that runs now."""
+    """Put back the state that ``collect_metrics`` returned.
+
+    ``in_hook``: keep the connector's record of the hook that runs now.
+    """
     device = trainer.strategy.root_device
     connector = trainer._logger_connector
     for name, value in state["connector"].items():
         if not in_hook or name not in _LIVE:
             setattr(connector, name, unpack(value, device))
-    metrics = {name: item for name, item in module.named_modules() if isinstance(item, Metric)}
+    metrics = _metrics_of(module)
     for name in metrics.keys() & state["modules"].keys():
         restore_metric(metrics[name], state["modules"][name])
     results = trainer.fit_loop.epoch_loop._results
     results.clear()
-    for key, item in state["results"]:
-        results[key] = _make_result(trainer, results, item, metrics)
+    for key, result in state["results"]:
+        results[key] = _make_result(trainer, results, result, metrics)
 
 
-def _collect_result(item: Any) -> dict[str, Any]:
-    meta, sync = item.meta, item.meta.sync
-    return {
-        **{field.name: getattr(meta, field.name) for field in fields(meta) if field.name != "_sync"},
-        # The reductions are functions and bound methods of the strategy: they are built anew, never stored.
-        "reduce_fx": meta.reduce_fx.__name__,
-        "sync_dist": sync.should,
-        "rank_zero_only": sync.rank_zero_only,
-        "is_tensor": item.is_tensor,
-        "has_reset": item.has_reset,
-        "metric": collect_metric(item),
-    }
+def _collect_result(result: Any) -> dict[str, Any]:
+    meta = result.meta
+    state = {}
+    for field in fields(meta):
+        if field.name != "_sync":
+            state[field.name] = getattr(meta, field.name)
+    # The reductions are functions and bound methods of the strategy: they are built anew, never stored.
+    state["reduce_fx"] = meta.reduce_fx.__name__
+    state["sync_dist"] = meta.sync.should
+    state["rank_zero_only"] = meta.sync.rank_zero_only
+    state["is_tensor"] = result.is_tensor
+    state["has_reset"] = result.has_reset
+    state["metric"] = collect_metric(result)
+    return state
 
 
 def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dict[str, Metric]) -> Any:
@@ -74,36 +86,38 @@ def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dic
     meta.sync = neighbour(results, "_Sync")(
         _should=state["sync_dist"], fn=trainer.strategy.reduce, rank_zero_only=state["rank_zero_only"]
     )
-    item = neighbour(results, "_ResultMetric")(meta, state["is_tensor"])
-    item.to(trainer.strategy.root_device)
-    restore_metric(item, state["metric"])
-    item.has_reset = state["has_reset"]
+    result = neighbour(results, "_ResultMetric")(meta, state["is_tensor"])
+    result.to(trainer.strategy.root_device)
+    restore_metric(result, state["metric"])
+    result.has_reset = state["has_reset"]
     if not state["is_tensor"]:
-        item.value = metrics.get(state["metric_attribute"])
-    return item
+        result.value = metrics.get(state["metric_attribute"])
+    return result
 
 
 def key_of(callback: Any) -> Any:
     """Return the ``state_key`` of a callback; of a class, its name, since a snapshot holds no classes."""
     key = callback.state_key
-    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else key
+    if isinstance(key, type):
+        return f"{key.__module__}.{key.__qualname__}"
+    return key
 
 
 def collect_callbacks(trainer: Any) -> dict[str, Any]:
-    """Those of ``_FIELDS`` that callbacks have."""
-    found = {
-        key_of(callback): {name: pack(vars(callback)[name]) for name in _FIELDS if name in vars(callback)}
-        for callback in trainer.callbacks
-    }
-    return {key: values for key, values in found.items() if values}
+    """Return the values of ``_FIELDS`` that callbacks have."""
+    collected = {}
+    for callback in trainer.callbacks:
+        attributes = vars(callback)
+        collected[key_of(callback)] = {name: pack(attributes[name]) for name in _FIELDS if name in attributes}
+    return {key: values for key, values in collected.items() if values}
 
 
 def restore_callbacks(trainer: Any, state: dict[str, Any]) -> None:
-    """Put back what ``collect_callbacks`` found."""
+    """Put back the values that ``collect_callbacks`` returned."""
     for callback in trainer.callbacks:
         values = unpack(state.get(key_of(callback), {}), trainer.strategy.root_device)
         for name in values.keys() & set(_FIELDS):
-            # A file means nothing to a callback that writes to another directory now.
+            # A callback that writes to another directory now has no such file.
             if name != _LAST_FILE or _is_below(values[name], callback.dirpath):
                 setattr(callback, name, values[name])
 
@@ -118,31 +132,34 @@ class ModuleExtras:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        self._first = {name: (buffer.data_ptr(), buffer._version) for name, buffer in self._hidden()}
+        self._versions_at_start = {name: _version_of(buffer) for name, buffer in self._hidden_buffers().items()}
 
-    def _hidden(self) -> list[tuple[str, torch.Tensor]]:
-        return [
-            (f"{prefix}.{name}" if prefix else name, owner._buffers[name])
-            for prefix, owner in self._module.named_modules()
-            for name in owner._non_persistent_buffers_set
-            if isinstance(owner._buffers.get(name), torch.Tensor)
-        ]
+    def _hidden_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that are not persistent, by their names, in the order of the names."""
+        buffers = {}
+        for prefix, owner in self._module.named_modules():
+            for leaf in owner._non_persistent_buffers_set:
+                buffer = owner._buffers.get(leaf)
+                if isinstance(buffer, torch.Tensor):
+                    buffers[f"{prefix}.{leaf}".removeprefix(".")] = buffer
+        return dict(sorted(buffers.items()))
 
     def collect(self) -> dict[str, Any]:
-        """Flags as text, one character each; buffers that changed."""
+        """Return flags as text, one character each, and the buffers that changed."""
+        changed = {}
+        for name, buffer in self._hidden_buffers().items():
+            if self._versions_at_start.get(name) != _version_of(buffer):
+                changed[name] = buffer
         return {
-            "training": "".join("01"[item.training] for item in self._module.modules()),
-            "requires_grad": "".join("01"[item.requires_grad] for item in self._module.parameters()),
-            "buffers": {
-                name: buffer
-                for name, buffer in sorted(self._hidden())
-                if self._first.get(name) != (buffer.data_ptr(), buffer._version)
-            },
+            "training": "".join("01"[module.training] for module in self._module.modules()),
+            "requires_grad": "".join("01"[parameter.requires_grad] for parameter in self._module.parameters()),
+            "buffers": changed,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put back what ``collect`` found, where the module still has the same parts."""
-        modules, parameters = list(self._module.modules()), list(self._module.parameters())
+        """Put back the state that ``collect`` returned, where the module still has the same parts."""
+        modules = list(self._module.modules())
+        parameters = list(self._module.parameters())
         if len(modules) == len(state["training"]):
             for module, flag in zip(modules, state["training"], strict=True):
                 module.training = flag == "1"
@@ -150,7 +167,7 @@ class ModuleExtras:
             for parameter, flag in zip(parameters, state["requires_grad"], strict=True):
                 parameter.requires_grad_(flag == "1")
         with torch.no_grad():
-            for name, buffer in self._hidden():
+            for name, buffer in self._hidden_buffers().items():
                 saved = state["buffers"].get(name)
                 if saved is None:
                     continue
@@ -159,3 +176,8 @@ class ModuleExtras:
                 else:
                     owner, _, leaf = name.rpartition(".")
                     self._module.get_submodule(owner)._buffers[leaf] = saved.to(buffer.device)
+
+
+def _version_of(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return a value that changes when the buffer is replaced or written to."""
+    return buffer.data_ptr(), buffer._version

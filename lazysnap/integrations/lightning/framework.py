@@ -1,6 +1,6 @@
-"""Which Lightning is in use: ``lightning.pytorch`` and ``pytorch_lightning`` are the same code in different classes.
+"""The Lightning that is in use: ``lightning.pytorch`` and ``pytorch_lightning`` have the same code in other classes.
 
-A ``Trainer`` takes callbacks of its own package only. Importing the other one as well would cost seconds, so the
+A ``Trainer`` takes callbacks of its own package only. An import of the other package would cost seconds, so the
 callback gets its base classes from the packages that the program has imported.
 """
 
@@ -18,7 +18,7 @@ _EXTENDED = "_lazysnap_extended_class"
 
 
 def callback_bases() -> tuple[type, ...]:
-    """The ``Callback`` classes of the packages imported so far; of the installed one if none is.
+    """Return the ``Callback`` classes of the imported packages; of the installed one if none is imported.
 
     Raises: ModuleNotFoundError, if neither package is installed.
     """
@@ -32,17 +32,23 @@ def callback_bases() -> tuple[type, ...]:
 def extended(cls: type) -> type:
     """Return ``cls``, or a subclass of it that is also a ``Callback`` of the packages that were imported later."""
     missing = tuple(base for base in callback_bases() if not issubclass(cls, base))
-    return _extended_by(cls, missing) if missing else cls
+    if not missing:
+        return cls
+    return _extended_by(cls, missing)
 
 
 @functools.cache
 def _extended_by(cls: type, bases: tuple[type, ...]) -> type:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, _EXTENDED: cls}
-    return types.new_class(cls.__name__, (cls, *bases), exec_body=lambda body: body.update(names))
+    def add_names(body: dict[str, Any]) -> None:
+        body["__module__"] = cls.__module__
+        body["__qualname__"] = cls.__qualname__
+        body[_EXTENDED] = cls
+
+    return types.new_class(cls.__name__, (cls, *bases), exec_body=add_names)
 
 
 def class_of_program(instance: Any) -> type:
-    """Return the class of ``instance`` by the name that the program knows, without what ``extended`` added."""
+    """Return the class of ``instance`` in the program, without the bases that ``extended`` added."""
     kind = type(instance)
     extended_class: type = vars(kind).get(_EXTENDED, kind)
     return extended_class
@@ -54,11 +60,13 @@ def new_of_class(cls: type) -> Any:
 
 
 def neighbour(instance: Any, name: str) -> Any:
-    """The object ``name`` in the module that defines the class of ``instance``: private types of the same package."""
+    """Return the object ``name`` in the module of the class of ``instance``: a private type of the same package."""
     return getattr(sys.modules[type(instance).__module__], name)
 
 
 def overrides(instance: Any, hook: str) -> bool:
     """True if the program defines ``hook`` itself."""
-    owner = next((cls for cls in type(instance).__mro__ if hook in vars(cls)), None)
-    return owner is not None and not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+    for cls in type(instance).__mro__:
+        if hook in vars(cls):
+            return not cls.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+    return False

@@ -40,66 +40,74 @@ class Latest:
         """Replace the connector's ``resume_start``: any other path goes to the original.
 
         Blocks: reads and verifies one snapshot. Raises: SnapshotNotFound, if there is none and nothing to train, or if
-        a run was chosen that is not there; ConfigError, as ``means_snapshot`` and ``check_path``; StateError, if it
+        the chosen run does not exist; ConfigError, as ``means_snapshot`` and ``check_path``; StateError, if it
         is of another model; JobBusy, if this training runs already.
         """
         if not means_snapshot(path):
             check_path(path, "Lightning", 'ckpt_path="latest"', "--to FILE.ckpt")
             original(path, *args, **kwargs)
             return
-        connector, engine = self._connector, self._engine
+        connector = self._connector
         connector._ckpt_path = None
         if self._trainer.fast_dev_run:
             logger.info("fast_dev_run: ckpt_path=%r is ignored", path)
             return
         self._convert_module()
-        is_fit = self._trainer.state.fn == "fit"
-        snapshot = engine()._fetch(path) if is_fit else engine()._fetch_to_read(path)
-        # As with a file: what was chosen by name is meant, whatever Lightning saved before a requeue.
-        requeued = self._requeued(snapshot) if is_fit and path == LATEST else None
+        engine = self._engine()
+        requeued = None
+        if self._trainer.state.fn == "fit":
+            snapshot = engine._fetch(path)
+            # As with a file: a run or a step that was named is meant, even if a requeue saved something newer.
+            if path == LATEST:
+                requeued = self._requeued(snapshot)
+        else:
+            snapshot = engine._fetch_to_read(path)
         if requeued is not None:
             logger.warning("%s is newer than the latest snapshot: resuming from it", requeued)
             original(requeued, *args, **kwargs)
         elif snapshot is None:
-            engine()._run.tell_start()
+            engine._run.tell_start()
         else:
-            connector._ckpt_path = self._path = path
+            self._path = path
+            connector._ckpt_path = path
             self._snapshot = snapshot
-            self._state.admit(snapshot.state)
+            self._state.accept(snapshot.state)
 
     def restore_training_state(self, original: Callable[[], Any]) -> None:
         """Replace the connector's method. Collective. Raises: as ``SnapshotEngine.load``."""
-        connector, snapshot = self._connector, self._snapshot
-        # Tuners that run first (LR finder) restore their own file, and forget ours.
+        connector = self._connector
+        snapshot = self._snapshot
+        # Tuners that run first (LR finder) restore a file of their own, and drop the state that was accepted.
         if snapshot is None or (connector._loaded_checkpoint and not self._state.is_loading):
             original()
             return
         if not connector._loaded_checkpoint:
             connector._ckpt_path = self._path
-            self._state.admit(snapshot.state)
+            self._state.accept(snapshot.state)
             connector.restore_datamodule()
             connector.restore_model()
             connector.restore_callbacks()
-        # Hooks of the program may have changed what is loaded.
+        # Hooks of the program may have changed the checkpoint.
         state = {**snapshot.state, **connector._loaded_checkpoint}
         self._engine()._load(replace(snapshot, state=state), position=self._state.position_of(state))
 
     def resume_end(self, original: Callable[[], None]) -> None:
-        """Replace the connector's method, which would only say "Restored all states from the checkpoint at latest"."""
+        """Replace the connector's method, which would only log "Restored all states from the checkpoint at latest"."""
         snapshot = self._snapshot
         if snapshot is None or not self._state.is_loading:
             original()
             return
-        self._connector._ckpt_path, self._snapshot = None, None
+        self._connector._ckpt_path = None
+        self._snapshot = None
         original()
         self._connector._ckpt_path = self._path
         if self._trainer.state.fn != "fit" and self._trainer.is_global_zero:
             say(report.loaded(snapshot, time.time_ns()))
 
     def reset_epoch(self, original: Callable[[], None]) -> None:
-        """Replace the epoch loop's ``reset``: the position in the data is restored, whatever the loader can do."""
+        """Replace the epoch loop's ``reset``: the position in the data is restored for every loader."""
         with warnings.catch_warnings():
-            if self._state.lands_in_epoch():
+            if self._state.resumes_in_epoch:
                 warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
             original()
 
@@ -116,7 +124,7 @@ class Latest:
             strategy.model = strategy.precision_plugin.convert_module(strategy.model)
 
     def _requeued(self, snapshot: Snapshot | None) -> str | None:
-        """SLURM's auto-requeue checkpoint, if it is newer; Lightning itself looks for it only without a path."""
+        """Return SLURM's auto-requeue checkpoint, if it is newer. Lightning itself uses it only without a path."""
         connector = self._connector
         if not neighbour(connector, "SLURMEnvironment").detect() or connector._hpc_resume_path is None:
             return None
@@ -126,4 +134,6 @@ class Latest:
         if os.path.exists(path) and os.stat(path).st_mtime_ns < id_time_ns(snapshot.run_id):
             return None
         step = self._trainer.strategy.load_checkpoint(path).get("global_step", 0)
-        return path if step > snapshot.step else None
+        if step <= snapshot.step:
+            return None
+        return path

@@ -5,6 +5,7 @@ that keep their workers draw a seed at their first iteration alone, which a rest
 """
 
 import logging
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,18 +23,17 @@ class LoaderPositions:
 
     def __init__(self) -> None:
         self.loaders: list[Any] = []
-        """The program's own."""
+        """The loaders of the program."""
         self._combined: Any = None
         self._combined_class: type = object
         self._recorded: list[Recorded] = []
         self._pending: dict[str, Any] | None = None
-        """The state that was loaded and not iterated yet."""
+        """The state that was loaded, until the next iteration begins."""
 
     def watch(self, combined: Any) -> None:
-        """Iterate the loaders of ``combined`` by their positions from now on. Cheap where they are the same."""
+        """Iterate the loaders of ``combined`` by their positions from now on. Cheap if they are watched already."""
         loaders = list(combined.flattened)
-        is_same = combined is self._combined
-        if is_same and all(loader is known for loader, known in zip(loaders, self.loaders, strict=False)):
+        if combined is self._combined and all(map(operator.is_, loaders, self.loaders)):
             return
         self.forget()
         keep_streams(loaders)
@@ -58,7 +58,7 @@ class LoaderPositions:
         self._recorded = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions as plain values (and what a loader's own state holds)."""
+        """Return the positions as plain values, with the states of stateful loaders."""
         if self._pending is not None:
             return self._pending
         consumed = getattr(self._combined._iterator, "_consumed", [])
@@ -79,7 +79,11 @@ class LoaderPositions:
     @property
     def passed(self) -> int:
         """Batches behind which the longest loader continues, after ``load_state_dict``."""
-        return max((recorded.position.given or recorded.position.skipped for recorded in self._recorded), default=0)
+        num_batches = 0
+        for recorded in self._recorded:
+            position = recorded.position
+            num_batches = max(num_batches, position.given or position.skipped)
+        return num_batches
 
     def _iterate(self) -> Any:
         combined = self._combined
@@ -112,20 +116,20 @@ def running_workers(loaders: Sequence[Any]) -> list[bool]:
     return [_keeps_workers(loader) and loader._iterator is not None for loader in loaders]
 
 
-def start_workers(loaders: Sequence[Any], wanted: Sequence[bool]) -> None:
-    """Start the workers of the loaders that had them, and end those of others. Draws random numbers."""
-    for loader, had_workers in zip(loaders, wanted, strict=False):
+def start_workers(loaders: Sequence[Any], had_workers: Sequence[bool]) -> None:
+    """Start the workers of the loaders that had workers, and end those of others. Draws random numbers."""
+    for loader, had_some in zip(loaders, had_workers, strict=False):
         if not _keeps_workers(loader):
             continue
-        if had_workers:
+        if had_some:
             logger.warning(
                 "the data loader keeps its worker processes (persistent_workers=True): the order of its data is "
                 "resumed exactly, random numbers drawn in the workers (augmentation) are not; set "
                 "persistent_workers=False where they must be"
             )
-        if had_workers and loader._iterator is None:
+        if had_some and loader._iterator is None:
             iter(loader)
-        elif not had_workers and not vars(loader).get("_initial_iter_for_state_dict"):
+        elif not had_some and not vars(loader).get("_initial_iter_for_state_dict"):
             loader._iterator = None
 
 

@@ -7,17 +7,20 @@ from lazysnap.state.source import KEY
 
 
 def recount(fit_loop: Any, state: dict[str, Any], passed: int) -> None:
-    """Count the batches of the present epoch as the new ranks do; those of epochs before stay as they were.
+    """Count the batches of the present epoch as the new ranks do. Those of epochs before stay as they were.
 
-    ``state``: the fit loop's, changed in place; ``passed``: batches that the loaders pass over.
+    Args:
+        fit_loop: the loop whose counter is set.
+        state: the restored state of the fit loop, changed in place.
+        passed: the batches that the loaders skip.
     """
     progress = state["epoch_loop.batch_progress"]
-    progress["current"] = {name: passed for name in progress["current"]}
+    progress["current"] = dict.fromkeys(progress["current"], passed)
     fit_loop.epoch_loop.batch_progress.load_state_dict(progress)
 
 
 def collect_loops(trainer: Any) -> dict[str, Any]:
-    """Attributes that the loops' own ``state_dict`` leaves out."""
+    """Return the attributes that the loops' own ``state_dict`` omits."""
     fit_loop = trainer.fit_loop
     epochs = fit_loop.epoch_progress.current
     state = {
@@ -34,29 +37,38 @@ def collect_loops(trainer: Any) -> dict[str, Any]:
 
 
 def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
-    """Why nothing is left to train of a collected state, as the trainer is set now; empty, if something is."""
+    """Return the reason for which a collected state leaves nothing to train; empty, if it does not.
+
+    The limits are those of the trainer now.
+    """
     fit_loop = trainer.fit_loop
-    epochs = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
-    for name, done, limit in (
-        ("max_steps", state["global_step"], fit_loop.max_steps),
-        ("max_epochs", epochs, fit_loop.max_epochs),
-    ):
-        if limit is not None and limit != -1 and done >= limit:
-            return (
-                f"it had ended ({name}={limit}, at step {state['global_step']}): raise that limit to go on, or begin "
-                'fresh in another directory or without ckpt_path="latest"'
-            )
+    step = state["global_step"]
+    num_epochs = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
+    reached_limit = ""
+    if _has_reached(fit_loop.max_steps, step):
+        reached_limit = f"max_steps={fit_loop.max_steps}"
+    elif _has_reached(fit_loop.max_epochs, num_epochs):
+        reached_limit = f"max_epochs={fit_loop.max_epochs}"
+    if reached_limit:
+        return (
+            f"it had ended ({reached_limit}, at step {step}): raise that limit to go on, or begin "
+            'fresh in another directory or without ckpt_path="latest"'
+        )
     loops = state[KEY]["loops"]
     if loops["should_stop"] and loops["between_epochs"]:
         return (
-            f"it had been stopped early, after step {state['global_step']} (EarlyStopping, or trainer.should_stop): to "
+            f"it had been stopped early, after step {step} (EarlyStopping, or trainer.should_stop): to "
             'go on all the same, fit from a checkpoint instead of "latest"'
         )
     return ""
 
 
+def _has_reached(limit: int | None, count: int) -> bool:
+    return limit is not None and limit != -1 and count >= limit
+
+
 def ended_within_epoch(trainer: Any) -> bool:
-    """True if ``max_steps`` ends the fit although batches of the epoch are left."""
+    """True if ``max_steps`` ends the fit before the last batch of the epoch."""
     fit_loop = trainer.fit_loop
     has_limit = fit_loop.max_steps != -1
     is_reached = has_limit and trainer.global_step >= fit_loop.max_steps
@@ -64,12 +76,11 @@ def ended_within_epoch(trainer: Any) -> bool:
 
 
 def restore_loops(trainer: Any, fit_loop_state: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Put counters back, and drop Lightning's flags of a restart: this one goes on exactly where it was."""
+    """Put counters back, and drop Lightning's flags of a restart: this fit continues exactly."""
     fit_loop = trainer.fit_loop
     reload_epoch = fit_loop._last_train_dl_reload_epoch
     fit_loop.load_state_dict(fit_loop_state)
-    for loop in _tree(fit_loop):
-        loop.on_iteration_done()
+    _drop_restart_flags(fit_loop)
     fit_loop._combined_loader_states_to_load = []
     trainer.should_stop = extra["should_stop"]
     trainer.accumulate_grad_batches = extra["accumulate_grad_batches"]
@@ -79,9 +90,9 @@ def restore_loops(trainer: Any, fit_loop_state: dict[str, Any], extra: dict[str,
         trainer._last_val_time = time.monotonic() - extra["since_validation_s"]
 
 
-def _tree(loop: Any) -> list[Any]:
-    found = [loop]
-    for child in vars(loop).values():
+def _drop_restart_flags(loop: Any) -> None:
+    """Call ``on_iteration_done`` of a loop and of the loops within it."""
+    loop.on_iteration_done()
+    for child in list(vars(loop).values()):
         if hasattr(child, "_restarting"):
-            found.extend(_tree(child))
-    return found
+            _drop_restart_flags(child)

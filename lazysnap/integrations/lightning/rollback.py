@@ -1,8 +1,8 @@
-"""Going back inside a running fit past batches that are skipped: what goes on, and is not put back.
+"""Rollback inside a running fit: the parts of the state that continue, and are not put back.
 
 Model, optimizers, schedules that count steps, scaler, random numbers, metrics, callbacks and the counter of steps go
-back. The data and all that counts it go on: loaders and their generators, batches, epochs, schedules that count epochs,
-and callbacks that measure time.
+back. The data and its counters continue: loaders and their generators, batches, epochs, schedules that count epochs,
+and callbacks that measure time. The batches between are skipped.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from lazysnap.integrations.lightning.loops import collect_loops
 from lazysnap.state.source import KEY
 
 _TIMERS = ("Timer",)
-"""Callbacks whose state is a time that goes on."""
+"""Callbacks whose state is a time, which continues."""
 _OF_STEPS = (
     "epoch_loop.automatic_optimization.optim_progress",
     "epoch_loop.manual_optimization.optim_step_progress",
@@ -26,46 +26,59 @@ _OF_STEPS = (
 
 def with_present_data(trainer: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> dict[str, Any]:
     """Return ``state`` with the current data and its counters, at the end of a batch."""
-    fit_loop, own, then = trainer.fit_loop, state[KEY], state["loops"]["fit_loop"]
-    now = fit_loop.state_dict()
-    is_same_epoch = then["epoch_progress"]["current"]["processed"] == fit_loop.epoch_progress.current.processed
-    metrics = own["metrics"]
+    fit_loop = trainer.fit_loop
+    saved_loop = state["loops"]["fit_loop"]
+    loop = dict(fit_loop.state_dict())
+    for name in _OF_STEPS:
+        loop[name] = saved_loop[name]
+    callbacks = dict(state["callbacks"])
+    for key in state["callbacks"]:
+        if str(key).startswith(_TIMERS):
+            del callbacks[key]
+    extra = dict(state[KEY])
+    is_same_epoch = saved_loop["epoch_progress"]["current"]["processed"] == fit_loop.epoch_progress.current.processed
     if not is_same_epoch:
-        metrics = {**collect_metrics(trainer, trainer.lightning_module), "results": []}
-    # At the last batch of an epoch the schedules have begun the next one.
-    is_passed = not is_same_epoch or fit_loop.epoch_loop._num_ready_batches_reached()
+        extra["metrics"] = {**collect_metrics(trainer, trainer.lightning_module), "results": []}
+    extra["loops"] = collect_loops(trainer)
+    extra["streams"] = {**extra["streams"], "owned": []}  # the generators of loaders stay with the data
     schedules, by_epoch = _schedules(trainer, state["lr_schedulers"])
+    # At the last batch of an epoch the schedules have begun the next one.
+    has_next_epoch_begun = not is_same_epoch or fit_loop.epoch_loop._num_ready_batches_reached()
+    optimizer_states = []
+    for optimizer, saved in zip(optimizers, state["optimizer_states"], strict=True):
+        if has_next_epoch_begun and id(optimizer) in by_epoch:
+            optimizer_states.append(_with_present_settings(optimizer, saved))
+        else:
+            optimizer_states.append(saved)
     return {
         **state,
-        "callbacks": {key: one for key, one in state["callbacks"].items() if not str(key).startswith(_TIMERS)},
-        "loops": {**state["loops"], "fit_loop": {**now, **{name: then[name] for name in _OF_STEPS}}},
+        "callbacks": callbacks,
+        "loops": {**state["loops"], "fit_loop": loop},
         "lr_schedulers": schedules,
-        "optimizer_states": [
-            _with_present_settings(one, saved) if is_passed and id(one) in by_epoch else saved
-            for one, saved in zip(optimizers, state["optimizer_states"], strict=True)
-        ],
-        KEY: {
-            **own,
-            "loops": collect_loops(trainer),
-            "metrics": metrics,
-            "streams": {**own["streams"], "owned": []},  # those that loaders own stay with the data
-        },
+        "optimizer_states": optimizer_states,
+        KEY: extra,
     }
 
 
 def _schedules(trainer: Any, saved: list[Any]) -> tuple[list[Any], set[int]]:
-    """The states to load, and the ids of the optimizers whose schedules all count epochs."""
+    """Return the states to load, and the ids of the optimizers whose schedules all count epochs."""
     states = []
     by_step: set[int] = set()
     by_epoch: set[int] = set()
-    for config, state in zip(trainer.lr_scheduler_configs, saved, strict=True):
-        counts_steps = config.interval == "step" or not trainer.lightning_module.automatic_optimization
-        (by_step if counts_steps else by_epoch).add(id(config.scheduler.optimizer))
-        states.append(state if counts_steps else config.scheduler.state_dict())
+    for config, saved_state in zip(trainer.lr_scheduler_configs, saved, strict=True):
+        optimizer_id = id(config.scheduler.optimizer)
+        if config.interval == "step" or not trainer.lightning_module.automatic_optimization:
+            by_step.add(optimizer_id)
+            states.append(saved_state)
+        else:
+            by_epoch.add(optimizer_id)
+            states.append(config.scheduler.state_dict())
     return states, by_epoch - by_step
 
 
 def _with_present_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    groups = [{**group, **own} for group, own in zip(saved["param_groups"], settings, strict=True)]
+    """Return a saved state with the settings that the optimizer has now, such as its learning rates."""
+    groups = []
+    for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        groups.append({**saved_group, **group, "params": saved_group["params"]})
     return {**saved, "param_groups": groups}

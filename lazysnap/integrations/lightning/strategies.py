@@ -1,7 +1,7 @@
-"""Strategies of several processes: which of them can be captured, and their state as this rank alone has it.
+"""Strategies of several processes: checks that one can be captured, and the state that this rank alone holds.
 
-DDP (also spawned or forked) keeps the whole model on every rank; ModelParallelStrategy (FSDP2, tensor parallelism)
-shards it, and its own methods gather what is sharded, by collectives. A snapshot needs none.
+DDP (also spawned or forked) keeps the whole model on every rank. ModelParallelStrategy (FSDP2, tensor parallelism)
+shards it, and its own methods gather the shards by collectives. A snapshot needs no collective.
 """
 
 import contextlib
@@ -17,11 +17,12 @@ from lazysnap.state.scalars import state_of_scaler
 from lazysnap.state.unsupported import check_supported
 from lazysnap.state.wrappers import stepping
 
-_OTHERS = {
+_REFUSED = {
     "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2) shards as ZeRO 3 does",
     "FSDPStrategy": "use ModelParallelStrategy (FSDP2), which took its place",
     "XLAStrategy": "XLA devices are not supported",
 }
+"""Strategies that cannot be captured, each with advice."""
 
 
 def check_strategy(trainer: Any) -> None:
@@ -34,15 +35,19 @@ def check_strategy(trainer: Any) -> None:
         )
     kinds = _kinds(trainer.strategy)
     # DeepSpeedStrategy is a DDPStrategy, too, and cuts parameters also for one process.
-    advice = next((text for name, text in _OTHERS.items() if name in kinds), None)
-    if trainer.world_size == 1 and advice is None:
-        return
-    if advice is not None or not kinds & {"DDPStrategy", "ModelParallelStrategy"}:
+    advice = "use one of these"
+    is_refused = trainer.world_size > 1 and not kinds & {"DDPStrategy", "ModelParallelStrategy"}
+    for name, advice_of_strategy in _REFUSED.items():
+        if name in kinds:
+            advice = advice_of_strategy
+            is_refused = True
+            break
+    if is_refused:
         processes = f"{trainer.world_size} process{'es' * (trainer.world_size > 1)}"
         raise ConfigError(
             f"LazySnapshotCallback: {processes} of {type(trainer.strategy).__name__} are not "
             'supported, strategy="ddp" (also _spawn, _fork, _notebook) and ModelParallelStrategy are: '
-            f"{advice or 'use one of these'}, or take the callback out and use ModelCheckpoint"
+            f"{advice}, or take the callback out and use ModelCheckpoint"
         )
 
 
@@ -54,9 +59,11 @@ def check_parts(trainer: Any) -> None:
             "LazySnapshotCallback: training_step(dataloader_iter) is not supported yet: batches are fetched inside the "
             "step, and there is no point between two steps; take a batch as the argument instead"
         )
-    optimizers = {f"optimizer {number}": one for number, one in enumerate(trainer.strategy.optimizers)}
+    parts = {"the module": trainer.lightning_module}
+    for number, optimizer in enumerate(trainer.strategy.optimizers):
+        parts[f"optimizer {number}"] = optimizer
     try:
-        check_supported({"the module": trainer.lightning_module, **optimizers})
+        check_supported(parts)
     except StateError as error:
         raise ConfigError(f"LazySnapshotCallback: {error}; in Lightning ModelParallelStrategy is FSDP2") from error
 
@@ -66,17 +73,34 @@ def _kinds(strategy: Any) -> set[str]:
 
 
 @contextlib.contextmanager
-def own_state(trainer: Any) -> Iterator[None]:
-    """While it lasts, the strategy returns the state that this rank holds: views, no collective; the fit loop asks no
-    data loader for its state; a ``GradScaler`` is not waited for.
+def state_of_rank(trainer: Any) -> Iterator[None]:
+    """Within it, the strategy returns the state that this rank holds: views, without a collective.
+
+    The fit loop omits the states of data loaders, and a ``GradScaler`` is not waited for.
     """
-    patches, strategy, plugin = Patches(), trainer.strategy, trainer.precision_plugin
-    if isinstance(scaler := getattr(plugin, "scaler", None), torch.amp.GradScaler):
-        patches.replace(plugin, "state_dict", lambda _: state_of_scaler(scaler))
-    patches.replace(trainer.fit_loop, "on_save_checkpoint", lambda _: {})
+    strategy = trainer.strategy
+    plugin = trainer.precision_plugin
+    scaler: Any = getattr(plugin, "scaler", None)
+
+    def scaler_state(original: Any) -> Any:
+        return state_of_scaler(scaler)
+
+    def no_loader_states(original: Any) -> dict[str, Any]:
+        return {}
+
+    def module_state(original: Any) -> Any:
+        return strategy.lightning_module.state_dict()
+
+    def optimizer_state(original: Any, optimizer: torch.optim.Optimizer) -> Any:
+        return stepping(optimizer).state_dict()
+
+    patches = Patches()
+    if isinstance(scaler, torch.amp.GradScaler):
+        patches.replace(plugin, "state_dict", scaler_state)
+    patches.replace(trainer.fit_loop, "on_save_checkpoint", no_loader_states)
     if "ModelParallelStrategy" in _kinds(strategy):
-        patches.replace(strategy, "lightning_module_state_dict", lambda _: strategy.lightning_module.state_dict())
-        patches.replace(strategy, "optimizer_state", lambda _, optimizer: stepping(optimizer).state_dict())
+        patches.replace(strategy, "lightning_module_state_dict", module_state)
+        patches.replace(strategy, "optimizer_state", optimizer_state)
     try:
         yield
     finally:

@@ -1,9 +1,9 @@
 """``LazyTrainerCallback``: a snapshot of a ``Trainer`` at every optimizer step, and exact restarts.
 
 Methods of that one trainer are replaced while it trains, and put back. The boundary is just before the batches of the
-next optimizer step are fetched (``get_batch_samples``). By then everything of step k is over: schedule, callbacks,
-logs, evaluation, stock checkpoints, the end of an epoch; nothing of step k+1 has begun but, at an epoch's start,
-``on_epoch_begin``, which a restart in mid-epoch runs again, as stock does.
+next optimizer step are fetched (``get_batch_samples``). By then step k is complete: schedule, callbacks, logs,
+evaluation, stock checkpoints, the end of an epoch. Step k+1 has not begun. At an epoch's start ``on_epoch_begin`` has
+run; a restart in mid-epoch runs it again, as stock does.
 """
 
 import logging
@@ -46,11 +46,11 @@ _INSTEAD = "make the Trainer first, then call lazysnap.attach(trainer), or attac
 
 
 class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
-    """Captures the training state at optimizer steps while training goes on, and makes
-    ``trainer.train(resume_from_checkpoint="latest")`` work, and ``"run:1f3a"`` for the run whose id begins so.
+    """Captures the training state at optimizer steps while training continues.
 
-    ``attach`` gives it to a ``Trainer``. It is no argument of the constructor: a callback gets no reference to its
-    trainer before training begins, which is too late for ``"latest"``::
+    A training resumes by ``resume_from_checkpoint="latest"``, or by ``"run:1f3a"`` for the run whose id begins so.
+    ``attach`` gives the callback to a ``Trainer``. It is no argument of the constructor: a callback gets no reference
+    to its trainer before training begins, which is too late for ``"latest"``::
 
         lazy = LazyTrainerCallback("runs/a", keep_best=KeepBest("eval_loss"))
         lazy.attach(trainer)
@@ -122,7 +122,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _reset(self) -> None:
         self._is_running = False
         self._state = TrainingState(self._trainer)
-        self._asked: Any = None
+        self._checkpoint: Any = None
         """The ``resume_from_checkpoint`` of this call."""
         self._snapshot: Snapshot | None = None
         self._loader: Any = None
@@ -131,7 +131,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     # ---------------------------------------------------------------- hooks
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raises: ConfigError: the constructor of a trainer does not say which trainer that is."""
+        """Raises: ConfigError: the constructor of a trainer does not give the trainer to its callbacks."""
         raise ConfigError(f"LazyTrainerCallback is no argument of the constructor of a Trainer: {_INSTEAD}")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -141,19 +141,19 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, for an unknown metric."""
-        wish = self._keep_best
-        if wish is None or self._session is None:
+        setting = self._keep_best
+        if setting is None or self._session is None:
             return
         values = metrics or {}
-        name = wish.monitor
+        name = setting.monitor
         if name not in values:
-            name = f"eval_{wish.monitor}"
+            name = f"eval_{setting.monitor}"
         if name in values:
-            self._session.judge(wish, values[name])
+            self._session.keep_best(setting, values[name])
         elif "eval_runtime" in values and not isinstance(self._trainer.eval_dataset, dict):
-            # Neither an evaluation of the program's own, nor one of several datasets, each of which has its metrics.
+            # Neither an evaluation by the program itself, nor one of several datasets, each of which has its metrics.
             raise ConfigError(
-                f"LazyTrainerCallback.keep_best: no evaluation gives {wish.monitor!r}; there are {sorted(values)}"
+                f"LazyTrainerCallback.keep_best: no evaluation gives {setting.monitor!r}; there are {sorted(values)}"
             )
 
     # ---------------------------------------------------------------- one call of train
@@ -167,7 +167,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         check_path(which, "Transformers", how, "--to DIRECTORY --format huggingface")
         self._patches.undo()
         self._reset()
-        self._asked = which
+        self._checkpoint = which
         self._is_running = True
         try:
             if trial is None:
@@ -219,8 +219,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self._state.begin()
         engine = self._begin(self._state, self._trainer.args.output_dir).engine
         self._snapshot = None
-        if means_snapshot(self._asked):
-            self._snapshot = engine._fetch(self._asked)
+        if means_snapshot(self._checkpoint):
+            self._snapshot = engine._fetch(self._checkpoint)
         if self._snapshot is None:
             return position
         if self._snapshot.world_size != self._trainer.args.world_size:
@@ -230,17 +230,16 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
                 "(lazysnap.load_weights)"
             )
         state = self._state
-        state.admit(self._snapshot.state)
-        epoch, batches = state.where(steps_in_epoch)
-        why = state.end_reason
-        if why and self._trainer.is_world_process_zero():
-            logger.warning("nothing is left to train: %s", why)
-        if why:
-            return num_epochs, 0
-        return epoch, batches
+        state.accept(self._snapshot.state)
+        epoch, num_batches = state.start_position(steps_in_epoch)
+        if not state.end_reason:
+            return epoch, num_batches
+        if self._trainer.is_world_process_zero():
+            logger.warning("nothing is left to train: %s", state.end_reason)
+        return num_epochs, 0
 
     def _prepare_for_training(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Collective. Blocks: all ranks have loaded what they restore. Raises: as ``SnapshotEngine.restore``."""
+        """Load the rest of the snapshot. Collective. Blocks. Raises: as ``SnapshotEngine.restore``."""
         prepared = original(*args, **kwargs)
         session = self._session
         state = self._state
@@ -248,7 +247,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         assert session is not None
         state.prepare()
         if snapshot is None:
-            session.tell_fresh(self._asked, HOW)
+            session.report_start(self._checkpoint, HOW)
         else:
             session.engine._load(snapshot, position=state.position_text)
             self._snapshot = None
@@ -259,9 +258,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         options = self._trainer.args
         self._state.epoch = kwargs["epoch"]
         ignores = options.ignore_data_skip
-        if self._state.landing is not None:
-            # It goes on behind the batches that were trained only where a checkpoint was resumed.
-            kwargs["resume_from_checkpoint"] = self._asked
+        if self._state.is_resuming:
+            # The loop skips the batches that were trained only if it resumes a checkpoint.
+            kwargs["resume_from_checkpoint"] = self._checkpoint
             options.ignore_data_skip = False
         try:
             result = original(*args, **kwargs)
@@ -272,9 +271,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return result
 
     def _skip_first_batches(self, original: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
-        """The next iteration goes on behind them by itself."""
-        is_landing = self._state.landing is not None and loader is self._loader
-        if is_landing:
+        """Skip nothing in a restored loader: its next iteration continues behind these batches."""
+        if self._state.is_resuming and loader is self._loader:
             return loader
         return original(loader, num_batches)
 
@@ -283,8 +281,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
             original(checkpoint)
 
     def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The evaluation of args.eval_on_start was before the first step of the run that goes on.
-        if self._state.landing is not None:
+        # The evaluation of args.eval_on_start took place before the first step of the run that is resumed.
+        if self._state.is_resuming:
             return {}
         return original(*args, **kwargs)
 
@@ -294,16 +292,16 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return original(*args, **kwargs)
 
     def _get_batch_samples(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        self._iterator = iterator  # its position is asked for after the last epoch, too
-        if self._state.landing is not None:
-            self._state.land()
+        self._iterator = iterator  # its position is read after the last epoch, too
+        if self._state.is_resuming:
+            self._state.finish_resume()
         else:
             self._capture()
         return original(iterator, *args, **kwargs)
 
     def _finalize_training(self, original: Callable[..., Any], trial: Any, num_samples: Any, start_time: float) -> Any:
-        if self._state.landing is not None:
-            self._state.land()
+        if self._state.is_resuming:
+            self._state.finish_resume()
         self._capture(is_last=True)  # before the best weights are loaded
         self._iterator = None
         return original(trial, num_samples, start_time - self._state.earlier_s)
@@ -311,7 +309,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _on_log(
         self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> Any:
-        """A logger gets the values; the program's own dictionary, which may be its result, is left as it was."""
+        """Give figures to a logger. The program's own dictionary, which may be its result, stays as it was."""
         values: dict[str, float] = {}
         if logs:
             values = self.figures()
@@ -325,7 +323,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
     def _capture(self, *, is_last: bool = False) -> None:
         session = self._session
-        if session is None or not session.passes(self._trainer.state.global_step):
+        if session is None or not session.finish_step(self._trainer.state.global_step):
             return
         session.capture(is_last=is_last)
         if any(callable(getattr(optimizer, "train", None)) for optimizer in self._state.optimizers()):
@@ -337,10 +335,14 @@ def attach_trainer(
     snapshots: "SnapshotConfig | str | os.PathLike[str] | None" = None,
     keep_best: KeepBest | None = None,
 ) -> LazyTrainerCallback:
-    """Make a ``LazyTrainerCallback`` and attach it to ``trainer``. Returns it, or the one that the trainer has already.
+    """Make a ``LazyTrainerCallback`` and attach it to ``trainer``. Return it, or the one that the trainer has already.
 
-    ``snapshots``: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
-    Raises: ConfigError, for settings that cannot work, also beside a callback that is there already.
+    Args:
+        trainer: the trainer.
+        snapshots: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
+        keep_best: keeps the best snapshots by a metric of the evaluations.
+
+    Raises: ConfigError, for settings that cannot work, or if the trainer has such a callback with other settings.
     """
     for item in _callbacks_of(trainer):
         if isinstance(item, LazyTrainerCallback) and snapshots is None and keep_best is None:
@@ -360,12 +362,12 @@ def _callbacks_of(trainer: Any) -> list[Any]:
 
 
 def _own_bar() -> AbstractContextManager[Show]:
-    """Like the trainer's own."""
+    """Return a bar in the style of the trainer's own."""
     return tqdm_bar(tqdm(dynamic_ncols=True))
 
 
 def _check(trainer: Any) -> None:
-    """Raises: ConfigError, for what cannot be captured."""
+    """Raises: ConfigError, for a trainer that cannot be captured."""
     refused = {
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled,

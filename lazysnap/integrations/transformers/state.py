@@ -1,7 +1,7 @@
-"""The whole state of a ``Trainer`` between two optimizer steps, and how it is put back.
+"""The whole state of a ``Trainer`` between two optimizer steps.
 
-Of a subclass of ``Trainer`` (as TRL has them) also the attributes that are numbers, or dicts and lists of numbers, and
-that changed since training began: counters, and metrics until the next log.
+For a subclass of ``Trainer`` (as in TRL) the state also has attributes that are numbers, or dicts and lists of numbers,
+and that changed since training began: counters, and metrics until the next log.
 
 Not in a snapshot: attributes of callbacks that are no ``ExportableState``; averages of the weights that a callback
 keeps for itself; other attributes of subclasses.
@@ -10,6 +10,8 @@ keeps for itself; other attributes of subclasses.
 import json
 import logging
 import time
+from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -33,12 +35,13 @@ _STATE = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Fields of ``TrainerState`` that training changes; all others follow from the program."""
+"""Fields of ``TrainerState`` that training changes. The program determines all others."""
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 """Attributes of ``Trainer`` that training changes."""
 _OF_A_SESSION = {*_COUNTERS, "_initial_num_input_tokens_seen", "current_gradient_accumulation_steps"}
-"""Numbers of ``Trainer`` itself that a restart needs not, or that are restored by name."""
-_MOST_NUMBERS = 1000
+"""Numbers of ``Trainer`` itself that a restart does not need, or that are restored by name."""
+_MAX_NUMBERS = 1000
+"""The most numbers in an attribute that is captured."""
 _COMPLETIONS = "_buffered_inputs"
 """Attribute of TRL's GRPO and RLOO trainers: batches of completions that several steps train."""
 
@@ -54,12 +57,12 @@ class TrainingState(ObjectState):
         self.position: Position | None = None
         """The position of the loader of training data."""
         self.epoch = 0
-        self.landing: dict[str, Any] | None = None
-        """A restored state that still waits for the point where it was collected."""
+        self._resumed: dict[str, Any] | None = None
+        """A restored state that waits for its step boundary."""
         self.position_text = ""
         """The position of the restored state in the data, in words."""
         self.end_reason = ""
-        """Why nothing is left to train of the restored state; empty, if something is."""
+        """The reason for which the restored state leaves nothing to train; empty, if it does not."""
         self._history = History()
         self._is_at_epoch_end = False
         self._completions_reported = False
@@ -69,12 +72,12 @@ class TrainingState(ObjectState):
         """Seconds of training before the restart."""
 
     def begin(self) -> None:
-        """Training begins: the model is there. A snapshot is looked for before there is an optimizer."""
+        """Begin a training that has a model. The snapshot is read before an optimizer exists."""
         self.began_s = time.time()
         self._objects["model"] = self._trainer.model
 
     def prepare(self) -> None:
-        """Model, optimizer and scheduler are there now, as training uses them."""
+        """Add model, optimizer and scheduler as training uses them."""
         trainer = self._trainer
         # With several ranks the wrapper shows which parameters they keep equal. DataParallel shows nothing, and
         # would change the names.
@@ -87,21 +90,22 @@ class TrainingState(ObjectState):
 
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``."""
-        trainer, position = self._trainer, self.position
+        trainer = self._trainer
+        position = self.position
         assert position is not None
+        changed_numbers = {}
+        for name, value in self._numbers().items():
+            if repr(value) != self._numbers_at_start.get(name):
+                changed_numbers[name] = value
         state = super().collect()
         state["trainer"] = {
             "state": {name: getattr(trainer.state, name) for name in _STATE},
             "history": self._history.text(trainer.state.log_history),
             "exported": dict(trainer.state.stateful_callbacks),
             "control": vars(trainer.control).copy(),
-            "callbacks": [[type(item).__name__, item.state()] for item in self._stateful()],
+            "callbacks": [[type(callback).__name__, callback.state()] for callback in self._exportable()],
             "counters": {name: getattr(trainer, name) for name in _COUNTERS},
-            "numbers": {
-                name: value
-                for name, value in self._numbers().items()
-                if repr(value) != self._numbers_at_start.get(name)
-            },
+            "numbers": changed_numbers,
             "loss": trainer._tr_loss,
             "completions": self._completions(),
             "epoch": self.epoch,
@@ -110,19 +114,23 @@ class TrainingState(ObjectState):
         }
         return state
 
-    def _stateful(self) -> list[Any]:
-        return [item for item in self._trainer.callback_handler.callbacks if isinstance(item, ExportableState)]
+    def _exportable(self) -> list[Any]:
+        """Return the callbacks that have a state."""
+        callbacks = self._trainer.callback_handler.callbacks
+        return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
     def _numbers(self) -> dict[str, Any]:
-        """Counters of the trainer's own class."""
-        trainer = self._trainer
-        if type(trainer) is Trainer:
-            return {}
-        found = {name: value for name, value in vars(trainer).items() if name not in _OF_A_SESSION}
-        return {name: value for name, value in found.items() if _are_numbers(value)}
+        """Return the counters of the trainer's own class."""
+        numbers: dict[str, Any] = {}
+        if type(self._trainer) is Trainer:
+            return numbers
+        for name, value in vars(self._trainer).items():
+            if name not in _OF_A_SESSION and _are_numbers(value):
+                numbers[name] = value
+        return numbers
 
     def _completions(self) -> Any:
-        """Return what TRL's online trainers (GRPO, RLOO) generated for the steps to come; ``None`` without it."""
+        """Return the batches that TRL's online trainers (GRPO, RLOO) generated for the next steps, if any."""
         completions = getattr(self._trainer, _COMPLETIONS, None)
         if completions is None or is_known(completions):
             return completions
@@ -137,7 +145,7 @@ class TrainingState(ObjectState):
         return None
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
-        """See ``StateSource.load``; what the ``Trainer`` sets anew after this waits for ``land``.
+        """See ``StateSource.load``. Values that the ``Trainer`` sets after this call wait for ``finish_resume``.
 
         Raises: StateError, if it is the state of another kind of training.
         """
@@ -147,18 +155,26 @@ class TrainingState(ObjectState):
 
     # ---------------------------------------------------------------- a restart
 
-    def admit(self, state: dict[str, Any]) -> None:
-        """Take over the counters of ``TrainerState``, so that callbacks see them when training begins; the rest follows
-        in ``load`` and ``land``. Raises: StateError, if it was not taken from a ``Trainer``.
+    @property
+    def is_resuming(self) -> bool:
+        """True if a restored state waits for its step boundary."""
+        return self._resumed is not None
+
+    def accept(self, state: dict[str, Any]) -> None:
+        """Accept a collected state for a restart.
+
+        Restores the counters of ``TrainerState``, so that callbacks see them when training begins. The rest waits for
+        ``load`` and ``finish_resume``. Raises: StateError, if it was not collected from a ``Trainer``.
         """
         if "trainer" not in state or "data" not in state:
             raise StateError(
                 f"the snapshot was not taken from a Trainer: it holds {', '.join(sorted(state))}; give this training a "
                 "dirpath of its own"
             )
-        self.landing, self.earlier_s = state, state["trainer"]["seconds"]
+        self._resumed = state
+        self.earlier_s = state["trainer"]["seconds"]
         self._restore_state(state["trainer"])
-        self.end_reason = self._reason()
+        self.end_reason = self._reason_of_end(state["trainer"])
 
     def _restore_state(self, parts: dict[str, Any]) -> None:
         state = self._trainer.state
@@ -167,22 +183,26 @@ class TrainingState(ObjectState):
         state.log_history = _read_history(parts["history"])
         state.stateful_callbacks = {**state.stateful_callbacks, **parts["exported"]}
 
-    def where(self, steps_in_epoch: int) -> tuple[int, int]:
-        """The epoch in which the restored state goes on, and the batches of it that were trained."""
-        assert self.landing is not None
-        epoch, given = self.landing["trainer"]["epoch"], self.landing["trainer"]["given"]
-        if given is not None and self.position is not None:
-            given = self.position.given_in(self.landing["data"])  # batches as this program makes them
-        # The last step of an epoch may have fewer batches.
-        steps = steps_in_epoch if given is None else -(-given // self._trainer.args.gradient_accumulation_steps)
-        self._is_at_epoch_end = steps >= steps_in_epoch
-        epoch, batches = (epoch + 1, 0) if self._is_at_epoch_end else (epoch, given or 0)
-        self.position_text = f"epoch {epoch}, batch {batches}"
-        return epoch, batches
+    def start_position(self, steps_in_epoch: int) -> tuple[int, int]:
+        """Return the epoch in which the restored state continues, and the number of its batches that were trained."""
+        assert self._resumed is not None
+        epoch = self._resumed["trainer"]["epoch"]
+        num_batches = self._resumed["trainer"]["given"]
+        if num_batches is not None and self.position is not None:
+            num_batches = self.position.given_in(self._resumed["data"])  # batches as this program makes them
+        num_steps = steps_in_epoch
+        if num_batches is not None:
+            # The last step of an epoch may have fewer batches.
+            num_steps = -(-num_batches // self._trainer.args.gradient_accumulation_steps)
+        self._is_at_epoch_end = num_steps >= steps_in_epoch
+        if self._is_at_epoch_end:
+            epoch += 1
+            num_batches = 0
+        self.position_text = f"epoch {epoch}, batch {num_batches}"
+        return epoch, num_batches
 
-    def _reason(self) -> str:
-        assert self.landing is not None
-        parts, limit = self.landing["trainer"], self._trainer.state.max_steps
+    def _reason_of_end(self, parts: dict[str, Any]) -> str:
+        limit = self._trainer.state.max_steps
         step = parts["state"]["global_step"]
         if step >= limit:
             arguments = self._trainer.args
@@ -191,7 +211,8 @@ class TrainingState(ObjectState):
                 setting = f"max_steps={limit}"
             return f"it had ended ({setting}, at step {step})"
         # Any other stop (a signal, a limit of time) is an interruption: if its reason still holds, it stops again.
-        if any(_has_run_out(exported) for _, exported in self._matched(parts["callbacks"])[0]):
+        matched, _ = self._matched(parts["callbacks"])
+        if any(_has_run_out(exported) for _, exported in matched):
             return (
                 f"EarlyStoppingCallback had stopped it, after step {step} of {limit}; to go on all the same, leave "
                 "that callback out"
@@ -200,19 +221,24 @@ class TrainingState(ObjectState):
 
     def _matched(self, exported: list[list[Any]]) -> tuple[list[tuple[Any, dict[str, Any]]], list[str]]:
         """Return the program's callbacks with their states in the snapshot, and the names of those it does not have."""
-        left, found = list(exported), []
-        for item in self._stateful():
-            known = next((pair for pair in left if pair[0] == type(item).__name__), None)
-            if known is not None:
-                left.remove(known)
-                found.append((item, known[1]))
-        return found, [name for name, _ in left]
+        matched = []
+        unmatched = list(exported)
+        for callback in self._exportable():
+            for entry in unmatched:
+                name, state = entry
+                if name == type(callback).__name__:
+                    unmatched.remove(entry)
+                    matched.append((callback, state))
+                    break
+        return matched, [name for name, _ in unmatched]
 
-    def land(self) -> None:
-        """Put back what the ``Trainer`` and callbacks set when training begins, last of all the random generators."""
-        landing, self.landing = self.landing, None
-        assert landing is not None
-        trainer, parts = self._trainer, landing["trainer"]
+    def finish_resume(self) -> None:
+        """Restore the values that the ``Trainer`` and callbacks set when training begins; last random generators."""
+        resumed = self._resumed
+        self._resumed = None
+        assert resumed is not None
+        trainer = self._trainer
+        parts = resumed["trainer"]
         self._restore_state(parts)
         for name, value in {**parts["counters"], **parts["numbers"]}.items():
             setattr(trainer, name, value)
@@ -223,21 +249,23 @@ class TrainingState(ObjectState):
             setattr(trainer.control, name, value)
         if not self.end_reason:
             trainer.control.should_training_stop = False  # the limit was raised
-        found, unknown = self._matched(parts["callbacks"])
-        for item, exported in found:
-            _restore(item, exported)
-        if unknown and trainer.is_world_process_zero():
+        matched, unmatched_names = self._matched(parts["callbacks"])
+        for callback, exported in matched:
+            _restore(callback, exported)
+        if unmatched_names and trainer.is_world_process_zero():
             logger.warning(
                 "the snapshot has the state of %s, which this Trainer does not have: that state is dropped",
-                " and ".join(unknown),
+                " and ".join(unmatched_names),
             )
-        restore_rng(landing["rng"])
+        restore_rng(resumed["rng"])
 
 
 def _are_numbers(value: Any) -> bool:
-    if isinstance(value, (dict, list)):
-        items = [*value.values()] if isinstance(value, dict) else value
-        return len(items) <= _MOST_NUMBERS and all(map(_are_numbers, items))
+    """True for a number, and for a dict or list of numbers that is not large."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return len(value) <= _MAX_NUMBERS and all(map(_are_numbers, value))
     return type(value) in (int, float)
 
 
@@ -248,59 +276,60 @@ def _has_run_out(exported: dict[str, Any]) -> bool:
     return patience is not None and count is not None and count >= patience
 
 
-def _restore(item: Any, exported: dict[str, Any]) -> None:
-    """Load in place, unlike ``from_state``: the program may hold the callback."""
+def _restore(callback: Any, exported: dict[str, Any]) -> None:
+    """Load the state of a callback in place, unlike ``from_state``: the program may hold the callback."""
     for name, value in exported.get("args", {}).items():
-        if hasattr(item, name):
-            setattr(item, name, value)
+        if hasattr(callback, name):
+            setattr(callback, name, value)
     for name, value in exported.get("attributes", {}).items():
-        setattr(item, name, value)
+        setattr(callback, name, value)
 
 
 class History:
-    """The log, which grows with the training, as text: each snapshot adds only what is new."""
+    """The log as text. The log grows with the training, so each snapshot adds only the new entries."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
-        self._last: Any = None
+        self._last_entry: Any = None
 
     def text(self, entries: list[dict[str, Any]]) -> str:
         """Return one line of JSON for each entry, as it was when it was logged.
 
         A tensor is stored as a number, or as a list of numbers. Blocks once for each logged tensor on a device.
         """
-        known = len(self._lines)
-        if known and (known > len(entries) or entries[known - 1] is not self._last):
-            self._lines, known = [], 0
-        for entry in entries[known:]:
+        num_lines = len(self._lines)
+        if num_lines and (num_lines > len(entries) or entries[num_lines - 1] is not self._last_entry):
+            self._lines = []  # the program replaced the log
+        for entry in entries[len(self._lines) :]:
             numbers = _without_tensors(entry)
             self._lines.append(json.dumps(encode(numbers, tensor=_refuse)))
-        self._last = entries[-1] if entries else None
+        self._last_entry = None
+        if entries:
+            self._last_entry = entries[-1]
         return "\n".join(self._lines)
 
 
 def _read_history(text: str) -> list[dict[str, Any]]:
-    """The entries of a ``text``. Raises: FormatError."""
+    """Return the entries of a ``History.text``. Raises: FormatError."""
     return [decode(json.loads(line), tensor=_no_tensor) for line in text.split("\n") if line]
 
 
 def _without_tensors(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if type(value) is dict:
-        return {key: _without_tensors(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_tensors(item) for item in value)
-    return value
+    return _with_tensors_replaced(value, methodcaller("tolist"))
 
 
 def _copied_to(value: Any, device: torch.device) -> Any:
+    return _with_tensors_replaced(value, methodcaller("to", device, copy=True))
+
+
+def _with_tensors_replaced(value: Any, replace: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which each tensor is replaced."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, copy=True)
+        return replace(value)
     if type(value) is dict:
-        return {key: _copied_to(item, device) for key, item in value.items()}
+        return {key: _with_tensors_replaced(item, replace) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied_to(item, device) for item in value)
+        return type(value)(_with_tensors_replaced(item, replace) for item in value)
     return value
 
 

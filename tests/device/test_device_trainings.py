@@ -1,4 +1,4 @@
-"""On the software device a training that is killed at any moment goes on as if nothing had happened, by every door."""
+"""A training on the software device that is killed at any moment ends as if undisturbed, in every integration."""
 
 import json
 import pathlib
@@ -10,8 +10,8 @@ from device import software_device
 from support.cuts import check_one_line_says_how_it_began, merged, start
 from support.zygote import Zygote
 
-SCRIPT = str(pathlib.Path(__file__).with_name("doors.py"))
-DOORS = ("plain", "rollback", "lightning", "accelerated", "trainer")
+SCRIPT = str(pathlib.Path(__file__).with_name("device_trainings.py"))
+INTEGRATIONS = ("plain", "rollback", "lightning", "accelerated", "trainer")
 DEATHS = 6
 _IMPORTED = (
     "support.accelerator",  # registers the device, which no child may have used before
@@ -40,12 +40,12 @@ def on_device():
 
 
 @pytest.mark.timeout(software_device.BUILD_DEADLINE_S + 300)
-@pytest.mark.parametrize("door", DOORS)
-def test_killed_at_any_turn_of_the_device_a_training_ends_bit_for_bit_as_undisturbed(on_device, tmp_path, door):
-    draw = random.Random(door)
+@pytest.mark.parametrize("integration", INTEGRATIONS)
+def test_killed_at_any_turn_of_the_device_a_training_ends_bit_for_bit_as_undisturbed(on_device, tmp_path, integration):
+    draw = random.Random(integration)
 
     def run(name, dies_at, seed):
-        return start(on_device, [SCRIPT, str(tmp_path / name), door, str(dies_at), str(seed)], tmp_path / name)
+        return start(on_device, [SCRIPT, str(tmp_path / name), integration, str(dies_at), str(seed)], tmp_path / name)
 
     undisturbed = run("undisturbed", 0, 1)
     assert undisturbed.status == 0, undisturbed.text

@@ -1,6 +1,7 @@
 """The parts that an accelerator with snapshots has beside a stock one: engine, boundaries, checkpoints, the end."""
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -32,46 +33,49 @@ _STOCK = {
     "XLA": "its tensors are evaluated lazily on another device",
     "MEGATRON_LM": "Megatron-LM keeps the training state in objects of its own",
 }
+"""Kinds of training that save and load as Accelerate does, each with the reason."""
 
 
-class Door(WithEngine):
-    """The snapshots of one accelerator. All on the training thread.
+class AcceleratorIntegration(WithEngine):
+    """The snapshots of one accelerator. All calls are on the training thread.
 
-    It is large because each call of the accelerator that means a snapshot ends here, in whatever order a script makes
-    these calls.
+    It has a method for each call of the accelerator that concerns snapshots. A script makes these calls in any order.
 
-    Without a place for snapshots it chooses one when it has to: see ``_choose_place``.
+    If the program names no place for snapshots, one is chosen when it is needed: see ``_choose_place``.
     Raises: ConfigError, for an accelerator that cannot be captured.
     """
 
     def __init__(self, accelerator: Any, snapshots: Snapshots) -> None:
-        self.made_with = snapshots
-        """The place, to be used again for a copy of this accelerator."""
-        # It lives as long as the accelerator, which holds it.
+        self.snapshots = snapshots
+        """The argument of the constructor, for copies of this accelerator."""
+        # The accelerator holds this object.
         self._accelerator = weakref.proxy(accelerator)
-        self._why_stock = _why_stock(accelerator)
+        self._stock_reason = _reason_for_stock(accelerator)
         self._is_main_process = accelerator.is_main_process
         self._is_place_guessed = False
         self._is_refused = False
         """True if another program uses a place that was guessed."""
-        self._beside: str | None = None
-        """A directory of the program that snapshots are stored in, once it was there."""
         self._default_url: str | None = None
-        self._config = None if snapshots is None or self._why_stock is not None else config_at(snapshots)
+        self._directory_beside: str | None = None
+        """The directory of the program that holds the default place, once it exists."""
+        self._config: SnapshotConfig | None = None
+        if snapshots is not None and self._stock_reason is None:
+            self._config = config_at(snapshots)
         self._choose_place()
         self.boundaries = BoundaryWatch(self._at_boundary, self._gate, self._counted_epochs)
-        self._state = AcceleratorState(self._accelerator, lambda: self.boundaries.positions)
+        self._state = AcceleratorState(self._accelerator, self.boundaries)
         self.directories = Directories(self._accelerator, self._state)
         """The directories that the program names."""
-        self._begins_from: str | None = None
-        """The line about the start that the user sees when the session begins."""
-        self._left_at = 0
+        self._start_report: str | None = None
+        """The line about the start that is printed when the session begins."""
+        self._last_step = 0
         """The step at which the last session ended."""
-        self._has_asked = False
+        self._capture_requested = False
         """True if ``save_state`` was called within an accumulation."""
-        self._is_apart = False
-        """True if the processes do different numbers of steps now."""
-        self._has_told: set[str] = set()
+        self._steps_are_uneven = False
+        """True while the processes do different numbers of steps."""
+        self._reported: set[str] = set()
+        """Messages that are logged once."""
         self._has_trained = False
         """True if an engine was made since the last ``free_memory``."""
         self._began_fresh = False
@@ -80,59 +84,77 @@ class Door(WithEngine):
         """True after ``free_memory`` ended a training that this process began: "latest" would resume that one."""
         self._error_before = _last_error_id()
         """The identity of the error that the interpreter reported last, as of the last boundary."""
-        # When nobody holds the accelerator any more, or at the program's exit.
+        # Called when the accelerator is collected, or at the program's exit.
         self._end = weakref.finalize(accelerator, self._finish)
 
     # ---------------------------------------------------------------- place
 
-    def _choose_place(self, beside: str | None = None) -> None:
-        """Choose where snapshots go, if ``snapshots`` does not say it: beside a directory that the program names.
+    def _choose_place(self, directory: str | None = None) -> None:
+        """Choose the place of snapshots, if ``snapshots`` does not name it: beside a directory of the program.
 
-        The directory is ``project_dir``, else ``logging_dir``, else ``beside``.
+        The directory is ``project_dir``, else ``logging_dir``, else ``directory``.
         """
         project = self._accelerator.project_configuration
-        named = project.project_dir or project.logging_dir
-        directory = beside if named is None else named
+        project_directory = project.project_dir or project.logging_dir
+        if project_directory is not None:
+            directory = project_directory
         if self._default_url is None and directory is not None:
             self._default_url = place_beside(directory)
-        if self._config is None and self._why_stock is None and self._default_url is not None:
-            self._config, self._is_place_guessed = config_at(self._default_url), named is None
-            if self._is_place_guessed and self._is_main_process:
-                say(
-                    f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
-                    "project_dir=... or snapshots=... to choose another place"
-                )
+        if self._config is not None or self._stock_reason is not None or self._default_url is None:
+            return
+        self._config = config_at(self._default_url)
+        self._is_place_guessed = project_directory is None
+        if self._is_place_guessed and self._is_main_process:
+            say(
+                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
+                "project_dir=... or snapshots=... to choose another place"
+            )
 
     # ---------------------------------------------------------------- objects
 
     @property
     def is_stock(self) -> bool:
-        """True if this accelerator saves and loads as Accelerate does; the first time, that is said."""
-        if self._why_stock is not None:
-            self._tell_once("%s: saving and loading as Accelerate does, without snapshots", self._why_stock)
-        return self._why_stock is not None
+        """True if this accelerator saves and loads as Accelerate does. Logs the reason at the first call."""
+        if self._stock_reason is None:
+            return False
+        self._report_once("%s: saving and loading as Accelerate does, without snapshots", self._stock_reason)
+        return True
 
     def opened(self) -> Session:
-        """The session, with all that is prepared by now as its state; begun when it is first used. Collective then.
+        """Return the session. Its state has everything that is prepared by now.
 
-        Raises: as ``SnapshotEngine``.
+        Collective: at the first call, which begins the session. Raises: as ``SnapshotEngine``.
         """
         if self._end.alive:
             self._state.refresh()
         if self._session is None:
-            if self._config is None and self._why_stock is None:
-                self._choose_place(".")
-            if self._config is None:
-                raise ConfigError(f"LazyAccelerator: there is no engine: {self._why_stock}")
-            self._note_beside()
-            engine = SnapshotEngine._of_integration(self._config, self._state, default_url=self._default_url)
-            self._session = Session(engine, self._left_at)
-            self._began_fresh = True
-            self._has_trained = True
-            self._warn_of_hooks()
-            if self._begins_from is not None:
-                engine._run.tell_start(self._begins_from)
+            self._begin_session()
+        assert self._session is not None
         return self._session
+
+    def _begin_session(self) -> None:
+        if self._config is None and self._stock_reason is None:
+            self._choose_place(".")
+        if self._config is None:
+            raise ConfigError(f"LazyAccelerator: there is no engine: {self._stock_reason}")
+        self._make_directory_beside(self._config)
+        engine = SnapshotEngine._of_integration(self._config, self._state, default_url=self._default_url)
+        self._session = Session(engine, self._last_step)
+        self._began_fresh = True
+        self._has_trained = True
+        self._warn_of_hooks()
+        if self._start_report is not None:
+            engine._run.tell_start(self._start_report)
+
+    def _make_directory_beside(self, config: SnapshotConfig) -> None:
+        """Make the directory of the program that holds the default place, if snapshots are stored there alone."""
+        url = self._default_url
+        if url is None or "://" in url or [level.url for level in config.levels] != [url]:
+            return
+        directory = os.path.dirname(url)
+        with contextlib.suppress(OSError):  # the level reports the error when it writes
+            os.makedirs(directory, exist_ok=True)
+            self._directory_beside = directory
 
     def _warn_of_hooks(self) -> None:
         """Name the hooks that only ``save_state(directory)`` and ``load_state(directory)`` run."""
@@ -142,7 +164,7 @@ class Door(WithEngine):
         hooks = [*accelerator._save_model_state_pre_hook.values(), *accelerator._load_model_state_pre_hook.values()]
         names = [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks]
         if names:
-            self._tell_once(
+            self._report_once(
                 "snapshots do not run the hooks of register_save_state_pre_hook and register_load_state_pre_hook (%s): "
                 'what only these hooks save, such as averaged weights (EMA), begins anew after load_state("latest"). '
                 "Register it as well, which makes it exact: accelerator.register_for_checkpointing(ema)",
@@ -151,92 +173,111 @@ class Door(WithEngine):
 
     @property
     def step(self) -> int:
-        """The last step that is over."""
-        return self._left_at if self._session is None else self._session.step
+        """The last step that is finished."""
+        if self._session is None:
+            return self._last_step
+        return self._session.step
 
     def _counted_epochs(self) -> dict[str, int]:
-        return counted_epochs(self._state.custom_objects()) if self._end.alive else {}
+        if not self._end.alive:
+            return {}
+        return counted_epochs(self._state.custom_objects())
 
-    def watch_loader(self, loader: Any) -> None:
-        """A loader was prepared."""
-        if self._why_stock is None:
+    def add_loader(self, loader: Any) -> None:
+        """Watch a loader that was prepared."""
+        if self._stock_reason is None:
             self.boundaries.watch_loader(loader)
 
-    def watch_optimizers(self) -> None:
-        """Optimizers were prepared."""
-        if self._why_stock is None:
+    def add_optimizers(self) -> None:
+        """Watch the optimizers that were prepared."""
+        if self._stock_reason is None:
             self.boundaries.watch_optimizers(list(self._accelerator._optimizers))
 
-    def note_model(self, prepared: Any) -> None:
-        """A model was prepared."""
+    def add_model(self, prepared: Any) -> None:
+        """Remember the wrapper that a model was prepared to, if Accelerate does not list the wrapper."""
         inner = unwrapped(prepared)
-        listed = next((model for model in self._accelerator._models if unwrapped(model) is inner), None)
-        if listed is not None and listed is not prepared:
-            self._state.note_wrapper(listed, prepared)
+        for model in self._accelerator._models:
+            if unwrapped(model) is inner:
+                if model is not prepared:
+                    self._state.add_wrapper(model, prepared)
+                return
 
     # ---------------------------------------------------------------- boundaries
 
     def rollback(self, steps: int) -> None:
         """Let training go back before the next batch. Raises: ConfigError."""
-        self.opened().ask_back(steps)
-        self.boundaries.note()
+        self.opened().request_rollback(steps)
+        self.boundaries.expect_boundary()
 
     def boundary(self) -> int | None:
-        """``save_state()``: capture now, between two steps; the step, or ``None`` if no capture began.
+        """Capture now, between two steps: ``save_state()``. Return the step; ``None`` if no capture began.
 
-        Within an accumulation of gradients it is put off until the next optimizer step is over, and that is said once.
+        Within an accumulation of gradients the capture waits for the next optimizer step, with one log line.
         """
-        goes_back = self._session is not None and self._session.is_spoilt
+        goes_back = self._session is not None and self._session.rollback_requested
         if not self._accelerator.sync_gradients and not goes_back:
-            self._has_asked = True
-            self._tell_once("save_state() within an accumulation of gradients: captured after the next optimizer step")
+            self._capture_requested = True
+            self._report_once(
+                "save_state() within an accumulation of gradients: captured after the next optimizer step"
+            )
             return None
-        return self.step if self._capture(force=True) else None
+        if not self._capture(force=True):
+            return None
+        return self.step
 
     def _at_boundary(self) -> None:
-        asked, self._has_asked = self._has_asked, False
-        self._capture(force=asked)
+        is_requested = self._capture_requested
+        self._capture_requested = False
+        self._capture(force=is_requested)
 
     def _gate(self) -> None:
         if self._session is not None:
             self._session.engine.gate()
 
     def _capture(self, *, force: bool) -> bool:
+        """Capture this step, or go back as requested. True if a capture began."""
         if self._is_refused:
-            self.boundaries.passed()
+            self.boundaries.pass_boundary()
             return False
         session = self.opened()
         self._error_before = _last_error_id()
-        self._count(session)
+        self._finish_step(session)
         self._warn_of_hooks()
         self.directories.poll(session.engine)
-        if session.is_spoilt:
-            session.go_back()
+        if session.rollback_requested:
+            session.roll_back()
+            return False
+        if self._steps_are_uneven:
             return False
         try:
-            return not self._is_apart and session.engine.boundary(session.step, force=force)
+            return session.engine.boundary(session.step, force=force)
         except JobBusy:
             if not self._is_place_guessed:
                 raise
         # Two programs that name no place and run in one directory: stock lets them.
-        self._tell_once(
+        self._become_refused(session)
+        return False
+
+    def _become_refused(self, session: Session) -> None:
+        """Train without snapshots: another program uses the place that was guessed."""
+        self._report_once(
             "NO snapshots: %s is in use by another program that runs in this directory; give each its own project_dir "
             "or snapshots=...",
             self._default_url,
         )
         self._is_refused = True
         session.engine.abandon()
-        return False
 
-    def _count(self, session: Session) -> None:
+    def _finish_step(self, session: Session) -> None:
+        """Count the optimizer step since the last boundary, if there was one."""
         if self.boundaries.has_stepped:
-            self.boundaries.passed()
-            session.passes(session.step + 1)
+            self.boundaries.pass_boundary()
+            session.finish_step(session.step + 1)
 
     def save(
         self, directory: str | None, stock: Callable[[str], Any], *, safe_serialization: bool, has_more: bool
     ) -> str:
-        """``save_state(directory)``; the directory. Collective.
+        """Save into a directory: ``save_state(directory)``. Return the directory. Collective.
 
         Args:
             directory: ``None``: the next one by automatic naming.
@@ -246,24 +287,26 @@ class Door(WithEngine):
         """
         place = self.directories.begin(directory)
         self._choose_place(os.path.dirname(os.path.abspath(place)))
-        reason = self._why_saved_by_stock(has_more=has_more)
+        reason = self._reason_to_save_by_stock(has_more=has_more)
         if reason is None:
             engine = self.opened().engine
-            if self.directories.save(
-                place, engine, lambda: self._capture(force=True), safe_serialization=safe_serialization
-            ):
+            capture = functools.partial(self._capture, force=True)
+            if self.directories.save(place, engine, capture, safe_serialization=safe_serialization):
                 return place
             reason = "memory or storage cannot take this step now"
         elif self.boundaries.has_stepped and self._accelerator.sync_gradients:
             self._capture(force=True)
         message = "save_state(%r): Accelerate writes it while training waits: %s"
-        self._tell_once(message, place, reason, severity=logging.INFO)
+        self._report_once(message, place, reason, severity=logging.INFO)
         self._gate()
         self.directories.save_by_stock(place, stock)
         return place
 
-    def _why_saved_by_stock(self, *, has_more: bool) -> str | None:
-        """Return why the next directory cannot name a snapshot; ``None`` if it can. Collective, as ``opened``."""
+    def _reason_to_save_by_stock(self, *, has_more: bool) -> str | None:
+        """Return the reason for which a directory cannot name a snapshot now; ``None`` if it can.
+
+        Collective, as ``opened``.
+        """
         if self._is_refused:
             return "another program uses the place for snapshots"
         if has_more:
@@ -275,14 +318,17 @@ class Door(WithEngine):
         session = self.opened()
         if not session.engine._config.levels:
             return "there is no level that stores snapshots"
-        if session.is_spoilt:
+        if session.rollback_requested:
             return "training goes back"
         if not self.boundaries.has_stepped and session.engine._recorder.last_step == session.step:
             return "this step was captured before, and more than that may have changed since"
         return None
 
     def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> Snapshot | None:
-        """``load_state(directory)``: the snapshot that the directory names, else by stock, which returns ``None``."""
+        """Load from a directory: ``load_state(directory)``.
+
+        Returns: the snapshot that the directory names; ``None`` if stock loaded.
+        """
         chosen = directory
         for chosen, named in self.directories.to_load(directory):
             if named is None:
@@ -294,24 +340,24 @@ class Door(WithEngine):
                 break
         self._gate()
         stock(chosen)
-        self.boundaries.passed()
+        self.boundaries.pass_boundary()
         if chosen is not None:
-            self.directories.loaded(chosen)
-            self._begins_from = report.from_checkpoint(chosen)
+            self.directories.numbering.continue_behind_loaded(chosen)
+            self._start_report = report.from_checkpoint(chosen)
             if self._session is not None:
-                self._session.engine._run.tell_start(self._begins_from)
+                self._session.engine._run.tell_start(self._start_report)
         return None
 
     def _load_named(self, directory: str, named: Named) -> Snapshot | None:
-        """Restore the snapshot that a directory names; ``None``, if there is none any more. Collective."""
+        """Restore the snapshot that a directory names; ``None``, if it does not exist any more. Collective."""
         if self._is_refused:
             return None
         self._choose_place(os.path.dirname(os.path.abspath(directory)))
         session = self.opened()
         if named.place not in [level.url for level in session.engine._config.levels]:
             return None
-        self.directories.settle(session.engine, session.engine._config.drain_timeout_s)
-        self.directories.run_load_hooks(directory)
+        self.directories.wait_stored(session.engine, session.engine._config.drain_timeout_s)
+        self._state.run_load_hooks(directory)
         try:
             return self._restore(session, named.which)
         except SnapshotNotFound as error:
@@ -319,28 +365,28 @@ class Door(WithEngine):
             return None
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within it processes do different numbers of steps, and nothing is captured. Collective at its end."""
-        self._tell_once(
+    def uneven_steps(self) -> Iterator[None]:
+        """Let processes do different numbers of steps within it; nothing is captured. Collective at its end."""
+        self._report_once(
             "join_uneven_inputs: processes do different numbers of steps within it, so nothing is captured there; call "
             "save_state() between two such blocks"
         )
-        self._is_apart = True
+        self._steps_are_uneven = True
         if not self._state.is_uneven:
             self._state.is_uneven = True
             self.opened().engine._replan()
         try:
             yield
         finally:
-            self._is_apart = False
-        # All have now done as many steps as the one that did most of them.
+            self._steps_are_uneven = False
+        # Every process now continues from the largest number of steps.
         session = self.opened()
         steps = torch.tensor([session.step + self.boundaries.has_stepped], device=self._accelerator.device)
-        self.boundaries.passed()
+        self.boundaries.pass_boundary()
         session.step = int(self._accelerator.gather(steps).max())
 
     def load(self, which: int | str) -> Snapshot | None:
-        """``load_state("latest")``: restore everything that was prepared and registered. Blocks. Collective.
+        """Restore everything that was prepared and registered: ``load_state("latest")``. Blocks. Collective.
 
         Raises: as ``SnapshotEngine.restore``.
         """
@@ -352,7 +398,7 @@ class Door(WithEngine):
             )
             session.engine._preemption.listen()
             return None
-        self.directories.settle(session.engine, session.engine._config.drain_timeout_s)
+        self.directories.wait_stored(session.engine, session.engine._config.drain_timeout_s)
         return self._restore(session, which)
 
     def _restore(self, session: Session, which: int | str) -> Snapshot | None:
@@ -360,15 +406,15 @@ class Door(WithEngine):
         if snapshot is not None:
             self._began_fresh = False
             session.step = snapshot.step
-            self.boundaries.passed()
+            self.boundaries.pass_boundary()
         session.engine._preemption.listen()
         return snapshot
 
     def wait_for_checkpoints(self, timeout_s: float) -> bool:
         """See ``LazyAccelerator.wait_for_checkpoints``. Collective."""
-        return self._session is None or self.directories.wait(self._session.engine, timeout_s)
+        return self._session is None or self.directories.wait_complete(self._session.engine, timeout_s)
 
-    # ---------------------------------------------------------------- its end
+    # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
         """End well: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
@@ -376,41 +422,36 @@ class Door(WithEngine):
         if session is None:
             return
         if self._is_refused:
-            self._end_at(session, 0.0)
+            self._end_session(session, 0.0)
             return
-        if self._beside is not None and not os.path.isdir(self._beside):
+        if self._directory_beside is not None and not os.path.isdir(self._directory_beside):
             logger.info("nothing is stored: the program removed %s", self._default_url)
             session.engine._shutdown.discard()
-            self._end_at(session, 0.0)
+            self._end_session(session, 0.0)
             return
-        if self._end.alive and not session.is_spoilt:
-            self._count(session)
+        if self._end.alive and not session.rollback_requested:
+            self._finish_step(session)
             if session.step:
                 session.capture(is_last=True)
-        session.close(rich_bar if self._is_main_process else None)
-        self._end_at(session, session.engine._config.drain_timeout_s)
-
-    def _note_beside(self) -> None:
-        """Make the directory that holds the default place of snapshots, and remember it."""
-        assert self._config is not None
-        url = self._default_url
-        if url is not None and "://" not in url and [url] == [level.url for level in self._config.levels]:
-            with contextlib.suppress(OSError):  # the level says so when it writes
-                os.makedirs(os.path.dirname(url), exist_ok=True)
-                self._beside = os.path.dirname(url)
+        bar = None
+        if self._is_main_process:
+            bar = rich_bar
+        session.close(bar)
+        self._end_session(session, session.engine._config.drain_timeout_s)
 
     def forget(self) -> None:
-        """Let go of what was prepared: what is prepared from now on is another training."""
+        """Forget the prepared objects: those that are prepared from now on belong to another training."""
         self.boundaries.close()
         if self._has_trained:
-            self._forget_objects()
+            self._forget_registered()
         self._follows_fresh_training = self._began_fresh
-        self._left_at, self._has_asked = 0, False
+        self._last_step = 0
+        self._capture_requested = False
 
-    def _forget_objects(self) -> None:
+    def _forget_registered(self) -> None:
         self._has_trained = False
-        left_out = self._state.forget()
-        names = ", ".join(type(item).__qualname__ for item in left_out)
+        forgotten = self._state.forget()
+        names = ", ".join(type(custom_object).__qualname__ for custom_object in forgotten)
         if names and self._is_main_process:
             logger.warning(
                 "free_memory(): another training begins, and what was registered for the one before (%s) is no part of "
@@ -419,18 +460,18 @@ class Door(WithEngine):
             )
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Leave as after a crash: memory stays for a restart. ``error``: what ended the training."""
+        """End as after a crash: memory stays for a restart. ``error``: the reason of the end."""
         if self._session is not None:
             self._session.engine.abandon(error)
-            self._end_at(self._session, 0.0)
+            self._end_session(self._session, 0.0)
 
-    def _end_at(self, session: Session, timeout_s: float) -> None:
+    def _end_session(self, session: Session, timeout_s: float) -> None:
         self.directories.close(session.engine, timeout_s)
-        self._left_at = session.step
+        self._last_step = session.step
         self._leave()
 
     def _finish(self) -> None:
-        """The training is over without ``end_training``: well, or by an error that nobody caught."""
+        """End a training that did not call ``end_training``: well, or by an error that nothing caught."""
         error = getattr(sys, "last_value", None)
         # A notebook keeps the last error of any cell: one from before the last boundary did not end this training.
         if error is not None and id(error) != self._error_before:
@@ -442,19 +483,22 @@ class Door(WithEngine):
             logger.info("not ended well at exit, the keeper stores the last snapshot: %s", error)
             self.abandon()
 
-    def _tell_once(self, message: str, *values: object, severity: int = logging.WARNING) -> None:
-        if message not in self._has_told:
-            self._has_told.add(message)
+    def _report_once(self, message: str, *values: object, severity: int = logging.WARNING) -> None:
+        if message not in self._reported:
+            self._reported.add(message)
             logger.log(severity, message, *values)
 
 
 def _last_error_id() -> int | None:
+    """Return the identity of the error that the interpreter reported last."""
     error = getattr(sys, "last_value", None)
-    return None if error is None else id(error)
+    if error is None:
+        return None
+    return id(error)
 
 
-def _why_stock(accelerator: Any) -> str | None:
-    """Why this accelerator saves and loads as Accelerate does, without snapshots; ``None`` if it does not.
+def _reason_for_stock(accelerator: Any) -> str | None:
+    """Return the reason for which this accelerator has no snapshots; ``None`` if it has.
 
     Raises: ConfigError, for DeepSpeed and FSDP 1.
     """

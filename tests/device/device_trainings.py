@@ -1,4 +1,4 @@
-"""A training on the software device as its users write it: ``doors.py DIRECTORY DOOR DIES_AT SEED``.
+"""A training on the software device as its users write it: ``device_trainings.py DIRECTORY INTEGRATION DIES_AT SEED``.
 
 It writes DIRECTORY/trace: where it resumed, one line for each step, and a digest of its end. SIGKILL ends it at turn
 DIES_AT (0: never) of the device's scheduler, counted from the restore on. SEED draws the order of work on the device,
@@ -290,13 +290,13 @@ def trainer(trace: Trace) -> None:
     trace.end(made.model.state_dict(), made.optimizer.state_dict()["state"])
 
 
-DOORS = {door.__name__: door for door in (plain, rollback, lightning, accelerated, trainer)}
+INTEGRATIONS = {function.__name__: function for function in (plain, rollback, lightning, accelerated, trainer)}
 
 
 def main() -> None:
-    directory, door, dies_at, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    directory, integration, dies_at, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     seed_all(seed)
-    DOORS[door](Trace(directory, dies_at, seed))
+    INTEGRATIONS[integration](Trace(directory, dies_at, seed))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""The directories that Accelerate names: ``<project_dir>/checkpoints/checkpoint_N``, and ``total_limit`` of them."""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+_NAME = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
+
+
+class Numbering:
+    """The numbered directories of one project. Every method blocks for listings only."""
+
+    def __init__(self, project: Any) -> None:
+        """``project``: the ``ProjectConfiguration`` of the accelerator, whose ``iteration`` is the next number."""
+        self._project = project
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if Accelerate names the directories of checkpoints, and not the program."""
+        return bool(self._project.automatic_checkpoint_naming)
+
+    def make_next(self, directory: str | None) -> tuple[str, int]:
+        """Make the directory of the next checkpoint. Return it and its number.
+
+        ``directory``: the one that the program names, unless naming is automatic. Raises: OSError.
+        """
+        number: int = self._project.iteration
+        if self.is_automatic:
+            existing = self._numbers()
+            if existing:
+                number = max(number, existing[-1] + 1)
+            directory = self._path_of(number)
+        assert directory is not None
+        os.makedirs(directory, exist_ok=True)
+        return directory, number
+
+    def continue_behind(self, number: int) -> None:
+        """Let the next checkpoint have the number behind this one."""
+        self._project.iteration = number + 1
+
+    def continue_behind_loaded(self, directory: str) -> None:
+        """Continue behind a checkpoint that stock loaded."""
+        match = _NAME.fullmatch(os.path.basename(directory))
+        if self.is_automatic and match is not None:
+            self.continue_behind(int(match[1]))
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let stock save into a directory that was chosen before: within it naming is not automatic."""
+        is_automatic = self._project.automatic_checkpoint_naming
+        iteration = self._project.iteration
+        self._project.automatic_checkpoint_naming = False
+        try:
+            yield
+        finally:
+            self._project.automatic_checkpoint_naming = is_automatic
+            self._project.iteration = iteration
+
+    def newest_first(self) -> list[str]:
+        """Return the directories of all checkpoints, if naming is automatic."""
+        if not self.is_automatic:
+            return []
+        return [self._path_of(number) for number in reversed(self._numbers())]
+
+    def delete_superseded(self, directory: str) -> None:
+        """Delete the oldest checkpoints beyond ``total_limit`` that are older than ``directory``, which is durable."""
+        limit = self._project.total_limit
+        if not self.is_automatic or limit is None:
+            return
+        numbers = self._numbers()
+        num_surplus = max(0, len(numbers) - limit)
+        for number in numbers[:num_surplus]:
+            if number < int(directory.rpartition("_")[2]):
+                shutil.rmtree(self._path_of(number), ignore_errors=True)
+
+    @property
+    def _root(self) -> str:
+        return os.path.join(self._project.project_dir, "checkpoints")
+
+    def _path_of(self, number: int) -> str:
+        return os.path.join(self._root, f"checkpoint_{number}")
+
+    def _numbers(self) -> list[int]:
+        """Return the numbers of the existing checkpoints, in order."""
+        if not os.path.isdir(self._root):
+            return []
+        numbers = []
+        for name in os.listdir(self._root):
+            match = _NAME.fullmatch(name)
+            if match is not None:
+                numbers.append(int(match[1]))
+        return sorted(numbers)
