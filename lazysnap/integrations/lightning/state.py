@@ -272,6 +272,10 @@ class LightningState(StateSource):
                 why,
             )
 
+    def is_finished(self) -> bool:
+        """See ``StateSource.is_finished``."""
+        return self.has_ended
+
     @property
     def is_landing(self) -> bool:
         """True if a restored state still waits for its point X."""

@@ -68,6 +68,10 @@ class TrainingState(ObjectState):
         self.earlier_s = 0.0
         """Seconds of training before the restart."""
 
+    def is_finished(self) -> bool:
+        """See ``StateSource.is_finished``."""
+        return bool(self.end_reason)
+
     def begin(self) -> None:
         """Training begins: the model is there. A snapshot is looked for before there is an optimizer."""
         self.began_s = time.time()
