@@ -146,7 +146,7 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) 
             files.delete(files.open(control.beat), job.keys)
         case SetNames():
             store = files.open(control.beat)
-            return NamesSet(job.level, job.job, files.set_names(store, job.given, job.released))
+            return NamesSet(job.level, job.job, files.set_names(store, job.added, job.released))
         case ProbeLevel():
             files.probe(control.beat)
     return JobEnded(job.level, job.job)
