@@ -6,11 +6,16 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; see ``commands.main``. ``worker`` skips argparse, whose import would lengthen each restart."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    words = list(arguments)
     if words[:1] == ["worker"] and words[1:2] not in (["--help"], ["-h"], ["--json"], []):
         from lazysnap.warm.client import main as worker
 
-        worker(words[2:] if words[1] == "--" else words[1:])
+        user_command = words[1:]
+        if user_command[0] == "--":
+            user_command = user_command[1:]
+        worker(user_command)
     from lazysnap.cli.commands import main as command
 
     return command(words)

@@ -127,8 +127,10 @@ def _with_arguments(facts: TrainingFigures, args: argparse.Namespace) -> Trainin
     """Return what is given, else what was measured. Raises: ConfigError."""
     nodes = args.nodes or facts.nodes
     ranks = args.ranks
+    if ranks is None and args.nodes:
+        ranks = nodes
     if ranks is None:
-        ranks = nodes if args.nodes else facts.ranks
+        ranks = facts.ranks
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(f"--ranks {ranks} --nodes {nodes}: expected at least one rank, and as many on every node")
     if not 0 < args.bytes_per_param <= _LARGEST:
@@ -187,8 +189,13 @@ def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
     timed_steps = 0
     worked_us = 0
     waited_us = 0
+    trained_us = 0
     captures = 0.0
+    copies_s = []
     for start in starts:
+        trained_us += start.ended - start.began
+        for progress in start.progress:
+            copies_s.append(progress.copy_s)
         if start.waits:
             steps, time_us = _timed(start)
             waits_us = start.waits[-1][1]
@@ -198,21 +205,33 @@ def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
             captures += steps / max(1, start.every)
     restarts_s = []
     for before, after in itertools.pairwise(starts):
-        if before.how != GOODBYE:
-            up = after.waits[0][0] if after.waits else microseconds(after.name.t)
-            restarts_s.append((up - before.ended) / 1e6)
-    is_enough = timed_steps >= _LEAST_STEPS
+        if before.how == GOODBYE:
+            continue
+        resumed_at = microseconds(after.name.t)
+        if after.waits:
+            resumed_at = after.waits[0][0]
+        restarts_s.append((resumed_at - before.ended) / 1e6)
+    persist = {}
+    for url, level in levels_of(files).items():
+        if level.snapshots:
+            persist[url] = level.seconds
+    step_s = None
+    stall_s = 0.0
+    if timed_steps >= _LEAST_STEPS:
+        step_s = worked_us / 1e6 / timed_steps
+        if captures >= 1:
+            stall_s = waited_us / 1e6 / captures
     return TrainingFigures(
         files[0].run_id,
         nodes=nodes,
         ranks=starts[-1].name.world_size,
         timed_steps=timed_steps,
         every=starts[-1].every,
-        step_s=worked_us / 1e6 / timed_steps if is_enough else None,
-        stall_s=waited_us / 1e6 / captures if is_enough and captures >= 1 else 0.0,
-        copy_s=_median([event.copy_s for start in starts for event in start.progress]),
-        persist={url: level.seconds for url, level in levels_of(files).items() if level.snapshots},
-        trained_s=sum(start.ended - start.began for start in starts) / 1e6,
+        step_s=step_s,
+        stall_s=stall_s,
+        copy_s=_median(copies_s),
+        persist=persist,
+        trained_s=trained_us / 1e6,
         failures=len(restarts_s),
         restart_s=_median(restarts_s),
     )
@@ -229,7 +248,9 @@ def _timed(start: Start) -> tuple[int, int]:
 
 
 def _median(values: Sequence[float]) -> float:
-    return median(values) if values else 0.0
+    if not values:
+        return 0.0
+    return median(values)
 
 
 # ---------------------------------------------------------------- the advice
@@ -358,7 +379,9 @@ def _cells(place: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterab
 
 
 def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else duration(seconds)
+    if seconds is None:
+        return ""
+    return duration(seconds)
 
 
 def _texts_of_sizes(sizes: dict[str, Any], facts: TrainingFigures) -> Iterator[str]:

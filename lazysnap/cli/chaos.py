@@ -1,20 +1,22 @@
-"""``lazysnap chaos``: run the user's own training under faults, and compare it with two undisturbed runs."""
+"""``lazysnap chaos``: run a training under faults, and compare it with undisturbed runs. ``demo`` brings a training."""
 
 import argparse
 import itertools
+import os
 import pathlib
 import random
 import re
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from lazysnap.cli.chaos_training import LOGS, CommandStart, Training, copy_directory, step_of
-from lazysnap.cli.output import Output, command_words, count_of
+from lazysnap.cli.output import OK, Output, command_words, count_of
 from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.shard.checksum import digest
 
@@ -47,8 +49,12 @@ class Printed:
 
     def __init__(self, first: list[str], second: list[str]) -> None:
         """``first``, ``second``: all lines of the runs."""
-        others = _columns(second)
-        self._alike = {column for column, numbers in _columns(first).items() if others.get(column) == numbers}
+        second_columns = _columns(second)
+        self._alike = set()
+        """Form and place of the numbers that are compared."""
+        for column, numbers in _columns(first).items():
+            if second_columns.get(column) == numbers:
+                self._alike.add(column)
         self.lines = self.of(first)
 
     def of(self, lines: list[str]) -> dict[tuple[str, ...], str]:
@@ -56,10 +62,12 @@ class Printed:
         compared = {}
         for line in lines:
             form, numbers = _split(line)
-            alike = [number for place, number in enumerate(numbers) if (form, place) in self._alike]
-            if alike:
-                key = (form, *alike)
-                compared[key] = line.strip()
+            key = [form]
+            for place, number in enumerate(numbers):
+                if (form, place) in self._alike:
+                    key.append(number)
+            if len(key) > 1:
+                compared[tuple(key)] = line.strip()
         return compared
 
 
@@ -83,11 +91,18 @@ def _columns(lines: list[str]) -> dict[tuple[str, int], list[str]]:
 def digests(files: pathlib.Path, pattern: str | None) -> dict[str, str]:
     """Return the digest of each file that matches; of each tensor in it, if ``torch.save`` wrote it."""
     values: dict[str, str] = {}
-    for path in sorted(files.glob(pattern)) if pattern is not None else ():
+    if pattern is None:
+        return values
+    for path in sorted(files.glob(pattern)):
         name = path.relative_to(files)
         data = path.read_bytes()
-        tensors = _tensors(path) if data.startswith(b"PK\x03\x04") else {}
-        values |= {f"{tensor} of {name}": value for tensor, value in tensors.items()} or {str(name): digest(data)}
+        tensors = {}
+        if data.startswith(b"PK\x03\x04"):
+            tensors = _tensors(path)
+        for tensor, value in tensors.items():
+            values[f"{tensor} of {name}"] = value
+        if not tensors:
+            values[str(name)] = digest(data)
     return values
 
 
@@ -109,10 +124,15 @@ def _tensors(path: pathlib.Path) -> dict[str, str]:
     return values
 
 
-def difference(wanted: dict[str, str], got: dict[str, str]) -> str:
+def difference(undisturbed: dict[str, str], disturbed: dict[str, str]) -> str:
     """Say what differs; empty if both are equal in every bit."""
-    changed = [name for name in sorted(wanted | got) if wanted.get(name) != got.get(name)]
-    return f"{len(changed)} of {len(wanted)} differ, the first is {changed[0]}" if changed else ""
+    changed = []
+    for name in sorted(undisturbed | disturbed):
+        if undisturbed.get(name) != disturbed.get(name):
+            changed.append(name)
+    if not changed:
+        return ""
+    return f"{len(changed)} of {len(undisturbed)} differ, the first is {changed[0]}"
 
 
 # ---------------------------------------------------------------- verdicts
@@ -150,17 +170,21 @@ class Chaos:
         self.seconds = time.monotonic() - began_s
         second, files = self._run_undisturbed("undisturbed-again")
         self.steps = first.steps
-        if any(after < before for before, after in itertools.pairwise(first.steps)):
+        if first.steps != sorted(first.steps):
             self.steps = []  # they begin anew with each epoch
         gaps_s = [after - before for before, after in itertools.pairwise(first.times_s)]
         self._step_s = statistics.median(gaps_s or [0.0])
         if args.result is not None and not self.files:
             raise ConfigError(f"--result {args.result} matches no file that the command left in its directory")
-        if changed := difference(self.files, files):
+        changed = difference(self.files, files)
+        if changed:
             raise ChaosFailed(f"two undisturbed runs differ: {changed}; seed all random generators of the command")
         self.printed = Printed(first.lines, second.lines)
-        has_values = any(len(key) > 2 or step_of(line) is None for key, line in self.printed.lines.items())
-        if not self.files and not has_values:
+        values_compared = False
+        for key, line in self.printed.lines.items():
+            if len(key) > 2 or step_of(line) is None:
+                values_compared = True
+        if not self.files and not values_compared:
             raise ChaosFailed(
                 "two undisturbed runs print no number alike but that of the step: print the loss and seed all random "
                 "generators, or name a file to compare, as in `lazysnap chaos --result model.pt -- python train.py`"
@@ -215,8 +239,8 @@ class Chaos:
         late_s = dice.random() * self._step_s
         steps = training.starts[0].steps
         if self.steps:
-            wanted = self.steps[int(share * len(self.steps))]
-            training.wait(self._deadline_s, lambda: bool(steps) and steps[-1] >= wanted)
+            struck_step = self.steps[int(share * len(self.steps))]
+            training.wait(self._deadline_s, lambda: bool(steps) and steps[-1] >= struck_step)
         else:
             training.wait(share * self.seconds)
         if self.has_snapshots:
@@ -224,7 +248,8 @@ class Chaos:
         training.wait(late_s)
         if training.code is not None:
             raise ChaosFailed(f"the command ended before {trial.fault} could strike: give it more steps")
-        trial.at_step = steps[-1] if steps else None
+        if steps:
+            trial.at_step = steps[-1]
         trial.done = training.strike(trial.fault, dice, min(_LONGEST_STOP_S, self.seconds / 10))
 
     @property
@@ -252,35 +277,50 @@ class Chaos:
 
     def _difference(self, training: Training) -> str:
         """Say where a training differs from the undisturbed ones; empty if it does not."""
-        printed = self.printed.of([line for start in training.starts for line in start.lines])
+        lines = []
+        for start in training.starts:
+            lines += start.lines
+        printed = self.printed.of(lines)
         # A step whose snapshot was whole just before the end of a start is not trained again, and may not be printed.
-        not_printed = set()
+        maybe_not_printed = set()
         for start in training.starts[:-1]:
             last_step = max(start.steps, default=0)
-            not_printed.update([last_step, *[step for step in self.steps if step > last_step][:1]])
+            maybe_not_printed.add(last_step)
+            later_steps = [step for step in self.steps if step > last_step]
+            maybe_not_printed.update(later_steps[:1])
         for numbers, line in self.printed.lines.items():
             step = step_of(line)
-            if numbers not in printed and (step is None or step not in not_printed):
-                others = [other for other in printed.values() if step is not None and step_of(other) == step]
-                instead = f", but `{others[-1]}`" if others else ""
-                return f"it never printed `{line}`{instead}"
+            if numbers in printed or step in maybe_not_printed:
+                continue
+            text = f"it never printed `{line}`"
+            for other_line in reversed(printed.values()):
+                if step is not None and step_of(other_line) == step:
+                    return f"{text}, but `{other_line}`"
+            return text
         return difference(self.files, digests(training.files, self._args.result))
 
     def _steps_again(self, training: Training) -> int | None:
         if not self.steps:
             return None
-        stride = self.steps[1] - self.steps[0] if len(self.steps) > 1 else 1
+        stride = 1
+        if len(self.steps) > 1:
+            stride = self.steps[1] - self.steps[0]
         again = 0
         reached = 0
         for start in training.starts:
-            again += stride * len({step for step in start.steps if step <= reached})
+            repeated_steps = {step for step in start.steps if step <= reached}
+            again += stride * len(repeated_steps)
             reached = max(reached, *start.steps, 0)
         return again
 
     def _judge(self, training: Training, trial: Trial, changed: str) -> None:
         again = trial.steps_again or 0
         limit = self._args.may_lose
-        first_steps = [start.steps[0] for start in training.starts if start.steps]
+        from_beginning = 0
+        """Starts that trained the first step."""
+        for start in training.starts:
+            if start.steps and start.steps[:1] == self.steps[:1]:
+                from_beginning += 1
         if changed:
             trial.verdict = "SILENT_DIVERGENCE"
             trial.reason = changed
@@ -288,7 +328,7 @@ class Chaos:
             trial.verdict = "LOST_WORK"
             trial.reason = f"{count_of(again, 'step')} had to be repeated, {limit} are allowed (--may-lose)"
         # After a flip, the only snapshot may have been the one that was damaged.
-        elif limit is None and again and trial.fault != "flip" and first_steps.count(self.steps[0]) > 1:
+        elif limit is None and again and trial.fault != "flip" and from_beginning > 1:
             trial.verdict = "LOST_WORK"
             trial.reason = f"it began anew: {count_of(again, 'step')} had to be repeated"
 
@@ -321,21 +361,24 @@ def run(args: argparse.Namespace, output: Output) -> int:
         output.say(_line(trial), _STYLES.get(trial.verdict, "bold red"))
     if not trials:
         raise ConfigError("none of these faults is possible here: --faults names others")
-    bad = [trial for trial in trials if trial.verdict != "PASS"]
-    for trial in bad:
-        output.line(f"{trial.verdict}: {trial.reason}", "bold")
-        output.line(f"  {_ADVICE[trial.verdict]}")
-        output.line(f"  log: {trial.log}")
-        output.line(f"  again: --faults {trial.fault} --seed {args.seed}")
-    if not bad:
-        again = max(trial.steps_again or 0 for trial in trials)
+    all_pass = True
+    most_again = 0
+    for trial in trials:
+        most_again = max(most_again, trial.steps_again or 0)
+        if trial.verdict != "PASS":
+            all_pass = False
+            output.line(f"{trial.verdict}: {trial.reason}", "bold")
+            output.line(f"  {_ADVICE[trial.verdict]}")
+            output.line(f"  log: {trial.log}")
+            output.line(f"  again: --faults {trial.fault} --seed {args.seed}")
+    if all_pass:
         output.line(
             f"PASS: {count_of(len(trials), 'fault')}, each ended with the same result; "
-            f"at most {count_of(again, 'step')} trained again",
+            f"at most {count_of(most_again, 'step')} trained again",
             "bold green",
         )
     return output.result(
-        ok=not bad,
+        ok=all_pass,
         seconds=chaos.seconds,
         steps=max(chaos.steps, default=None),
         compared={"lines": len(chaos.printed.lines), "files": list(chaos.files)},
@@ -343,6 +386,30 @@ def run(args: argparse.Namespace, output: Output) -> int:
         left_out=left_out,
         directory=str(place),
     )
+
+
+def run_demo(args: argparse.Namespace, output: Output) -> int:
+    """Run chaos of a small transformer, in a directory that is deleted if all is well. Blocks for half a minute.
+
+    It is killed with and without its keeper. Returns 1 if a result differs. Raises: ChaosFailed.
+    """
+    args.words = [sys.executable, "-m", "lazysnap.cli.demo_training"]
+    args.faults = ["kill", "both"]
+    args.seed = 1603
+    args.result = None
+    args.may_lose = None
+    args.deadline = None
+    output.say("a small transformer is trained with a snapshot of every step; then it is killed with SIGKILL")
+    directory_before = os.getcwd()
+    place = tempfile.mkdtemp(prefix="lazysnap-demo-")
+    os.chdir(place)
+    try:
+        code = run(args, output)
+    finally:
+        os.chdir(directory_before)
+    if code == OK:
+        shutil.rmtree(place)
+    return code
 
 
 def parse_faults(text: str) -> list[str]:
@@ -355,7 +422,9 @@ def parse_faults(text: str) -> list[str]:
 
 
 def _say_undisturbed(chaos: Chaos, output: Output) -> None:
-    steps = f"{max(chaos.steps)} steps" if chaos.steps else "no lines such as `step 12` whose number only grows"
+    steps = "no lines such as `step 12` whose number only grows"
+    if chaos.steps:
+        steps = f"{max(chaos.steps)} steps"
     output.say(f"undisturbed, twice: {chaos.seconds:.1f} s, {steps}", "bold")
     if chaos.linked:
         output.say(f"linked, not copied, since they are large: {', '.join(chaos.linked)}", "yellow")
@@ -367,8 +436,13 @@ def _say_undisturbed(chaos: Chaos, output: Output) -> None:
 
 
 def _line(trial: Trial) -> str:
-    where = "" if trial.at_step is None else f"at step {trial.at_step}: "
-    again = "" if trial.steps_again is None else f"{count_of(trial.steps_again, 'step')} again, "
-    reason = f": {trial.reason}" if trial.reason else ""
-    restarts = count_of(trial.restarts, "restart")
-    return f"{trial.verdict:<5} {where}{trial.done}; {again}{restarts}, {trial.seconds:.1f} s{reason}"
+    text = f"{trial.verdict:<5} "
+    if trial.at_step is not None:
+        text += f"at step {trial.at_step}: "
+    text += f"{trial.done}; "
+    if trial.steps_again is not None:
+        text += f"{count_of(trial.steps_again, 'step')} again, "
+    text += f"{count_of(trial.restarts, 'restart')}, {trial.seconds:.1f} s"
+    if trial.reason:
+        text += f": {trial.reason}"
+    return text

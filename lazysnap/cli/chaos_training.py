@@ -35,7 +35,9 @@ _DEATH_S = 30.0
 def step_of(line: str) -> int | None:
     """Return the step that was trained, if a line is about one."""
     match = _STEP.search(line)
-    return int(match[1]) if match else None
+    if match is None:
+        return None
+    return int(match[1])
 
 
 @dataclass
@@ -78,8 +80,9 @@ class Training:
 
     def start(self) -> None:
         """Start the command. Raises: OSError, if there is no such program."""
+        words = [word.replace("{dir}", str(self.files)) for word in self._words]
         process = subprocess.Popen(
-            [word.replace("{dir}", str(self.files)) for word in self._words],
+            words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -125,7 +128,9 @@ class Training:
     def _living(self) -> dict[int, bool]:
         """Return all living processes, and True for each that is a keeper of lazysnap."""
         living = {}
-        group = self.starts[-1].process.pid if self.starts and self.code is None else None
+        group = None
+        if self.starts and self.code is None:
+            group = self.starts[-1].process.pid
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             try:
                 state, _, its_group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
@@ -152,9 +157,11 @@ class Training:
     def kill(self, which: Callable[[], list[int]]) -> None:
         """Send SIGKILL to ``which`` until there are none."""
         until_s = time.monotonic() + _DEATH_S
-        while (pids := which()) and time.monotonic() < until_s:
+        pids = which()
+        while pids and time.monotonic() < until_s:
             _send(signal.SIGKILL, pids)
             time.sleep(_TICK_S)
+            pids = which()
 
     def strike(self, fault: str, dice: random.Random, window_s: float) -> str:
         """Do what ``fault`` names, and say what was done. Blocks for ``window_s`` if the fault passes."""
@@ -238,6 +245,7 @@ def copy_directory(source: pathlib.Path, to: pathlib.Path, result: str | None) -
             shutil.copytree(path, to / path.name, symlinks=True)
         elif path.is_file():
             shutil.copy2(path, to)
-    for path in list(to.glob(result)) if result is not None else ():
-        path.unlink()
+    if result is not None:
+        for path in list(to.glob(result)):
+            path.unlink()
     return linked

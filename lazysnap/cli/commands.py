@@ -238,7 +238,7 @@ COMMANDS = {
         ),
         "lazysnap chaos -- python train.py",
     ),
-    "demo": Command("kill a real training, resume it, compare bit for bit", "demo:run", (), "lazysnap demo"),
+    "demo": Command("kill a real training, resume it, compare bit for bit", "chaos:run_demo", (), "lazysnap demo"),
     "run": Command(
         "start a training again after a crash, warm",
         "commands:run_again",
@@ -269,7 +269,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if self.as_json:
             words = self.prog.split()
-            result = {"command": words[-1] if len(words) > 1 else None, "ok": False, "error": f"usage: {message}"}
+            command = None
+            if len(words) > 1:
+                command = words[-1]
+            result = {"command": command, "ok": False, "error": f"usage: {message}"}
             sys.stdout.write(json.dumps(result) + "\n")
         super().error(message)
 
@@ -304,11 +307,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Blocks. Raises: SystemExit, for arguments that argparse refuses (code 2), ``--help`` and ``--version``.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
     args = parser(as_json="--json" in arguments).parse_args(arguments)
     secrets = []
     for name in ("storage_option", "to_option"):
-        secrets += [value for _, value in getattr(args, name, ())]
+        for _, value in getattr(args, name, ()):
+            secrets.append(value)
     output = Output(args.command, as_json=args.json, redaction=Redaction({"secret": secrets}))
     module, _, function = COMMANDS[args.command].run.partition(":")
     try:

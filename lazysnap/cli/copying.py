@@ -54,28 +54,31 @@ def copy(args: argparse.Namespace, output: Output) -> int:
     plans, problems = _plans(catalogue, args)
     started = time.perf_counter()
     target.sweep()  # what a killed copy left
-    done = []
+    snapshots = []
+    bad = list(problems)
+    counts = {COPIED: 0, PRESENT: 0, BAD: 0}
+    total = 0
     for plan in plans:
         copied = _copy(catalogue, target, plan, output)
-        done.append(copied)
+        snapshots.append(asdict(copied))
+        counts[copied.state] += 1
+        total += copied.size_bytes
+        if copied.problem:
+            bad.append(copied.problem)
         _say(copied, output)
     seconds = time.perf_counter() - started
     for problem in problems:
         output.line(f"bad: {problem}", "red")
-    bad = [*problems, *(copied.problem for copied in done if copied.problem)]
-    total = sum(copied.size_bytes for copied in done)
-    num_copied = sum(copied.state == COPIED for copied in done)
-    num_present = sum(copied.state == PRESENT for copied in done)
     rate = decimal(int(total / max(seconds, 1e-9)))
     output.line(
-        f"{count_of(num_copied, 'snapshot')} copied, {decimal(total)} in {seconds:.1f} s ({rate}/s), "
-        f"{num_present} there already, {len(bad)} bad"
+        f"{count_of(counts[COPIED], 'snapshot')} copied, {decimal(total)} in {seconds:.1f} s ({rate}/s), "
+        f"{counts[PRESENT]} there already, {len(bad)} bad"
     )
     return output.result(
         ok=not bad,
         url=source.url,
         to=target.url,
-        snapshots=[asdict(copied) for copied in done],
+        snapshots=snapshots,
         problems=bad,
         size_bytes=total,
         seconds=round(seconds, 3),
@@ -86,15 +89,23 @@ def _say(copied: Copied, output: Output) -> None:
     text = f"step {copied.step}: {copied.problem or copied.state}"
     if copied.size_bytes:
         text += f", {decimal(copied.size_bytes)}"
-    output.say(text, "red" if copied.problem else "")
+    style = ""
+    if copied.problem:
+        style = "red"
+    output.say(text, style)
 
 
 def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[RestartPlan], list[str]]:
     """Return the snapshots to copy, the newest first, and why others cannot be copied."""
     if args.step:
-        chosen = [catalogue.find(text, args.run) for text in args.step]
-        return list({plan.key: plan for plan in chosen}.values()), []
-    run_id = None if args.run is None else catalogue.run_of(args.run)
+        chosen = {}
+        for text in args.step:
+            plan = catalogue.find(text, args.run)
+            chosen[plan.key] = plan
+        return list(chosen.values()), []
+    run_id = None
+    if args.run is not None:
+        run_id = catalogue.run_of(args.run)
     plans = list(catalogue.plans(SnapshotFilter(run_id=run_id)))
     if not plans:
         raise SnapshotNotFound("\n".join([f"{catalogue.store.url}: no complete snapshot", *catalogue.problems]))

@@ -42,10 +42,10 @@ class _Model(nn.Module):
 def _windows() -> tuple[list[Tensor], int]:
     """Return pieces of ``_CONTEXT + 1`` characters of Python's own source text, and the number of characters."""
     text = inspect.getsource(argparse)
-    number = {character: index for index, character in enumerate(sorted(set(text)))}
-    ids = torch.tensor([number[character] for character in text])
+    alphabet = sorted(set(text))
+    ids = torch.tensor([alphabet.index(character) for character in text])
     starts = range(0, len(ids) - _CONTEXT, _CONTEXT + 1)
-    return [ids[start : start + _CONTEXT + 1] for start in starts], len(number)
+    return [ids[start : start + _CONTEXT + 1] for start in starts], len(alphabet)
 
 
 def _digest(*states: Any) -> str:

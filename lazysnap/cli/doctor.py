@@ -48,7 +48,7 @@ _TRIAL_S = 30.0
 
 
 @dataclass(frozen=True)
-class Line:
+class CheckResult:
     """The result of one check. ``text`` says what was found; unless it is good, also what to change."""
 
     topic: str
@@ -63,14 +63,17 @@ def run(args: argparse.Namespace, output: Output) -> int:
     Returns 1 if something is bad.
     """
     colours = {"good": "green", "better": "yellow", "bad": "bold red"}
-    lines = []
-    for line in _checks(args):
-        lines.append(line)
-        output.line(f"{line.verdict:7}{line.topic:12} {line.text}", colours[line.verdict])
-    return output.result(ok=all(line.verdict != "bad" for line in lines), checks=[asdict(line) for line in lines])
+    is_good = True
+    checks = []
+    for check in _checks(args):
+        checks.append(asdict(check))
+        output.line(f"{check.verdict:7}{check.topic:12} {check.text}", colours[check.verdict])
+        if check.verdict == "bad":
+            is_good = False
+    return output.result(ok=is_good, checks=checks)
 
 
-def _checks(args: argparse.Namespace) -> Iterator[Line]:
+def _checks(args: argparse.Namespace) -> Iterator[CheckResult]:
     yield from _versions()
     yield _memory()
     yield _huge_pages()
@@ -78,7 +81,7 @@ def _checks(args: argparse.Namespace) -> Iterator[Line]:
     yield from _device()
     yield from map(_peer, args.peer)
     if args.url is None:
-        yield Line("level", "better", "not checked: name a path or URL to check it (lazysnap doctor URL)")
+        yield CheckResult("level", "better", "not checked: name a path or URL to check it (lazysnap doctor URL)")
     else:
         yield from _level(args)
 
@@ -86,43 +89,45 @@ def _checks(args: argparse.Namespace) -> Iterator[Line]:
 # ---------------------------------------------------------------- this node
 
 
-def _versions() -> Iterator[Line]:
-    versions = {}
-    for package in _OLDEST:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    old = [
-        f"{package} {version} is older than {'.'.join(map(str, _OLDEST[package]))}"
-        for package, version in versions.items()
-        if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST[package]
-    ]
+def _versions() -> Iterator[CheckResult]:
+    installed = [f"Python {platform.python_version()}"]
+    old = []
+    for package, oldest in _OLDEST.items():
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        installed.append(f"{package} {version}")
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest:
+            old.append(f"{package} {version} is older than {'.'.join(map(str, oldest))}")
     if platform.system() != "Linux":
-        yield Line("system", "bad", f"{platform.system()}: lazysnap needs Linux")
-    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
-    text = f"Python {platform.python_version()}, {installed}"
-    yield Line("versions", "bad", f"{'; '.join(old)}: upgrade") if old else Line("versions", "good", text)
+        yield CheckResult("system", "bad", f"{platform.system()}: lazysnap needs Linux")
+    if old:
+        yield CheckResult("versions", "bad", f"{'; '.join(old)}: upgrade")
+    else:
+        yield CheckResult("versions", "good", ", ".join(installed))
 
 
-def _memory() -> Line:
+def _memory() -> CheckResult:
     free = available_bytes()
     text = f"{decimal(free)} free for this process and its control groups, for three slots of {decimal(free // 3)}"
     if free < _LEAST_BYTES:
-        return Line("memory", "bad", f"{text}; raise the memory limit of the container or job")
-    return Line("memory", "good", text)
+        return CheckResult("memory", "bad", f"{text}; raise the memory limit of the container or job")
+    return CheckResult("memory", "good", text)
 
 
-def _huge_pages() -> Line:
+def _huge_pages() -> CheckResult:
     with contextlib.suppress(OSError), open(_HUGE_PAGES) as file:
         chosen = re.findall(r"\[(\w+)\]", file.read())
         if chosen and chosen[0] not in ("never", "deny"):
-            return Line("huge pages", "good", f"shared memory may use them ({chosen[0]})")
-        return Line(
+            return CheckResult("huge pages", "good", f"shared memory may use them ({chosen[0]})")
+        return CheckResult(
             "huge pages", "better", f"off; slots are ready in a third of the time after `echo advise > {_HUGE_PAGES}`"
         )
-    return Line("huge pages", "better", "this kernel has none for shared memory: slots take longer to make")
+    return CheckResult("huge pages", "better", "this kernel has none for shared memory: slots take longer to make")
 
 
-def _keeper() -> Line:
+def _keeper() -> CheckResult:
     """Bind the socket that a keeper of this user would have, and make a slot."""
     try:
         lock = JobIdentity(f"doctor-{os.urandom(8).hex()}", os.getuid(), socket.gethostname()).files.try_lock()
@@ -132,29 +137,31 @@ def _keeper() -> Line:
             lock.remove()
         make_slot(4096, 1 << 20).close()
     except (LazySnapError, OSError) as error:
-        return Line("keeper", "bad", f"none can run here: {error}")
-    return Line("keeper", "good", "a Unix socket, a lock and sealed shared memory can be made")
+        return CheckResult("keeper", "bad", f"none can run here: {error}")
+    return CheckResult("keeper", "good", "a Unix socket, a lock and sealed shared memory can be made")
 
 
-def _device() -> Iterator[Line]:
+def _device() -> Iterator[CheckResult]:
     if not any(map(os.path.exists, _DEVICES)):
-        yield Line("device", "good", "no GPU here: captures come from the memory of the CPU")
+        yield CheckResult("device", "good", "no GPU here: captures come from the memory of the CPU")
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY:
-        change = (
-            "`ulimit -l unlimited`"
-            if hard == resource.RLIM_INFINITY
-            else "LimitMEMLOCK=infinity, or memlock in limits.conf"
+        change = "LimitMEMLOCK=infinity, or memlock in limits.conf"
+        if hard == resource.RLIM_INFINITY:
+            change = "`ulimit -l unlimited`"
+        yield CheckResult(
+            "memlock", "better", f"{decimal(soft)}: larger slots are copied through a buffer; set {change}"
         )
-        yield Line("memlock", "better", f"{decimal(soft)}: larger slots are copied through a buffer; set {change}")
     # torch takes seconds to import, and is needed for nothing else here.
     import torch
 
     from lazysnap.capture.registration import register
 
     if not torch.accelerator.is_available():
-        yield Line("device", "bad", f"torch {torch.__version__} sees no device: install the build for this driver")
+        yield CheckResult(
+            "device", "bad", f"torch {torch.__version__} sees no device: install the build for this driver"
+        )
         return
     device = torch.accelerator.current_accelerator()
     assert device is not None
@@ -164,14 +171,14 @@ def _device() -> Iterator[Line]:
     slot.close()
     made.close()
     if is_registered:
-        yield Line("device", "good", f"{device.type}: 64 MiB of a slot were page-locked")
+        yield CheckResult("device", "good", f"{device.type}: 64 MiB of a slot were page-locked")
     else:
-        yield Line(
+        yield CheckResult(
             "device", "better", f"{device.type} locked no slot in memory: the next step waits for copies; see memlock"
         )
 
 
-def _peer(host: str) -> Line:
+def _peer(host: str) -> CheckResult:
     """Connect to a port of ``host`` where nobody listens: a refusal comes back from a node that can be reached."""
     topic = f"peer {host}"
     try:
@@ -180,17 +187,19 @@ def _peer(host: str) -> Line:
             sock.settimeout(_PEER_S)
             code = sock.connect_ex(address[4])
     except OSError as error:
-        return Line(topic, "bad", f"{error}; name it by an address that this node can resolve")
+        return CheckResult(topic, "bad", f"{error}; name it by an address that this node can resolve")
     if code in (0, errno.ECONNREFUSED):
-        return Line(topic, "good", f"answers at {address[4][0]}")
-    reason = "no answer" if code in (errno.EAGAIN, errno.ETIMEDOUT) else os.strerror(code)
-    return Line(topic, "bad", f"{address[4][0]}: {reason}; allow TCP on any port among the nodes of a job")
+        return CheckResult(topic, "good", f"answers at {address[4][0]}")
+    reason = os.strerror(code)
+    if code in (errno.EAGAIN, errno.ETIMEDOUT):
+        reason = "no answer"
+    return CheckResult(topic, "bad", f"{address[4][0]}: {reason}; allow TCP on any port among the nodes of a job")
 
 
 # ---------------------------------------------------------------- a level
 
 
-def _level(args: argparse.Namespace) -> Iterator[Line]:
+def _level(args: argparse.Namespace) -> Iterator[CheckResult]:
     made: list[str] = []
     try:
         SnapshotConfig(levels=(PersistentLevel(args.url),))  # refuses places that would not outlive a process
@@ -202,7 +211,7 @@ def _level(args: argparse.Namespace) -> Iterator[Line]:
         if is_local:
             yield from _local(store.url)
     except (ConfigError, LevelError, OSError) as error:
-        yield Line("level", "bad", f"{error}")
+        yield CheckResult("level", "bad", f"{error}")
     finally:
         for directory in made:
             with contextlib.suppress(OSError):
@@ -218,17 +227,17 @@ def _missing(path: str) -> list[str]:
     return missing
 
 
-def _trial(store: SnapshotStore) -> Iterator[Line]:
+def _trial(store: SnapshotStore) -> Iterator[CheckResult]:
     """Write, read back and delete objects. Raises: LevelError, also if nothing moves for ``_TRIAL_S``."""
     storage = store.storage
     Watchdog(lambda beat: probe(WatchedStorage(storage, beat)), f"a small object at {store.url}").result(_TRIAL_S)
-    yield Line("level", "good", f"{store.url}: a small object was written, read and deleted")
+    yield CheckResult("level", "good", f"{store.url}: a small object was written, read and deleted")
     size = decimal(_TRIAL_BYTES)
     trial = Watchdog(lambda beat: _seconds(WatchedStorage(storage, beat), _TRIAL_BYTES), f"{size} at {store.url}")
     write_s, read_s = trial.result(_TRIAL_S)
     write = f"{decimal(int(_TRIAL_BYTES / write_s))}/s"
     read = f"{decimal(int(_TRIAL_BYTES / read_s))}/s"
-    yield Line("rates", "good", f"durable writes of {write}, reads of {read} ({size})")
+    yield CheckResult("rates", "good", f"durable writes of {write}, reads of {read} ({size})")
 
 
 def _seconds(storage: Storage, size_bytes: int) -> tuple[float, float]:
@@ -251,12 +260,14 @@ def _seconds(storage: Storage, size_bytes: int) -> tuple[float, float]:
         storage.delete(path)
 
 
-def _local(directory: str) -> Iterator[Line]:
+def _local(directory: str) -> Iterator[CheckResult]:
     facts = os.statvfs(directory)
-    yield Line("space", "good", f"{decimal(facts.f_bavail * facts.f_frsize)} free: keep_last + 1 snapshots must fit")
+    yield CheckResult(
+        "space", "good", f"{decimal(facts.f_bavail * facts.f_frsize)} free: keep_last + 1 snapshots must fit"
+    )
     try:
         check_room(directory, BLOCK_BYTES)
     except MemoryBoundExceeded as error:
-        yield Line("spill", "better", str(error))
+        yield CheckResult("spill", "better", str(error))
     else:
-        yield Line("spill", "good", "where memory does not suffice, slots can be files here")
+        yield CheckResult("spill", "good", "where memory does not suffice, slots can be files here")

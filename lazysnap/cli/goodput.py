@@ -6,7 +6,7 @@
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from operator import attrgetter, itemgetter
 from statistics import median
 
@@ -108,7 +108,7 @@ class Account:
 
     def step_at(self, time: int) -> int | None:
         """Return the newest step passed at a time; ``None`` if no process trained then."""
-        index = bisect_right([start.began for start in self.starts], time) - 1
+        index = bisect_right(self.starts, time, key=attrgetter("began")) - 1
         start = self.starts[max(0, index)]
         if not start.marks[0][0] <= time <= start.ended:
             return None
@@ -121,7 +121,7 @@ class Account:
         if place == MEMORY:  # sampled together with the step
             newest = value_at([(at, step) for at, step in series if step is not None], time)
         else:
-            index = bisect_right([at for at, _ in series], time) - 1
+            index = bisect_right(series, time, key=itemgetter(0)) - 1
             if index >= 0:
                 newest = series[index][1]
         step = self.step_at(time)
@@ -135,14 +135,19 @@ def account(files: Sequence[EventFile]) -> Account | None:
     starts = starts_of(files)
     if not starts:
         return None
-    spans = [TimeSpan(before.ended, after.began, "down") for before, after in pairwise(starts)]
+    spans = []
+    for before, after in pairwise(starts):
+        spans.append(TimeSpan(before.ended, after.began, "down"))
     waits: Marks = [(starts[0].began, 0)]
     usual_us = _usual_step_us(starts)
-    for index, start in enumerate(starts):
-        starting = _before_work(start, usual_us, "restarting" if index else "setup")
+    kind = "setup"
+    for start, follower in zip_longest(starts, starts[1:]):
+        starting = _before_work(start, usual_us, kind)
+        kind = "restarting"
         spans += starting
-        waits += [(at, waits[-1][1] + waited) for at, waited in start.waits]
-        follower = starts[index + 1] if index + 1 < len(starts) else None
+        waited_before = waits[-1][1]
+        for at, waited in start.waits:
+            waits.append((at, waited_before + waited))
         start.marks = _marks(start, starting[-1].end, follower)
         start.kept = start.reached
     losses = [_cut(starts, index) for index in range(len(starts))]
@@ -156,7 +161,9 @@ def account(files: Sequence[EventFile]) -> Account | None:
 def _usual_step_us(starts: Sequence[Start]) -> int:
     """Return the time of a step, for starts that passed too few."""
     step_times = [start.step_us for start in starts if start.step_us is not None]
-    return int(median(step_times)) if step_times else 0
+    if not step_times:
+        return 0
+    return int(median(step_times))
 
 
 def _before_work(start: Start, usual_us: int, kind: str) -> list[TimeSpan]:
@@ -166,7 +173,9 @@ def _before_work(start: Start, usual_us: int, kind: str) -> list[TimeSpan]:
         step_us = usual_us if start.step_us is None else start.step_us
         return [TimeSpan(start.began, max(start.began, first_boundary - step_us), kind)]
     named = min(max(microseconds(start.name.t), start.began), start.ended)
-    rest = "draining" if start.how == GOODBYE else kind
+    rest = kind
+    if start.how == GOODBYE:
+        rest = "draining"
     return [TimeSpan(start.began, named, kind), TimeSpan(named, start.ended, rest)]
 
 
@@ -213,7 +222,9 @@ def _work(start: Start, waits: Marks) -> list[TimeSpan]:
         kept_at = start.ended
         reached_at = start.ended
     waited = min(value_at(waits, kept_at) - value_at(waits, begin), kept_at - begin)
-    rest = "draining" if start.how == GOODBYE else "lost"
+    rest = "lost"
+    if start.how == GOODBYE:
+        rest = "draining"
     return [
         TimeSpan(begin, kept_at, "productive", waited),
         TimeSpan(kept_at, reached_at, "lost"),

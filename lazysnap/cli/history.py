@@ -6,6 +6,7 @@ Times are whole microseconds of Unix time, so that sums are exact.
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from operator import attrgetter, itemgetter
 from statistics import median
 
@@ -121,7 +122,12 @@ class Start:
 
 def ranks_in(files: Iterable[EventFile]) -> list[int]:
     """Return the ranks whose starts are in the files."""
-    return sorted({event.rank for file in files for event in file.events if isinstance(event, TrainerStarted)})
+    ranks = set()
+    for file in files:
+        for event in file.events:
+            if isinstance(event, TrainerStarted):
+                ranks.add(event.rank)
+    return sorted(ranks)
 
 
 def starts_of(files: Sequence[EventFile]) -> list[Start]:
@@ -143,8 +149,7 @@ def starts_of(files: Sequence[EventFile]) -> list[Start]:
                 names.setdefault(event.start, event)  # it names itself again to a new keeper: the first time counts
     ordered = sorted(names.values(), key=attrgetter("t"))
     starts: list[Start] = []
-    for index, name in enumerate(ordered):
-        follower = ordered[index + 1] if index + 1 < len(ordered) else None
+    for name, follower in zip_longest(ordered, ordered[1:]):
         began = _began(name)
         if starts:
             began = max(began, starts[-1].ended)
@@ -159,15 +164,20 @@ def _began(name: TrainerStarted) -> int:
 def _start(
     name: TrainerStarted, file: EventFile, lines: list[Event], began: int, follower: TrainerStarted | None
 ) -> Start:
-    progress = [line for line in lines if isinstance(line, Progress)]
-    ends = [line for line in lines if isinstance(line, TrainerEnded)]
-    if ends:
-        end = ends[0]
-        how: str | None = end.how
+    progress = []
+    end = None
+    for line in lines:
+        if isinstance(line, Progress):
+            progress.append(line)
+        elif isinstance(line, TrainerEnded) and end is None:
+            end = line
+    how: str | None = None
+    if end is not None:
+        how = end.how
         ended = microseconds(end.t)
     else:
-        end = None
-        how = None if follower is None else UNSEEN
+        if follower is not None:
+            how = UNSEEN
         ended = _last_line_at(file, lines[-1].t, follower)
     if follower is not None:
         ended = min(ended, _began(follower))
@@ -202,7 +212,9 @@ def _waits(start: Start) -> Marks:
         return min(max(microseconds(seconds), start.began), start.ended)
 
     # The keeper notes the first boundary at once: its capture began then, if it is whole already.
-    first = within(passed[0].taken if passed[0].captured > start.name.step else passed[0].t)
+    first = within(passed[0].t)
+    if passed[0].captured > start.name.step:
+        first = within(passed[0].taken)
     waits = [(first, 0)]
     for line in passed:
         at = within(line.taken)
@@ -215,7 +227,7 @@ def _waits(start: Start) -> Marks:
 
 
 @dataclass(frozen=True)
-class AtLevel:
+class LevelUse:
     """The snapshots that nodes stored at a level. Seconds are medians."""
 
     snapshots: int = 0
@@ -230,7 +242,7 @@ class AtLevel:
     failures: int = 0
 
 
-def levels_of(files: Iterable[EventFile]) -> dict[str, AtLevel]:
+def levels_of(files: Iterable[EventFile]) -> dict[str, LevelUse]:
     """Return the levels at which a run stored something, or failed to."""
     events: dict[str, list[Stored | LevelFailed]] = {}
     for file in files:
@@ -240,16 +252,27 @@ def levels_of(files: Iterable[EventFile]) -> dict[str, AtLevel]:
     return {url: _level(at_level) for url, at_level in events.items()}
 
 
-def _level(events: Sequence[Stored | LevelFailed]) -> AtLevel:
-    stored = [event for event in events if isinstance(event, Stored)]
-    failures = len(events) - len(stored)
-    if not stored:
-        return AtLevel(failures=failures)
-    return AtLevel(
-        snapshots=len(stored),
-        bytes=stored[-1].bytes,
-        seconds=median([event.seconds for event in stored]),
-        checksum_s=median([event.checksum_s for event in stored]),
-        read_back_s=median([event.read_back_s for event in stored]),
+def _level(events: Sequence[Stored | LevelFailed]) -> LevelUse:
+    failures = 0
+    size_bytes = 0
+    seconds = []
+    checksum_s = []
+    read_back_s = []
+    for event in events:
+        if isinstance(event, LevelFailed):
+            failures += 1
+            continue
+        size_bytes = event.bytes
+        seconds.append(event.seconds)
+        checksum_s.append(event.checksum_s)
+        read_back_s.append(event.read_back_s)
+    if not seconds:
+        return LevelUse(failures=failures)
+    return LevelUse(
+        snapshots=len(seconds),
+        bytes=size_bytes,
+        seconds=median(seconds),
+        checksum_s=median(checksum_s),
+        read_back_s=median(read_back_s),
         failures=failures,
     )

@@ -27,7 +27,7 @@ def identities(job: str) -> list[JobIdentity]:
 
 
 @dataclass(frozen=True)
-class RunningKeeper:
+class KeeperProcess:
     """A keeper in the list of processes."""
 
     identity: JobIdentity
@@ -36,7 +36,7 @@ class RunningKeeper:
     """True if its socket is where this process looks for it."""
 
 
-def of_this_node() -> Iterator[RunningKeeper]:
+def of_this_node() -> Iterator[KeeperProcess]:
     """Yield the keepers of this user.
 
     The command line of a keeper names its job; the path of its socket follows from the job and the runtime directory.
@@ -49,21 +49,25 @@ def of_this_node() -> Iterator[RunningKeeper]:
             words = os.fsdecode(path.read_bytes()).split("\0")
         except OSError:  # it ended meanwhile
             continue
-        options = dict(word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
+        options = {}
+        for word in words:
+            option, equals, value = word.partition("=")
+            if option.startswith("--") and equals:
+                options[option.removeprefix("--")] = value
         if "lazysnap.keeper" not in words or not {"job", "node", "socket"} <= options.keys():
             continue
         identity = JobIdentity(options["job"], os.getuid(), options["node"])
         if options["socket"] not in sockets:
             sockets.add(options["socket"])
             is_reachable = options["socket"] == str(identity.files.socket_path)
-            yield RunningKeeper(identity, int(path.parent.name), is_reachable)
+            yield KeeperProcess(identity, int(path.parent.name), is_reachable)
 
 
 # ---------------------------------------------------------------- asking
 
 
 @dataclass(frozen=True)
-class FoundKeeper:
+class KeeperAnswer:
     """The answer of a keeper, or the reason why there is none."""
 
     identity: JobIdentity
@@ -73,7 +77,7 @@ class FoundKeeper:
     problem: str = ""
 
 
-def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None:
+def ask(identity: JobIdentity, pid: int, timeout_s: float) -> KeeperAnswer | None:
     """Ask the keeper of a job for its state; ``None`` if there is no keeper. Blocks: at most ``timeout_s``.
 
     ``pid``: the process that is known to be it; 0, if none is.
@@ -82,25 +86,25 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> FoundKeeper | None
     try:
         channel = try_connect(identity)
     except KeeperError as error:
-        return FoundKeeper(identity, 0, problem=str(error))
+        return KeeperAnswer(identity, 0, problem=str(error))
     if channel is None and _is_stopped(pid):  # many may have asked it already
-        return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s))
+        return KeeperAnswer(identity, pid, problem=_why_silent(pid, timeout_s))
     if channel is None:
         return None
     pid = channel.peer_pid
     try:
         answer = asking.ask(channel, Question(about="status"), deadline_s - time.monotonic())
     except TimeoutError:
-        return FoundKeeper(identity, pid, problem=_why_silent(pid, timeout_s))
+        return KeeperAnswer(identity, pid, problem=_why_silent(pid, timeout_s))
     except OtherVersion as error:
-        return FoundKeeper(identity, pid, problem=f"keeper {pid} is of another version of lazysnap: {error}")
+        return KeeperAnswer(identity, pid, problem=f"keeper {pid} is of another version of lazysnap: {error}")
     except KeeperError as error:
-        return FoundKeeper(identity, pid, problem=str(error))
+        return KeeperAnswer(identity, pid, problem=str(error))
     except OSError:
         return None  # it ended
     finally:
         channel.close()
-    return FoundKeeper(identity, pid, answer.status)
+    return KeeperAnswer(identity, pid, answer.status)
 
 
 def _why_silent(pid: int, timeout_s: float) -> str:
@@ -121,7 +125,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class _Stopped:
+class _StopAnswer:
     """The answer of a keeper that was asked to end."""
 
     pid: int
@@ -163,13 +167,16 @@ def stop(args: argparse.Namespace, output: Output) -> int:
 
 
 def _text_of_durable(durable: Mapping[str, int | None]) -> str:
-    texts = [f"step {step} is durable at {url}" for url, step in durable.items() if step is not None]
-    if texts:
-        return "; ".join(texts)
-    return "nothing of its job is stored"
+    texts = []
+    for url, step in durable.items():
+        if step is not None:
+            texts.append(f"step {step} is durable at {url}")
+    if not texts:
+        return "nothing of its job is stored"
+    return "; ".join(texts)
 
 
-def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> _Stopped | None:
+def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> _StopAnswer | None:
     """Ask the keeper of a job to end; ``None`` if there is no keeper."""
     channel = try_connect(identity)
     if channel is None:
@@ -183,10 +190,10 @@ def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> _
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "
             f"`kill -9 {pid}`, which loses what is only in memory"
         )
-        return _Stopped(pid, refusal)
+        return _StopAnswer(pid, refusal)
     finally:
         channel.close()
-    return _Stopped(pid, answer.text, answer.durable)
+    return _StopAnswer(pid, answer.text, answer.durable)
 
 
 def _wait_for_end(pid: int, deadline: float) -> bool:

@@ -56,7 +56,9 @@ def open_existing(url: str, options: Iterable[tuple[str, Any]] = ()) -> Snapshot
     """
     store = open_place(url, options)
     if isinstance(store.storage, LocalStorage) and not os.path.isdir(store.url):
-        fault = "is not a directory" if os.path.exists(store.url) else "does not exist"
+        fault = "does not exist"
+        if os.path.exists(store.url):
+            fault = "is not a directory"
         raise LevelError(f"{store.url} {fault}: name the directory of a level, which holds step-…")
     return store
 
@@ -110,9 +112,8 @@ def show_snapshots(
     columns = {"step": "step>", "state": "state", "size": "size>", "captured (UTC)": "captured (UTC)", "run": "run"}
     if any(row["names"] for row in rows):
         columns["names"] = "names<"
-    cells = [[row[name] for name in columns] for row in rows]
     output.line(contents.url, "bold")
-    output.show(output.table("", *columns.values(), rows=cells))
+    output.show(output.table("", *columns.values(), rows=map(itemgetter(*columns), rows)))
     if contents.newest_run is not None and len(contents.runs) > 1:
         output.line(f"newest run: {contents.runs[contents.newest_run]}")
 
@@ -128,12 +129,18 @@ def list_snapshots(args: argparse.Namespace, output: Output) -> int:
     if contents.is_empty:
         levels_near = _levels_near(store)
         output.line(_text_of_nothing(contents.url, levels_near))
-    states = [(snapshot, *_state_of(snapshot)) for snapshot in contents.snapshots]
-    show_snapshots(output, contents, states, [step for _, step in contents.uncommitted])
+    states = []
+    bare_steps = []
+    listed = []
+    for snapshot in contents.snapshots:
+        states.append((snapshot, *_state_of(snapshot)))
+        listed.append(_listed(snapshot))
+    for directory, step in contents.uncommitted:
+        bare_steps.append(step)
+        listed.append({**_BARE, "location": directory, "step": step})
+    show_snapshots(output, contents, states, bare_steps)
     for problem in contents.problems:
         output.line(problem, "yellow")
-    listed = [_listed(snapshot) for snapshot in contents.snapshots]
-    listed += [{**_BARE, "location": name, "step": step} for name, step in contents.uncommitted]
     listed.sort(key=itemgetter("step", "location"))
     return output.result(
         url=contents.url,
@@ -205,18 +212,25 @@ def show(args: argparse.Namespace, output: Output) -> int:
     with contextlib.closing(snapshot):
         plan = snapshot.plan
         facts = _facts(catalogue, plan)
-        tensors = [row for rank in range(plan.world_size) for row in _tensors(snapshot, rank)]
+        tensors = []
+        for rank in range(plan.world_size):
+            tensors += _tensors(snapshot, rank)
         state = snapshot.meta(0).state
     parts = _parts(tensors, state)
     _print_facts(output, facts, catalogue.runs[plan.run_id])
     output.line("")
-    rows = [(part["part"], part["tensors"], decimal(part["bytes"]), part["values"]) for part in parts]
+    rows = []
+    for part in parts:
+        rows.append((part["part"], part["tensors"], decimal(part["bytes"]), part["values"]))
     output.show(output.table("", "part of the state", "tensors>", "bytes>", "other values>", rows=rows))
     details: dict[str, Any] = {}
     if args.all:
         details = {"tensors": tensors, "state": state}
+        title = "values"
+        if plan.world_size > 1:
+            title = "values of rank 0"
         _print_tensors(output, tensors, with_rank=plan.world_size > 1)
-        _print_state(output, "values" if plan.world_size == 1 else "values of rank 0", state)
+        _print_state(output, title, state)
     elif not output.as_json:
         output.line("")
         output.line("--all shows each tensor and value")
@@ -225,16 +239,21 @@ def show(args: argparse.Namespace, output: Output) -> int:
 
 def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
     snapshot = catalogue.snapshot_of(plan)
-    manifests = [manifest for _, manifest in snapshot.files]
+    created_ns = 0
+    checksums = []
+    for _, manifest in snapshot.files:
+        created_ns = max(created_ns, manifest.created_ns)
+        checksums.append(manifest.checksums.whole)
+    _, first_manifest = snapshot.files[0]
     return {
         "url": catalogue.store.url,
         **fields_of(snapshot),
         "run_started_ns": id_time_ns(plan.run_id),
         "world_size": plan.world_size,
         "captured_ns": snapshot.captured_ns,
-        "created_ns": max(manifest.created_ns for manifest in manifests),
-        "checksum": [manifest.checksums.whole for manifest in manifests],
-        "packages": manifests[0].meta.packages,
+        "created_ns": created_ns,
+        "checksum": checksums,
+        "packages": first_manifest.meta.packages,
     }
 
 
@@ -245,16 +264,18 @@ def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
     for name in shard.names:
         is_tied = name in shard.meta.aliases
         stored = shard.stored(shard.meta.aliases.get(name, name))
-        rows.append(
-            {
-                "name": name,
-                "dtype": stored.logical or stored.spec.dtype,
-                "shape": list(stored.shape),
-                "bytes": 0 if is_tied else stored.spec.nbytes,
-                "alias_of": stored.name if is_tied else None,
-                "rank": rank,
-            }
-        )
+        row = {
+            "name": name,
+            "dtype": stored.logical or stored.spec.dtype,
+            "shape": list(stored.shape),
+            "bytes": stored.spec.nbytes,
+            "alias_of": None,
+            "rank": rank,
+        }
+        if is_tied:
+            row["bytes"] = 0
+            row["alias_of"] = stored.name
+        rows.append(row)
     return rows
 
 
@@ -286,8 +307,11 @@ def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, s
         elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
             pairs = [(str(index), item) for index, item in enumerate(value)]
     if pairs:
+        prefix = ""
+        if path:
+            prefix = f"{path}."
         for key, item in pairs:
-            yield from _values(item, f"{path}.{key}" if path else key, depth + 1)
+            yield from _values(item, f"{prefix}{key}", depth + 1)
     elif isinstance(value, dict) and value.get(TAG) == "tensor":
         yield path, f"tensor {value.get('v')}"
     else:
@@ -296,6 +320,7 @@ def _values(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, s
 
 def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
     times = f"{when(facts['captured_ns'])} UTC, committed {when(facts['created_ns'])}"
+    packages = [f"{name} {version}" for name, version in facts["packages"].items()]
     rows = (
         ("step", str(facts["step"])),
         ("names", ", ".join(facts["names"])),
@@ -304,7 +329,7 @@ def _print_facts(output: Output, facts: dict[str, Any], run_name: str) -> None:
         ("directory", facts["location"]),
         ("captured", times),
         ("size", f"{decimal(facts['size_bytes'])} in {count_of(facts['world_size'], 'rank')}"),
-        ("packages", ", ".join(f"{name} {version}" for name, version in facts["packages"].items())),
+        ("packages", ", ".join(packages)),
     )
     for name, text in rows:
         if text:
@@ -363,16 +388,20 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     if args.step and not (contents.snapshots or contents.problems or without_manifest):
         raise SnapshotNotFound(f"{contents.url}: no snapshot of step {', '.join(map(str, args.step))}")
     total = sum(snapshot.size_bytes for snapshot in contents.snapshots)
-    with output.bar("reading", total) as advance:
-        verdicts = [check(store, snapshot, advance) for snapshot in contents.snapshots]
+    verdicts = []
+    fields = []
     problems = list(contents.problems)
-    for verdict in verdicts:
-        problems += verdict.problems
+    with output.bar("reading", total) as advance:
+        for snapshot in contents.snapshots:
+            verdict = check(store, snapshot, advance)
+            verdicts.append(verdict)
+            fields.append(verdict.to_fields())
+            problems += verdict.problems
     _print_verdicts(output, contents, verdicts, problems)
     return output.result(
         ok=bool(verdicts) and not problems,
         url=contents.url,
-        snapshots=[verdict.to_fields() for verdict in verdicts],
+        snapshots=fields,
         problems=problems,
         without_manifest=without_manifest,
         size_bytes=total,
@@ -382,7 +411,9 @@ def verify(args: argparse.Namespace, output: Output) -> int:
 
 def check(store: SnapshotStore, snapshot: StoredSnapshot, advance: Callable[[int], None]) -> Verdict:
     """Read every byte of a snapshot's shards. Blocks. Raises: LevelError."""
-    verdict = Verdict(snapshot, GOOD if snapshot.is_complete else INCOMPLETE)
+    verdict = Verdict(snapshot, GOOD)
+    if not snapshot.is_complete:
+        verdict.state = INCOMPLETE
     for entry, manifest in snapshot.files:
         problem = _problem_of(store.place(entry), manifest, advance)
         if problem is None:
@@ -407,8 +438,21 @@ def _problem_of(place: FilePlace, manifest: Manifest, advance: Callable[[int], N
 
 
 def _print_verdicts(output: Output, contents: Contents, verdicts: list[Verdict], problems: list[str]) -> None:
-    rows = [(verdict.snapshot, verdict.state, _STYLES.get(verdict.state, "yellow")) for verdict in verdicts]
-    show_snapshots(output, contents, rows)
+    states = []
+    listed = set()
+    num_good = 0
+    num_incomplete = 0
+    for verdict in verdicts:
+        states.append((verdict.snapshot, verdict.state, _STYLES.get(verdict.state, "yellow")))
+        listed.add(verdict.snapshot.location)
+        if verdict.state == GOOD:
+            num_good += 1
+        elif verdict.state in (INCOMPLETE, GONE):
+            num_incomplete += 1
+    for name, _ in contents.without_manifest:
+        if name.directory not in listed:
+            num_incomplete += 1
+    show_snapshots(output, contents, states)
     for problem in problems:
         output.line(f"bad: {problem}", "red")
     for _, text in contents.without_manifest:
@@ -416,10 +460,6 @@ def _print_verdicts(output: Output, contents: Contents, verdicts: list[Verdict],
     if not (verdicts or problems or contents.without_manifest):
         output.line(f"no snapshots in {contents.url}: nothing to verify")
         return
-    num_good = sum(verdict.state == GOOD for verdict in verdicts)
-    listed = {verdict.snapshot.location for verdict in verdicts}
-    num_incomplete = sum(verdict.state in (INCOMPLETE, GONE) for verdict in verdicts)
-    num_incomplete += sum(name.directory not in listed for name, _ in contents.without_manifest)
     text = f"{count_of(num_good, 'snapshot')} good, {count_of(len(problems), 'problem')}"
     if num_incomplete:
         text += f", {num_incomplete} incomplete or gone"

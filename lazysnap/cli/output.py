@@ -41,7 +41,12 @@ def safe(value: object) -> str:
     text = str(value)
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    escaped = ""
+    for char in text:
+        if not char.isprintable():
+            char = char.encode("unicode_escape").decode()
+        escaped += char
+    return escaped
 
 
 def count_of(number: int, noun: str) -> str:
@@ -104,7 +109,9 @@ class Output:
 
     def cell(self, value: object, style: str = "") -> Text:
         """Return ``value`` as a cell of a table."""
-        return value if isinstance(value, Text) else Text(safe(self.hide(value)), style)
+        if isinstance(value, Text):
+            return value
+        return Text(safe(self.hide(value)), style)
 
     def table(self, title: str, *columns: str, rows: Iterable[Iterable[object]]) -> Table:
         """Return a table. Its cells are one line each.
@@ -121,21 +128,26 @@ class Output:
         table.show_edge = False
         table.pad_edge = False
         table.collapse_padding = True
-        cells = [[self.cell(value) for value in row] for row in rows]
         heads = [column.rstrip("<>") for column in columns]
-        widths = []
-        for index, head in enumerate(heads):
-            widths.append(max([len(head), *(row[index].cell_len for row in cells)]))
+        widths = [len(head) for head in heads]
+        lines = []
+        for row in rows:
+            cells = [self.cell(value) for value in row]
+            lines.append(cells)
+            for index, cell in enumerate(cells):
+                widths[index] = max(widths[index], cell.cell_len)
         for index, column in enumerate(columns):
             if column.endswith("<"):
                 room = self.width - (sum(widths) - widths[index]) - _GAP * (len(columns) - 1)
-                for row in cells:
-                    row[index] = _shortened(row[index], max(_SHORTEST, room))
+                for cells in lines:
+                    cells[index] = _shortened(cells[index], max(_SHORTEST, room))
         for column, head in zip(columns, heads, strict=True):
-            justify: Any = "right" if column.endswith(">") else "left"
+            justify: Any = "left"
+            if column.endswith(">"):
+                justify = "right"
             table.add_column(head, justify=justify, overflow="ellipsis", no_wrap=True)
-        for row in cells:
-            table.add_row(*row)
+        for cells in lines:
+            table.add_row(*cells)
         return table
 
     def show(self, item: RenderableType) -> None:
@@ -155,7 +167,9 @@ class Output:
         """Print the result as one JSON object, if that was asked for. Return the exit code."""
         if self.as_json:
             sys.stdout.write(json.dumps(self._hidden({"command": self._command, "ok": ok, **fields})) + "\n")
-        return OK if ok else BAD
+        if ok:
+            return OK
+        return BAD
 
     def error(self, text: str) -> None:
         """Print the error because of which the command has no result."""
@@ -204,7 +218,10 @@ class _ExitingConsole(Console):
 
 
 def _console(*, stderr: bool) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    # In a pipe or file, lines need not fit a screen.
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    stream = sys.stdout
+    if stderr:
+        stream = sys.stderr
+    width = None
+    if not stream.isatty() and "COLUMNS" not in os.environ:
+        width = _PIPE_WIDTH  # in a pipe or file, lines need not fit a screen
     return _ExitingConsole(stderr=stderr, width=width, highlight=False)

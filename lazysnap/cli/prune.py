@@ -30,22 +30,25 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise SnapshotNotFound(f"{plan.seen.url}: no snapshot is called {args.name!r}")
     plan.show()
     deleted: list[str] = []
-    if plan and args.dry_run:
+    if not plan:
+        output.line("nothing to delete")
+    elif args.dry_run:
         output.line(f"{decimal(plan.size_bytes)} would be deleted; this was a dry run")
-    elif plan:
-        if not args.yes and not _agreed(output):
-            output.say("nothing was deleted")
-            return OK
+    elif args.yes or _agreed(output):
         deleted = plan.carry_out()
         output.line(f"{len(deleted)} deleted, {decimal(plan.size_bytes)} of snapshots freed", "green")
     else:
-        output.line("nothing to delete")
+        output.say("nothing was deleted")
+        return OK
+    kept = []
+    for snapshot, reason in plan.keep:
+        kept.append({**fields_of(snapshot), "because": reason})
     return output.result(
         ok=not plan.problems,
         url=plan.seen.url,
         dry_run=args.dry_run,
         snapshots=[fields_of(snapshot) for snapshot in plan.delete],
-        kept=[{**fields_of(snapshot), "because": reason} for snapshot, reason in plan.keep],
+        kept=kept,
         unnamed=[snapshot.location for snapshot in plan.unnamed],
         leftovers=plan.leftovers,
         size_bytes=plan.size_bytes,
@@ -78,13 +81,15 @@ class _Plan:
         runs: dict[str, list[StoredSnapshot]] = defaultdict(list)
         for snapshot in self.seen.snapshots:
             runs[snapshot.run_id].append(snapshot)
-        only = None if args.run is None else catalogue.run_of(args.run)
+        only_run = None
+        if args.run is not None:
+            only_run = catalogue.run_of(args.run)
         for run_id, snapshots in runs.items():
-            if only not in (None, run_id):
-                self.keep += [(snapshot, "other run") for snapshot in snapshots]
-            else:
-                self.unnamed += [snapshot for snapshot in snapshots if self._name in snapshot.names]
+            if only_run in (None, run_id):
                 self._plan_run(snapshots)
+                continue
+            for snapshot in snapshots:
+                self.keep.append((snapshot, "other run"))
 
     @property
     def size_bytes(self) -> int:
@@ -99,6 +104,8 @@ class _Plan:
         complete = [snapshot for snapshot in snapshots if snapshot.is_complete]
         sound = self._sound(complete)
         for snapshot in snapshots:
+            if self._name in snapshot.names:
+                self.unnamed.append(snapshot)
             reason = self._why_kept(snapshot, sound, is_newest=snapshot in complete[-1:])
             if reason is None and any(place.is_link() for place in self._places(snapshot)):
                 reason = "symbolic link"
@@ -116,7 +123,9 @@ class _Plan:
         if snapshot.is_complete:
             if self._retention.is_expired(snapshot.step, newer):
                 return None
-            return "newest complete" if is_newest else "by the rules"
+            if is_newest:
+                return "newest complete"
+            return "by the rules"
         # Nobody needs an incomplete one once a newer one is complete.
         if newer >= 1 and all(place.is_stale() for place in self._places(snapshot)):
             return None  # no copy of it is in progress
@@ -140,8 +149,9 @@ class _Plan:
         """Return one line for each damage of a snapshot."""
         with self._output.bar(f"reading back step {snapshot.step}", snapshot.size_bytes) as advance:
             verdict = check(self._store, snapshot, advance)
-        gone = ["it was deleted meanwhile"] if verdict.state == GONE else []
-        return [*verdict.problems, *gone]
+        if verdict.state == GONE:
+            return [*verdict.problems, "it was deleted meanwhile"]
+        return verdict.problems
 
     def _places(self, snapshot: StoredSnapshot) -> list[FilePlace]:
         return [self._store.place(entry) for entry, _ in snapshot.files]
@@ -151,26 +161,28 @@ class _Plan:
 
         Manifests go first: an interruption leaves garbage, no half snapshot.
         """
-        store, output = self._store, self._output
         deleted: list[str] = []
         for snapshot in self.unnamed:
-            store.release(snapshot.run_id, self._name)
-        with output.bar("deleting", self.size_bytes) as advance:
+            self._store.release(snapshot.run_id, self._name)
+        with self._output.bar("deleting", self.size_bytes) as advance:
             for snapshot in self.delete:
                 advance(snapshot.size_bytes)
                 # Asked again, because the question to the user may have taken a while.
                 if delete_files(self._places(snapshot)):
                     deleted.append(snapshot.location)
                 else:
-                    output.say(f"{snapshot.location} stays: somebody gave it a name meanwhile")
-        return [*deleted, *store.sweep()]
+                    self._output.say(f"{snapshot.location} stays: somebody gave it a name meanwhile")
+        return [*deleted, *self._store.sweep()]
 
     def show(self) -> None:
         """Print what is to be done."""
         output = self._output
-        rows = [(snapshot, "delete", "red") for snapshot in self.delete]
-        rows += [(snapshot, f"keep: {reason}", "") for snapshot, reason in self.keep]
-        show_snapshots(output, self.seen, rows)
+        states = []
+        for snapshot in self.delete:
+            states.append((snapshot, "delete", "red"))
+        for snapshot, reason in self.keep:
+            states.append((snapshot, f"keep: {reason}", ""))
+        show_snapshots(output, self.seen, states)
         for snapshot in self.unnamed:
             output.line(f"step {snapshot.step} loses its name")
         for path in self.leftovers:

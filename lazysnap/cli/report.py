@@ -6,6 +6,7 @@ The keys of ``--json`` (docs/cli.md) are the one set of figures: the screen and 
 import argparse
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -53,7 +54,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
         write_file(args.html, output.hide(page(figures)))
         output.say(f"written: {args.html}")
     for line in heading(figures):
-        output.line(line, "bold" if line.startswith("goodput") else "")
+        style = ""
+        if line.startswith("goodput"):
+            style = "bold"
+        output.line(line, style)
     for table in tables(figures):
         output.line("")
         output.show(output.table("", *table.columns, rows=table.rows))
@@ -66,14 +70,15 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | None) -> tuple[str, list[EventFile]]:
     """Return a run, by default the newest, and its files of all nodes. Blocks. Raises: LevelError, SnapshotNotFound."""
-    newest: dict[tuple[str, int], EventFile] = {}
+    files_of: dict[str, dict[int, EventFile]] = defaultdict(dict)
+    """The newest file of each node, by run."""
     for url in urls:
         open_existing(url, options)
         for file in read(url, dict(options)):
-            other = newest.get((file.run_id, file.node))
-            if other is None or other.events[-1].t < file.events[-1].t:
-                newest[file.run_id, file.node] = file
-    runs = sorted({run_id for run_id, _ in newest})
+            of_nodes = files_of[file.run_id]
+            if file.node not in of_nodes or of_nodes[file.node].events[-1].t < file.events[-1].t:
+                of_nodes[file.node] = file
+    runs = sorted(files_of)
     if run is None:
         matching = runs[-1:]
         fault = "no events"
@@ -85,7 +90,9 @@ def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | Non
         raise SnapshotNotFound(
             f"{' and '.join(urls)}: {fault}; {known_runs}. The file of events is at the first level of a job"
         )
-    return matching[0], [newest[key] for key in sorted(newest) if key[0] == matching[0]]
+    run_id = matching[0]
+    by_node = sorted(files_of[run_id].items())
+    return run_id, [file for _, file in by_node]
 
 
 def write_file(path: str, text: str) -> None:
@@ -106,7 +113,38 @@ def figures_of(run_id: str, urls: list[str], files: Sequence[EventFile], result:
     """Return all figures of a run. Times are in seconds, moments in Unix time. Pure."""
     over_time = _over_time(result)
     last_start = result.starts[-1]
-    figures: dict[str, Any] = {
+    classes_s = {}
+    for name, time_us in result.classes().items():
+        classes_s[name] = time_us / 1e6
+    spans = []
+    for span in result.spans:
+        spans.append(
+            {
+                "began": span.begin / 1e6,
+                "ended": span.end / 1e6,
+                "class": span.kind,
+                "waited_s": span.waited / 1e6,
+            }
+        )
+    starts = []
+    for start in result.starts:
+        starts.append(
+            {
+                "began": start.began / 1e6,
+                "ended": start.ended / 1e6,
+                "step": start.name.step,
+                "how": start.how,
+                "pid": start.name.pid,
+                "node": start.node,
+            }
+        )
+    places = {}
+    for place in result.newest:
+        places[place] = _place_figures(place, result, over_time)
+    levels = {}
+    for url, level in levels_of(files).items():
+        levels[url] = asdict(level)
+    return {
         "url": urls,
         "run_id": run_id,
         "rank": result.starts[0].name.rank,
@@ -121,29 +159,15 @@ def figures_of(run_id: str, urls: list[str], files: Sequence[EventFile], result:
         "goodput": result.goodput,
         "step": result.reached,
         "every_n_steps": last_start.every,
-        "classes_s": {name: spent / 1e6 for name, spent in result.classes().items()},
+        "classes_s": classes_s,
+        "spans": spans,
+        "starts": starts,
+        "interruptions": [_interruption_figures(interruption) for interruption in result.interruptions],
+        "places": places,
+        "levels": levels,
+        "over_time": over_time,
+        "notes": _note_figures(files),
     }
-    figures["spans"] = [
-        {"began": span.begin / 1e6, "ended": span.end / 1e6, "class": span.kind, "waited_s": span.waited / 1e6}
-        for span in result.spans
-    ]
-    figures["starts"] = [
-        {
-            "began": start.began / 1e6,
-            "ended": start.ended / 1e6,
-            "step": start.name.step,
-            "how": start.how,
-            "pid": start.name.pid,
-            "node": start.node,
-        }
-        for start in result.starts
-    ]
-    figures["interruptions"] = [_interruption_figures(interruption) for interruption in result.interruptions]
-    figures["places"] = {place: _place_figures(place, result, over_time) for place in result.newest}
-    figures["levels"] = {url: asdict(level) for url, level in levels_of(files).items()}
-    figures["over_time"] = over_time
-    figures["notes"] = _note_figures(files)
-    return figures
 
 
 def _over_time(result: Account) -> list[dict[str, Any]]:
@@ -153,7 +177,9 @@ def _over_time(result: Account) -> list[dict[str, Any]]:
     for number in range(1, _BINS + 1):
         end = result.began + result.wall * number // _BINS
         waited = (value_at(result.waits, end) - value_at(result.waits, begin)) / max(1, end - begin)
-        behind = {place: result.behind(place, end) for place in result.newest}
+        behind = {}
+        for place in result.newest:
+            behind[place] = result.behind(place, end)
         points.append({"t": end / 1e6, "step": result.step_at(end), "waited": min(1.0, waited), "behind": behind})
         begin = end
     return points
@@ -179,11 +205,17 @@ def _interruption_figures(interruption: Interruption) -> dict[str, Any]:
 
 
 def _place_figures(place: str, result: Account, over_time: list[dict[str, Any]]) -> dict[str, Any]:
-    behind = [point["behind"][place] for point in over_time if point["behind"][place] is not None]
+    behind = []
+    for point in over_time:
+        if point["behind"][place] is not None:
+            behind.append(point["behind"][place])
+    mean = None
+    if behind:
+        mean = sum(behind) / len(behind)
     return {
         "newest_step": result.newest[place][-1][1],
         "behind": result.behind(place, result.ended),
-        "behind_mean": sum(behind) / len(behind) if behind else None,
+        "behind_mean": mean,
         "behind_most": max(behind, default=None),
     }
 
@@ -295,7 +327,7 @@ def _interruption_row(interruption: dict[str, Any], figures: dict[str, Any]) -> 
 def _source(source: str, figures: dict[str, Any]) -> str:
     if source == OTHER_NODES:
         return "other nodes"
-    if [source] == [place for place in figures["places"] if place not in (MEMORY, OTHER_NODES)]:
+    if figures["places"].keys() - {MEMORY, OTHER_NODES} == {source}:
         return "storage"
     return without_beginning(source, _MOST_OF_SOURCE)
 
@@ -319,7 +351,9 @@ def _place_row(place: str, figures: dict[str, Any]) -> Sequence[str]:
 
 
 def _text(number: int | None) -> str:
-    return "" if number is None else str(number)
+    if number is None:
+        return ""
+    return str(number)
 
 
 def notes(figures: dict[str, Any]) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The page of ``lazysnap report --html``: one file with pictures, which loads nothing else. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -37,12 +38,14 @@ _Values = Sequence[float | None]
 
 def page(figures: dict[str, Any]) -> str:
     """Return the page of the figures that ``report --json`` has."""
-    name, times, goodput, *further = (escape(line) for line in heading(figures))
-    keys = "".join(_key(label, _COLOURS[kind]) for kind, label in LABELS.items())
+    name, times, goodput, *further = map(escape, heading(figures))
+    keys = ""
+    for kind, label in LABELS.items():
+        keys += _key(label, _COLOURS[kind])
     body = [f"<h1>{goodput}</h1><p>{'<br>'.join((name, times, *further))}</p><p>{keys}</p>", _strip(figures)]
-    body += [_table(table) for table in tables(figures)]
-    body += list(_charts(figures))
-    lines = [escape(line) for line in notes(figures)]
+    body += map(_table, tables(figures))
+    body += _charts(figures)
+    lines = list(map(escape, notes(figures)))
     if lines:
         body.append(f"<h2>notes</h2><p>{'<br>'.join(lines)}</p>")
     return (
@@ -57,15 +60,22 @@ def _key(label: str, colour: str) -> str:
 
 
 def _table(table: TableRows) -> str:
-    kinds = [" class='n'" if column.endswith(">") else "" for column in table.columns]
-    head = _cells("th", [column.rstrip("<>") for column in table.columns], kinds)
-    rows = [_cells("td", row, kinds) for row in table.rows]
-    return f"<table>{head}{''.join(rows)}</table>"
+    heads = [column.rstrip("<>") for column in table.columns]
+    html = _row("th", heads, table.columns)
+    for row in table.rows:
+        html += _row("td", row, table.columns)
+    return f"<table>{html}</table>"
 
 
-def _cells(tag: str, texts: Sequence[str], kinds: Sequence[str]) -> str:
-    cells = [f"<{tag}{kind}>{escape(text)}</{tag}>" for text, kind in zip(texts, kinds, strict=True)]
-    return f"<tr>{''.join(cells)}</tr>"
+def _row(tag: str, texts: Sequence[str], columns: Sequence[str]) -> str:
+    """Return the HTML of a row. A column that ends in ``>`` is of numbers."""
+    cells = ""
+    for text, column in zip(texts, columns, strict=True):
+        attributes = ""
+        if column.endswith(">"):
+            attributes = " class='n'"
+        cells += f"<{tag}{attributes}>{escape(text)}</{tag}>"
+    return f"<tr>{cells}</tr>"
 
 
 # ---------------------------------------------------------------- pictures
@@ -93,18 +103,29 @@ def _strip(figures: dict[str, Any]) -> str:
 
 
 def _charts(figures: dict[str, Any]) -> Iterator[str]:
-    points = figures["over_time"]
-    behind: dict[str, _Values] = {}
-    for place in figures["places"]:
-        behind[place] = [point["behind"][place] for point in points]
-    waited = [None if point["step"] is None else 100 * point["waited"] for point in points]
-    yield _chart("step reached", {"step": [point["step"] for point in points]}, figures)
+    steps = []
+    waited: list[float | None] = []
+    behind: dict[str, list[float | None]] = defaultdict(list)
+    for point in figures["over_time"]:
+        steps.append(point["step"])
+        waited_percent = None
+        if point["step"] is not None:
+            waited_percent = 100 * point["waited"]
+        waited.append(waited_percent)
+        for place in figures["places"]:
+            behind[place].append(point["behind"][place])
+    yield _chart("step reached", {"step": steps}, figures)
     yield _chart("how many steps the newest complete one is behind", behind, figures)
     yield _chart("time waited for copies, %", {"waiting": waited}, figures)
 
 
-def _chart(title: str, series: dict[str, _Values], figures: dict[str, Any]) -> str:
-    top = max((value for values in series.values() for value in values if value is not None), default=0.0) or 1.0
+def _chart(title: str, series: Mapping[str, _Values], figures: dict[str, Any]) -> str:
+    top = 0.0
+    for values in series.values():
+        for value in values:
+            top = max(top, value or 0.0)
+    if not top:
+        top = 1.0
     drawn = []
     for share in (0, 0.5, 1):
         at = f"x='{_LEFT - 8}' y='{_HEIGHT - share * (_HEIGHT - 12)}'"

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.filesize import decimal
 
-from lazysnap.cli.keepers import FoundKeeper, RunningKeeper, ask, identities, of_this_node
+from lazysnap.cli.keepers import KeeperAnswer, KeeperProcess, ask, identities, of_this_node
 from lazysnap.cli.output import OK, Output, count_of, without_beginning
 from lazysnap.cli.survival import ALIVE, MEMORY, OTHER_NODES, survival
 from lazysnap.console import duration
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """
     if args.prometheus and args.json:
         raise ConfigError("--prometheus and --json are two forms of the same numbers: choose one")
-    jobs, not_asked = look(args.job)
+    jobs, not_asked = ask_keepers(args.job)
     if args.prometheus:
         sys.stdout.write(output.hide(exposition(jobs)))
         return OK
@@ -45,28 +45,34 @@ def run(args: argparse.Namespace, output: Output) -> int:
     return output.result(ok=not any(job["problems"] for job in jobs), jobs=jobs, not_asked=not_asked)
 
 
-def look(job: str | None) -> tuple[list[dict[str, Any]], list[int]]:
+def ask_keepers(job: str | None) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the figures of all jobs of this owner, and the processes of other keepers of this user."""
     if job is None:
         running = list(of_this_node())
     else:
-        running = [RunningKeeper(identity, 0, True) for identity in identities(job)]
-    reachable = [keeper for keeper in running if keeper.is_reachable]
+        running = [KeeperProcess(identity, 0, True) for identity in identities(job)]
+    reachable = []
+    not_asked = []
+    for keeper in running:
+        if keeper.is_reachable:
+            reachable.append(keeper)
+        else:
+            not_asked.append(keeper.pid)
     with ThreadPoolExecutor(len(reachable) or 1) as pool:
         answers = list(pool.map(_ask, reachable))
     jobs = [job_figures(answer) for answer in answers if answer is not None]
     jobs.sort(key=itemgetter("job", "keeper"))
-    return jobs, sorted(keeper.pid for keeper in running if not keeper.is_reachable)
+    return jobs, sorted(not_asked)
 
 
-def _ask(keeper: RunningKeeper) -> FoundKeeper | None:
+def _ask(keeper: KeeperProcess) -> KeeperAnswer | None:
     return ask(keeper.identity, keeper.pid, _ANSWER_S)
 
 
 # ---------------------------------------------------------------- figures
 
 
-def job_figures(keeper: FoundKeeper) -> dict[str, Any]:
+def job_figures(keeper: KeeperAnswer) -> dict[str, Any]:
     """Return the figures of a job: the same keys whether its keeper answers or not."""
     figures: dict[str, Any] = {
         "job": keeper.identity.job_id,
@@ -89,7 +95,8 @@ def job_figures(keeper: FoundKeeper) -> dict[str, Any]:
     figures["run_id"] = state.run_id
     figures["node"] = state.node
     figures["nodes"] = state.nodes
-    figures["survives"] = {loss: asdict(outcome) for loss, outcome in survival(state).items()}
+    for loss, outcome in survival(state).items():
+        figures["survives"][loss] = asdict(outcome)
     figures["levels"] = [_level_figures(level) for level in state.levels]
     figures["ranks"] = [_rank_figures(rank) for rank in state.ranks]
     figures["parity_bytes"] = state.parity_bytes
@@ -114,12 +121,15 @@ def _level_figures(level: LevelFacts) -> dict[str, Any]:
 
 
 def _rank_figures(rank: RankState) -> dict[str, Any]:
+    ended_age_s = None
+    if rank.end is not None:
+        ended_age_s = _age_s(rank.end.ended_ns)
     figures: dict[str, Any] = {
         "rank": rank.rank,
         "training": rank.phase in ALIVE,
         "pid": rank.pid,
         "process_age_s": max(0.0, time.time() - rank.since_s),
-        "ended_age_s": None if rank.end is None else _age_s(rank.end.ended_ns),
+        "ended_age_s": ended_age_s,
         "step": rank.reached,
         "captured_step": None,
         "captured_age_s": None,
@@ -161,8 +171,10 @@ def _age_s(time_ns: int | None) -> float | None:
 def _problems(state: NodeState) -> list[str]:
     """Return what keeps a job from being safe, in words. Pure."""
     problems = []
-    if any(rank.phase in ALIVE and not rank.slots for rank in state.ranks):
-        problems.append("a rank has no slots in memory: nothing of it is captured now")
+    for rank in state.ranks:
+        if rank.phase in ALIVE and not rank.slots:
+            problems.append("a rank has no slots in memory: nothing of it is captured now")
+            break
     for level in state.levels:
         if level.is_failing:
             problems.append(f"{level.url} fails: {level.failure or 'no answer'}")
@@ -191,7 +203,9 @@ def exposition(jobs: Iterable[dict[str, Any]]) -> str:
 
 
 def _add_samples(samples: dict[str, list[str]], prefix: str, figures: dict[str, Any], **labels: str) -> None:
-    texts = [f"{name}={json.dumps(label, ensure_ascii=False)}" for name, label in labels.items()]
+    texts = []
+    for name, label in labels.items():
+        texts.append(f"{name}={json.dumps(label, ensure_ascii=False)}")
     for key, value in figures.items():
         if isinstance(value, Real) and key not in ("pid", "rank", "keeper", "node"):
             lines = samples.setdefault(f"{prefix}_{key}", [])
@@ -218,8 +232,12 @@ def _screen(
     for job in jobs:
         parts += _job(job, output)
     if not jobs:
-        owner = "this user and runtime directory" if not_asked else "this user"
-        text = f"job {job_name} does not run" if job_name else f"no training with lazysnap of {owner} runs"
+        owner = "this user"
+        if not_asked:
+            owner = "this user and runtime directory"
+        text = f"no training with lazysnap of {owner} runs"
+        if job_name:
+            text = f"job {job_name} does not run"
         parts.append(output.cell(f"{text} on this node, and none left memory here"))
         parts.append(output.cell("`lazysnap ls URL` lists the snapshots of a level: a directory or an object store"))
     if not_asked:
@@ -271,27 +289,32 @@ def _tables(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
     yield ""
     columns = ["if this ends", "a restart resumes", "steps lost>"]
     yield output.table("", *columns, rows=_loss_rows(job, output))
-    levels = job["levels"]
-    if levels:
+    if job["levels"]:
         yield ""
         columns = ["level<", "newest>", "stored>", "rate>"]
-        rows = [_level_row(level) for level in levels]
-        if any(level["storing_step"] is not None or level["waiting_steps"] for level in levels):
+        progress = [_progress(level) for level in job["levels"]]
+        if any(progress):
             columns.append("in progress")
-            rows = [[*row, _progress(level)] for row, level in zip(rows, levels, strict=True)]
+        rows = []
+        for level, text in zip(job["levels"], progress, strict=True):
+            rows.append([*_level_row(level), text][: len(columns)])
         yield output.table("", *columns, rows=rows)
     yield ""
     columns = ["rank>", "step>", "captured>", "steps/s>", "copy>", "waited>", "slots>", "memory>"]
-    rows = [_rank_row(rank) for rank in job["ranks"]]
     if any(rank["file_bytes"] for rank in job["ranks"]):
         columns.append("in files>")
-        rows = [[*row, decimal(rank["file_bytes"])] for row, rank in zip(rows, job["ranks"], strict=True)]
+    rows = []
+    for rank in job["ranks"]:
+        rows.append([*_rank_row(rank), decimal(rank["file_bytes"])][: len(columns)])
     yield output.table("", *columns, rows=rows)
 
 
 def _loss_rows(job: dict[str, Any], output: Output) -> Iterator[list[object]]:
-    lives = any(rank["training"] for rank in job["ranks"])
-    reached = max((rank["step"] for rank in job["ranks"] if rank["step"] is not None), default=0)
+    lives = False
+    reached = 0
+    for rank in job["ranks"]:
+        lives = lives or rank["training"]
+        reached = max(reached, rank["step"] or 0)
     urls = [level["url"] for level in job["levels"]]
     hidden = set()
     if job["nodes"] < 3:
@@ -309,7 +332,9 @@ def _loss_rows(job: dict[str, Any], output: Output) -> Iterator[list[object]]:
         if loss == "keeper" and lives and outcome["safe"]["source"] == MEMORY:
             yield [label, "training goes on with a new keeper", "0"]
         else:
-            style = "yellow" if outcome["safe"]["step"] is None else ""
+            style = ""
+            if outcome["safe"]["step"] is None:
+                style = "yellow"
             yield [label, output.cell(_resumed(outcome, urls), style), _steps_lost(outcome, reached)]
 
 
@@ -368,22 +393,30 @@ def _progress(level: dict[str, Any]) -> str:
 
 
 def _rank_row(rank: dict[str, Any]) -> list[object]:
-    step = "" if rank["step"] is None else str(rank["step"])
+    step = ""
+    if rank["step"] is not None:
+        step = str(rank["step"])
     rate = rank["steps_per_s"]
     rate_text = ""
     if rate is not None:
-        rate_text = f"{rate:.3g}" if rate < 1000 else f"{rate:.0f}"
+        rate_text = f"{rate:.3g}"
+        if rate >= 1000:
+            rate_text = f"{rate:.0f}"
     memory = decimal(rank["memory_bytes"] + rank["file_bytes"])
     times = [_seconds(rank["copy_s"]), _seconds(rank["waited_s"])]
     return [rank["rank"], step, _ago(rank["captured_age_s"]), rate_text, *times, rank["slots"], memory]
 
 
 def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else duration(seconds)
+    if seconds is None:
+        return ""
+    return duration(seconds)
 
 
 def _ago(age_s: float | None) -> str:
-    return "" if age_s is None else f"{duration(age_s)} ago"
+    if age_s is None:
+        return ""
+    return f"{duration(age_s)} ago"
 
 
 def _notes(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:

@@ -57,7 +57,9 @@ def memory_step(state: NodeState) -> int | None:
     if state.common_step is not None or len(state.ranks) != 1:
         return state.common_step
     captures = state.ranks[0].captures
-    return captures[-1].step if captures else None
+    if not captures:
+        return None
+    return captures[-1].step
 
 
 def _without_nodes(state: NodeState, stored: RestartPoint, num_lost: int) -> Survival:

@@ -327,7 +327,7 @@ class DeleteFiles(Job):
 class SetNames(Job):
     """Give names, and take names away. ``NamesSet`` or ``Failed`` follows."""
 
-    given: tuple[NamedStep, ...]
+    added: tuple[NamedStep, ...]
     released: tuple[NamedStep, ...]
 
 

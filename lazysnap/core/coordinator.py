@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from lazysnap.core.level_grants import MAX_REMEMBERED, LevelGrants
 from lazysnap.core.messages import MAX_TOLD, GrantProgress, Order, Report, StepKey
-from lazysnap.core.node import RankView, is_in_memory, is_missed
+from lazysnap.core.node import RankView, is_in_memory, is_missed, newest_begun
 
 _UNDER_WAY = (GrantProgress.WAITING, GrantProgress.WRITING, GrantProgress.STORED)
 _GIVEN_UP = (GrantProgress.MISSED, GrantProgress.FAILED)
@@ -56,7 +56,7 @@ class Coordinator:
     """Steps that are to have a name, given or not. They are required at the first level."""
     to_protect: set[StepKey] = field(default_factory=set)
     """Steps that redundancy must protect."""
-    left: set[StepKey] | None = None
+    captures_left: set[StepKey] | None = None
     """Captures that all nodes have, once nobody trains any more; None as long as somebody does."""
     lost: set[StepKey] = field(default_factory=set)
     is_drained: bool = False
@@ -81,13 +81,14 @@ class Coordinator:
         captures_left = []
         for report in self.reports.values():
             self.required.update(report.required)
-            self.to_name.update(named.key for named in report.names)
+            for named in report.names:
+                self.to_name.add(named.key)
             self.to_protect.update(report.protect)
             if report.left is not None:
                 captures_left.append(set(report.left))
-        self.left = None
+        self.captures_left = None
         if len(captures_left) == len(self.reports):
-            self.left = set.intersection(*captures_left)
+            self.captures_left = set.intersection(*captures_left)
         for index, level in enumerate(self.levels):
             level.take_reports([report.levels[index] for report in self.reports.values()])
 
@@ -181,9 +182,13 @@ class Coordinator:
 
     def _count_grant(self, level: LevelGrants, grant: StepKey) -> None:
         """See whether the granted step is complete, or can never be."""
-        present = [report for report in level.reports if report.version == level.version]
-        progress = {report.progress for report in present}
-        if len(present) == self.num_nodes and progress == {GrantProgress.STORED}:
+        num_answered = 0
+        progress = set()
+        for report in level.reports:
+            if report.version == level.version:
+                num_answered += 1
+                progress.add(report.progress)
+        if num_answered == self.num_nodes and progress == {GrantProgress.STORED}:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):
             # A missed step that was begun when it was granted is gone. One that lay ahead was granted too late.
@@ -204,7 +209,7 @@ class Coordinator:
         level = self.levels[index]
         if not level.is_open or level.is_under_way or not level.is_ready or not level.is_answered:
             return
-        if self.left is not None:
+        if self.captures_left is not None:
             if not level.is_memory:
                 self._grant_what_is_left(index)
         elif ranks and self._is_training_on_all():
@@ -228,12 +233,13 @@ class Coordinator:
 
     def _grant_next(self, index: int, ranks: Sequence[RankView], now: float) -> None:
         """Grant a required step that is still there; else the next one that is due."""
-        start = max(rank.start for rank in ranks)
+        begun_key = newest_begun(ranks)
+        start = begun_key.start
+        begun = begun_key.step
         if start == 0:
             return  # the trainers are still restoring
-        begun = max(rank.begun for rank in ranks if rank.start == start)
         level = self.levels[index]
-        ahead = self._grant_required(index, StepKey(start, begun), ranks)
+        ahead = self._grant_required(index, begun_key, ranks)
         if level.is_under_way:
             return
         if self._copies_from_faster(index):
@@ -251,12 +257,13 @@ class Coordinator:
             return
         if self._key_to_read_first(ranks) is not None:
             return  # another level is about to be granted that one
-        newest_begun = StepKey(start, begun)
-        if not ahead and self._takes_newest_begun(level, newest_begun, ranks):
-            self._become_due_grant(level, newest_begun, start, now, is_ahead=False)
+        if not ahead and self._takes_newest_begun(level, begun_key, ranks):
+            self._become_due_grant(level, begun_key, start, now, is_ahead=False)
             return
-        if ahead:
-            next_step = min(next_step, *ahead) if level.is_due(start, now) else min(ahead)
+        if not level.is_due(start, now):
+            next_step = min(ahead)
+        elif ahead:
+            next_step = min(next_step, *ahead)
         self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
 
     def _has_storage_missed(self) -> bool:
@@ -329,7 +336,7 @@ class Coordinator:
 
     def _key_to_read_first(self, ranks: Sequence[RankView]) -> StepKey | None:
         """Return a required step that was begun, and that a level would read from the slots now."""
-        begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
+        begun = newest_begun(ranks)
         for index, level in enumerate(self.levels):
             is_free = not level.is_under_way or self._may_be_overtaken(index)
             if not is_free or not level.is_open or not level.is_ready or self._copies_from_faster(index):
@@ -435,10 +442,10 @@ class Coordinator:
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
         storage = [level for level in self.levels if not level.is_memory]
-        if self.left is None or not all(level.is_open for level in storage):
+        if self.captures_left is None or not all(level.is_open for level in storage):
             return  # what a level has that is not open yet is not known
         for index, level in enumerate(storage):
-            for key in self._required_at(index) - self.left - level.complete:
+            for key in self._required_at(index) - self.captures_left - level.complete:
                 if self._source_of(key, index) is None:
                     self._give_up(level, key)
 
@@ -460,19 +467,19 @@ class Coordinator:
         That is the newest capture that all nodes have, what is required of the others that all have, and what is
         required and a faster level has. A node that is alone stores all: it does not know what others have.
         """
-        if not self.left:
+        if not self.captures_left:
             return set()
         if self.is_alone:
-            return self.left
+            return self.captures_left
         required = self.required | self.to_name
-        keys = {max(self.left)} | (self.left & required - self.lost)
+        keys = {max(self.captures_left)} | (self.captures_left & required - self.lost)
         for key in self._required_at(index):
             if self._source_of(key, index) is not None:
                 keys.add(key)
         return keys
 
     def _find_drained(self) -> bool:
-        if self.left is None:
+        if self.captures_left is None:
             return False
         return all(self._is_level_drained(index) for index in range(len(self.levels)))
 

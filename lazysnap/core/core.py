@@ -104,10 +104,12 @@ class Core:
 
     def wake_at(self) -> float | None:
         """Return the time at which ``TimePassed`` is wanted; None if only other events matter."""
-        times = [self._decide_at]
-        if self.job is not None:
+        times = []
+        if self._decide_at is not None:
+            times.append(self._decide_at)
+        if self.job is not None and self.job.repeat_at is not None:
             times.append(self.job.repeat_at)
-        return min((time for time in times if time is not None), default=None)
+        return min(times, default=None)
 
     def _deadlines(self) -> list[float]:
         """Return the times at which something is to be decided without any other event."""
@@ -230,18 +232,25 @@ class Core:
         That is one that is complete at the first level; without levels, when the memory of the first rank has nothing
         older. Holds of these slots are released at once.
         """
-        former = self.ranks.all[job.settings.num_ranks :]
-        for rank in former:
+        has_slots = False
+        for rank in self.ranks.all[job.settings.num_ranks :]:
             for slot in rank.slots:
+                has_slots = True
                 if slot.is_held:
                     self._actions.append(Release(rank.number, slot.slot_id))
-        if not any(rank.slots for rank in former):
+        if not has_slots:
             return
+        starts = set()
+        """The starts of which there are snapshots."""
         if job.node.storage:
-            is_replaced = any(key.start == self.job_start for key in job.node.storage[0].complete)
+            for key in job.node.storage[0].complete:
+                starts.add(key.start)
+            is_replaced = self.job_start in starts
         else:
-            whole = [slot for slot in self.ranks.rank(0).slots if slot.is_whole]
-            is_replaced = bool(whole) and all(slot.start == self.job_start for slot in whole)
+            for slot in self.ranks.rank(0).slots:
+                if slot.is_whole:
+                    starts.add(slot.start)
+            is_replaced = starts == {self.job_start}
         if is_replaced:
             self._actions += self.ranks.former_slots(job.settings.num_ranks)
 
@@ -265,9 +274,10 @@ class Core:
             return KeeperState(pid=self._pid, alerts=tuple(alerts), is_serving_peers=self._is_serving_peers)
         job = self.job
         wants = self.ranks.wants
-        is_anybody_waiting = bool(wants.required or wants.names) or any(
-            rank.state is not None and rank.state.is_sealed for rank in self.ranks.all
-        )
+        is_anybody_waiting = bool(wants.required or wants.names)
+        for rank in self.ranks.all:
+            if rank.state is not None and rank.state.is_sealed:
+                is_anybody_waiting = True
         alerts += job.alerts(self.now, self._meeting_address())
         return KeeperState(
             pid=self._pid,

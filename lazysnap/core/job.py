@@ -34,7 +34,7 @@ from lazysnap.core.messages import (
     Report,
     StepKey,
 )
-from lazysnap.core.node import Node, NodeLevel, RankView, key_of, whole_on_all
+from lazysnap.core.node import Node, NodeLevel, RankView, key_of, newest_begun, whole_on_all
 from lazysnap.core.ranks import Wants, num_spare_slots
 from lazysnap.core.retention import Retention
 
@@ -101,7 +101,9 @@ class JobCore:
 
     def receive(self, message: Report | Order, now: float) -> bool:
         """Take the state of another node. Returns: True if it is new, or the node was silent before."""
-        node = message.node if isinstance(message, Report) else COORDINATOR_NODE
+        node = COORDINATOR_NODE
+        if isinstance(message, Report):
+            node = message.node
         if message.job != self.digest or node not in self._node_heard_at:
             return False  # of a start with other settings
         self._heard_at = now
@@ -142,7 +144,10 @@ class JobCore:
 
     def deadlines(self, now: float, *, is_draining: bool) -> list[float]:
         """Return the times at which ``decide`` may say something new."""
-        times = [heard_at + UNREACHED_S for heard_at in self._node_heard_at.values() if heard_at + UNREACHED_S > now]
+        times = []
+        for heard_at in self._node_heard_at.values():
+            if heard_at + UNREACHED_S > now:
+                times.append(heard_at + UNREACHED_S)
         if self.settings.redundancy is not None and self._protected_at + UNPROTECTED_S > now:
             times.append(self._protected_at + UNPROTECTED_S)
         if self._may_become_alone(is_draining=is_draining):
@@ -156,7 +161,9 @@ class JobCore:
     # The coordinator
 
     def _new_coordinator(self, num_nodes: int, *, is_alone: bool = False) -> Coordinator:
-        levels = [LevelGrants.of_level(level) for level in self.settings.levels]
+        levels = []
+        for level in self.settings.levels:
+            levels.append(LevelGrants.of_level(level))
         if self.settings.redundancy is not None:
             levels.append(LevelGrants.of_redundancy(self.settings.redundancy))
         return Coordinator(
@@ -243,7 +250,7 @@ class JobCore:
 
     def _newest_of_start(self, ranks: Sequence[RankView]) -> StepKey | None:
         """Return the newest capture of the present start that all ranks of the node have whole."""
-        start = max(rank.start for rank in ranks)
+        start = newest_begun(ranks).start
         of_start = [key for key in whole_on_all(ranks) if key.start == start]
         return max(of_start, default=None)
 
@@ -300,7 +307,9 @@ class JobCore:
             for key in keys:
                 slot_of_key = rank.capture_of(key)
                 if slot_of_key is not None and not slot_of_key.is_held and rank.keeps(slot_of_key):
-                    num_kept = rank.num_kept if rank.is_capturing else len(rank.slots)
+                    num_kept = len(rank.slots)
+                    if rank.is_capturing:
+                        num_kept = rank.num_kept
                     self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence, num_kept))
 
     def wishes(self, index: int, wants: Wants) -> Wishes:
@@ -310,17 +319,19 @@ class JobCore:
         """
         if self.settings.node != COORDINATOR_NODE or self.node.levels[index].is_memory:
             return Wishes()
-        given = set(wants.names)
+        names = set(wants.names)
         for faster in self.node.levels[:index]:
-            given |= faster.names
-        return Wishes(frozenset(given), wants.released)
+            names |= faster.names
+        return Wishes(frozenset(names), wants.released)
 
     def _set_awaited_step(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> None:
         """Tell trainers from which step on the keeper wants to see captures begin.
 
         It wants to see the first one of a start in any case: people are told when training began.
         """
-        steps = [key.step for key in unanswered]
+        steps = []
+        for key in unanswered:
+            steps.append(key.step)
         for level in self.node.levels:
             if level.progress is GrantProgress.WAITING and level.grant is not None and level.source is None:
                 steps.append(level.grant.step)
@@ -342,6 +353,9 @@ class JobCore:
         """Return the state of each storage level. ``has_progress``: True if somebody waits for a step."""
         states = []
         for level, jobs in zip(self.node.storage, self.levels, strict=False):
+            writing = None
+            if has_progress:
+                writing = jobs.writing
             states.append(
                 LevelState(
                     complete=level.complete,
@@ -351,7 +365,7 @@ class JobCore:
                     failure=jobs.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,
-                    writing=jobs.writing if has_progress else None,
+                    writing=writing,
                 )
             )
         return tuple(states)
@@ -397,11 +411,12 @@ class JobCore:
         redundancy = self.settings.redundancy
         if redundancy is None:
             return
-        start = max(rank.start for rank in ranks)
-        begun = max(rank.begun for rank in ranks if rank.start == start)
-        protected = self.protected
-        newest = protected.step if protected is not None and protected.start == start else -1
-        if start == 0 or begun // redundancy.every_n_steps <= max(newest, 0) // redundancy.every_n_steps:
+        begun = newest_begun(ranks)
+        protected_step = 0
+        if self.protected is not None and self.protected.start == begun.start:
+            protected_step = self.protected.step
+        num_due = begun.step // redundancy.every_n_steps - protected_step // redundancy.every_n_steps
+        if begun.start == 0 or num_due <= 0:
             self._protected_at = now
 
     def _silent_nodes(self, now: float) -> list[int]:
@@ -435,12 +450,14 @@ def _others(settings: JobSettings) -> list[int]:
     return [COORDINATOR_NODE]
 
 
-def _unreached(own: int, silent: list[int], address: str) -> str:
-    who = "rank 0's node" if COORDINATOR_NODE in silent else f"node {min(silent)}"
+def _unreached(node: int, silent: list[int], address: str) -> str:
+    silent_nodes = f"node {min(silent)}"
+    if COORDINATOR_NODE in silent:
+        silent_nodes = "rank 0's node"
     if len(silent) > 1:
-        who += ", …"
+        silent_nodes += ", …"
     return (
-        f"node {own}: no link to the keeper of {who} for more than {UNREACHED_S:.0f} s (all keepers meet at "
+        f"node {node}: no link to the keeper of {silent_nodes} for more than {UNREACHED_S:.0f} s (all keepers meet at "
         f"{address}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach each "
         "other there; the address is that of MASTER_ADDR"
     )
@@ -466,7 +483,9 @@ def _digest(settings: JobSettings) -> int:
     for level in settings.levels:
         levels.append((level.every_s, level.every_n_steps, level.keep_last, level.keep_every_n_steps))
     redundancy = settings.redundancy
-    every = None if redundancy is None else redundancy.every_n_steps
+    every = None
+    if redundancy is not None:
+        every = redundancy.every_n_steps
     agreed = (settings.run, levels, every, settings.capture_every_n_steps, settings.world_size, settings.num_nodes)
     # A message has signed integers of 64 bits.
     return xxhash.xxh3_64_intdigest(json.encode(agreed)) >> 1

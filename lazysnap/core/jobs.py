@@ -37,7 +37,7 @@ from lazysnap.core.actions import (
     WriteLevel,
 )
 from lazysnap.core.messages import GrantProgress, NamedStep, NameRefusal, StepKey
-from lazysnap.core.node import Node, NodeLevel, RankView
+from lazysnap.core.node import Node, NodeLevel, RankView, is_in_memory
 
 MAX_HANGING = 3
 FIRST_PAUSE_S = 0.5
@@ -48,7 +48,7 @@ LONGEST_PAUSE_S = 30.0
 class Wishes:
     """What trainers want of names at a level, now."""
 
-    given: frozenset[NamedStep] = frozenset()
+    names: frozenset[NamedStep] = frozenset()
     """Names that the level is to have, of snapshots that it has or gets."""
     released: frozenset[str] = frozenset()
 
@@ -120,7 +120,9 @@ class LevelJobs:
     @property
     def writing(self) -> StepKey | None:
         """The step that is being stored."""
-        return self.job.key if isinstance(self.job, WriteLevel) else None
+        if isinstance(self.job, WriteLevel):
+            return self.job.key
+        return None
 
     def abandon(self) -> list[Action]:
         """Give up the job that runs: the keeper begins a training with other settings, and this object is of no use."""
@@ -177,9 +179,11 @@ class LevelJobs:
             self._note_names(job, event)
 
     def _note_names(self, job: SetNames, event: NamesSet) -> None:
-        refused = {refusal.name for refusal in event.refused}
         self.name_refusals = (*self.name_refusals, *event.refused)
-        self.level.names.update(named for named in job.given if named.name not in refused)
+        refused = {refusal.name for refusal in event.refused}
+        for named in job.added:
+            if named.name not in refused:
+                self.level.names.add(named)
         self.level.names.difference_update(job.released)
 
     def _fail(self, job: Job, text: str, now: float) -> None:
@@ -231,8 +235,8 @@ class LevelJobs:
             return write
         names = self._names_to_set(wishes)
         if names is not None:
-            given, released = names
-            return SetNames(self.index, next(self.threads.numbers), given, released)
+            added, released = names
+            return SetNames(self.index, next(self.threads.numbers), added, released)
         expired = self._keys_to_delete()
         if expired:
             self.level.forget(expired)
@@ -259,14 +263,17 @@ class LevelJobs:
     def _names_to_set(self, wishes: Wishes) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
         """Return the names to give and to take away; None if all is as it should be."""
         level = self.level
-        given = []
-        for named in sorted(wishes.given - level.names):
+        added = []
+        for named in sorted(wishes.names - level.names):
             if named.name not in wishes.released and self.may_give(named):
-                given.append(named)
-        released = [named for named in sorted(level.names) if named.name in wishes.released]
-        if not given and not released:
+                added.append(named)
+        released = []
+        for named in sorted(level.names):
+            if named.name in wishes.released:
+                released.append(named)
+        if not added and not released:
             return None
-        return tuple(given), tuple(released)
+        return tuple(added), tuple(released)
 
     def may_give(self, named: NamedStep) -> bool:
         """Return True if the level has the step, and did not refuse the name."""
@@ -299,7 +306,7 @@ class LevelJobs:
             return False
         if job.source is not None:
             return True
-        return all(rank.capture_of(job.key) is not None for rank in ranks)
+        return is_in_memory(job.key, ranks)
 
 
 def _hang_text(level: NodeLevel) -> str:

@@ -95,12 +95,19 @@ class LevelGrants:
     def take_reports(self, reports: list[LevelReport]) -> None:
         """Take what the nodes reported."""
         self.reports = reports
-        self.is_listing = any(report.progress is GrantProgress.LISTING for report in reports)
-        self.is_ready = all(report.is_ready for report in reports)
-        self.is_failing = any(report.is_failing for report in reports)
+        self.is_listing = False
+        self.is_ready = True
+        self.is_failing = False
         self.named = set()
         for report in reports:
-            self.named.update(named.key for named in report.names)
+            if report.progress is GrantProgress.LISTING:
+                self.is_listing = True
+            if not report.is_ready:
+                self.is_ready = False
+            if report.is_failing:
+                self.is_failing = True
+            for named in report.names:
+                self.named.add(named.key)
 
     def stored_on_all(self) -> set[StepKey]:
         """Return the snapshots of which every node stored its part."""
@@ -162,8 +169,10 @@ class LevelGrants:
         """Return True if a step that is due lies between the newest complete snapshot and this one."""
         if self.every_n_steps is None:
             return True
-        of_start = [other.step for other in self.complete if other.start == key.start]
-        newest = max(of_start, default=-1)
+        newest = -1
+        for complete in self.complete:
+            if complete.start == key.start:
+                newest = max(newest, complete.step)
         return key.step // self.every_n_steps > newest // self.every_n_steps
 
     def order(self, required: Collection[StepKey], named: Collection[StepKey]) -> LevelOrder:

@@ -81,6 +81,14 @@ def whole_on_all(ranks: Sequence[RankView]) -> set[StepKey]:
     return common
 
 
+def newest_begun(ranks: Sequence[RankView]) -> StepKey:
+    """Return the newest step that a rank of the node began; of a start without a step, that from which it goes on."""
+    newest = StepKey(0, -1)
+    for rank in ranks:
+        newest = max(newest, StepKey(rank.start, rank.begun))
+    return newest
+
+
 def is_in_memory(key: StepKey, ranks: Sequence[RankView]) -> bool:
     """Return True if each rank of the node has the capture whole, or is writing it.
 
@@ -91,8 +99,13 @@ def is_in_memory(key: StepKey, ranks: Sequence[RankView]) -> bool:
 
 def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
     """Return True if a rank of the node does not have the capture, and never will."""
-    is_begun = any(rank.start == key.start and rank.begun >= key.step for rank in ranks)
-    is_anybody_capturing = any(rank.is_capturing for rank in ranks)
+    is_begun = False
+    is_anybody_capturing = False
+    for rank in ranks:
+        if rank.start == key.start and rank.begun >= key.step:
+            is_begun = True
+        if rank.is_capturing:
+            is_anybody_capturing = True
     for rank in ranks:
         slot = rank.capture_of(key)
         if slot is not None:
@@ -274,7 +287,9 @@ class NodeLevel:
         """Return the snapshots that need not stay, oldest first. What is granted or has a name stays."""
         if not self.is_open or self.progress is GrantProgress.LISTING:
             return []
-        spared = self.named | {named.key for named in self.names} | {self.grant}
+        spared = {self.grant, *self.named}
+        for named in self.names:
+            spared.add(named.key)
         keys = sorted(self.leftovers - {self.grant})
         for key in sorted((self.stored | self.unusable) - spared):
             if self.retention.may_delete(key, self.complete, self.cancelled):
@@ -331,13 +346,13 @@ class Node:
         """Take over what was held for parity before. Only the first call that sees slots does something."""
         if self.redundancy is None or self._has_inherited:
             return
-        if not any(rank.slots for rank in ranks):
-            return
-        self._has_inherited = True
-        held: set[StepKey] = set()
+        held_keys: set[StepKey] = set()
         for rank in ranks:
-            held |= rank.held()
-        self.protected = min(held, default=None)
+            held_keys |= rank.held()
+            if rank.slots:
+                self._has_inherited = True
+        if self._has_inherited:
+            self.protected = min(held_keys, default=None)
 
     def obey(self, order: Order) -> None:
         """Take an order. Losing one, or taking one twice, changes nothing."""
@@ -369,9 +384,9 @@ class Node:
             required: steps that trainers want stored at every level.
             names: names that trainers want.
         """
-        left = None
+        captures_left = None
         if not any(rank.is_capturing for rank in ranks):
-            left = tuple(sorted(whole_on_all(ranks)))
+            captures_left = tuple(sorted(whole_on_all(ranks)))
         return Report(
             node=self.number,
             job=0,
@@ -379,7 +394,7 @@ class Node:
             levels=tuple(level.report() for level in self.levels),
             required=tuple(required),
             names=tuple(names),
-            left=left,
+            left=captures_left,
             knows_drained=self.is_drained,
         )
 
@@ -436,7 +451,7 @@ class Node:
             ranks: those of the node.
             required: steps that must be stored and are not answered yet.
         """
-        begun = max((StepKey(rank.start, rank.begun) for rank in ranks), default=StepKey(0, -1))
+        begun = newest_begun(ranks)
         for level in self.levels:
             key = level.wanted_key
             if key is None:

@@ -88,7 +88,9 @@ class Rank:
     @property
     def start(self) -> int:
         """Id of the start of its last trainer; 0 if there was none, or it still restores."""
-        return 0 if self.state is None else self.state.start
+        if self.state is None:
+            return 0
+        return self.state.start
 
     def view(self, num_kept: int, *, may_still_come: bool) -> RankView:
         """Return what the grants need to know.
@@ -144,7 +146,10 @@ class Rank:
         """
         self.is_making_slot = False
         self.memory_refusal = text
-        self.memory_retry_at = now + (MEMORY_RETRY_S if text else MEMORY_WAIT_S)
+        pause_s = MEMORY_WAIT_S
+        if text:
+            pause_s = MEMORY_RETRY_S
+        self.memory_retry_at = now + pause_s
 
     def slots_to_free(self) -> list[Action]:
         """Return what frees the slots that the trainer returned and nobody reads."""
@@ -210,15 +215,16 @@ class Ranks:
             return ""
         if rank.presence is Presence.AWAY and now >= rank.away_since + AWAY_GRACE_S:
             is_writing = any(slot.phase is SlotPhase.CAPTURING for slot in rank.slots)
-            return self._text_of_trainers() if is_writing else ""
+            if not is_writing:
+                return ""
         return self._text_of_trainers()
 
     def _text_of_trainers(self) -> str:
         """Return the processes that train, and how to end them."""
         pids = [str(rank.pid) for rank in self.all if rank.is_served]
-        noun = "process" if len(pids) == 1 else "processes"
-        them = "it" if len(pids) == 1 else "them"
-        return f"{noun} {', '.join(pids)}; `kill {' '.join(pids)}` ends {them}"
+        if len(pids) == 1:
+            return f"process {pids[0]}; `kill {pids[0]}` ends it"
+        return f"processes {', '.join(pids)}; `kill {' '.join(pids)}` ends them"
 
     def accept(self, event: TrainerReported) -> list[Action]:
         """Take the state of a trainer that is not refused."""
@@ -249,7 +255,10 @@ class Ranks:
     def _part(self, rank: Rank) -> list[Action]:
         """Its trainer takes leave. The last one of a training that is over is told by the end of the keeper."""
         is_over = rank.state is not None and rank.state.farewell is Farewell.OVER
-        rank.presence = Presence.ENDED if is_over else Presence.DEAD
+        if is_over:
+            rank.presence = Presence.ENDED
+        else:
+            rank.presence = Presence.DEAD
         if is_over and not any(other.is_served for other in self.all):
             return []
         connection = rank.connection
@@ -289,22 +298,30 @@ class Ranks:
         protect: set[StepKey] = set()
         names: set[NamedStep] = set()
         released: set[str] = set()
+        is_preempted = False
+        is_choosing = False
+        self.is_served = False
         for rank in self.all:
-            if rank.state is None:
+            state = rank.state
+            if state is None:
                 continue
-            required.update(StepKey(rank.state.start, step) for step in rank.state.required)
-            protect.update(StepKey(rank.state.start, step) for step in rank.state.protect)
-            names.update(rank.state.names)
-            released.update(rank.state.released)
-        served = [rank.state for rank in self.all if rank.is_served and rank.state is not None]
-        self.is_served = bool(served)
+            for step in state.required:
+                required.add(StepKey(state.start, step))
+            for step in state.protect:
+                protect.add(StepKey(state.start, step))
+            names.update(state.names)
+            released.update(state.released)
+            if rank.is_served:
+                self.is_served = True
+                is_preempted = is_preempted or state.is_preempted
+                is_choosing = is_choosing or state.start == 0
         self.wants = Wants(
             required=tuple(sorted(required)),
             protect=tuple(sorted(protect)),
             names=tuple(sorted(names)),
             released=frozenset(released),
-            is_preempted=any(state.is_preempted for state in served),
-            is_choosing=any(state.start == 0 for state in served),
+            is_preempted=is_preempted,
+            is_choosing=is_choosing,
         )
 
     def former_slots(self, num_ranks: int) -> list[Action]:

@@ -36,7 +36,7 @@ class Retention:
             complete: snapshots that all nodes stored; it may lack old ones.
             cancelled: grants that a node gave up.
         """
-        num_newer = sum(1 for other in complete if other > key)
+        num_newer = sum(other > key for other in complete)
         is_expired = self.is_expired(key.step, num_newer)
         if key in complete:
             return is_expired

@@ -57,7 +57,7 @@ class SubsetDigest:
         if not indices:
             return None
         is_known = len(indices) == len(self._indices)
-        is_known = is_known and all(known is new for known, new in zip(self._indices, indices, strict=True))
+        is_known = is_known and all(old is new for old, new in zip(self._indices, indices, strict=True))
         if not is_known:
             self._indices = indices
             self._digest = digest_of([list(numbers) for numbers in indices])

@@ -121,7 +121,10 @@ def _attributes(value: Any) -> list[str]:
     names = [name for name in getattr(value, "__dict__", ()) if name not in _SKIPPED]
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else [name for name in slots if not name.startswith("__")]
+        if isinstance(slots, str):
+            names.append(slots)
+        else:
+            names += [name for name in slots if not name.startswith("__")]
     return names
 
 

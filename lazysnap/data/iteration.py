@@ -166,14 +166,14 @@ class Iteration:
             return
         position = self._position
         plan = self._plan
-        given = int(state["given"])
+        num_given = int(state["given"])
         plan.origin = state
         plan.notes.update({name: value for name, value in state.items() if name not in _NOT_NOTED})
         plan.start = dict(state.get("checkpoint") or {})
-        at = self._choose_start(given)
+        at = self._choose_start(num_given)
         plan.read = at
         plan.has_ended = plan.start.get("has_ended", False)
-        plan.rereads = at < given
+        plan.rereads = at < num_given
         passes = plan.passes
         self._start()
         if passes and not self._follows:  # only the iterator of torch passes over indices
@@ -182,18 +182,18 @@ class Iteration:
             plan.rereads = True
         if plan.reads_ahead and not plan.workers and "ahead" in state:
             if self._follows:
-                plan.streams_before[given + 1] = state["ahead"]
+                plan.streams_before[num_given + 1] = state["ahead"]
                 if not plan.rereads:
-                    plan.streams_before[given + 2] = None
+                    plan.streams_before[num_given + 2] = None
             else:
-                plan.streams_before[given] = state["ahead"]
-        self._read_again(given - at)
-        self.given = given
+                plan.streams_before[num_given] = state["ahead"]
+        self._read_again(num_given - at)
+        self.given = num_given
         self.notes["layout"] = position.layout()
         position.streams.watch([position.loader, self._base])  # samplers make generators when they are iterated
         position.streams.restore(state["now"])
 
-    def _choose_start(self, given: int) -> int:
+    def _choose_start(self, num_given: int) -> int:
         """Choose where the loader begins; return behind how many batches."""
         plan = self._plan
         at = int(plan.start.get("at", 0))
@@ -201,7 +201,7 @@ class Iteration:
             return at
         # Other workers draw other augmentation, whether they read the batches of before again or not.
         if not plan.workers or self._position.has_other_workers:
-            at = self._without_last(given)
+            at = self._without_last(num_given)
         plan.passes = at
         return at
 

@@ -96,16 +96,16 @@ def passed_in(state: Mapping[str, Any], layout: EpochLayout) -> int | None:
     same_size = sizes is None or sizes[0] == sizes[1]
     if same_ranks and same_size:
         return None
-    given = trained_batches(state)
+    num_trained = trained_batches(state)
     length = layout["length"]
-    if given and given == before["length"] and length is not None:
+    if num_trained and num_trained == before["length"] and length is not None:
         return length  # the last batch of an epoch may be short
     if sizes is not None:
-        samples_given = given * sizes[0]
+        samples_given = num_trained * sizes[0]
         return min(samples_given // sizes[1], length or samples_given)
     if before["length"] and length:
-        return given * length // before["length"]
-    return given * (before["ranks"] or 1) // (layout["ranks"] or 1)
+        return num_trained * length // before["length"]
+    return num_trained * (before["ranks"] or 1) // (layout["ranks"] or 1)
 
 
 def _sizes(before: EpochLayout, now: EpochLayout) -> tuple[int, int] | None:
@@ -155,16 +155,18 @@ def changes_in(state: Mapping[str, Any], layout: EpochLayout, *, is_iterable: bo
 
 
 def _change_of_batch_size(state: Mapping[str, Any], layout: EpochLayout, sizes: tuple[int, int]) -> str:
-    given = trained_batches(state)
+    num_trained = trained_batches(state)
     passed = passed_in(state, layout) or 0
     again = 0
     if passed != layout["length"]:  # the last batch of an epoch may be short
-        again = given * sizes[0] - passed * sizes[1]
-    most = "at most " if again and layout["length"] is None else ""
+        again = num_trained * sizes[0] - passed * sizes[1]
+    at_most = ""
+    if again and layout["length"] is None:
+        at_most = "at most "
     return (
-        f"a batch has {sizes[1]} samples, in the snapshot {sizes[0]}: of this epoch {given} batches of {sizes[0]} were "
-        f"trained, and it continues behind {passed} of {sizes[1]}; {most}{again} of its samples are trained twice, "
-        "none is skipped"
+        f"a batch has {sizes[1]} samples, in the snapshot {sizes[0]}: of this epoch {num_trained} batches of "
+        f"{sizes[0]} were trained, and it continues behind {passed} of {sizes[1]}; {at_most}{again} of its samples are "
+        "trained twice, none is skipped"
     )
 
 
@@ -174,11 +176,13 @@ def _change_of_length(state: Mapping[str, Any], layout: EpochLayout, key: str, u
     if length_before is None or length_now is None:
         return []
     text = f"the data has {length_now} {unit}, in the snapshot {length_before}"
-    given = trained_batches(state)
-    if not given:
+    num_trained = trained_batches(state)
+    if not num_trained:
         return [f"{text}: as in the program from here on"]
     passed = passed_in(state, layout)
-    behind = given if passed is None else passed
+    behind = num_trained
+    if passed is not None:
+        behind = passed
     return [
         f"{text}: this epoch continues behind {behind} batches; where its order is shuffled, it skips some samples and "
         "trains others twice"

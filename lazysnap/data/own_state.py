@@ -111,18 +111,18 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
 
     Blocks: starts the loader's workers, if it was iterated before.
     """
-    own = dict(state)
-    sizes = own.pop(_SIZES, None)  # not in what was saved without lazysnap
+    loader_state = dict(state)
+    sizes = loader_state.pop(_SIZES, None)  # not in what was saved without lazysnap
     if sizes is not None and is_first_rank():
         _warn_of_sizes(loader, sizes)
-    generators = own.pop(_GENERATORS, None)
-    loader.load_state_dict(own)
-    if own and "next_iter_state" in vars(loader):  # of torchdata
+    generators = loader_state.pop(_GENERATORS, None)
+    loader.load_state_dict(loader_state)
+    if loader_state and "next_iter_state" in vars(loader):  # of torchdata
         loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() takes it
         iterator = vars(loader).get("_iterator")
         for name in _COUNTERS:
-            if name in own and name in attributes_of(iterator):
-                setattr(iterator, name, own[name])
+            if name in loader_state and name in attributes_of(iterator):
+                setattr(iterator, name, loader_state[name])
     if generators is not None and is_stateful_loader(loader):  # others make their iterator later
         streams = RandomStreams()
         streams.watch([loader])

@@ -41,7 +41,7 @@ def parts_of(loaders: Sequence[Any]) -> list[Any]:
         for part in level:
             for name in _SAMPLERS:
                 sampler = attributes_of(part).get(name)
-                is_known = any(sampler is known for known in samplers)
+                is_known = any(sampler is listed for listed in samplers)
                 if sampler is not None and not is_known:
                     inner.append(sampler)
         samplers.extend(inner)

@@ -219,19 +219,19 @@ class IterationPlan:
             return {"at": at, "dataset": self.base.dataset.state_dict(), "has_ended": self.has_ended}
         return None
 
-    def checkpoint_behind(self, given: int, *, is_at_end: bool) -> Checkpoint | None:
-        """Return the newest checkpoint behind at most ``given`` batches. ``is_at_end``: they are the whole epoch."""
-        if given and self.start.get("at") == given:
+    def checkpoint_behind(self, num_given: int, *, is_at_end: bool) -> Checkpoint | None:
+        """Return the newest checkpoint at or before batch ``num_given``. ``is_at_end``: these are the whole epoch."""
+        if num_given and self.start.get("at") == num_given:
             return self.start  # nothing was given since
         # Before the first batch a loader's own state may be that of the epoch before, at its end.
-        if given and not self.reads_ahead and (self.is_asked or given == self.read):
-            checkpoint = self._checkpoint_here(given)
+        if num_given and not self.reads_ahead and (self.is_asked or num_given == self.read):
+            checkpoint = self._checkpoint_here(num_given)
             if checkpoint is not None:
                 return checkpoint
-        most = given
+        limit = num_given
         if is_at_end and self.reads_ahead:
-            most = given - 1  # with no batch left, Accelerate's loaders would not count the epoch
+            limit = num_given - 1  # with no batch left, Accelerate's loaders would not count the epoch
         for checkpoint in reversed(self.checkpoints):
-            if checkpoint["at"] <= most:
+            if checkpoint["at"] <= limit:
                 return checkpoint
         return None

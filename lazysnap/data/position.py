@@ -162,13 +162,13 @@ class Position:
             return {**state, "skip": self.skipped}
         return {**state, **place, "at_end": self._is_at_end(place["given"])}
 
-    def _is_at_end(self, given: int) -> bool:
+    def _is_at_end(self, num_given: int) -> bool:
         """True if the running iteration has given its last batch."""
-        if not given:
+        if not num_given:
             return False
         # Accelerate's loaders fetch one batch ahead, and know their end also where the length is not known.
         is_end_known = bool(attributes_of(self.loader).get("end_of_dataloader"))
-        return is_end_known or given == length_of(self.loader)
+        return is_end_known or num_given == length_of(self.loader)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration begin at ``state``."""

@@ -91,9 +91,9 @@ def make_resumable(loader: Any) -> Position:
 
     For a ``DataLoader`` or what Accelerate made of one. Raises: ConfigError, for anything else.
     """
-    known = attributes_of(loader).get("_lazysnap_position")
-    if isinstance(known, Position):
-        return known
+    position = attributes_of(loader).get("_lazysnap_position")
+    if isinstance(position, Position):
+        return position
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"a torch.utils.data.DataLoader is needed, got {type(loader).__qualname__}")
     # Accelerate's loaders pretend to be of torch's class, by a property that cannot be set.

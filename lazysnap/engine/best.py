@@ -23,11 +23,11 @@ logger = logging.getLogger("lazysnap.engine")
 
 
 @dataclass(frozen=True)
-class _Change:
+class _NameChange:
     """Changes of names that all ranks make alike."""
 
-    given: str
-    """Empty: the snapshot is not among the best."""
+    new_name: str
+    """The name that the snapshot gets; empty if it is not among the best."""
     released: tuple[str, ...]
 
 
@@ -52,48 +52,51 @@ class BestSnapshots:
         with self._boundaries.lock:
             self._release(change)
             faults.point("engine.best.released")
-            if not change.given:
+            if not change.new_name:
                 return None
-            return self._recorder.keep(change.given, is_over=not self._boundaries.has_stepped)
+            return self._recorder.keep(change.new_name, is_over=not self._boundaries.has_stepped)
 
     def release_surplus(self) -> bool:
         """Release the names that are not among the best any more. Collective. Returns: True if there were any."""
         has_released = False
         for wish in self._wishes.values():
-            change = self._agreed(_Change("", self._surplus(wish)))
+            change = self._agreed(_NameChange("", self._surplus(wish)))
             with self._boundaries.lock:
                 self._release(change)
             has_released = has_released or bool(change.released)
         return has_released
 
-    def _agreed(self, change: _Change) -> _Change:
+    def _agreed(self, change: _NameChange) -> _NameChange:
         """Return the change of rank 0. Collective. Raises: WaitTimeout."""
         if self._world.is_alone:
             return change
-        changes = self._world.exchange("keeping the best", [change.given, list(change.released)])
+        changes = self._world.exchange("keeping the best", [change.new_name, list(change.released)])
         name, released = changes[0]
-        return _Change(name, tuple(released))
+        return _NameChange(name, tuple(released))
 
-    def _release(self, change: _Change) -> None:
+    def _release(self, change: _NameChange) -> None:
         for name in change.released:
             self._recorder.release(name)
 
-    def _change(self, wish: KeepBest, value: float) -> _Change:
+    def _change(self, wish: KeepBest, value: float) -> _NameChange:
         """Return what this rank would change, now that the state of the running step has this value."""
         if self._world.rank != 0:
-            return _Change("", ())  # the value of rank 0 counts
+            return _NameChange("", ())  # the value of rank 0 counts
         self._await_listing()
         surplus = self._surplus(wish)
         if not math.isfinite(value):
             self._warn(wish, value)
-            return _Change("", surplus)
+            return _NameChange("", surplus)
         step = self._recorder.step_to_name(is_over=not self._boundaries.has_stepped)
         new = BestName.of(wish.monitor, wish.mode, value, step)
+        num_better = 0
         present = self._present(new)
-        better = [name for name in present if name.place <= new.place]
-        if len(better) >= wish.count or new in present:
-            return _Change("", surplus)
-        return _Change(new.text, surplus)
+        for name in present:
+            if name.place <= new.place:
+                num_better += 1
+        if num_better >= wish.count or new in present:
+            return _NameChange("", surplus)
+        return _NameChange(new.text, surplus)
 
     def _warn(self, wish: KeepBest, value: float) -> None:
         if not self._warned:
@@ -107,8 +110,9 @@ class BestSnapshots:
 
     def _present(self, like: BestName) -> list[BestName]:
         """Return the names of the same metric that snapshots of this run have, or are to get, the best first."""
-        names = self._recorder.names({named.name for named in self._given()})
-        return [name for name in best_names(names) if name.ranking == like.ranking]
+        stored_names = {named.name for named in self._named_steps()}
+        names = best_names(self._recorder.names(stored_names))
+        return [name for name in names if name.ranking == like.ranking]
 
     def _surplus(self, wish: KeepBest) -> tuple[str, ...]:
         """Return the names that are worse than as many as are wanted, which are stored at every level."""
@@ -123,8 +127,8 @@ class BestSnapshots:
                 num_better += 1
         return tuple(surplus)
 
-    def _given(self) -> list[NamedStep]:
-        """Return the names that snapshots of this run have at the first level."""
+    def _named_steps(self) -> list[NamedStep]:
+        """Return the snapshots of this run that have a name at the first level."""
         first_start = self._run.first_start
         return [named for named in self._client.state.names if named.key.start >= first_start]
 
@@ -132,7 +136,7 @@ class BestSnapshots:
         """Return the names whose snapshot is at every level that will ever have it."""
         levels = self._client.state.levels
         stored = set()
-        for named in self._given():
+        for named in self._named_steps():
             if all(named.key in level.complete or named.key in level.given_up for level in levels):
                 stored.add(named.name)
         return stored

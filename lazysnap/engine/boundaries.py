@@ -162,8 +162,11 @@ class Boundaries:
         awaited = gradients.awaited(optimizers)
         if not awaited:
             return False
-        named = self._source.named_optimizers().items()
-        names = ", ".join(name for name, optimizer in named if optimizer in awaited)
+        names_of_awaited = []
+        for name, optimizer in self._source.named_optimizers().items():
+            if optimizer in awaited:
+                names_of_awaited.append(name)
+        names = ", ".join(names_of_awaited)
         if is_forced or gradients.abandon_late(awaited):
             self._messages.tell(MessageKind.GRADIENTS_LOST, step=step, names=names)
             return False

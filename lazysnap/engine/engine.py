@@ -2,7 +2,6 @@
 
 import functools
 import os
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -10,7 +9,6 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from lazysnap.capture.plan import check_kinds
 from lazysnap.config import KeepBest, SnapshotConfig, config_at
-from lazysnap.core.messages import StepKey
 from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.level_checks import shared_levels
@@ -280,7 +278,7 @@ class SnapshotEngine:
             rank is raised on all; one that is not of this package as StateError.
         """
         self._check_open("restore")
-        self._together("checking the model", lambda: check_kinds(self._source.expected().items()))
+        self._together("checking the model", self._check_model)
         # Before the first step: from here on it is known which gradients a step has used.
         self._boundaries.gates.install(self._source.optimizers())
         snapshot = self._run.restore(which)
@@ -314,9 +312,12 @@ class SnapshotEngine:
         self._check_open("load")
         self._run.load(snapshot, position=position)
 
-    def _together(self, what: str, work: Callable[[], object]) -> None:
+    def _check_model(self) -> None:
+        check_kinds(self._source.expected().items())
+
+    def _together(self, purpose: str, work: Callable[[], object]) -> None:
         """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
-        together(self._world, what, work)
+        together(self._world, purpose, work)
 
     # ---------------------------------------------------------------- training
 
@@ -557,15 +558,7 @@ class SnapshotEngine:
 
         ``False`` after the deadline: the level is busy with another step, and this one may be written over.
         """
-        key = StepKey(self._run.meta.start_number, step)
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            levels = self._client.state.levels
-            is_stored = bool(levels) and key in levels[0].complete
-            if is_stored or self._recorder.captures.is_held(step):
-                return True
-            time.sleep(0.001)
-        return False
+        return self._shutdown.wait_held_or_stored(step, timeout_s)
 
     def _flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
         """Block until the newest capture is durable at every level.
@@ -626,13 +619,17 @@ class SnapshotEngine:
 
 def _source_of(state: StateSource | Mapping[str, Any]) -> StateSource:
     """Return the state as a source. Raises: ConfigError, if it is none."""
-    source = ObjectState(state) if isinstance(state, Mapping) and state else state
-    if not isinstance(source, StateSource):
-        raise ConfigError(
-            'SnapshotEngine: the state must be a dict of names to objects, as in {"model": model, "optimizer": '
-            f"optimizer}}, or a StateSource; got {'an empty one' if state == {} else type(state).__qualname__}"
-        )
-    return source
+    if isinstance(state, StateSource):
+        return state
+    kind = type(state).__qualname__
+    if isinstance(state, Mapping):
+        if state:
+            return ObjectState(state)
+        kind = "an empty one"
+    raise ConfigError(
+        'SnapshotEngine: the state must be a dict of names to objects, as in {"model": model, "optimizer": '
+        f"optimizer}}, or a StateSource; got {kind}"
+    )
 
 
 _engines: "weakref.WeakSet[SnapshotEngine]" = weakref.WeakSet()

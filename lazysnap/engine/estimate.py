@@ -27,9 +27,11 @@ def bytes_of_share(replicated: Iterable[torch.Tensor], node_ranks: Collection[in
 
     def size(tensor: torch.Tensor) -> int:
         if isinstance(tensor, DTensor):
-            return -(-local_of(tensor).nbytes // max(1, sum(rank in node_ranks for rank in replicas_of(tensor))))
-        is_shared = tensor.data_ptr() in pointers
-        return -(-tensor.nbytes // len(node_ranks)) if is_shared else tensor.nbytes
+            num_replicas = len(set(node_ranks).intersection(replicas_of(tensor)))
+            return -(-local_of(tensor).nbytes // max(1, num_replicas))
+        if tensor.data_ptr() in pointers:
+            return -(-tensor.nbytes // len(node_ranks))
+        return tensor.nbytes
 
     return size
 
@@ -39,20 +41,19 @@ def estimate_image_bytes(source: StateSource, size: Bytes) -> int:
 
     ``size``: how much of a tensor is in it.
     """
-    expected = [tensor for tensor in source.expected().values() if not is_uninitialised(tensor)]
-    sizes = [size(tensor) for tensor in _unique(expected)]
-    total, count = sum(sizes), len(sizes)
+    total = 0
+    count = 0
+    for tensor in _initialised(source):
+        total += size(tensor)
+        count += 1
     for optimizer in source.optimizers():
         copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
         for group in optimizer.param_groups:
-            held = copies + bool(group.get("amsgrad")) + bool(group.get("momentum"))
-            trained = [
-                parameter
-                for parameter in group["params"]
-                if parameter.requires_grad and not is_uninitialised(parameter)
-            ]
-            total += sum(map(size, trained)) * held
-            count += len(trained) * (held + 1)
+            copies_of_group = copies + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+            for parameter in group["params"]:
+                if parameter.requires_grad and not is_uninitialised(parameter):
+                    total += size(parameter) * copies_of_group
+                    count += copies_of_group + 1
     return total + count * _HEADER_BYTES_PER_TENSOR + (1 << 20)
 
 
@@ -73,27 +74,38 @@ def growth_bytes(source: StateSource, peak_before: int) -> int:
         copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.requires_grad and not is_uninitialised(parameter) and parameter.device.type == "cpu":
-                    missing = (parameter.grad is None) + (0 if optimizer.state.get(parameter) else copies)
-                    total += local_of(parameter).nbytes * missing
+                if not parameter.requires_grad or is_uninitialised(parameter) or parameter.device.type != "cpu":
+                    continue
+                num_missing = 0
+                if parameter.grad is None:
+                    num_missing += 1
+                if not optimizer.state.get(parameter):
+                    num_missing += copies
+                total += local_of(parameter).nbytes * num_missing
     return total
 
 
 def resident_bytes() -> tuple[int, int]:
     """Return the memory of this process now, and at its peak. Without /proc only the peak is known: it is both."""
+    fields = {}
     try:
         with open("/proc/self/status") as file:
-            fields = dict(line.split(":", 1) for line in file)
+            for line in file:
+                name, _, value = line.partition(":")
+                fields[name] = value
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return peak, peak
-    now, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    now = int(fields["VmRSS"].split()[0]) * 1024
+    peak = int(fields["VmHWM"].split()[0]) * 1024
     return now, max(now, peak)
 
 
-def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    found: dict[tuple[int, int], torch.Tensor] = {}
-    for tensor in tensors:
-        local = local_of(tensor)
-        found.setdefault((local.data_ptr(), local.nbytes), tensor)
-    return list(found.values())
+def _initialised(source: StateSource) -> Iterable[torch.Tensor]:
+    """Return the expected tensors that have memory; of those that share it, the first."""
+    by_memory: dict[tuple[int, int], torch.Tensor] = {}
+    for tensor in source.expected().values():
+        if not is_uninitialised(tensor):
+            local = local_of(tensor)
+            by_memory.setdefault((local.data_ptr(), local.nbytes), tensor)
+    return by_memory.values()

@@ -29,7 +29,9 @@ class KeeperConnection:
     @classmethod
     def of(cls, client: KeeperClient) -> "KeeperConnection":
         """Return the present state of the connection."""
-        pid = client.keeper_pid if client.is_connected else None
+        pid = None
+        if client.is_connected:
+            pid = client.keeper_pid
         return cls(pid, client.is_silent)
 
 
@@ -85,9 +87,9 @@ class KeeperEvents:
         self._wanted_names.pop(name, None)
         self._released_names.add(name)
 
-    def names(self, given: set[str]) -> set[str]:
-        """Return the names that the first level has, or is to get. ``given``: those that the keeper says it has."""
-        return (given | set(self._wanted_names)) - self._released_names
+    def names(self, stored_names: set[str]) -> set[str]:
+        """Return the names that the first level has, or is to get. ``stored_names``: those that the keeper reported."""
+        return (stored_names | set(self._wanted_names)) - self._released_names
 
     def are_names_settled(self, state: KeeperState) -> bool:
         """Return True if the first level has the names that it is to have, or never will. Pure."""
@@ -114,10 +116,10 @@ class KeeperEvents:
         self._compare_connection(connection)
         if state != before:
             for index, level in enumerate(state.levels[: len(self._urls)]):
-                known = LevelState()
+                level_before = LevelState()
                 if index < len(before.levels):
-                    known = before.levels[index]
-                self._compare_level(index, known, level)
+                    level_before = before.levels[index]
+                self._compare_level(index, level_before, level)
             self._compare_protected(before.protected, state.protected)
             self._compare_names(before, state)
             self._compare_alerts(before.alerts, state.alerts)
@@ -163,12 +165,11 @@ class KeeperEvents:
         if num_failed:
             self._statistics.level_failures[url] += num_failed
         if now.failure and (num_failed or now.failure != before.failure):
-            what = "anything"
+            snapshot = "anything"
             if now.failed_step is not None:
-                what = f"step {now.failed_step}"
-            self._messages.tell(
-                MessageKind.LEVEL_FAILS, level=url, what=what, text=now.failure.removeprefix(f"{url}: ")
-            )
+                snapshot = f"step {now.failed_step}"
+            text = now.failure.removeprefix(f"{url}: ")
+            self._messages.tell(MessageKind.LEVEL_FAILS, level=url, what=snapshot, text=text)
 
     def _count_new(self, index: int, complete: Sequence[StepKey]) -> list[int]:
         """Count the steps that became complete. Returns: these steps, in ascending order."""

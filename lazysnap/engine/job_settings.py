@@ -27,7 +27,10 @@ def job_settings(
         shared: URLs of the levels that are one place for all nodes.
     """
     team = Team.of(world.places, world.rank)
-    levels = [_level_settings(level, is_shared=team.nodes == 1 or level.url in shared) for level in config.levels]
+    levels = []
+    for level in config.levels:
+        is_shared = team.nodes == 1 or level.url in shared
+        levels.append(_level_settings(level, is_shared=is_shared))
     return JobSettings(
         run=run_id,
         levels=tuple(levels),
@@ -45,6 +48,9 @@ def _level_settings(level: PersistentLevel, *, is_shared: bool) -> LevelSettings
     period_s = level.period_s
     if period_s is None:
         period_s = STORE_EVERY_S  # does not count: the level stores by steps
+    storage_options = None
+    if level.storage_options is not None:
+        storage_options = dict(level.storage_options)
     return LevelSettings(
         url=level.url,
         every_s=period_s,
@@ -54,7 +60,7 @@ def _level_settings(level: PersistentLevel, *, is_shared: bool) -> LevelSettings
         timeout_s=level.timeout_s,
         is_shared=is_shared,
         max_bytes_per_s=level.max_bytes_per_s,
-        storage_options=None if level.storage_options is None else dict(level.storage_options),
+        storage_options=storage_options,
     )
 
 

@@ -26,32 +26,39 @@ def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
     """
     if not levels or len({place.node for place in world.places}) == 1:
         return []
-    tried = [level for level in levels if is_path(level.url)]
-    token = probe_name()
+    is_writer = world.rank == 0
+    paths = [level for level in levels if is_path(level.url)]
+    probe = probe_name()
 
     def write() -> list[str]:
-        for level in tried if world.rank == 0 else ():
-            _try(level, lambda storage: storage.put(token, b"lazysnap"))
-        return [token, *(level.url for level in levels)]
+        if is_writer:
+            for level in paths:
+                _try(level, lambda storage: storage.put(probe, b"lazysnap"))
+        return [probe, *(level.url for level in levels)]
 
-    first, *urls = world.exchange_after("trying levels", write)[0]
+    probe_of_writer, *urls = world.exchange_after("trying levels", write)[0]
 
-    def look() -> list[bool] | None:
+    def search() -> list[bool] | None:
         if world.place.local_rank:
             return None
-        found = []
+        sees_writer = []
         for level, url in zip(levels, urls, strict=False):
-            if level in tried:
-                found.append(_try(level, lambda storage: storage.size(first) > 0))
+            if level in paths:
+                sees_writer.append(_try(level, lambda storage: storage.size(probe_of_writer) > 0))
             else:
-                found.append(level.url == url)
-        return found
+                sees_writer.append(level.url == url)
+        return sees_writer
 
-    seen = [found for found in world.exchange_after("looking for what rank 0 wrote", look) if found is not None]
-    for level in tried if world.rank == 0 else ():
-        _try(level, lambda storage: storage.delete(token))
-    everywhere = [all(found) for found in zip(*seen, strict=False)]
-    return [level.url for level, is_shared in zip(levels, everywhere, strict=False) if is_shared]
+    answers = world.exchange_after("looking for what rank 0 wrote", search)
+    if is_writer:
+        for level in paths:
+            _try(level, lambda storage: storage.delete(probe))
+    of_nodes = [answer for answer in answers if answer is not None]
+    shared = []
+    for level, *sees_writer in zip(levels, *of_nodes, strict=False):
+        if all(sees_writer):
+            shared.append(level.url)
+    return shared
 
 
 def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool:

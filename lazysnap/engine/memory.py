@@ -15,8 +15,9 @@ from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growt
 from lazysnap.engine.events import KeeperConnection, KeeperEvents
 from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.engine.messages import MessageKind, Messages
-from lazysnap.engine.protection import NO_MEMORY, Protection
+from lazysnap.engine.protection import Protection
 from lazysnap.engine.restart_check import RestartCheck
+from lazysnap.engine.statistics import ALL_IN_USE, NO_MEMORY, NO_SLOTS
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.budget import NODE, MemoryBoundExceeded
@@ -28,10 +29,6 @@ from lazysnap.state.source import StateSource
 
 META_BYTES = 1 << 20
 """Least room for the small state in a slot."""
-NO_SLOTS = "memory was being prepared"
-ALL_IN_USE = "all copies in memory were in use"
-PASSING = (NO_SLOTS, ALL_IN_USE)
-"""Reasons for leaving out a capture that pass by themselves."""
 
 
 class Memory:
@@ -134,9 +131,9 @@ class Memory:
             self._ask(estimate_image_bytes(self._source, size))
 
     def _ask(self, image_bytes: int) -> None:
-        wanted = (self._meta_bytes, image_bytes)
-        if self._asked != wanted:
-            self._asked = wanted
+        sizes = (self._meta_bytes, image_bytes)
+        if self._asked != sizes:
+            self._asked = sizes
             self._register()
             self.ask_again()
 
@@ -236,10 +233,15 @@ class Memory:
         # All slots count among the newest whole captures, also those that are not ready for another capture yet.
         slots = self.client.mapped()
         busy = self._busy(slots)
-        busy += [slot.slot_id for slot in slots if slot.slot_id not in ready]
-        views = [slot.view() for slot in slots]
+        views = []
+        for slot in slots:
+            views.append(slot.view())
+            if slot.slot_id not in ready:
+                busy.append(slot.slot_id)
         view = choose_slot(views, self._kept, image_bytes=image_bytes, meta_bytes=meta_bytes, busy=busy)
-        return None if view is None else ready[view.slot_id]
+        if view is None:
+            return None
+        return ready[view.slot_id]
 
     def _busy(self, slots: Iterable[TrainerSlot]) -> list[int]:
         """Return the ids of slots into which an earlier capture may still be copied, or that are compared."""
@@ -254,7 +256,9 @@ class Memory:
                 raise refusal
             self.protection.remind()
             return NO_MEMORY
-        return ALL_IN_USE if self.is_ready else NO_SLOTS
+        if self.is_ready:
+            return ALL_IN_USE
+        return NO_SLOTS
 
     # The keeper
 
@@ -279,7 +283,9 @@ class Memory:
                 return None
             return MemoryBoundExceeded(text)
         failure = self.client.failure()
-        return KeeperError(failure) if failure else None
+        if not failure:
+            return None
+        return KeeperError(failure)
 
     def _ask_for_less(self, refusal: str) -> bool:
         """Give up the slot that is there for the protection by other nodes alone; ``False`` if there is none."""
@@ -346,9 +352,11 @@ class Memory:
         Raises: OSError or ValueError, if the machine does not say.
         """
         slots = self.client.slots()
-        held_bytes = sum(slot.memory_bytes for slot in slots)
-        available_bytes = min(NODE.free_bytes() + held_bytes, self._config.memory.max_bytes or sys.maxsize)
-        per_rank = "" if self._world.is_alone else " per rank"
+        memory_of_slots = sum(slot.memory_bytes for slot in slots)
+        available_bytes = min(NODE.free_bytes() + memory_of_slots, self._config.memory.max_bytes or sys.maxsize)
+        per_rank = ""
+        if not self._world.is_alone:
+            per_rank = " per rank"
         taken = decimal(self.needed * self._bytes_each(image_bytes))
         available = decimal(available_bytes)
         if self.protection.cause is not None:

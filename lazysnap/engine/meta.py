@@ -64,9 +64,13 @@ class MetaWriter:
             return [common_settings(config), new_id(), new_id(), newest]
 
         answers = world.exchange_after("making the engine", describe)
-        check_alike([settings for settings, *_ in answers])
+        settings = []
+        newest = ""
+        for settings_of_rank, _, _, newest_of_rank in answers:
+            settings.append(settings_of_rank)
+            newest = max(newest, newest_of_rank)
+        check_alike(settings)
         _, run_id, start, _ = answers[0]
-        newest = max(rank_newest for *_, rank_newest in answers)
         if newest:
             run_id = id_after(run_id, newest)
             start = id_after(start, newest)
@@ -74,7 +78,9 @@ class MetaWriter:
 
     def rename(self, run_id: str) -> None:
         """Let the run that begins now have the id ``run_id``, or a greater one. The same on all ranks."""
-        self.run_id = id_after(run_id, self.newest) if self.newest else run_id
+        if self.newest:
+            run_id = id_after(run_id, self.newest)
+        self.run_id = run_id
 
     def begin_after(self, newest_run: str) -> None:
         """Begin a run that is newer than ``newest_run``. The same on all ranks."""
@@ -130,13 +136,12 @@ def names_of_parameters(source: StateSource, everything: Walk, messages: Message
         listed[path] = [names.get(id(parameter), "") for parameter in parameters]
     complete = {path: listed_names for path, listed_names in listed.items() if all(listed_names)}
     if len(complete) < len(listed):
-        held = {storage_of(tensor) for tensor in everything.tensors}
+        captured = {storage_of(tensor) for tensor in everything.tensors}
         for path, listed_names in listed.items():
-            nameless = []
+            num_missing = 0
             for name, parameter in zip(listed_names, optimizers[path], strict=True):
-                if not name and parameter.numel() > 0:
-                    nameless.append(parameter)
-            count = sum(storage_of(parameter) not in held for parameter in nameless)
-            if count:
-                messages.tell(MessageKind.VALUES_MISSING, count=count, path=path)
+                if not name and parameter.numel() > 0 and storage_of(parameter) not in captured:
+                    num_missing += 1
+            if num_missing:
+                messages.tell(MessageKind.VALUES_MISSING, count=num_missing, path=path)
     return complete or None

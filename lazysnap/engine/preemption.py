@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.console import say
@@ -56,7 +56,7 @@ class RankCaptures:
     """True if the only step is the resumed one, which an earlier start captured."""
 
 
-class _Ending(enum.Enum):
+class _EndedBy(enum.Enum):
     """What ends the process after a preemption signal."""
 
     PREEMPTION = enum.auto()
@@ -107,7 +107,7 @@ class Preemption:
         self._last_boundary_s = 0.0
         self._choosing = threading.Lock()
         """Held by whoever changes what follows: either the signal or the end of the training comes first."""
-        self._ending: _Ending | None = None
+        self._ending: _EndedBy | None = None
         """None before the signal."""
         self._is_closing = False
         """True once the training thread ends the training."""
@@ -151,7 +151,7 @@ class Preemption:
     @property
     def ends_training(self) -> bool:
         """True if preemption ends this training: the next boundary is the last one."""
-        return self._ending is _Ending.PREEMPTION
+        return self._ending is _EndedBy.PREEMPTION
 
     def boundary_passed(self) -> None:
         """Note the time of a boundary. If the training is preempted, end it as ``end_training``."""
@@ -185,7 +185,7 @@ class Preemption:
         if is_alone:
             return
         if error is not None:
-            _write_in_time(lambda: logger.warning("after preemption, %s:", type(error).__name__, exc_info=error))
+            _write_in_time(logger.warning, "after preemption, %s:", type(error).__name__, exc_info=error)
         _exit()
 
     def _await_report(self) -> None:
@@ -199,7 +199,7 @@ class Preemption:
         """
         with self._choosing:
             self._is_closing = True
-            return self._ending is not _Ending.PREEMPTION
+            return self._ending is not _EndedBy.PREEMPTION
 
     def leave(self) -> None:
         """The training has ended: put the handlers of signals back. Idempotent. Blocks: an instant.
@@ -211,7 +211,7 @@ class Preemption:
         self._left.set()
         self._signals.stop()
         number = self._signal
-        if self._ending is not _Ending.CLOSE or number is None:
+        if self._ending is not _EndedBy.CLOSE or number is None:
             return
         if signal.getsignal(number) is signal.SIG_DFL:  # else its handler was called already
             signal.raise_signal(number)
@@ -226,7 +226,7 @@ class Preemption:
         if not self._choose_ending(number):
             return
         self._deadline_s = time.monotonic() + self._config.preemption_timeout_s
-        if self._ending is not _Ending.PROGRAM:
+        if self._ending is not _EndedBy.PROGRAM:
             with contextlib.suppress(RuntimeError):  # no thread can be started: this one has to do
                 threading.Thread(target=self._guard, name="lazysnap-preemption-end", daemon=True).start()
         self._client.preempt()
@@ -238,26 +238,26 @@ class Preemption:
         if not self._left.is_set():
             line = self._line(is_stored=is_stored)
             if is_stored and self._config.levels:
-                _write_in_time(lambda: say(line))
+                _write_in_time(say, line)
             else:
-                _write_in_time(lambda: logger.warning("%s", line))
+                _write_in_time(logger.warning, "%s", line)
         self._reported.set()
-        do_others_end_it = self._ending is _Ending.PROGRAM or self._stopped.is_set() or self._left.is_set()
+        do_others_end_it = self._ending is _EndedBy.PROGRAM or self._stopped.is_set() or self._left.is_set()
         if not do_others_end_it:
             _exit()
 
     def _choose_ending(self, number: signal.Signals | None) -> bool:
         """Choose what ends the process. Returns: False if there is nothing to be done beyond that."""
         with self._choosing:
-            if self._ending in (_Ending.PREEMPTION, _Ending.CLOSE):
+            if self._ending in (_EndedBy.PREEMPTION, _EndedBy.CLOSE):
                 return False
-            if self._ending is _Ending.PROGRAM and number is None:
+            if self._ending is _EndedBy.PROGRAM and number is None:
                 return False  # the keeper tells what it was told by this rank
-            ending = _Ending.PREEMPTION
+            ending = _EndedBy.PREEMPTION
             if self._is_closing:
-                ending = _Ending.CLOSE
+                ending = _EndedBy.CLOSE
             elif self._signals.has_handler(number, except_older_one=self._overrules_handler):
-                ending = _Ending.PROGRAM
+                ending = _EndedBy.PROGRAM
             is_new = ending is not self._ending
             self._reported.clear()
             self._ending = ending
@@ -274,9 +274,9 @@ class Preemption:
 
         While the training is being closed, block until that is over.
         """
-        if self._ending is _Ending.CLOSE:
+        if self._ending is _EndedBy.CLOSE:
             return self._left.wait(self._remaining_s())
-        if self._ending is _Ending.PREEMPTION:
+        if self._ending is _EndedBy.PREEMPTION:
             self._stopped.wait(self._patience_s())
             self._seal(self._remaining_s())
             self._client.seal()
@@ -284,7 +284,7 @@ class Preemption:
         if not self._config.levels or not captures.steps:
             return True
         newest_step = captures.steps[0]
-        if self._ending is _Ending.PREEMPTION and not captures.is_resumed:
+        if self._ending is _EndedBy.PREEMPTION and not captures.is_resumed:
             self._client.require(newest_step)
 
         def is_settled(state: KeeperState) -> bool:
@@ -314,8 +314,12 @@ class Preemption:
     def _line(self, *, is_stored: bool) -> str:
         """Return the last line: the step that was running, the durable one, and what is not durable."""
         captures = self._captures()
-        cause = "preemption of another rank" if self._signal is None else self._signal.name
-        verb = "asks this training to end" if self._ending is _Ending.PROGRAM else "ended this training"
+        cause = "preemption of another rank"
+        if self._signal is not None:
+            cause = self._signal.name
+        verb = "ended this training"
+        if self._ending is _EndedBy.PROGRAM:
+            verb = "asks this training to end"
         head = f"{cause} {verb} in step {captures.seen_step + 1}"
         durable = "no step is durable"
         if captures.durable is not None:
@@ -354,9 +358,9 @@ def _exit() -> NoReturn:
         os._exit(EXIT_CODE)
 
 
-def _write_in_time(write: Callable[[], None]) -> None:
-    """Call ``write``, but wait for it at most ``_WRITE_S``."""
-    thread = threading.Thread(target=write, daemon=True)
+def _write_in_time(write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Call ``write`` with the arguments, but wait for it at most ``_WRITE_S``."""
+    thread = threading.Thread(target=write, args=args, kwargs=kwargs, daemon=True)
     thread.start()
     thread.join(_WRITE_S)
 

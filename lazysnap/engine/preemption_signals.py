@@ -87,11 +87,11 @@ class PreemptionSignals:
             number: the signal that came; None if another rank got it: then it is about SIGTERM, which has not come.
             except_older_one: a handler of SIGTERM that was there before this one does not count.
         """
-        wanted = number or signal.SIGTERM
-        handler = signal.getsignal(wanted)
+        expected = number or signal.SIGTERM
+        handler = signal.getsignal(expected)
         if handler == self._handle:
-            is_counted = not (except_older_one and wanted == signal.SIGTERM)
-            return is_counted and callable(self._handlers_before.get(wanted))
+            is_counted = not (except_older_one and expected == signal.SIGTERM)
+            return is_counted and callable(self._handlers_before.get(expected))
         # What came had a handler. One for a single time has put the default back by now.
         return number is not None or callable(handler)
 

@@ -1,10 +1,8 @@
 """The memory that outlives the training process: what the user reads while no capture goes there."""
 
 from lazysnap.engine.messages import MessageKind, Messages
+from lazysnap.engine.statistics import NO_MEMORY
 from lazysnap.errors import KeeperError
-
-NO_MEMORY = "there was no memory"
-"""Why steps are not captured meanwhile, for ``Statistics.skipped``."""
 
 
 class Protection:
@@ -21,7 +19,9 @@ class Protection:
     @property
     def cause(self) -> str | None:
         """Why nothing can be captured into memory; ``None`` if it can, or it is not known yet."""
-        return None if self.error is None else str(self.error)
+        if self.error is None:
+            return None
+        return str(self.error)
 
     def lose(self, error: KeeperError, *, is_reported: bool = False) -> None:
         """Become UNPROTECTED. Warns, unless that is known already.
@@ -50,8 +50,8 @@ class Protection:
         count = self._statistics.skipped[NO_MEMORY]
         if not count:
             return
-        durable = self._statistics.last_durable_step
-        stored = ", ".join(f"{url}: step {step}" for url, step in durable.items()) or "none"
+        durable = [f"{url}: step {step}" for url, step in self._statistics.last_durable_step.items()]
+        stored = ", ".join(durable) or "none"
         plural = "s" * (count != 1)
         self._messages.tell(MessageKind.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last, stored=stored)
 

@@ -1,6 +1,7 @@
 """The work of a boundary that is captured: collect the state, plan, choose a slot, begin the capture."""
 
 import logging
+import time
 from collections import Counter
 
 from lazysnap import faults
@@ -9,10 +10,10 @@ from lazysnap.capture.captures import slot_phase
 from lazysnap.capture.plan import CapturePlan, check_walk, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.local_state import LocalState
-from lazysnap.engine.memory import NO_SLOTS, PASSING, Memory
+from lazysnap.engine.memory import Memory
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.meta import MetaWriter, names_of_parameters
-from lazysnap.engine.protection import NO_MEMORY
+from lazysnap.engine.statistics import ALL_IN_USE, NO_MEMORY, NO_SLOTS
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.world import World
@@ -60,6 +61,8 @@ class Recorder:
         """The step of the last boundary, or of the snapshot that was resumed."""
         self._skipped: tuple[int | None, str] | None = None
         """The step that was left out since the newest capture began, and why."""
+        self._unprepared_since_s: float | None = None
+        """The time since which steps are skipped because memory is being prepared; ``None`` while they are not."""
         self.encoded_once = False
         """True once the state could be captured: an error in a later boundary costs that snapshot alone."""
         self.is_sealed = False
@@ -95,7 +98,9 @@ class Recorder:
     def last_step(self) -> int | None:
         """The step of the last capture, or of the snapshot that was resumed from."""
         newest = self.captures.newest
-        return self._resumed_step if newest is None else newest.step
+        if newest is None:
+            return self._resumed_step
+        return newest.step
 
     @property
     def last_due(self) -> int | None:
@@ -104,7 +109,9 @@ class Recorder:
             step, _ = self._skipped
             return step
         newest = self.captures.newest
-        return None if newest is None else newest.step
+        if newest is None:
+            return None
+        return newest.step
 
     @property
     def may_retry(self) -> bool:
@@ -112,7 +119,7 @@ class Recorder:
         if self._skipped is None or self.memory.protection.cause is not None:
             return False
         _, reason = self._skipped
-        return reason in PASSING
+        return reason in (NO_SLOTS, ALL_IN_USE)
 
     # At a boundary
 
@@ -225,6 +232,7 @@ class Recorder:
 
     def _count_begun(self, step: int) -> None:
         self._statistics.began += 1
+        self._become_prepared()
         if self._skipped is not None:
             skipped_step, reason = self._skipped
             if skipped_step == step:  # tried again, with success
@@ -248,9 +256,25 @@ class Recorder:
 
     def skip(self, reason: str) -> None:
         """Count a boundary that began no capture; once, however often it is tried."""
+        if reason != NO_SLOTS:
+            self._become_prepared()
+        elif self._unprepared_since_s is None:
+            self._unprepared_since_s = time.monotonic()
         if self._skipped is None or self._skipped[0] != self.seen_step:
             self._skipped = (self.seen_step, reason)
             self._statistics.skipped[reason] += 1
+
+    def _become_prepared(self) -> None:
+        """Steps are not skipped for want of slots any more: one was captured, or there is another reason."""
+        self.count_preparation()
+        self._unprepared_since_s = None
+
+    def count_preparation(self) -> None:
+        """Count the time up to now, if steps are skipped because memory is being prepared."""
+        if self._unprepared_since_s is not None:
+            now_s = time.monotonic()
+            self._statistics.preparation_s += now_s - self._unprepared_since_s
+            self._unprepared_since_s = now_s
 
     def report_sizes(self) -> None:
         """Print what captures take, once there is a plan. Blocks, and raises: as ``Memory.report_sizes``."""
@@ -273,7 +297,9 @@ class Recorder:
             statistics.whole += 1
             statistics.copy.add(capture.copy_s)
             return
-        event = MessageKind.TORN if capture.phase is CapturePhase.TORN else MessageKind.FAILED
+        event = MessageKind.FAILED
+        if capture.phase is CapturePhase.TORN:
+            event = MessageKind.TORN
         self.messages.tell(event, step=capture.step, text=capture.reason)
 
     # Names
@@ -297,9 +323,9 @@ class Recorder:
             return newest.step
         return (self.seen_step or 0) + 1
 
-    def names(self, given: set[str]) -> set[str]:
-        """Return the names that snapshots of the run have, or are to get. ``given``: at the first level."""
-        return self.memory.events.names(given) | set(self._names_for_next)
+    def names(self, stored_names: set[str]) -> set[str]:
+        """Return the names that snapshots of the run have, or are to get. ``stored_names``: at the first level."""
+        return self.memory.events.names(stored_names) | set(self._names_for_next)
 
     def _give_name(self, name: str, step: int) -> None:
         self.settle()

@@ -8,7 +8,7 @@ from rich.filesize import decimal
 
 from lazysnap.config import PersistentLevel, SnapshotConfig, due_every
 from lazysnap.console import duration
-from lazysnap.engine.statistics import Statistics
+from lazysnap.engine.statistics import NO_SLOTS, Statistics
 from lazysnap.restore.lost_parts import PARITY
 from lazysnap.restore.snapshot import MEMORY, Absence, Snapshot
 
@@ -21,7 +21,7 @@ _INTERRUPTIONS = ("KeyboardInterrupt", "SystemExit", "SIGTERMException")
 """Exceptions that end a training from outside, or by its own decision."""
 
 
-class Ending(enum.Enum):
+class EndKind(enum.Enum):
     """The kinds of an engine's end, which decide about its memory."""
 
     CLOSED = "closed"
@@ -53,7 +53,11 @@ class Resumed:
         """Return the facts about the snapshot of a restart."""
         newest = snapshot.repeats or snapshot
         key = (newest.start, newest.step)
-        durable_at = next((url for url, stored in snapshot.stored.items() if key in stored), None)
+        durable_at = None
+        for url, stored in snapshot.stored.items():
+            if key in stored:
+                durable_at = url
+                break
         only_in_memory = has_levels and durable_at is None and snapshot.new_run is None
         in_memory = snapshot.level in (MEMORY, PARITY)
         if not in_memory:
@@ -62,14 +66,16 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class End:
+class EndFacts:
     """The end of a training."""
 
-    ending: Ending
+    ending: EndKind
     config: SnapshotConfig
     ranks: int = 1
     untrained: Resumed | None = None
     """The snapshot that was resumed, if no step came after it."""
+    is_finished: bool = False
+    """True if it is known, and was reported, that nothing was left to train after ``untrained``."""
     failing: Sequence[str] = ()
     """URLs of the levels that fail: a message has said why."""
     error: BaseException | None = None
@@ -78,7 +84,7 @@ class End:
     """The step that was in progress."""
     durable: int | None = None
     """The newest step of this training that a level has."""
-    held: int | None = None
+    in_memory: int | None = None
     """The newest step of this training that memory has."""
 
     @property
@@ -136,7 +142,9 @@ def _why_absent(absence: Absence) -> str:
             reason += f"; `lazysnap ls {absence.urls[0]}` lists what is there"
         return reason
     for url, count in absence.uncommitted.items():
-        directories = "directory" if count == 1 else "directories"
+        directories = "directories"
+        if count == 1:
+            directories = "directory"
         return (
             f"there is no snapshot {where}, but {count} {directories} without a valid manifest, which is written last; "
             f"`lazysnap ls {url}` lists what is there"
@@ -148,7 +156,10 @@ def _why_absent(absence: Absence) -> str:
 
 def places(urls: Iterable[str]) -> str:
     """Return the text of all places that are searched for snapshots."""
-    return " or ".join(["in memory", *(f"at {url}" for url in urls)])
+    text = "in memory"
+    for url in urls:
+        text += f" or at {url}"
+    return text
 
 
 def from_checkpoint(path: str) -> str:
@@ -231,7 +242,7 @@ def _interval(level: PersistentLevel, captured_every: int) -> str:
 # ---------------------------------------------------------------- the end
 
 
-def summary(statistics: Statistics, end: End) -> list[str]:
+def summary(statistics: Statistics, end: EndFacts) -> list[str]:
     """Return the lines about captured and stored steps, if a step was due. See also ``not_durable``."""
     lines = []
     if end.error is not None:
@@ -242,21 +253,24 @@ def summary(statistics: Statistics, end: End) -> list[str]:
         is_stored = any(url in statistics.last_durable_step for url in end.urls)
         if newest is None and not is_stored:
             lines.append("NOTHING OF THIS TRAINING IS CAPTURED: a restart would not find any of its steps")
-        elif newest is not None and end.ending is not Ending.CLOSED and not not_durable(statistics, end):
+        elif newest is not None and end.ending is not EndKind.CLOSED and not not_durable(statistics, end):
             lines.append(f"step {newest}: {_fate(end)}")
     elif end.untrained is not None:
         lines += _untrained(end.untrained, end)
     return lines
 
 
-def _sums(statistics: Statistics, end: End) -> str:
+def _sums(statistics: Statistics, end: EndFacts) -> str:
     due = statistics.began + statistics.skipped.total()
     captured = f"captured {statistics.whole} of {due} due step{_s(due)}"
     if statistics.shard_bytes:
         captured += f" ({decimal(statistics.shard_bytes)} each)"
     parts = [captured]
     for reason, count in _uncaptured(statistics).items():
-        parts.append(f"{count} step{_s(count)} not captured: {reason}")
+        text = f"{count} step{_s(count)} not captured: {reason}"
+        if reason == NO_SLOTS:
+            text += f" for {duration(statistics.preparation_s)}"
+        parts.append(text)
     for url in end.urls:
         parts.append(f"stored {statistics.persisted[url]} at {url}{_newest(statistics, url)}")
     if statistics.last_protected_step is not None:
@@ -289,62 +303,71 @@ def _newest(statistics: Statistics, url: str) -> str:
     return f" ({', '.join(parts)})"
 
 
-def _untrained(resumed: Resumed, end: End) -> list[str]:
+def _untrained(resumed: Resumed, end: EndFacts) -> list[str]:
     if end.error is not None:
         if not resumed.in_memory:
             return []
         return [f"step {resumed.newest_step}: {_fate(end)}"]
-    line = f"no step was trained after step {resumed.step}, which was resumed: training was over, or ended early"
-    if resumed.in_memory and not resumed.only_in_memory and end.ending is Ending.LINGERING:
+    if end.is_finished:
+        line = f"step {resumed.step}, which was resumed, is the last step of this training"
+    else:
+        line = f"this start passed no step boundary after step {resumed.step}, which was resumed"
+    if resumed.in_memory and not resumed.only_in_memory and end.ending is EndKind.LINGERING:
         line += f"; {_fate(end)}"
     return [line]
 
 
-def _failed(error: BaseException, end: End) -> str:
+def _failed(error: BaseException, end: EndFacts) -> str:
     """Return the line that names the exception which ended a training, and what of the training is left."""
     kind = type(error).__name__
     text = " ".join(str(error).split())
-    did = "was interrupted" if kind in _INTERRUPTIONS else "failed"
     if len(text) > _LONGEST_TEXT:
         text = f"{text[:_LONGEST_TEXT]}…"
     why = kind
     if text:
         why = f"{kind}: {text}"
-    return f"training {did} in step {end.step} ({why}); {_left(end)}"
+    verb = "failed"
+    if kind in _INTERRUPTIONS:
+        verb = "was interrupted"
+    return f"training {verb} in step {end.step} ({why}); {_left(end)}"
 
 
-def _left(end: End) -> str:
+def _left(end: EndFacts) -> str:
     """Return what a restart finds, in words."""
     if end.durable is not None:
         stored = f"step {end.durable} is durable"
-        if end.held is None or end.held <= end.durable:
+        if end.in_memory is None or end.in_memory <= end.durable:
             return stored
-    elif end.held is None:
+    elif end.in_memory is None:
         return "nothing of it is captured yet: a restart begins fresh, as this one did"
+    elif end.urls:
+        stored = "no step of it is on storage yet"
     else:
-        stored = "no step of it is on storage yet" if end.urls else "there is no storage level"
-    storing = ", and the keeper stores it now" if end.urls else ""
-    return f"{stored}; memory has step {end.held}{storing}"
+        stored = "there is no storage level"
+    text = f"{stored}; memory has step {end.in_memory}"
+    if end.urls:
+        text += ", and the keeper stores it now"
+    return text
 
 
-def not_durable(statistics: Statistics, end: End) -> dict[str, str]:
+def not_durable(statistics: Statistics, end: EndFacts) -> dict[str, str]:
     """Return the values of the warning that the newest capture is not stored at every level.
 
     Empty, if it is or if there is none, and after a crash, for which memory is there.
     """
-    if end.ending is Ending.ABANDONED:
+    if end.ending is EndKind.ABANDONED:
         return {}
     newest = statistics.last_whole_step
     resumed = end.untrained
     if newest is None and resumed is not None and resumed.only_in_memory:
-        what = f"step {resumed.newest_step}, which was resumed from memory, is not at {', '.join(end.urls)}"
-        return {"what": what, "fate": _fate(end)}
+        loss = f"step {resumed.newest_step}, which was resumed from memory, is not at {', '.join(end.urls)}"
+        return {"what": loss, "fate": _fate(end)}
     missing = [url for url in end.urls if statistics.last_durable_step.get(url) != newest]
     if newest is None or not missing:
         return {}
     why = _failures(statistics, missing) or _waited(end, missing)
-    what = f"step {newest}, the newest capture, is not at {', '.join(missing)}{why}"
-    return {"what": what, "fate": _fate(end)}
+    loss = f"step {newest}, the newest capture, is not at {', '.join(missing)}{why}"
+    return {"what": loss, "fate": _fate(end)}
 
 
 def _failures(statistics: Statistics, urls: Sequence[str]) -> str:
@@ -354,22 +377,26 @@ def _failures(statistics: Statistics, urls: Sequence[str]) -> str:
     return f" ({count} write{_s(count)} failed)"
 
 
-def _waited(end: End, missing: Sequence[str]) -> str:
-    if end.ending is Ending.CLOSED:
+def _waited(end: EndFacts, missing: Sequence[str]) -> str:
+    if end.ending is EndKind.CLOSED:
         return ""
     if all(url in end.failing for url in missing):
         return " (nothing can be stored there now; a message above says why)"  # the wait ended before its deadline
     return f" after {end.config.drain_timeout_s:g} s (drain_timeout_s)"
 
 
-def _fate(end: End) -> str:
-    if end.ending is Ending.CLOSED:
+def _fate(end: EndFacts) -> str:
+    if end.ending is EndKind.CLOSED:
         return "its keeper goes on storing it"
-    finds = "it" if end.ranks == 1 else "the newest step that all ranks have"
+    resumable = "it"
+    if end.ranks > 1:
+        resumable = "the newest step that all ranks have"
     linger_s = end.config.memory.linger_s
-    return f'it stays in memory for {linger_s:g} s (linger_s), where a restart with "latest" finds {finds}'
+    return f'it stays in memory for {linger_s:g} s (linger_s), where a restart with "latest" finds {resumable}'
 
 
 def _s(count: int) -> str:
     """Return the ending of a noun that so many are counted of."""
-    return "" if count == 1 else "s"
+    if count == 1:
+        return ""
+    return "s"

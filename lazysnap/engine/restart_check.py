@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -219,9 +220,12 @@ class _Comparison(threading.Thread):
                 else:  # a generator or a counter
                     entries.append(name)
         self.difference = Difference(tuple(entries), tuple(tensors))
-        ratios = {name: self._relative_difference(before.tensor(name), after.tensor(name)) for name in tensors}
-        tensors.sort(key=ratios.__getitem__, reverse=True)
-        self.difference = Difference(tuple(entries), tuple(tensors), tuple(ratios[name] for name in tensors))
+        ratios = {}
+        for name in tensors:
+            ratios[name] = self._relative_difference(before.tensor(name), after.tensor(name))
+        by_ratio = sorted(ratios.items(), key=itemgetter(1), reverse=True)
+        names = tuple(name for name, _ in by_ratio)
+        self.difference = Difference(tuple(entries), names, tuple(ratio for _, ratio in by_ratio))
 
     def _are_equal(self, before: "_Image", after: "_Image", name: str) -> bool:
         first = before.address(name)
@@ -246,7 +250,9 @@ class _Comparison(threading.Thread):
             greatest = max(greatest, float((first - second).abs().max()))
             largest = max(largest, float(first.abs().max()), float(second.abs().max()))
             self._check_time()
-        return greatest / largest if largest else 0.0
+        if not largest:
+            return 0.0
+        return greatest / largest
 
     def _check_time(self) -> None:
         if self.is_cancelled or time.monotonic() > self._deadline_s:
@@ -303,11 +309,11 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
     elif _is_tagged(before) or _is_tagged(after):
         yield from _differing_tagged(before, after, path)
     elif isinstance(before, dict) and isinstance(after, dict) and len(before) == len(after):
-        others = after
+        same_keys = after
         if before.keys() != after.keys():  # keys are texts, too
-            others = dict(zip(before, after.values(), strict=True))
+            same_keys = dict(zip(before, after.values(), strict=True))
         for key in before:
-            yield from _differing(before[key], others[key], (*path, key))
+            yield from _differing(before[key], same_keys[key], (*path, key))
     elif _are_nested(before) and _are_nested(after) and len(before) == len(after):
         for number, (first, second) in enumerate(zip(before, after, strict=True)):
             yield from _differing(first, second, (*path, str(number)))

@@ -7,6 +7,7 @@ is captured at once: from then on ``"latest"`` means the new run, wherever newer
 import dataclasses
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
         kept = snapshot.run_id, snapshot.step
         run.drop("engine.rollback.drop", lambda entry: (entry.run_id, entry.step) > kept)
     faults.point("engine.rollback.load")
-    together(world, "rolling back", lambda: _load(run.restart.source, snapshot))
+    together(world, "rolling back", partial(_load, run.restart.source, snapshot))
     faults.point("engine.rollback.loaded")
     if snapshot.world_size != world.size:
         reseed(snapshot, world)
@@ -69,9 +70,12 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
         run.begin()
         _capture_branch(run, boundaries, snapshot.step)
     done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
+    reason_text = ""
+    if reason:
+        reason_text = f" ({reason})"
     recorder.messages.tell(
         MessageKind.ROLLED_BACK,
-        reason=f" ({reason})" if reason else "",
+        reason=reason_text,
         took=duration(done.seconds),
         from_step=from_step,
         step=done.step,
@@ -108,15 +112,17 @@ def _find(run: Run, steps: int) -> Snapshot:
 
     def flaw(snapshot: Snapshot) -> str:
         name = first_not_finite(run.restart.source, snapshot.state)
-        return f"{name} holds NaN or infinity" if name else ""
+        if not name:
+            return ""
+        return f"{name} holds NaN or infinity"
 
     config = run.restart.config
     # Storage only where memory has none: listing it takes longer than the rest.
-    for has_storage in (False, True) if config.levels else (False,):
-        restart = dataclasses.replace(run.restart, has_storage=has_storage)
-        snapshot = fetch_back(restart, is_wanted, flaw)
-        if snapshot is not None:
-            return snapshot
+    snapshot = fetch_back(dataclasses.replace(run.restart, has_storage=False), is_wanted, flaw)
+    if snapshot is None and config.levels:
+        snapshot = fetch_back(dataclasses.replace(run.restart, has_storage=True), is_wanted, flaw)
+    if snapshot is not None:
+        return snapshot
     where = places(level.url for level in config.levels)
     age = f"{steps} step{'s' * (steps != 1)}"
     raise SnapshotNotFound(
@@ -131,8 +137,8 @@ def _branch(run: Run, snapshot: Snapshot) -> str | None:
     """Return the id of the run that has to begin at ``snapshot``, the same on all ranks; ``None``, if no rank
     captured anything newer. Collective.
     """
-    newest_steps = [step for step in (run.recorder.last_step, run.recorder.check.step) if step is not None]
-    is_newest = snapshot.run_id == run.meta.run_id and max(newest_steps, default=0) <= snapshot.step
+    newest_step = max(run.recorder.last_step or 0, run.recorder.check.step or 0)
+    is_newest = snapshot.run_id == run.meta.run_id and newest_step <= snapshot.step
     answers = run.restart.world.exchange("rolling back", [is_newest, new_id()])
     if all(is_newest_there for is_newest_there, _ in answers):
         return None
@@ -164,14 +170,19 @@ def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:
 
     A finite loss can still give gradients that are not: then the snapshot after that step is bad, too.
     """
-    lists = source.optimizer_parameters()
-    trained = {local_of(parameter).data_ptr() for parameters in lists.values() for parameter in parameters}
+    trained = set()
+    paths = []
+    for path, parameters in source.optimizer_parameters().items():
+        paths.append(f"{path}.state.")
+        for parameter in parameters:
+            trained.add(local_of(parameter).data_ptr())
     weights = {name for name, live in source.expected().items() if local_of(live).data_ptr() in trained}
-    paths = tuple(f"{path}.state." for path in lists)
+    paths_of_states = tuple(paths)
     walked = walk(state)
     for name, tensor in zip(walked.names, walked.tensors, strict=True):
         is_weight = name in weights
-        if (is_weight or name.startswith(paths)) and _is_not_finite(local_of(tensor), counts_infinity=is_weight):
+        is_trained = is_weight or name.startswith(paths_of_states)
+        if is_trained and _is_not_finite(local_of(tensor), counts_infinity=is_weight):
             return name
     return ""
 
@@ -183,4 +194,6 @@ def _is_not_finite(tensor: torch.Tensor, *, counts_infinity: bool) -> bool:
     total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
     if torch.isfinite(total):
         return False
-    return not bool(torch.isfinite(tensor).all()) if counts_infinity else bool(torch.isnan(tensor).any())
+    if counts_infinity:
+        return not bool(torch.isfinite(tensor).all())
+    return bool(torch.isnan(tensor).any())

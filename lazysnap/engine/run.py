@@ -2,8 +2,10 @@
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from lazysnap import faults
 from lazysnap.data.position import position_in
@@ -37,8 +39,9 @@ class Lineage:
         if run_id not in (present, *self._steps):
             self._steps.clear()  # a restart from elsewhere
         runs = list(self._steps)
-        for later in runs[runs.index(run_id) :] if run_id in runs else ():
-            del self._steps[later]
+        if run_id in runs:
+            for run_after in runs[runs.index(run_id) :]:
+                del self._steps[run_after]
         self._steps[run_id] = step
 
     def has(self, plan: RestartPlan, present: str) -> bool:
@@ -80,8 +83,9 @@ class Run:
     @property
     def run_id(self) -> str | None:
         """See ``SnapshotEngine.run_id``."""
-        is_decided = self.is_begun or self.has_told_start
-        return self.meta.run_id if is_decided else None
+        if not (self.is_begun or self.has_told_start):
+            return None
+        return self.meta.run_id
 
     def rename(self, run_id: str) -> None:
         """Let a training that resumes nothing have the id that rank 0 gives; empty: it keeps its own.
@@ -96,13 +100,13 @@ class Run:
 
     def fetch(self, which: int | str, restart: Restart | None = None) -> Snapshot | None:
         """See ``SnapshotEngine._fetch``. Collective. Blocks."""
-        found = fetch(which, restart or self.restart)
-        if isinstance(found, Absence):
-            self._absence = found
-            if found.newest_run is not None and not self.is_begun:
-                self.meta.begin_after(found.newest_run)
+        snapshot = fetch(which, restart or self.restart)
+        if isinstance(snapshot, Absence):
+            self._absence = snapshot
+            if snapshot.newest_run is not None and not self.is_begun:
+                self.meta.begin_after(snapshot.newest_run)
             return None
-        return found
+        return snapshot
 
     def steps(self) -> list[int]:
         """See ``SnapshotEngine.all_steps``. Blocks."""
@@ -110,8 +114,12 @@ class Run:
         answers = [Level(level, 0).begin_names(marked=False) for level in restart.config.levels]
         place = restart.world.place
         memory = NodeMemory(self._client, restart.identity, place, restart.config.io_timeout_s, logger.info)
+        steps: dict[str, set[int]] = defaultdict(set)
+        """The steps of each run."""
         try:
-            held = {(entry.run_id, entry.step) for found in memory.inventories() for entry in found.entries}
+            for inventory in memory.inventories():
+                for entry in inventory.entries:
+                    steps[entry.run_id].add(entry.step)
         finally:
             memory.close()
         for answer in answers:
@@ -120,26 +128,29 @@ class Run:
             except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 logger.info("all_steps() leaves a level out: %s", error)
                 continue
-            whole = [SnapshotName.parse(directory.name) for directory in directories if directory.is_whole]
-            held |= {(name.run_id, name.step) for name in whole if name is not None}
-        newest = max((run_id for run_id, _ in held), default="")
-        run_id = self.meta.run_id if self.is_begun else newest
-        return sorted(step for of_run, step in held if of_run == run_id)
+            for directory in directories:
+                name = SnapshotName.parse(directory.name)
+                if directory.is_whole and name is not None:
+                    steps[name.run_id].add(name.step)
+        run_id = max(steps, default="")
+        if self.is_begun:
+            run_id = self.meta.run_id
+        return sorted(steps[run_id])
 
     def fetch_to_read(self, which: int | str) -> Snapshot:
         """See ``SnapshotEngine._fetch_to_read``. Collective. Blocks."""
         restart = replace(self.restart, casts=True)
         try:
-            found = self.fetch(which, restart)
+            snapshot = self.fetch(which, restart)
         except JobBusy:
             logger.info("the training runs: reading its newest snapshot on storage")
-            found = self.fetch(which, replace(restart, client=None))
-        if found is None:
+            snapshot = self.fetch(which, replace(restart, client=None))
+        if snapshot is None:
             where = report.places(level.url for level in self.restart.config.levels)
             raise SnapshotNotFound(
                 f"{which!r}: there is no whole snapshot {where}; train first, or give the path of a checkpoint"
             )
-        return found
+        return snapshot
 
     def restore(self, which: int | str) -> Snapshot | None:
         """See ``SnapshotEngine.restore``. Collective. Blocks."""
@@ -156,9 +167,9 @@ class Run:
         world = self.restart.world
         started = time.perf_counter()
         work = "checking the optimizers"
-        together(world, work, lambda: check_optimizers(source, snapshot.state, snapshot.parameters))
+        together(world, work, partial(check_optimizers, source, snapshot.state, snapshot.parameters))
         faults.point("restore.load")
-        together(world, "loading", lambda: source.load(snapshot.state))
+        together(world, "loading", partial(source.load, snapshot.state))
         faults.point("restore.loaded")
         if snapshot.world_size != world.size:
             position = ""  # it counts batches of as many ranks as there were
@@ -174,9 +185,14 @@ class Run:
         self.has_told_start = False
         self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
         if snapshot.new_run is not None:
-            new, left = snapshot.new_run, snapshot.new_run.newest
-            run = {"new": new.name, "run": snapshot.run, "left": new.newest_run_name}
-            self._messages.tell(MessageKind.NEW_RUN, step=snapshot.step, newest=left.step, **run)
+            self._messages.tell(
+                MessageKind.NEW_RUN,
+                step=snapshot.step,
+                run=snapshot.run,
+                new=snapshot.new_run.name,
+                newest=snapshot.new_run.newest.step,
+                left=snapshot.new_run.newest_run_name,
+            )
 
     def go_on(self, snapshot: Snapshot, run_id: str) -> None:
         """Captures from here on are of that run, which continues behind ``snapshot``."""
@@ -243,12 +259,14 @@ class Run:
         """Drop what this memory holds beside ``snapshot``, what other nodes protect, what is trained again, and the
         newest one where another was chosen: not all ranks have it, and it must not outlast what they all have.
         """
-        other = snapshot.protected if snapshot.new_run is None else snapshot.new_run.newest
-        wanted = {(snapshot.run_id, snapshot.step, snapshot.start)}
-        for key in (other, snapshot.repeats):
+        newest = snapshot.protected
+        if snapshot.new_run is not None:
+            newest = snapshot.new_run.newest
+        kept = {(snapshot.run_id, snapshot.step, snapshot.start)}
+        for key in (newest, snapshot.repeats):
             if key is not None:
-                wanted.add((key.run_id, key.step, key.start))
-        self.drop("restore.discard", lambda entry: (entry.run_id, entry.step, entry.start) not in wanted)
+                kept.add((key.run_id, key.step, key.start))
+        self.drop("restore.discard", lambda entry: (entry.run_id, entry.step, entry.start) not in kept)
 
     def drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
         """Drop captures in memory; ``point`` is passed before each. Blocks: asks the keeper."""

@@ -1,6 +1,8 @@
 """Waiting for storage, and how an engine ends: closed, abandoned as by a crash, or discarded."""
 
 import contextlib
+import functools
+import time
 from collections.abc import Callable
 
 from lazysnap.console import has_terminal, said_after
@@ -8,11 +10,10 @@ from lazysnap.core.messages import Farewell, KeeperState, StepKey
 from lazysnap.engine import report
 from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
-from lazysnap.engine.memory import NO_SLOTS
 from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption, RankCaptures
 from lazysnap.engine.run import Run
-from lazysnap.engine.statistics import Statistics
+from lazysnap.engine.statistics import NO_SLOTS, Statistics
 from lazysnap.engine.stored import StoredStep, stored_bytes
 from lazysnap.errors import WaitTimeout
 from lazysnap.ranks.world import World
@@ -56,6 +57,7 @@ class Shutdown:
             self._memory.look_at_keeper()
             with self._boundaries.lock:
                 self._recorder.count_ended()
+                self._recorder.count_preparation()
             self._statistics.last_whole_step = self._memory.newest_held_step()
             self._statistics.unprotected = self._memory.protection.cause
         return self._statistics.copied()
@@ -83,6 +85,18 @@ class Shutdown:
             return self._client.is_complete(step, 0) or key in state.lost
 
         return is_settled
+
+    def wait_held_or_stored(self, step: int, timeout_s: float) -> bool:
+        """Block until the first level has that very step, or the keeper holds it; ``False`` after the deadline."""
+        key = StepKey(self._run.meta.start_number, step)
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            levels = self._client.state.levels
+            is_stored = bool(levels) and key in levels[0].complete
+            if is_stored or self._captures.is_held(step):
+                return True
+            time.sleep(0.001)
+        return False
 
     def wait_protected(self, step: int, timeout_s: float) -> bool:
         """Block until that step, or a later one, survives the loss of a node; ``False`` after the deadline."""
@@ -115,7 +129,7 @@ class Shutdown:
         client = self._client
         levels = range(len(self._config.levels))
         if not levels:
-            return client.wait(lambda state: client.is_connected, timeout_s)
+            return client.wait(self._has_keeper, timeout_s)
         key = StepKey(self._run.meta.start_number, step)
 
         def show(state: KeeperState) -> None:
@@ -125,6 +139,9 @@ class Shutdown:
                 progress(stored_bytes(state, key, size_bytes), size_bytes * len(levels))
 
         return StoredStep(client, key, levels).wait(timeout_s, show=show)
+
+    def _has_keeper(self, _: KeeperState) -> bool:
+        return self._client.is_connected
 
     # ---------------------------------------------------------------- the good end
 
@@ -167,7 +184,10 @@ class Shutdown:
                 self._client.leave(Farewell.OVER, self._config.io_timeout_s)
             else:
                 self._client.leave(Farewell.LEFT, self._config.io_timeout_s)
-        self._tell_end(report.Ending.CLOSED if is_last else report.Ending.LINGERING)
+        ending = report.EndKind.LINGERING
+        if is_last:
+            ending = report.EndKind.CLOSED
+        self._tell_end(ending)
         self._has_ended_well = durable and captured
         return self._has_ended_well
 
@@ -186,8 +206,8 @@ class Shutdown:
             self._settle_names(is_common=is_common)
         self._memory.look_at_keeper()
         if not durable and is_there and self._memory.newest_held_step() is None:  # else ``_tell_end`` says so
-            what = "the last snapshot is not at every level, and memory does not have it"
-            self._messages.tell(MessageKind.NOT_DURABLE, what=what, fate=self._reason())
+            loss = "the last snapshot is not at every level, and memory does not have it"
+            self._messages.tell(MessageKind.NOT_DURABLE, what=loss, fate=self._reason())
         return durable
 
     def _settle_names(self, *, is_common: bool) -> None:
@@ -214,10 +234,11 @@ class Shutdown:
         try:
             steps = world.exchange("the last snapshot", newest)
             is_same = len(set(steps)) == 1
-            last = newest
-            if not is_same:  # of different steps there is no whole snapshot: what all have is waited for
-                last = None if newest is None or None in steps else min(steps)
-            done = world.exchange_after("making the last snapshot durable", lambda: drain(last))
+            # Of different steps there is no whole snapshot: what all have is waited for.
+            last = None
+            if None not in steps:
+                last = min(steps)
+            done = world.exchange_after("making the last snapshot durable", functools.partial(drain, last))
         except WaitTimeout as error:
             self._messages.tell(MessageKind.END_UNKNOWN, text=error)
             return False
@@ -245,12 +266,10 @@ class Shutdown:
         newest = self._captures.newest_whole_step()
         if last is None or last == newest:
             return True
-        self._messages.tell(
-            MessageKind.LAST_NOT_CAPTURED,
-            step=last,
-            newest="none" if newest is None else f"that of step {newest}",
-            reason=self._reason(),
-        )
+        newest_text = "none"
+        if newest is not None:
+            newest_text = f"that of step {newest}"
+        self._messages.tell(MessageKind.LAST_NOT_CAPTURED, step=last, newest=newest_text, reason=self._reason())
         return False
 
     def _reason(self) -> str:
@@ -274,7 +293,7 @@ class Shutdown:
             self._leave()
             self._client.leave(Farewell.LEFT, self._config.io_timeout_s)
             if not self._preemption.ends_training:  # its line says what the end is
-                self._tell_end(report.Ending.ABANDONED, error)
+                self._tell_end(report.EndKind.ABANDONED, error)
         finally:
             self._preemption.leave()
         if error is None:  # else that ends the training
@@ -329,25 +348,31 @@ class Shutdown:
         self._recorder.end_names()
         self._boundaries.close()
 
-    def _tell_end(self, ending: report.Ending, error: BaseException | None = None) -> None:
+    def _tell_end(self, ending: report.EndKind, error: BaseException | None = None) -> None:
         resumed = self._run.resumed
         untrained = None
         if resumed is not None and resumed.step == self._recorder.seen_step:
             untrained = resumed
-        held = self._statistics.last_whole_step
-        if held is None and resumed is not None and resumed.in_memory:
-            held = resumed.newest_step
-        durable = self._newest_durable()
-        end = report.End(
+        step_in_memory = self._statistics.last_whole_step
+        if step_in_memory is None and resumed is not None and resumed.in_memory:
+            step_in_memory = resumed.newest_step
+        durable_step = None
+        newest_durable = self._newest_durable()
+        if newest_durable is not None:
+            durable_step, _ = newest_durable
+        if not self._run.is_begun:
+            error = None
+        end = report.EndFacts(
             ending,
             self._config,
             ranks=self._world.size,
             untrained=untrained,
+            is_finished=self._run.restart.source.is_finished(),
             failing=self._failing(),
-            error=error if self._run.is_begun else None,
+            error=error,
             step=(self._recorder.seen_step or 0) + 1,
-            durable=None if durable is None else durable[0],
-            held=held,
+            durable=durable_step,
+            in_memory=step_in_memory,
         )
         for line in report.summary(self._statistics, end):
             self._messages.tell(MessageKind.END, line=line)

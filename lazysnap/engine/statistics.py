@@ -4,6 +4,11 @@ import copy
 from collections import Counter
 from dataclasses import dataclass, field, fields
 
+NO_SLOTS = "memory was being prepared"
+ALL_IN_USE = "all copies in memory were in use"
+NO_MEMORY = "there was no memory"
+"""Reasons in ``Statistics.skipped``. The first two pass by themselves."""
+
 
 @dataclass
 class Timing:
@@ -55,6 +60,9 @@ class Statistics:
     """Time that training was held at boundaries that began a capture, behind the gate, without ``memory_wait_s``."""
     memory_wait_s: float = 0.0
     """Seconds that training waited for memory to be ready, at its first boundary."""
+    preparation_s: float = 0.0
+    """Seconds for which steps were skipped because memory was being prepared: from the first of them to the next
+    capture."""
     gate: Timing = field(default_factory=Timing)
     """Time that training waited for copies."""
     copy: Timing = field(default_factory=Timing)

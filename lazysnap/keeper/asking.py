@@ -46,14 +46,14 @@ def ask_for_slots(channel: Channel, question: Question, timeout_s: float) -> tup
         frames = channel.receive()
         if frames is None:
             raise ConnectionResetError("the keeper ended")
-        found: tuple[Answer, list[int]] | None = None
+        answer: tuple[Answer, list[int]] | None = None
         for frame in frames:
-            if isinstance(frame.message, Answer) and found is None:
-                found = (frame.message, frame.descriptors)
+            if isinstance(frame.message, Answer) and answer is None:
+                answer = (frame.message, frame.descriptors)
             else:
                 frame.close()
-        if found is not None:
-            return found
+        if answer is not None:
+            return answer
     raise TimeoutError("no answer in time")
 
 

@@ -178,11 +178,11 @@ class TrainerConnections:
         pidfd = self._pidfds.pop(pid)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
-        own = [connection for connection in self._connections.values() if connection.pid == pid]
-        for connection in own:
+        of_process = [connection for connection in self._connections.values() if connection.pid == pid]
+        for connection in of_process:
             self._read(connection)
         self._owner.process_died(pid)
-        for connection in own:
+        for connection in of_process:
             self._close_now(connection)
 
     # Sending

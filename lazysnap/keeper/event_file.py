@@ -252,10 +252,10 @@ class _Copy:
             earlier = b""
         if len(earlier) > MAX_FILE_BYTES:
             earlier = earlier[-MAX_FILE_BYTES:].partition(b"\n")[2]  # whole lines only
-        here = set[bytes]()
+        present_lines = set[bytes]()
         with contextlib.suppress(FileNotFoundError):
-            here.update(self._path.read_bytes().splitlines())
-        missing = [line for line in earlier.splitlines() if line not in here]
+            present_lines.update(self._path.read_bytes().splitlines())
+        missing = [line for line in earlier.splitlines() if line not in present_lines]
         if missing:
             append(self._path, b"\n".join(missing) + b"\n")
         self._has_earlier = True

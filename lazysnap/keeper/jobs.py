@@ -146,7 +146,7 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) 
             files.delete(files.open(control.beat), job.keys)
         case SetNames():
             store = files.open(control.beat)
-            return NamesSet(job.level, job.job, files.set_names(store, job.given, job.released))
+            return NamesSet(job.level, job.job, files.set_names(store, job.added, job.released))
         case ProbeLevel():
             files.probe(control.beat)
     return JobEnded(job.level, job.job)
@@ -243,12 +243,12 @@ class _SlotWriter:
         """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
         settings = self._files.settings
         key = self._job.key
-        found = (int(meta.start, 16), meta.step, meta.rank, meta.world_size)
-        wanted = (key.start, key.step, settings.ranks[local_rank], settings.world_size)
-        if found != wanted:
+        captured = (int(meta.start, 16), meta.step, meta.rank, meta.world_size)
+        expected = (key.start, key.step, settings.ranks[local_rank], settings.world_size)
+        if captured != expected:
             raise CaptureAborted(
                 f"a slot: holds rank {meta.rank} of {meta.world_size} of {meta.name.directory}, "
-                f"expected rank {wanted[2]} of {wanted[3]} of {self._files.directory(key)}"
+                f"expected rank {expected[2]} of {expected[3]} of {self._files.directory(key)}"
             )
 
 

@@ -336,7 +336,7 @@ class LevelFiles:
     # Names that users give
 
     def set_names(
-        self, store: SnapshotStore, given: Sequence[NamedStep], released: Sequence[NamedStep]
+        self, store: SnapshotStore, added: Sequence[NamedStep], released: Sequence[NamedStep]
     ) -> tuple[NameRefusal, ...]:
         """Take names away from all snapshots of the run, then give names.
 
@@ -347,7 +347,7 @@ class LevelFiles:
             store.release(self.settings.run, name)
             faults.point("keeper.names.released")
         refused = []
-        for named in given:
+        for named in added:
             try:
                 store.keep(self._entry(named.key), named.name)
                 faults.point("keeper.names.given")

@@ -62,8 +62,8 @@ class MappedSlots:
         """
         slot = TrainerSlot.attach(descriptor)
         with self._lock:
-            known = {known.slot_id for known in self.all}
-            is_new = slot.slot_id not in known and slot.slot_id not in returned
+            mapped_ids = {mapped.slot_id for mapped in self.all}
+            is_new = slot.slot_id not in mapped_ids and slot.slot_id not in returned
             if is_new:
                 self.newest_sequence = max(self.newest_sequence, slot.words.load(SlotWord.SEQUENCE))
                 self.all = (*self.all, slot)

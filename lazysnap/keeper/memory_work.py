@@ -80,10 +80,10 @@ class MemoryWork:
         self._is_resting = is_resting
         if not is_resting or self._is_computing:
             return
-        found = self._slots.next_without_checksums()
-        if found is not None:
+        next_slot = self._slots.next_without_checksums()
+        if next_slot is not None:
             self._is_computing = True
-            slot, view = found
+            slot, view = next_slot
             self._submit(functools.partial(self._compute, slot, view))
 
     def _compute(self, slot: Slot, view: SlotView) -> None:

@@ -60,8 +60,8 @@ class NodeHistory:
 
     def note_process(self, local_rank: int, pid: int, now_s: float) -> None:
         """Note which process is the trainer of a rank."""
-        known = self.processes.get(local_rank)
-        if known is None or known[0] != pid:
+        noted = self.processes.get(local_rank)
+        if noted is None or noted[0] != pid:
             self.processes[local_rank] = (pid, now_s)
 
     def level(self, url: str) -> LevelHistory:

@@ -60,7 +60,7 @@ Result = TypeVar("Result")
 class ParitySet:
     """The parity of one step."""
 
-    held: HeldParity
+    description: HeldParity
     files: dict[int, memoryview]
     """Stripes by number; see ``parity.pieces``."""
     identity: int = field(default_factory=partial(secrets.randbits, 63))
@@ -69,7 +69,7 @@ class ParitySet:
     @property
     def key(self) -> StepKey:
         """The snapshot that it protects."""
-        return StepKey(int(self.held.start, 16), self.held.step)
+        return StepKey(int(self.description.start, 16), self.description.step)
 
     @property
     def size_bytes(self) -> int:
@@ -105,8 +105,8 @@ class ParityStore:
     def add(self, parity: ParitySet) -> None:
         """Hold the parity of a step, in place of an earlier one of the same step."""
         with self._lock:
-            others = [other for other in self._sets if other.key != parity.key]
-            self._sets = [*others, parity]
+            other_sets = [other for other in self._sets if other.key != parity.key]
+            self._sets = [*other_sets, parity]
 
     def delete(self, keys: Collection[StepKey]) -> None:
         """Release the parity of these snapshots. Its memory is used again for the next parity."""
@@ -134,7 +134,7 @@ class ParityStore:
     def inventory(self) -> list[HeldParity]:
         """Return the parity of each step that is held."""
         with self._lock:
-            return [parity.held for parity in self._sets]
+            return [parity.description for parity in self._sets]
 
     def keys(self) -> tuple[StepKey, ...]:
         """Return the snapshots whose parity is held, the newest first."""
@@ -145,7 +145,7 @@ class ParityStore:
         """Return the parity of a step; None if it is not held."""
         with self._lock:
             for parity in self._sets:
-                if (parity.held.start, parity.held.step) == (start, step):
+                if (parity.description.start, parity.description.step) == (start, step):
                     return parity
         return None
 
@@ -231,8 +231,8 @@ def _protect(
     own_part = NodePart(readers, context.redundancy.most_lost)
     group = GroupReader(context, control)
     try:
-        held = group.describe(readers, own_part)
-        parity = group.encode(held)
+        description = group.describe(readers, own_part)
+        parity = group.encode(description)
     finally:
         group.close()
     # Nobody here reads the own part, and it may be the last one to be whole.
@@ -312,19 +312,21 @@ class GroupReader:
 
         return HeldMember([rank for rank, *_ in read_index(read, size_bytes)], size_bytes)
 
-    def encode(self, held: HeldParity) -> ParitySet:
+    def encode(self, description: HeldParity) -> ParitySet:
         """Return the parity that this node is to hold. Blocks. Raises: LazySnapError."""
-        pieces = Pieces(self._group, tuple(member.size_bytes for member in held.members), held.block_bytes)
+        pieces = Pieces(
+            self._group, tuple(member.size_bytes for member in description.members), description.block_bytes
+        )
         places = self._group.parities(self._position)
         files = self._context.store.buffers(len(places), pieces.stripe_bytes)
         stripes = []
         for (number, row), file in zip(places, files, strict=True):
             stripes.append(_Stripe(pieces, number, row, file))
-        subject = PartOf(held.start, held.step, held.most_lost)
+        subject = PartOf(description.start, description.step, description.most_lost)
         self._of_all(partial(self._add_pieces, subject, stripes))
         for stripe in stripes:
             stripe.finish()
-        return ParitySet(held, {stripe.number: stripe.file for stripe in stripes})
+        return ParitySet(description, {stripe.number: stripe.file for stripe in stripes})
 
     def _add_pieces(self, subject: PartOf, stripes: "Sequence[_Stripe]", position: int) -> None:
         """Add all that is wanted of one node."""

@@ -67,63 +67,65 @@ class KeeperSources:
         """The one that was read last is last."""
         self._lock = threading.Lock()
 
-    def open(self, what: Subject) -> PeerSource:
+    def open(self, subject: Subject) -> PeerSource:
         """See ``Sources.open``."""
-        if isinstance(what, ParityOf):
-            return self._parity(what)
+        if isinstance(subject, ParityOf):
+            return self._parity(subject)
         with self._lock:
-            source = self._opened.get(what)
+            source = self._opened.get(subject)
             if source is not None:
-                self._opened.move_to_end(what)
+                self._opened.move_to_end(subject)
                 return source
-        source = self._open(what)
+        source = self._open(subject)
         with self._lock:
-            self._opened[what] = source
+            self._opened[subject] = source
             if len(self._opened) > MAX_OPENED:
                 self._opened.popitem(last=False)
         return source
 
-    def forget(self, what: Subject) -> None:
+    def forget(self, subject: Subject) -> None:
         """See ``Sources.forget``."""
         with self._lock:
-            self._opened.pop(what, None)
+            self._opened.pop(subject, None)
 
     def clear(self) -> None:
         """Let go of all slots: one of them was freed, and its memory is to go back to the machine."""
         with self._lock:
             self._opened.clear()
 
-    def _open(self, what: PartOf | SlotOf) -> PeerSource:
+    def _open(self, subject: PartOf | SlotOf) -> PeerSource:
         try:
-            if isinstance(what, PartOf):
-                return self._part(what)
-            return self._slot(what)
+            if isinstance(subject, PartOf):
+                return self._part(subject)
+            return self._slot(subject)
         except LazySnapError:
             raise
         except ValueError as error:  # the loop closed a slot, or the start is no number
-            raise CaptureAborted(f"{what} is not in memory any more: {error}") from error
+            raise CaptureAborted(f"{subject} is not in memory any more: {error}") from error
 
-    def _parity(self, what: ParityOf) -> PeerSource:
-        parity = self._store.find(what.start, what.step)
-        file = None if parity is None else parity.files.get(what.stripe)
+    def _parity(self, subject: ParityOf) -> PeerSource:
+        parity = self._store.find(subject.start, subject.step)
+        file = None if parity is None else parity.files.get(subject.stripe)
         if parity is None or file is None:
-            raise CaptureAborted(f"no parity of stripe {what.stripe} of step {what.step} of start {what.start} is held")
+            raise CaptureAborted(
+                f"no parity of stripe {subject.stripe} of step {subject.step} of start {subject.start} is held"
+            )
 
         def check() -> None:
-            if self._store.find(what.start, what.step) is not parity:
-                raise CaptureAborted(f"parity of step {what.step} was released")
+            if self._store.find(subject.start, subject.step) is not parity:
+                raise CaptureAborted(f"parity of step {subject.step} was released")
 
         return OpenedSource(MemorySource(file, len(file)), parity.identity, check)
 
-    def _part(self, what: PartOf) -> PeerSource:
-        captures = self._captures(int(what.start, 16), what.step)
+    def _part(self, subject: PartOf) -> PeerSource:
+        captures = self._captures(int(subject.start, 16), subject.step)
         owned: list[Slot] = []
         try:
             readers = []
             for slot, sequence in captures:
                 owned.append(_own(slot))
                 readers.append(CaptureReader(owned[-1], sequence, _raise_not_yet))
-            part = NodePart(readers, what.most_lost)
+            part = NodePart(readers, subject.most_lost)
         except BaseException:
             _close_all(owned)
             raise
@@ -149,20 +151,20 @@ class KeeperSources:
             raise CaptureAborted(f"step {step} is not in memory: this keeper has no slots")
         return captures
 
-    def _slot(self, what: SlotOf) -> PeerSource:
-        for slot in self._slots().get(what.local_rank, {}).values():
+    def _slot(self, subject: SlotOf) -> PeerSource:
+        for slot in self._slots().get(subject.local_rank, {}).values():
             view = slot.view()
-            if view.sequence == what.sequence and view.phase is SlotPhase.WHOLE:
-                return _open_slot(_own(slot), what)
-        raise CaptureAborted(f"capture {what.sequence} of local rank {what.local_rank} is not in memory any more")
+            if view.sequence == subject.sequence and view.phase is SlotPhase.WHOLE:
+                return _open_slot(_own(slot), subject)
+        raise CaptureAborted(f"capture {subject.sequence} of local rank {subject.local_rank} is not in memory any more")
 
 
-def _open_slot(slot: Slot, what: SlotOf) -> PeerSource:
+def _open_slot(slot: Slot, subject: SlotOf) -> PeerSource:
     """Return the source of a whole capture in this slot, which it owns from then on."""
     try:
-        reader = CaptureReader(slot, what.sequence, _raise_not_yet)
+        reader = CaptureReader(slot, subject.sequence, _raise_not_yet)
         source: BlockSource = reader
-        if what.part == "meta":
+        if subject.part == "meta":
             meta = slot.read_meta()
             source = MemorySource(memoryview(meta), len(meta))
             reader.check()
@@ -176,11 +178,11 @@ def _open_slot(slot: Slot, what: SlotOf) -> PeerSource:
 
 def _own(slot: Slot) -> Slot:
     """Return another mapping of a slot, which stays when the loop closes its own. Raises: CaptureAborted; OSError."""
-    own = Slot.attach(os.dup(slot.descriptor))
-    if own.slot_id != slot.slot_id:  # it was closed, and its descriptor is another slot's now
-        own.close()
+    mapping = Slot.attach(os.dup(slot.descriptor))
+    if mapping.slot_id != slot.slot_id:  # it was closed, and its descriptor is another slot's now
+        mapping.close()
         raise CaptureAborted("the slot was freed")
-    return own
+    return mapping
 
 
 def _close_with(source: OpenedSource, slots: Sequence[Slot]) -> None:

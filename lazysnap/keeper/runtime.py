@@ -38,8 +38,8 @@ _FILE_NAME = re.compile(r"keeper-[0-9a-f]{16}\.(lock|log)")
 
 def runtime_directory() -> pathlib.Path:
     """Return the directory, which exists from then on. Raises: KeeperError, if another user could write there."""
-    given = os.environ.get(ENVIRONMENT)
-    path = pathlib.Path(given or f"/tmp/lazysnap-{os.getuid()}")
+    configured = os.environ.get(ENVIRONMENT)
+    path = pathlib.Path(configured or f"/tmp/lazysnap-{os.getuid()}")
     try:
         problem = _problem_of(path)
     except OSError as error:

@@ -41,17 +41,17 @@ def make(wish: MemoryWish, slots: Sequence[Slot]) -> KeeperSlot | None:
     Raises: MemoryBoundExceeded, with the bytes needed and the bytes allowed.
     """
     fitting: list[Slot] = []
-    others: list[Slot] = []
+    unfitting: list[Slot] = []
     for slot in slots:
         if is_fitting(slot.view(), wish.meta_bytes, wish.image_bytes):
             fitting.append(slot)
         else:
-            others.append(slot)
-    refusal = _refusal(wish, fitting, others)
+            unfitting.append(slot)
+    refusal = _refusal(wish, fitting, unfitting)
     if refusal:
         missing = max(1, wish.num_slots - len(fitting))
         _check_files(wish.spill_directory, missing * _size_of_one(wish), refusal)
-    elif _must_wait(wish, fitting, others):
+    elif _must_wait(wish, fitting, unfitting):
         return None
     faults.point("keeper.memory.make")
     return _make_slot_or_file(wish, refusal)
@@ -70,11 +70,11 @@ def refusal_text(count: int, each_bytes: int, available_bytes: int, *, is_bound:
     needed_bytes = count * each_bytes
     needed = f"{count} slots of {each_bytes} bytes need {needed_bytes} bytes ({decimal(needed_bytes)})"
     available = f"{limit} {available_bytes} ({decimal(available_bytes)})"
-    more = f"raise max_bytes to {needed_bytes}" if is_bound else "free memory, or use a larger machine"
-    return f"{needed}, {available}; {more}, name a local disk in MemoryLevel.spill_dir, or capture a smaller state"
+    remedy = f"raise max_bytes to {needed_bytes}" if is_bound else "free memory, or use a larger machine"
+    return f"{needed}, {available}; {remedy}, name a local disk in MemoryLevel.spill_dir, or capture a smaller state"
 
 
-def _refusal(wish: MemoryWish, fitting: Sequence[Slot], others: Sequence[Slot]) -> str:
+def _refusal(wish: MemoryWish, fitting: Sequence[Slot], unfitting: Sequence[Slot]) -> str:
     """Return why there is no memory for all slots of a wish; empty if there may be.
 
     Slots that are files count as missing: where not all fit into memory, the last one would fit, and take what the
@@ -87,19 +87,19 @@ def _refusal(wish: MemoryWish, fitting: Sequence[Slot], others: Sequence[Slot]) 
     free_bytes = NODE.free_bytes()
     if wish.max_bytes is not None and held_bytes + missing_bytes > wish.max_bytes:
         return refusal_text(wish.num_slots, each_bytes, wish.max_bytes, is_bound=True)
-    if not _memory_of(others) and missing_bytes > free_bytes:
+    if not _memory_of(unfitting) and missing_bytes > free_bytes:
         return refusal_text(wish.num_slots, each_bytes, free_bytes + held_bytes, is_bound=False)
     return ""
 
 
-def _must_wait(wish: MemoryWish, fitting: Sequence[Slot], others: Sequence[Slot]) -> bool:
+def _must_wait(wish: MemoryWish, fitting: Sequence[Slot], unfitting: Sequence[Slot]) -> bool:
     """Return True if there is memory for the slot once slots of another size are returned.
 
     A first slot of the new size is made beside them where the machine has the memory: the first capture into it
     makes an old slot needless.
     """
     each_bytes = _size_of_one(wish)
-    taken_bytes = _memory_of(others)
+    taken_bytes = _memory_of(unfitting)
     if taken_bytes and fitting and each_bytes > NODE.free_bytes():
         return True
     used_bytes = _memory_of(fitting) + taken_bytes

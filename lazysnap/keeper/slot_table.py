@@ -102,9 +102,9 @@ class SlotTable:
         for slots in self._slots.values():
             for slot in slots.values():
                 key = (slot.slot_id, slot.view().sequence)
-                known = checksums.get(key) or self._checksums.get(key)
-                if known is not None:
-                    current[key] = known
+                checksums_of_slot = checksums.get(key) or self._checksums.get(key)
+                if checksums_of_slot is not None:
+                    current[key] = checksums_of_slot
         self._checksums = current
 
     def facts(self, rank: int) -> tuple[SlotFacts, ...]:

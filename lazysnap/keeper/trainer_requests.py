@@ -53,10 +53,10 @@ def with_protected(state: TrainerState, step: int) -> TrainerState:
 
 def with_name(state: TrainerState, name: str, step: int) -> TrainerState:
     """Return the state with a name for a step of this start, instead of an earlier step."""
-    others = _other_names(state, name)
+    other_names = _other_names(state, name)
     named = NamedStep(name, StepKey(state.start, step))
     released = _without_text(state.released, name)
-    return structs.replace(state, names=(*others, named), released=released)
+    return structs.replace(state, names=(*other_names, named), released=released)
 
 
 def without_name(state: TrainerState, name: str) -> TrainerState:
@@ -133,11 +133,11 @@ def _open_names(state: TrainerState, sent: TrainerState, answer: KeeperState) ->
 
 
 def _open_releases(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[str, ...]:
-    given = {named.name for named in answer.names}
+    present_names = {named.name for named in answer.names}
     kept_from = len(state.released) - MAX_RELEASED
     open_releases = []
     for index, name in enumerate(state.released):
-        is_answered = name in sent.released and name not in given
+        is_answered = name in sent.released and name not in present_names
         if index >= kept_from or not is_answered:
             open_releases.append(name)
     return tuple(open_releases)

@@ -26,7 +26,7 @@ class Trouble(logging.Handler):
     def __init__(self, log_path: pathlib.Path) -> None:
         super().__init__(logging.ERROR)
         self._log_path = log_path
-        self._told: dict[str, float] = {}
+        self._sent_at: dict[str, float] = {}
         self.texts: queue.SimpleQueue[str] = queue.SimpleQueue()
         """One line for each error that trainers must see."""
         self.notify: Callable[[], None] | None = None
@@ -37,26 +37,33 @@ class Trouble(logging.Handler):
         logging.getLogger().addHandler(self)
         logger = logging.getLogger(__name__)
         threading.excepthook = lambda ended: logger.error("a thread ended", exc_info=ended.exc_value)
-        sys.unraisablehook = lambda found: logger.error("%s", found.err_msg or "ignored", exc_info=found.exc_value)
+        sys.unraisablehook = lambda ignored: logger.error(
+            "%s", ignored.err_msg or "ignored", exc_info=ignored.exc_value
+        )
         with contextlib.suppress(OSError, KeeperError):
             remove_old_files()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log an error, and send it to trainers once in a while."""
-        what, where = record.getMessage(), f"{record.filename}:{record.lineno}"
-        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage()
+        place = f"{record.filename}:{record.lineno}"
+        error = None
+        if record.exc_info:
+            error = record.exc_info[1]
         if error is not None:
-            what = f"{what}: {type(error).__name__}: {error}"
+            text = f"{text}: {type(error).__name__}: {error}"
             frames = traceback.extract_tb(error.__traceback__)
-            where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else where
-        what = " ".join(what.split())
+            if frames:
+                place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+        text = " ".join(text.split())
         log = self._write(record)
-        key, now = f"{record.msg} {type(error).__name__} {where}", time.monotonic()
-        if now - self._told.get(key, float("-inf")) >= _AGAIN_S:
-            self._told[key] = now
+        key = f"{record.msg} {type(error).__name__} {place}"
+        now = time.monotonic()
+        if now - self._sent_at.get(key, float("-inf")) >= _AGAIN_S:
+            self._sent_at[key] = now
             self.texts.put(
                 f"an error in the keeper (process {os.getpid()} on {socket.gethostname()}, thread {record.threadName}, "
-                f"{where}): {what}; snapshots may not be stored or protected until it works again; {log}"
+                f"{place}): {text}; snapshots may not be stored or protected until it works again; {log}"
             )
             if self.notify is not None:
                 self.notify()

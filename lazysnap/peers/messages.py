@@ -18,7 +18,7 @@ that says ``is_not_yet``.
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from lazysnap.core.messages import Order, Report
 from lazysnap.errors import KeeperError, LazySnapError
@@ -82,7 +82,7 @@ Subject = PartOf | SlotOf | ParityOf
 class Read(Struct, frozen=True, tag="read", forbid_unknown_fields=True):
     """Ask for bytes. The answer is a ``Block`` or a ``Refusal``."""
 
-    what: Subject
+    subject: Subject = field(name="what")
     offset: Size
     length: Annotated[int, Meta(ge=0, le=MAX_READ_BYTES)]
     """0: only the facts are wanted."""

@@ -95,11 +95,11 @@ class PeerReader:
         except FAILURES as error:
             raise self._unreachable(error) from error
 
-    def size(self, what: Subject, patience_s: float | None = None) -> int:
+    def size(self, subject: Subject, patience_s: float | None = None) -> int:
         """Return the bytes of all that can be read of this. Blocks: until the keeper has it, at most ``patience_s``."""
-        return self._read(Read(what, 0, 0), memoryview(b""), patience_s).size_bytes
+        return self._read(Read(subject, 0, 0), memoryview(b""), patience_s).size_bytes
 
-    def read_into(self, what: Subject, offset: int, out: memoryview) -> int:
+    def read_into(self, subject: Subject, offset: int, out: memoryview) -> int:
         """Fill ``out`` with the bytes at ``offset``.
 
         Blocks: until the bytes are there. With the last byte: until all captures are whole.
@@ -109,23 +109,23 @@ class PeerReader:
         out = out.cast("B")
         if not 1 <= len(out) <= MAX_READ_BYTES:
             raise ConfigError(f"a read has 1 to {MAX_READ_BYTES} bytes, got {len(out)}")
-        block = self._read(Read(what, offset, len(out)), out)
+        block = self._read(Read(subject, offset, len(out)), out)
         checksum = xxhash.xxh3_64_intdigest(out)
         if checksum != block.checksum:
             raise FormatError(
-                f"{self._peer}: bytes [{offset}, {offset + len(out)}) of {what}: xxh3_64 is {checksum:016x}, "
+                f"{self._peer}: bytes [{offset}, {offset + len(out)}) of {subject}: xxh3_64 is {checksum:016x}, "
                 f"the peer says {block.checksum:016x}: they changed while they were read, or on their way"
             )
         return checksum
 
-    def finish(self, what: Subject) -> None:
+    def finish(self, subject: Subject) -> None:
         """Check that all that was read of this is of captures that are whole now: only then it counts.
 
         Blocks: until they are whole, which may take a training step or an evaluation.
         """
-        size_bytes = self.size(what)
+        size_bytes = self.size(subject)
         if size_bytes:
-            self.read_into(what, size_bytes - 1, memoryview(bytearray(1)))
+            self.read_into(subject, size_bytes - 1, memoryview(bytearray(1)))
 
     def interrupt(self) -> None:
         """Let a call in progress fail at once, and every later one. From any thread."""
@@ -151,7 +151,7 @@ class PeerReader:
         while True:
             answer = self._exchange(read, out)
             if isinstance(answer, Block):
-                self._check_facts(read.what, AgreedFacts(answer.size_bytes, answer.identity))
+                self._check_facts(read.subject, AgreedFacts(answer.size_bytes, answer.identity))
                 return answer
             if not answer.is_not_yet or time.monotonic() >= give_up_at:
                 raise PeerRefused(f"{self._peer}: {answer.text}")
@@ -159,10 +159,10 @@ class PeerReader:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _check_facts(self, what: Subject, facts: AgreedFacts) -> None:
-        known = self._facts.setdefault(what, facts)
-        if known != facts:
-            raise PeerRefused(f"{self._peer}: {what} was captured again while it was read")
+    def _check_facts(self, subject: Subject, facts: AgreedFacts) -> None:
+        first_facts = self._facts.setdefault(subject, facts)
+        if first_facts != facts:
+            raise PeerRefused(f"{self._peer}: {subject} was captured again while it was read")
 
     def _exchange(self, read: Read, out: memoryview) -> Answer:
         """Send a read and receive its answer."""

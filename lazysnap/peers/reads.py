@@ -34,11 +34,11 @@ class PeerSource(BlockSource, Protocol):
 class ServedSources(Protocol):
     """What a keeper lets others read. Thread-safe."""
 
-    def open(self, what: Subject) -> PeerSource:
+    def open(self, subject: Subject) -> PeerSource:
         """Return the source. Raises: NotYet; LazySnapError or OSError, if there is none: the reader gets the text."""
         ...
 
-    def forget(self, what: Subject) -> None:
+    def forget(self, subject: Subject) -> None:
         """Open this anew the next time: reading it failed."""
         ...
 
@@ -50,22 +50,22 @@ Answered = tuple[Block | Refusal, memoryview | None]
 def answer_read(sources: ServedSources, read: Read) -> Answered:
     """Return the answer to a read. Blocks: while the bytes are read from memory. Never raises."""
     try:
-        return _read(sources.open(read.what), read)
+        return _read(sources.open(read.subject), read)
     except NotYet as error:
         return Refusal(str(error)[:MAX_TEXT], is_not_yet=True), None
     except (LazySnapError, OSError) as error:
-        sources.forget(read.what)
+        sources.forget(read.subject)
         return Refusal(str(error)[:MAX_TEXT]), None
     except Exception as error:  # a read must not end the keeper
-        logger.exception("peers: a read of %s failed", read.what)
-        sources.forget(read.what)
+        logger.exception("peers: a read of %s failed", read.subject)
+        sources.forget(read.subject)
         return Refusal(f"{type(error).__name__}: {error}"[:MAX_TEXT]), None
 
 
 def _read(source: PeerSource, read: Read) -> Answered:
     stop = read.offset + read.length
     if stop > source.size_bytes:
-        text = f"bytes [{read.offset}, {stop}) of {read.what}, which has {source.size_bytes}"
+        text = f"bytes [{read.offset}, {stop}) of {read.subject}, which has {source.size_bytes}"
         return Refusal(text[:MAX_TEXT]), None
     if read.length and stop == source.size_bytes:
         source.finish()

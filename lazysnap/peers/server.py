@@ -77,7 +77,9 @@ class Peers:
     @property
     def linked_nodes(self) -> frozenset[int]:
         """Nodes to which there is a link."""
-        return frozenset() if self._links is None else self._links.linked_nodes
+        if self._links is None:
+            return frozenset()
+        return self._links.linked_nodes
 
     def begin(self, settings: PeerSettings, node: int) -> None:
         """Serve, and link to, the nodes of a start from now on. Connections of an earlier start end.
@@ -96,9 +98,9 @@ class Peers:
         nodes = [address.node for address in settings.addresses]
         me = Hello(settings.job, node)
         self._links = Links(Secret(settings.secret), me, nodes, self._handler, self._deadlines)
-        own = _address_of(settings, node)
-        if own is not None:
-            self._spawn(self._serve(own), self._tasks)
+        address = _address_of(settings, node)
+        if address is not None:
+            self._spawn(self._serve(address), self._tasks)
         first = _address_of(settings, COORDINATOR_NODE)
         if node != COORDINATOR_NODE and first is not None:
             self._spawn(self._links.keep_up(COORDINATOR_NODE, first.host, first.port), self._tasks)

@@ -64,6 +64,10 @@ class StateSource:
     def release(self) -> None:
         """Drop all objects: the engine has ended, and its user may need their memory."""
 
+    def is_finished(self) -> bool:
+        """Return True if it is known that the restored training has nothing left to train."""
+        return False
+
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
         """Return tensors, beside those of optimizers, that change only behind a gate (weight averages); no buffers."""
         return ()

@@ -45,11 +45,18 @@ def test_the_interval_of_a_level_is_told_in_its_own_unit(interval, words):
 def test_what_is_not_captured_is_told_by_reason_in_words():
     statistics = Statistics(began=65, whole=64, torn=1, shard_bytes=9300)
     statistics.skipped["memory was being prepared"] = 15
-    [line, _] = report.summary(statistics, report.End(report.Ending.CLOSED, CONFIG))
+    statistics.preparation_s = 12.3
+    [line, _] = report.summary(statistics, report.EndFacts(report.EndKind.CLOSED, CONFIG))
     assert line == (
-        "captured 64 of 80 due steps (9.3 kB each); 15 steps not captured: memory was being prepared; "
+        "captured 64 of 80 due steps (9.3 kB each); 15 steps not captured: memory was being prepared for 12.3 s; "
         "1 step not captured: the state changed while it was copied; stored 0 at /a; training waited 0 ms in all"
     )
+
+
+def test_a_training_that_is_known_to_be_finished_is_not_said_to_have_ended_early():
+    resumed = report.Resumed(8, in_memory=False, only_in_memory=False)
+    end = report.EndFacts(report.EndKind.CLOSED, CONFIG, untrained=resumed, is_finished=True)
+    assert report.summary(Statistics(), end) == ["step 8, which was resumed, is the last step of this training"]
 
 
 def test_that_there_is_no_storage_level_is_told_beside_parity_too():
@@ -58,7 +65,7 @@ def test_that_there_is_no_storage_level_is_told_beside_parity_too():
 
 
 @pytest.mark.slow
-def test_a_training_that_was_over_when_it_was_resumed_says_that_no_step_was_trained(job, tmp_path, caplog):
+def test_a_start_that_trains_nothing_says_no_more_than_that_it_passed_no_boundary(job, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="lazysnap")
     first = job.start(tmp_path)
     first.run(1, 2)
@@ -66,14 +73,14 @@ def test_a_training_that_was_over_when_it_was_resumed_says_that_no_step_was_trai
     again = job.start(tmp_path, ready=False)
     assert again.engine.restore("latest").step == 2
     assert again.engine.close()
-    assert "no step was trained after step 2, which was resumed" in caplog.text
+    assert "this start passed no step boundary after step 2, which was resumed" in caplog.text
     caplog.clear()
 
     third = job.start(tmp_path, ready=False)
     assert third.engine.restore("latest").step == 2
     third.run(3, 3)
     assert third.engine.close()
-    assert "no step was trained" not in caplog.text
+    assert "no step boundary" not in caplog.text
 
 
 @pytest.mark.slow
@@ -120,7 +127,7 @@ def test_memory_alone_outlasts_a_start_that_trains_nothing(job):
 
 def test_that_nothing_is_captured_is_said_only_where_storage_has_nothing_either():
     statistics = Statistics(began=8, whole=8)
-    end = report.End(report.Ending.CLOSED, CONFIG)
+    end = report.EndFacts(report.EndKind.CLOSED, CONFIG)
     assert report.summary(statistics, end)[-1].startswith("NOTHING OF THIS TRAINING IS CAPTURED")
 
     statistics.last_durable_step["/a"] = 8  # its keeper was lost since
@@ -131,12 +138,12 @@ def test_that_nothing_is_captured_is_said_only_where_storage_has_nothing_either(
 def test_a_rank_that_outlives_another_says_that_memory_has_it_and_warns_of_nothing():
     statistics = Statistics(began=33, whole=33, last_whole_step=33)
     statistics.last_durable_step["/a"] = 30
-    end = report.End(report.Ending.ABANDONED, CONFIG, ranks=2)
+    end = report.EndFacts(report.EndKind.ABANDONED, CONFIG, ranks=2)
     assert not report.not_durable(statistics, end)
     finds = 'where a restart with "latest" finds the newest step that all ranks have'
     fate = f"it stays in memory for 1800 s (linger_s), {finds}"
     assert report.summary(statistics, end)[-1] == f"step 33: {fate}"
-    lingering = report.End(report.Ending.LINGERING, CONFIG, ranks=2)
+    lingering = report.EndFacts(report.EndKind.LINGERING, CONFIG, ranks=2)
     assert report.not_durable(statistics, lingering) == {
         "what": "step 33, the newest capture, is not at /a after 60 s (drain_timeout_s)",
         "fate": fate,

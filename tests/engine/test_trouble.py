@@ -218,7 +218,7 @@ def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog)
 
     [warning] = warnings(caplog, "step 3, the last that was due, is not captured")
     assert "the newest snapshot of this training is that of step 2." in warning.getMessage()
-    assert "; 1 step not captured: memory was being prepared; " in caplog.text
+    assert "; 1 step not captured: memory was being prepared for " in caplog.text
     assert [entry.step for entry in inventory_of(open_store(str(tmp_path))).entries][-1] == 2
 
 

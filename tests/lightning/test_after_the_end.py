@@ -63,9 +63,11 @@ def test_a_fit_that_is_extended_trains_what_one_longer_fit_trains(tmp_path, firs
 def test_a_fit_with_nothing_left_to_train_ends_with_the_same_weights(tmp_path, caplog, max_steps):
     """Averages are in the model, as at the end of the first fit."""
     first = fit(tmp_path, max_steps, EMAWeightAveraging(decay=0.5))
+    caplog.set_level("INFO", logger="lazysnap")
 
     again = fit(tmp_path, max_steps, EMAWeightAveraging(decay=0.5))
 
     assert again.seen == []
     assert "nothing is left to train" in caplog.text
+    assert f"step {max_steps}, which was resumed, is the last step of this training" in caplog.text
     assert torch.equal(again.net.weight, first.net.weight)

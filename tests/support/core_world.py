@@ -175,7 +175,7 @@ class SimJob:
             self._delete(list(job.keys))
         elif isinstance(job, actions.SetNames):
             names = self.world.names[job.level]
-            names.update(job.given)
+            names.update(job.added)
             names.difference_update(job.released)
             self._end(actions.NamesSet(job.level, job.job))
         elif isinstance(job, actions.WriteLevel):

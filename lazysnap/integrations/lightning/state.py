@@ -296,6 +296,10 @@ class LightningState(StateSource):
             reason,
         )
 
+    def is_finished(self) -> bool:
+        """See ``StateSource.is_finished``."""
+        return self.has_ended
+
     @property
     def is_resuming(self) -> bool:
         """True if a restored state waits for its step boundary."""

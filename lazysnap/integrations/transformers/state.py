@@ -71,6 +71,10 @@ class TrainingState(ObjectState):
         self.earlier_s = 0.0
         """Seconds of training before the restart."""
 
+    def is_finished(self) -> bool:
+        """See ``StateSource.is_finished``."""
+        return bool(self.end_reason)
+
     def begin(self) -> None:
         """Begin a training that has a model. The snapshot is read before an optimizer exists."""
         self.began_s = time.time()
