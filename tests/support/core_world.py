@@ -688,10 +688,12 @@ class World:
 
     def run_until(self, is_reached: Callable[[], bool], failure: str, patience_s: int = PATIENCE_S) -> None:
         """Go on until something is the case; it must come within the time of all retries and deadlines."""
-        for _ in range(patience_s):
+        pause_s = min(1.0, 3 * self.setting.step_s)
+        until = self.now + patience_s
+        while self.now < until:
             if is_reached():
                 return
-            self.run(1.0)
+            self.run(pause_s)
         self.check(is_reached(), failure)
 
     def next_number(self) -> int:
