@@ -1,4 +1,7 @@
-"""Killed after any step, a training goes on as if nothing had happened; test_versions.py has the plainest cases."""
+"""Killed after a step, a training goes on as if nothing had happened.
+
+``test_versions.py`` has the plainest cases, cut after every step; those here are cut after every third one.
+"""
 
 import pytest
 import torch
@@ -273,7 +276,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-def test_resumed_after_any_step_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
+def test_resumed_after_a_step_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
     check_exact(kind(), tmp_path)
 
 
