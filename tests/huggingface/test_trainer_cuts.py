@@ -71,7 +71,7 @@ def from_step(record, step):
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.quick if case == "smoothing" else ()) for case in DEATHS]
 )
-def test_killed_at_any_place_a_training_of_any_kind_goes_on_exactly(trainings, case, tmp_path):
+def test_killed_in_steps_of_a_training_of_any_kind_it_goes_on_exactly(trainings, case, tmp_path):
     """Killed between two steps it does the whole end of the step again."""
     whole, captured = trainings.reference(case), None
     for number, death in enumerate([*DEATHS[case], None]):

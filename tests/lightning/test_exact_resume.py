@@ -276,7 +276,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-def test_resumed_after_a_step_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
+def test_resumed_after_any_step_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
     check_exact(kind(), tmp_path)
 
 
