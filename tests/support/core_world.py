@@ -386,7 +386,10 @@ class SimNode:
     def has_whole(self, key: StepKey) -> bool:
         """True if all ranks have the capture whole."""
         for rank in range(self.world.setting.num_ranks):
-            if not any(slot.view.is_whole and slot.has(key) for slot in self.slots(rank).values()):
+            for slot in self.slots(rank).values():
+                if slot.has(key) and slot.view.is_whole:
+                    break
+            else:
                 return False
         return True
 
