@@ -273,8 +273,15 @@ def test_a_directory_that_is_deleted_stays_so_and_its_snapshot_is_released(tmp_p
     assert name.name.startswith("keep-second-")
 
 
-@pytest.mark.parametrize("point", ["export.accelerate.file:2", "export.whole:1", "export.named.move:2"])
-@pytest.mark.parametrize("before", ["nothing", "a checkpoint"])
+@pytest.mark.parametrize(
+    ("point", "before"),
+    [
+        ("export.accelerate.file:2", "nothing"),
+        ("export.accelerate.file:2", "a checkpoint"),
+        ("export.whole:1", "a checkpoint"),
+        ("export.named.move:2", "a checkpoint"),
+    ],
+)
 def test_a_killed_export_leaves_no_mixture_and_the_snapshot_is_loaded(tmp_path, monkeypatch, caplog, point, before):
     place = tmp_path / "named"
     script = Script(tmp_path)

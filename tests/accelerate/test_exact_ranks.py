@@ -58,7 +58,6 @@ def trace_of(directory, rank, world):
     ("case", "first"),
     [
         ("Plain", 1),
-        ("Plain", 2),
         ("Accumulated", 2),
         ("Dispatching", 1),
         ("Workers", 2),
@@ -67,7 +66,10 @@ def trace_of(directory, rank, world):
         *((name, 1 + number % 2) for number, name in enumerate(OF_RANKS) if name != "Joined"),
     ],
 )
-def test_one_of_two_processes_killed_in_every_step_they_end_bit_for_bit_as_uninterrupted(zygote, tmp_path, case, first):
+def test_one_of_two_processes_killed_again_and_again_they_end_bit_for_bit_as_uninterrupted(
+    zygote, tmp_path, case, first
+):
+    """Deaths in every step are tried with one process."""
     statuses, _, whole, text = start(zygote, tmp_path / "whole", case, [0] * WORLD, 1)
     assert statuses == [0] * WORLD, text
 

@@ -106,8 +106,9 @@ def test_it_goes_on_exactly_after_any_batch(kind):
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_exactly_from_start_to_start(kind):
-    check_chain(LOADERS[kind], (2, 0, 1, 1, 2, 0, 1, 1, 3))
     check_chain(LOADERS[kind], (6, 0, 0, 2, 1, 3, 0))
+    if "workers" not in kind:  # they take a while to start
+        check_chain(LOADERS[kind], (2, 0, 1, 1, 2, 0, 1, 1, 3))
 
 
 def test_batches_that_were_trained_are_not_read_again():

@@ -2,7 +2,7 @@
 
 A mutant is one change of the package's source, in a process of its own that runs the named tests on the software
 device. Processes are forked from this one, which has imported all but the package. One line of JSON is printed for
-each; the first is of the package as it is.
+each. That the package as it is passes these tests, is what ``test_on_software_device.py`` and tests/capture say.
 """
 
 import importlib.machinery
@@ -145,28 +145,25 @@ MUTANTS = [
 ]
 
 
-def run(mutant: Mutant | None, output: pathlib.Path) -> int:
+def run(mutant: Mutant, output: pathlib.Path) -> int:
     """The exit status of pytest."""
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 1)
     os.dup2(1, 2)
-    if mutant is not None:
-        path, text = str(ROOT / "lazysnap" / mutant.file), mutant.text()
-        usual = importlib.machinery.SourceFileLoader.get_code
-        importlib.machinery.SourceFileLoader.get_code = lambda loader, name: (
-            compile(text, path, "exec") if loader.path == path else usual(loader, name)
-        )
-    names = [mutant.test] if mutant is not None else sorted({each.test for each in MUTANTS})
-    suites = sorted({SUITES[name.split(":")[0]] for name in names})
+    path, text = str(ROOT / "lazysnap" / mutant.file), mutant.text()
+    usual = importlib.machinery.SourceFileLoader.get_code
+    importlib.machinery.SourceFileLoader.get_code = lambda loader, name: (
+        compile(text, path, "exec") if loader.path == path else usual(loader, name)
+    )
+    suite, name = mutant.test.split(":")
     alone = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "-W", "ignore")
     words = ["-x", "-q", *alone, "-p", "pytest_timeout", "--timeout", "60", "-p", "device.checked"]
-    wanted = " or ".join(name.split(":")[1] for name in names)
-    return pytest.main([*words, *(str(ROOT / suite) for suite in suites), "-k", wanted])
+    return pytest.main([*words, str(ROOT / SUITES[suite]), "-k", name])
 
 
 def main() -> None:
     place = pathlib.Path(sys.argv[1])
-    left = list(enumerate([None, *MUTANTS]))
-    running: dict[int, tuple[int, Mutant | None]] = {}
+    left = list(enumerate(MUTANTS))
+    running: dict[int, tuple[int, Mutant]] = {}
     while left or running:
         while left and len(running) < AT_ONCE:
             number, mutant = left.pop(0)
@@ -181,8 +178,7 @@ def main() -> None:
         pid, status = os.wait()
         number, mutant = running.pop(pid)
         facts = {"status": os.waitstatus_to_exitcode(status), "output": (place / str(number)).read_text()[-3000:]}
-        if mutant is not None:
-            facts |= {"file": mutant.file, "lines": textwrap.dedent(mutant.lines), "test": mutant.test}
+        facts |= {"file": mutant.file, "lines": textwrap.dedent(mutant.lines), "test": mutant.test}
         print(json.dumps(facts), flush=True)
 
 

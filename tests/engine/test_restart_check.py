@@ -34,7 +34,7 @@ def job(zygote, tmp_path):
     return Job(zygote, tmp_path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def undisturbed(zygote, tmp_path_factory):
     return digest_in(Job(zygote, tmp_path_factory.mktemp("undisturbed")).run())
 

@@ -13,25 +13,28 @@ from support.programs import TWO_RANKS, output_of
 
 PROGRAM = str(Path(__file__).parent / "hf_training.py")
 NEVER = 1000
-STEPS = {
-    "base": range(1, 15),
-    "accumulation": (1, 2, 3, 5, 7),
+DEATHS = {
+    "base": (1, 2, 4, (6, "epoch"), 6, 7, 9, 12, 14),
+    "accumulation": (1, 3, (4, "epoch"), 5),
     "smoothing": (4, 6),
-    "grouped": (1, 6, 9),
-    "best": (1, 2, 5, 6, 9, 14),
-    "epochs": (5, 6, 12, 14),
+    "grouped": (1, 9),
+    "best": (1, (4, "evaluation"), 5, (8, "save"), 9, 14),
+    "epochs": ((6, "evaluation"), 6, (12, "save"), 12, 14, (15, "evaluation")),
     "stopped": (3, 5),
-    "eval_on_start": (2, 3, 6),
-    "stock_saves": (2, 3, 7, 14),
-    "lora": (3, 6, 11),
-    "workers": (2, 6, 11),
-    "max_steps": (5, 12, 14),
-    "stream": (4, 6, 13),
-    "stream_accumulation": (1, 2, 4),
+    "eval_on_start": (2, 6),
+    "stock_saves": (3, 7),
+    "lora": (3, 11),
+    "workers": (2, 11),
+    "max_steps": (5, 14),
+    "stream": (4, 13),
+    "stream_accumulation": (1, 4),
     "tokens": (3, 7),
     "bf16": (4, 9),
     "not_skipping": (4, 6),
 }
+"""Each training dies at these in turn: inside the step behind a captured one, or at what is done between a step and the
+next one. The base case has each place within an epoch, the others those at which they differ from it.
+"""
 
 
 class Trainings:
@@ -65,57 +68,37 @@ def from_step(record, step):
     return record[next(index for index, event in enumerate(record) if event[:2] == ["batch", step]) :]
 
 
-def check_cuts(trainings, case, deaths, directory):
-    """Die at each of ``deaths`` in turn: a step that is captured then, and words on where in the next one."""
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.quick if case == "smoothing" else ()) for case in DEATHS]
+)
+def test_killed_in_steps_of_a_training_of_any_kind_it_goes_on_exactly(trainings, case, tmp_path):
+    """Killed between two steps it does the whole end of the step again."""
     whole, captured = trainings.reference(case), None
-    for number, death in enumerate([*deaths, None]):
-        how = {"status": -signal.SIGKILL if death else 0}
-        record, output = trainings.run(case, directory, f"start{number}", *(death[1] if death else ()), **how)
+    for number, death in enumerate([*DEATHS[case], None]):
+        words = death if isinstance(death, tuple) else (death,) * (death is not None)
+        record, output = trainings.run(
+            case, tmp_path, f"start{number}", *words, status=0 if death is None else -signal.SIGKILL
+        )
         if captured is not None:
             assert f"resumed step {captured} of run" in output, output
             assert "from memory" in output
             first = next(event for event in record if event[0] == "batch")
             assert first[1] == captured
             got, wanted = from_step(record, captured), from_step(whole, captured)
-            assert got == (wanted[: len(got)] if death else wanted), f"resumed behind step {captured}"
-        captured = death and death[0]
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.quick if case == "smoothing" else ()) for case in STEPS]
-)
-def test_killed_in_steps_of_a_training_of_any_kind_it_goes_on_exactly(trainings, case, tmp_path):
-    """In the base case in every step of two and a half epochs."""
-    check_cuts(trainings, case, [(step, [step]) for step in STEPS[case]], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("case", "step", "where"),
-    [
-        ("base", 6, "epoch"),
-        ("accumulation", 4, "epoch"),
-        ("best", 4, "evaluation"),
-        ("best", 8, "save"),
-        ("epochs", 6, "evaluation"),
-        ("epochs", 12, "save"),
-        ("epochs", 15, "evaluation"),
-    ],
-)
-def test_killed_between_two_steps_it_does_the_whole_end_of_the_step_again(trainings, case, step, where, tmp_path):
-    check_cuts(trainings, case, [(step - 1, [step, where])], tmp_path)
+            assert got == (wanted if death is None else wanted[: len(got)]), f"resumed behind step {captured}"
+        captured = death[0] - 1 if isinstance(death, tuple) else death
 
 
 def test_every_kind_of_training_is_cut():
     from hf_training import CASES  # Transformers takes seconds, in each worker
 
-    assert set(STEPS) | {"two_ranks"} == set(CASES)
+    assert set(DEATHS) | {"two_ranks"} == set(CASES)
 
 
-@pytest.mark.parametrize("case", ["base", "best"])
-def test_a_finished_training_that_is_started_again_trains_nothing_and_ends_the_same(trainings, case, tmp_path):
-    whole = trainings.reference(case)
-    trainings.run(case, tmp_path, "first", NEVER)
-    again, output = trainings.run(case, tmp_path, "again")
+def test_a_finished_training_that_is_started_again_trains_nothing_and_ends_the_same(trainings, tmp_path):
+    whole = trainings.reference("best")
+    trainings.run("best", tmp_path, "first", NEVER)
+    again, output = trainings.run("best", tmp_path, "again")
     assert "nothing is left to train" in output
     assert not [event for event in again if event[0] in ("batch", "evaluated", "saved")]
     assert again[-1] == whole[-1]

@@ -1,4 +1,7 @@
-"""Killed after any step, a training goes on as if nothing had happened; test_versions.py has the plainest cases."""
+"""Killed after a step, a training goes on as if nothing had happened.
+
+``test_versions.py`` has the plainest cases, cut after every step; those here are cut after every third one.
+"""
 
 import pytest
 import torch

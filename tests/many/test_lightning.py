@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from jobs import HERE
+from rank_keepers import kill_keepers
 from support.ports import free_port
 
 import lazysnap
@@ -89,11 +90,29 @@ def make_fit(zygote, tmp_path, end_keepers):
         end_keepers(fit)
 
 
+@pytest.fixture(scope="module")
+def whole_results(zygote, tmp_path_factory):
+    """What each rank ends with that nothing happens to, by strategy and world."""
+    known = {}
+
+    def ask(strategy, world):
+        if (strategy, world) not in known:
+            fit = Fit(zygote, tmp_path_factory.mktemp("whole"), levels=False)
+            assert fit.run(strategy, world) == [0] * world, fit.output()
+            kill_keepers(fit)
+            known[strategy, world] = fit.results(), [fit.trace(rank) for rank in range(world)]
+        return known[strategy, world]
+
+    return ask
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "world"), STRATEGIES)
-def test_killed_it_goes_on_from_memory_and_without_memory_from_storage(make_fit, end_keepers, strategy, world):
-    whole, cut = make_fit("whole"), make_fit("cut", levels=True)
-    assert whole.run(strategy, world) == [0] * world, whole.output()
+def test_killed_it_goes_on_from_memory_and_without_memory_from_storage(
+    make_fit, end_keepers, whole_results, strategy, world
+):
+    wanted, traces = whole_results(strategy, world)
+    cut = make_fit("cut", levels=True)
     # An epoch has 8 steps where two ranks, or pairs of ranks, share the data, and 16 where all have the same.
     assert 0 not in cut.run(strategy, world, die_at=dict.fromkeys(map(str, range(world)), 5)), cut.output()
     assert 0 not in cut.run(strategy, world, die_at={"1": 11}), cut.output()
@@ -103,10 +122,10 @@ def test_killed_it_goes_on_from_memory_and_without_memory_from_storage(make_fit,
     assert cut.run(strategy, world) == [0] * world, cut.output()
 
     assert [f"from {cut.levels[0]}" in log for log in cut.logs()] == [True] * world, cut.logs()
-    assert cut.results() == whole.results()
+    assert cut.results() == wanted
     for rank in range(world):
         again = cut.trace(rank)
-        assert again == whole.trace(rank)[-len(again) :]
+        assert again == traces[rank][-len(again) :]
 
 
 @pytest.mark.timeout(900)
@@ -131,24 +150,25 @@ def test_with_fewer_ranks_it_passes_over_the_samples_that_were_trained(make_fit,
 
 
 @pytest.mark.timeout(900)
-def test_lightnings_own_launcher_starts_the_ranks(make_fit):
-    whole, cut = make_fit("whole"), make_fit("cut")
-    assert whole.run("ddp_fork", 2) == [0], whole.output()
+def test_lightnings_own_launcher_starts_the_ranks(make_fit, whole_results):
+    wanted, _ = whole_results("ddp", 2)
+    cut = make_fit("cut")
     assert cut.run("ddp_fork", 2, die_at={"0": 9, "1": 9}) != [0], cut.output()
     assert cut.run("ddp_fork", 2) == [0], cut.output()
     assert ["from memory" in log for log in cut.logs()] == [True, True], cut.logs()
-    assert cut.results() == whole.results()
+    assert cut.results() == wanted
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_program_whose_ranks_lightning_starts_goes_on_as_well(make_fit):
-    whole, cut = make_fit("whole"), make_fit("cut")
-    assert whole.run("ddp", 2) == [0, 0], whole.output()
-    assert cut.run("ddp", 2, is_launcher=True, die_at={"0": 9, "1": 9}) != [0], cut.output()
+def test_a_program_whose_ranks_lightning_starts_goes_on_as_well(make_fit, whole_results):
+    """Each such start imports everything once more: the one that dies is another."""
+    wanted, _ = whole_results("ddp", 2)
+    cut = make_fit("cut")
+    assert 0 not in cut.run("ddp", 2, die_at={"0": 9, "1": 9}), cut.output()
     assert cut.run("ddp", 2, is_launcher=True) == [0], cut.output()
     assert ["from memory" in log for log in cut.logs()] == [True, True], cut.logs()
-    assert cut.results() == whole.results()
+    assert cut.results() == wanted
 
 
 @pytest.mark.timeout(120)

@@ -55,7 +55,7 @@ def test_one_of_two_nodes_is_lost_and_its_ranks_go_on_exactly_on_another(cluster
     assert_exact(training, undisturbed(kind))
 
 
-@pytest.mark.parametrize(("seed", "comes_back"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("seed", "comes_back"), [(0, False), (2, True)])
 def test_a_node_lost_or_parted_at_any_moment_costs_no_exactness(cluster, undisturbed, seed, comes_back):
     """It may be in the middle of a capture, of an encoding, or between the reports of two nodes."""
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A tensor of more than 4 GiB through all of it: captured, kept in memory, written, read back, restored.
+"""A tensor of more than 4 GiB through all of it: captured, kept in memory, written, read back, restored; a damaged one.
 
 What is captured is memory that nobody wrote to but in a few places, so it takes none; the slots are real.
 """
@@ -11,11 +11,16 @@ import uuid
 
 import pytest
 import torch
+from support.catalogue import inventory_of
+from support.damage import flip
 from support.keepers import keeper_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
+from lazysnap.errors import FormatError
 from lazysnap.keeper.identity import JobIdentity
+from lazysnap.levels import open_store
+from lazysnap.shard.checksum import BLOCK_BYTES
 
 GIB = 1 << 30
 LARGE = 4 * GIB + 4096 * 11
@@ -72,5 +77,11 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
             if level == "memory":  # which stays as it was; its keeper stores it
                 until(lambda: any(place.rglob("*.json")), timeout_s=TIMEOUT_S)
                 os.kill(keeper_of(JobIdentity.from_config(config)), signal.SIGKILL)
+        store = open_store(str(place))
+        [entry] = inventory_of(store).entries
+        flip(place / store.place(entry).file_path, LARGE)
+        # All blocks before it are as they should be.
+        with pytest.raises(FormatError, match=rf"block {4 * GIB // BLOCK_BYTES} \(bytes {4 * GIB} to"):
+            store.verify(store.place(entry))
     finally:
         shutil.rmtree(place, ignore_errors=True)

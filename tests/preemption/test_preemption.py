@@ -15,15 +15,26 @@ INTEGRATIONS = {
 ENDED = 143
 
 
-def moments(per_phase):
-    """Integration, phase, step and parent of seeded moments; every second training goes on beside the signal."""
+def moments():
+    """Integration, phase, step and parent of seeded moments.
+
+    Each phase of each integration meets the signal twice: in a step that stays, and in one beside which the training
+    goes on. Process 1 handles signals as any other process but for their default action. That is one and the same for
+    all phases: it has one moment of each integration.
+    """
     draw = random.Random(0)
     for integration, phases in INTEGRATIONS.items():
         for phase in phases:
-            for number in range(per_phase):
-                step = {"before": 0, "evaluation": 5 * draw.randint(1, 4)}.get(phase, draw.randint(2, 20))
-                parent = "process 1" if number == 1 else ["a shell", "an init"][number % 2]
-                yield integration, phase, f"{step}{'' if number % 2 == 0 else '+'}", parent
+            for parent, goes_on in (("a shell", ""), ("an init", "+")):
+                yield integration, phase, f"{step_of(phase, draw)}{goes_on}", parent
+        yield integration, phases[-1], f"{step_of(phases[-1], draw)}+", "process 1"
+
+
+def step_of(phase, draw):
+    """Draw a step that has this phase."""
+    if phase == "before":
+        return 0
+    return 5 * draw.randint(1, 4) if phase == "evaluation" else draw.randint(2, 20)
 
 
 def check(trainings, run, code):
@@ -37,7 +48,7 @@ def check(trainings, run, code):
     assert (trainings.durable() or None) == (durable or None)
 
 
-@pytest.mark.parametrize(("integration", "phase", "at", "parent"), list(moments(7)))
+@pytest.mark.parametrize(("integration", "phase", "at", "parent"), list(moments()))
 def test_preemption_at_any_moment_leaves_the_newest_step_durable(integration, phase, at, parent, trainings, namespaces):
     run = trainings.start(integration, phase, at, parent=parent)
     run.await_line(f"{phase} {at.rstrip('+')}")
@@ -75,25 +86,33 @@ def check_ranks(trainings, run):
     assert trainings.durable() == durable
 
 
-MOMENTS_OF_RANKS = [("collective", "6"), ("step", "9"), ("evaluation", "10"), ("step", "4+"), ("collective", "12+")]
-
-
 @pytest.mark.parametrize(
     ("phase", "at", "told"),
-    [(*moment, told) for moment in MOMENTS_OF_RANKS for told in ("rank 1", "rank 0", "the launcher")],
+    [
+        ("collective", "6", "rank 0"),
+        ("collective", "6", "rank 1"),
+        ("step", "9", "the launcher"),
+        ("evaluation", "10", "rank 0"),
+        ("step", "4+", "rank 1"),
+        ("collective", "12+", "the launcher"),
+    ],
 )
 def test_preemption_of_one_rank_is_that_of_all_and_all_store_the_same_step(phase, at, told, trainings):
+    """Each moment once, and in a collective both who waits in it and who is yet to come."""
     run = trainings.start_ranks(phase, at)
     run.await_line(f"{phase} {at.rstrip('+')}")
     os.kill(run.process.pid if told == "the launcher" else run.worker(told), signal.SIGTERM)
     check_ranks(trainings, run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("told", ["rank 0", "rank 1"])
-@pytest.mark.parametrize(("phase", "at"), MOMENTS_OF_RANKS[:4])
+@pytest.mark.parametrize(
+    ("phase", "at", "told"),
+    [("collective", "6", "rank 0"), ("collective", "6", "rank 1"), ("step", "9", "rank 0"), ("step", "4+", "rank 1")],
+)
 def test_preemption_on_one_node_is_that_on_all_and_all_store_the_same_step(phase, at, told, trainings):
-    """Each rank has a keeper of its own: only the link between the two keepers can pass the preemption on."""
+    """Each rank has a keeper of its own: only the link between the two keepers can pass the preemption on. What the
+    ranks do meanwhile is tried with one keeper, above.
+    """
     run = trainings.start_ranks(phase, at, LAZYSNAP_TEST_NODES="1")
     run.await_line(f"{phase} {at.rstrip('+')}")
     keepers = {trainings.keeper("node-0"), trainings.keeper("node-1")}

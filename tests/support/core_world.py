@@ -386,7 +386,10 @@ class SimNode:
     def has_whole(self, key: StepKey) -> bool:
         """True if all ranks have the capture whole."""
         for rank in range(self.world.setting.num_ranks):
-            if not any(slot.view.is_whole and slot.has(key) for slot in self.slots(rank).values()):
+            for slot in self.slots(rank).values():
+                if slot.has(key) and slot.view.is_whole:
+                    break
+            else:
                 return False
         return True
 
@@ -688,10 +691,12 @@ class World:
 
     def run_until(self, is_reached: Callable[[], bool], failure: str, patience_s: int = PATIENCE_S) -> None:
         """Go on until something is the case; it must come within the time of all retries and deadlines."""
-        for _ in range(patience_s):
+        pause_s = min(1.0, 3 * self.setting.step_s)
+        until = self.now + patience_s
+        while self.now < until:
             if is_reached():
                 return
-            self.run(1.0)
+            self.run(pause_s)
         self.check(is_reached(), failure)
 
     def next_number(self) -> int:

@@ -69,10 +69,10 @@ def merged(before: list[dict], resumed: int | None, after: list[dict]) -> list[d
     return kept + after
 
 
-def check_every_cut(zygote: Zygote, script: str, case: str, root: Path) -> None:
+def check_every_cut(zygote: Zygote, script: str, case: str, root: Path, *, stride: int = 1) -> None:
     """Run ``script DIRECTORY CASE DIES_AT SEED`` to its end, and again with a death in each step but the first.
 
-    Both write the same; each start has other seeds.
+    Both write the same; each start has other seeds. ``stride``: steps from one death to the next.
     """
 
     def run(name: str, dies_at: int, seed: int) -> Start:
@@ -83,12 +83,14 @@ def check_every_cut(zygote: Zygote, script: str, case: str, root: Path) -> None:
     whole = run("whole", 0, 1).lines
     steps = max(line["step"] for line in whole if "rate" in line)
     trace: list[dict] = []
-    for number, dies_at in enumerate((*range(2, steps + 1), 0)):
-        begun = run("cut", dies_at, number + 1)
+    captured = 0
+    for number, dies_at in enumerate((*range(1 + stride, steps + 1, stride), 0), 1):
+        begun = run("cut", dies_at, number)
         # The step before the one that it died in had passed the gate.
-        resumed = {"resumed": number, "level": "memory"} if number else {"resumed": None, "level": None}
+        resumed = {"resumed": captured, "level": "memory"} if captured else {"resumed": None, "level": None}
         assert begun.head == resumed, begun.text
         check_one_line_says_how_it_began(begun)
         trace = merged(trace, begun.head["resumed"], begun.lines)
         assert trace == whole[: len(trace)], begun.text
+        captured = dies_at - 1
     assert trace == whole

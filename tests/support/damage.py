@@ -8,9 +8,11 @@ from lazysnap.memory.slots import Slot
 
 def flip(path: pathlib.Path, offset: int = -1) -> None:
     """Change a bit of one byte, by default of the last one."""
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
+    with path.open("r+b") as file:
+        place = file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
 
 
 def flip_memory(slot: Slot, offset: int) -> None:

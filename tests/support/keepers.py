@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import pathlib
 import signal
 
 from lazysnap.keeper.identity import JobIdentity
@@ -31,10 +30,15 @@ def end_keepers(test: str) -> None:
         for name in ("PYTEST_XDIST_WORKER", "LAZYSNAP_RUNTIME_DIR")
         if name in os.environ
     }
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
-            if _KEEPER not in (process / "cmdline").read_bytes():
+            if _KEEPER not in _read(f"/proc/{pid}/cmdline"):
                 continue
-            lines = (process / "environ").read_bytes().split(b"\0")
+            lines = _read(f"/proc/{pid}/environ").split(b"\0")
             if of_worker <= {*lines} and any(line.startswith(wanted) for line in lines):
-                os.kill(int(process.name), signal.SIGKILL)
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:  # this is read behind each test, of all processes
+        return file.readall()

@@ -177,14 +177,13 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_it_ends_as_it_would_have(place, end):
-    path = place.write("ends.py", ENDS[end])
-    cold = place.run(sys.executable, path)
-    for _ in range(2):
-        code, out, err = place.warm(sys.executable, path)
-        err = "".join(line for line in err.splitlines(True) if not line.startswith("lazysnap: "))
-        assert (code, out, err) == cold
-    place.wait_until_gone()
+def test_it_ends_as_it_would_have(shared_place, end):
+    path = shared_place.write("ends.py", ENDS[end])
+    cold = shared_place.run(sys.executable, path)
+    code, out, err = shared_place.warm(sys.executable, path)
+    err = "".join(line for line in err.splitlines(True) if not line.startswith("lazysnap: "))
+    assert (code, out, err) == cold
+    shared_place.wait_until_gone()
 
 
 def test_what_cannot_be_found_is_said_as_a_shell_says_it(place):
