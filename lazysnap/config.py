@@ -22,7 +22,7 @@ SECRET_NAME = re.compile(
 
 
 CAPTURE_EVERY_N_STEPS = 1
-"""Optimizer steps from one capture into memory to the next, if nothing else is said."""
+"""Optimizer steps from one capture into memory to the next, by default."""
 
 
 def _is_count(value: object) -> bool:
@@ -177,12 +177,12 @@ def resolve_url(url: str) -> str:
 def check_url(url: str) -> None:
     """Check that a URL holds no credentials. Called before all other checks, whose messages show the URL.
 
-    Raises: ConfigError, for credentials, which it does not show, or for a text that cannot be taken apart.
+    Raises: ConfigError, for credentials, which it does not show, or for a text that is no URL.
     """
     for part in url.split("::"):  # as in simplecache::sftp://host/run
         try:
             secret = _secret_of(part)
-        except ValueError:  # its text shows the host with all that stands before it
+        except ValueError:  # its text shows the host and the credentials before it
             raise ConfigError(
                 f"the URL {part.partition('://')[0]}://… has a host that is none: brackets or special characters"
             ) from None

@@ -136,7 +136,7 @@ class Preempted(Event, frozen=True, kw_only=True, tag="preempted"):
 
 
 class TrainerEnded(Event, frozen=True, kw_only=True, tag="end"):
-    """A trainer is gone."""
+    """A trainer ended."""
 
     rank: Count
     pid: Count
@@ -215,7 +215,7 @@ def read(url: str, options: Mapping[str, Any] | None = None) -> list[EventFile]:
 
 
 def _events(storage: Storage, name: str) -> list[Event]:
-    """Return the events of one file; of a file that is too large to be ours, those at its end."""
+    """Return the events of one file; of a file that is too large to be ours, the last ones."""
     try:
         data = storage.get(name)
     except (FileNotFoundError, FormatError):  # it was rotated since, or is no small file

@@ -1,1 +1,1 @@
-"""Copies from the training state into a slot, while training goes on (DataStates-LLM, section 4.2)."""
+"""Copies from the training state into a slot, while training continues (DataStates-LLM, section 4.2)."""

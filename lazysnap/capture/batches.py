@@ -13,20 +13,20 @@ SMALL_BYTES = 64 << 10
 _MOST_BYTES = 1 << 20
 """Bytes of a batch. Between two batches a copy that was given up can stop."""
 _MOST_MEMBERS = 1024
-"""Tensors of a batch: what one ``pwritev`` takes."""
+"""Tensors of a batch: the limit of one ``pwritev``."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors that stand one behind the other in the image."""
+    """Tensors that are adjacent in the image."""
 
     members: tuple[int, ...]
     """Indices of their records, in file order."""
     start: int
     end: int
-    """The bytes ``[start, end)`` of the image are theirs."""
+    """The tensors are the bytes ``[start, end)`` of the image."""
     pieces: "array[int]"
-    """Address and length of each, when the plan was made."""
+    """Address and length of each tensor, when the plan was made."""
 
     def pieces_at(self, addresses: "array[int]") -> "array[int]":
         """Return the pieces for members that are at other addresses now."""
@@ -38,7 +38,7 @@ class Batch:
 def batches_of(records: Sequence["TensorRecord"], chosen: Sequence[int]) -> list[Batch]:
     """Return batches of the ``chosen`` records, which are in file order; every record is in one of them.
 
-    A large tensor, and one whose bytes are not those of the file, is a batch of its own.
+    A large tensor, or a tensor whose bytes in memory differ from the file, is a separate batch.
     """
     batches: list[Batch] = []
     members: list[int] = []

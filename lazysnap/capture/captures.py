@@ -148,8 +148,8 @@ class Captures:
     def _write_header(self, capture: Capture) -> None:
         """Put the header into the image, unless the capture before in this slot left the same header there.
 
-        Shared memory cannot say so: another process may have written what it says. So only this process's own captures
-        count, and only if no other one was begun in between.
+        The bytes in shared memory prove nothing: another process may have written them. So only captures of this
+        process count, and only if no other capture was begun in between.
         """
         slot = capture.slot
         header = capture.plan.layout.header

@@ -3,7 +3,7 @@
 CPU tensors are copied with ``memmove`` through ctypes, which is single-threaded on purpose: ``Tensor.copy_`` would
 start a second team of compute threads in this thread, which then fight with training's own. Slices of 1 MiB at normal
 priority won over whole tensors, lower priorities and an inline copy (docs/benchmarks.md, "copy strategies").
-Small tensors that stand one behind the other are copied with one system call: one by one, each takes 6 µs.
+Small tensors that are adjacent in the image are copied with one system call: one by one, each takes 6 µs.
 """
 
 import ctypes
@@ -63,8 +63,9 @@ class CopyThread:
         self._thread: threading.Thread | None = None
 
     def begin(self, capture: Capture) -> None:
-        """Copy ``capture``'s lazy CPU tensors, wait for what devices copy, commit the capture, release its slot. Of a
-        capture that was dropped only the last.
+        """Copy the lazy CPU tensors of a capture, wait for copies of devices, commit the capture, release its slot.
+
+        A capture that was dropped is only released.
         """
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="lazysnap-copy", daemon=True)
@@ -102,7 +103,7 @@ class CopyThread:
         started = time.perf_counter()
         faults.point("capture.copy")
         arrivals = sorted(capture.arrivals, key=itemgetter(0))
-        # Behind the bytes of one copy from a device, those up to the next such copy are there as well.
+        # When one copy from a device has arrived, all bytes up to the next such copy are in the image.
         limits = [start for start, _ in arrivals]
         limits.append(capture.plan.layout.size_bytes)
         _copy_from_cpu(capture, limits[0])
@@ -128,7 +129,7 @@ def _copy_from_cpu(capture: Capture, first_of_device: int) -> None:
     for batch in capture.plan.lazy_batches:
         if capture.is_dropped:
             return
-        # The addresses are those of the plan: another one by now is a change that drops the capture. If nothing is
+        # The addresses are of the plan: if one has changed since, the capture is dropped anyway. If nothing is
         # mapped there any more, the call fails.
         if len(batch.members) == 1 or not _gather(capture, batch, batch.pieces):
             for index in batch.members:

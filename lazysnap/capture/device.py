@@ -3,9 +3,9 @@
 The slot is page-locked where the device knows that, so that its DMA engine writes directly into memory that survives
 the trainer; no second host copy. Sequence at a boundary:
 
-1. on the compute stream: frozen tensors are compared with what the slot has of them (``capture.frozen``), and left
-   out below; eager tensors (they may change in forward) are copied into a staging buffer on the device, those beyond
-   ``STAGED_BYTES`` to the host;
+1. on the compute stream: frozen tensors are compared with their bytes in the slot (``capture.frozen``), and skipped
+   below; eager tensors (they may change in forward) are copied into a staging buffer on the device, or to the host
+   beyond ``STAGED_BYTES``;
 2. the side stream waits for an event recorded behind step 1; so it also waits for the optimizer's kernels;
 3. on the side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
    to the host, in file order, events in between. The copy thread waits for these events;
@@ -36,9 +36,9 @@ from lazysnap.capture.registration import register
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 256 << 10
-"""Lazy tensors up to this size travel through the staging buffer, in one copy with those next to them in the file."""
+"""Lazy tensors up to this size pass through the staging buffer, in one copy with their neighbours in the file."""
 STAGED_BYTES = 64 << 20
-"""Most bytes of eager tensors in the staging buffer, which is there for as long as training runs."""
+"""Most bytes of eager tensors in the staging buffer, which exists for as long as training runs."""
 EVENT_BYTES = 64 << 20
 """Bytes copied between two events that move the watermark."""
 
@@ -48,7 +48,7 @@ Transfer = tuple[int, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _CopyRun:
-    """Adjacent tensors in the file that travel as one copy, from ``[start, end)`` of the image."""
+    """Adjacent tensors in the file that are one copy, to ``[start, end)`` of the image."""
 
     start: int
     end: int
@@ -130,7 +130,7 @@ class DeviceCopier:
                     capture.arrivals.append((start, partial(_bring, host, source, ready)))
 
     def _end(self, capture: Capture, before: torch.Event) -> None:
-        """Note the end of all copies of this device: for the gate's wait, and for the copy thread's."""
+        """Record the end of all copies of this device: the gate and the copy thread wait for it."""
         with torch.accelerator.device_index(self._device.index), self._side:
             self._done = self._side.record_event()
             capture.device_copies.append((before, event_for_thread(self._device, enable_timing=True)))

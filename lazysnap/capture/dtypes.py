@@ -24,8 +24,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
-# Not as plain bytes: those stand unaligned at the end of the file, and torch reads complex numbers with instructions
-# that need alignment.
+# Not as plain bytes: these are unaligned at the end of the file, and torch reads complex numbers with instructions that
+# need alignment.
 _STORED_AS: dict[torch.dtype, torch.dtype] = {
     torch.complex128: torch.float64,
     torch.complex32: torch.float16,

@@ -58,7 +58,7 @@ class TensorRecord:
     name: str
     lazy: bool
     primary: int
-    """Index of the record whose bytes stand for this one too (tied weights); its own index otherwise."""
+    """Index of the record with the same bytes (tied weights); its own index otherwise."""
     pointer: int
     shape: torch.Size
     dtype: torch.dtype

@@ -4,7 +4,7 @@
 never writes over its K newest whole captures, nor over a held one. Of the others it takes the oldest, durable or not,
 so that memory has the newest captures without a gap. So it needs K + 1 slots, and one more where storage or
 redundancy reads captures: both read the same step, so one slot serves both. While a newer step is being protected the
-older one is held, too: a capture that finds no slot then is left out, and training does not wait.
+older one is held, too: a capture that finds no slot then is skipped, and training does not wait.
 
 * *One rank*: K = 1. While it writes a capture, the newest whole one is untouched.
 * *Several ranks, a capture at every step*: K = 2. Say rank A begins to capture N. It made optimizer step N, so it
@@ -14,9 +14,9 @@ older one is held, too: a capture that finds no slot then is left out, and train
   wrote over it, because each began at most M and keeps the two newest before it.
 * *Several ranks, a capture every m >= 2 steps*: K = 1. The capture before N is that of N-m. B made step N-1, and
   N-1 >= N-m+1, so its gate had waited for its capture of N-m. It is whole everywhere when A begins N.
-* *A rank trains on a device*: K is one more, for all ranks. The gate queues a wait on the device and the host goes on,
-  but only until the next gate, which waits until the capture before it is whole. If A's capture W is whole, A's device
-  made step W, so B's host queued the gradients of step W, behind its boundary W-1, which waited for B's capture of
+* *A rank trains on a device*: K is one more, for all ranks. The gate queues a wait on the device. The host continues
+  until the next gate, which waits until the capture before it is whole. If A's capture W is whole, A's device made step
+  W, so B's host queued the gradients of step W, behind its boundary W-1, which waited for B's capture of
   W-2 (every m >= 2 steps: W-m). So no rank is more than two captures (every m steps: one) behind another.
 
 docs/architecture.md has the rules of the engine that the argument needs.
@@ -201,7 +201,7 @@ def surplus_slots(
 
 
 def _replaceable(views: Sequence[SlotView], kept: int, busy: Collection[int]) -> list[SlotView]:
-    """Return the slots whose captures nobody needs; those that are worth the least come first."""
+    """Return the slots whose captures nobody needs; the least valuable first."""
     untouched = newest_whole(views, kept)
     replaceable = []
     for view in views:

@@ -1,6 +1,6 @@
 """Files that serve as memory for slots where memory does not suffice: nameless, allocated in full, on a local disk.
 
-A file has no name, so it goes with the last process that holds or maps it, as memory does. Its blocks are allocated
+A file has no name, so it ends with the last process that holds or maps it, as memory does. Its blocks are allocated
 before it is used: a disk that is full later cannot end a process that writes into the mapping.
 """
 

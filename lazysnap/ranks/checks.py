@@ -78,7 +78,7 @@ def check_alike(settings: Sequence[Settings]) -> None:
 def check_places(world: World, config: SnapshotConfig, job_id: str) -> None:
     """Compare the places of snapshots, and the name of the job, among the ranks of each node. Collective.
 
-    Ranks of one node share a keeper, which is found by the name of the job. Levels that differ differ by node.
+    Ranks of one node share a keeper, which is found by the name of the job. Levels may differ between nodes.
     Raises: ConfigError, on all ranks, with both places.
     """
     named_places = []

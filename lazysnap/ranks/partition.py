@@ -3,7 +3,7 @@
 The ranks of a node cut replicated state (DDP) by rows into shares of equal size, and together hold one copy of it
 (topology.share). Those that hold the same local shard of a DTensor cut that (HSDP, tensors that a mesh dimension
 replicates). The nodes cut the same state once more: at a level that all nodes see, each stores its share alone. Each
-rank computes its part once, from what it knows alone. A later boundary takes the same views of the live tensors.
+rank computes its part once, without communication. A later boundary takes the same views of the live tensors.
 """
 
 import json
@@ -127,7 +127,7 @@ class Partition:
             if shard is not None:
                 holders = shard.replicas
             shared_tensor = _shared_tensor(index, tensor, shard)
-            # A shard without bytes is left out, unless the whole tensor has none: then its shape is kept.
+            # A shard without bytes is skipped, unless the whole tensor has none: then its shape is kept.
             is_empty_shard = 0 in shared_tensor.local.shape and 0 not in shared_tensor.global_shape
             if rank in holders and not is_empty_shard:
                 shared.setdefault(holders, []).append(shared_tensor)

@@ -1,6 +1,6 @@
 """The ranks of one training, and their exchanges when planning and resuming, never per snapshot.
 
-Exchanges use a gloo group of their own, in host memory, apart from the training's collectives. They carry JSON, because
+Exchanges use a separate gloo group, in host memory, and not the training's collectives. They carry JSON, because
 the object collectives of ``torch.distributed`` unpickle what arrives. Every exchange has a deadline.
 """
 

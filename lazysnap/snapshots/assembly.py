@@ -148,7 +148,7 @@ class Assembly:
         return new
 
     def request(self, names: Iterable[str]) -> None:
-        """Search these tensors in all shards, and in those that are added later. Raises: FormatError."""
+        """Search these tensors in all shards, also in shards that are added later. Raises: FormatError."""
         for name in names:
             if name not in self._tensors:
                 self._missing[name] = None

@@ -120,7 +120,7 @@ Write = Callable[[int, memoryview], None]
 
 
 def written(tensor: JoinedTensor, write: Write) -> Use:
-    """Return a ``Use`` that writes a whole tensor, row by row where its rows are apart."""
+    """Return a ``Use`` that writes a whole tensor, row by row where its rows are not adjacent."""
     item_bytes = tensor.item_bytes
     strides = strides_of(tensor.shape, None)
 
