@@ -42,27 +42,15 @@ def lost_parts(
         entries: the captures in memory.
         parities: the parity in memory, each with the node that holds it.
     """
-    nodes: dict[tuple[str, int, int], set[str]] = defaultdict(set)
-    for entry in entries:
-        if entry.node is not None:
-            nodes[entry.start, entry.step, entry.rank].add(entry.node)
-    groups: dict[tuple[object, ...], list[tuple[str, HeldParity]]] = defaultdict(list)
-    for node, parity in parities:
-        members = tuple((*member.ranks, member.size_bytes) for member in parity.members)
-        key = (parity.start, parity.step, parity.parity, parity.most_lost, parity.block_bytes, members)
-        groups[key].append((node, parity))
+    nodes = _nodes_of_captures(entries)
     parts: list[LostPart] = []
     shards: list[Entry] = []
     problems = []
-    for holders in groups.values():
+    for holders in _groups_of(parities):
         first = holders[0][1]
         group = Group(tuple(range(len(first.members))), first.parity)
         pieces = Pieces(group, tuple(member.size_bytes for member in first.members), first.block_bytes)
-        present: dict[int, str] = {}
-        for position, member in enumerate(first.members):
-            common = set.intersection(*(nodes[first.start, first.step, rank] for rank in member.ranks))
-            if common:
-                present[position] = min(common)
+        present = _present_parts(first, nodes)
         parity_nodes = {parity.position: node for node, parity in holders}
         num_lost = len(first.members) - len(present)
         if num_lost and not can_rebuild(group, list(present), list(parity_nodes)):
@@ -84,6 +72,35 @@ def lost_parts(
                 location = f"{number}/{rank}"
                 shards.append(Entry(PARITY, 1, first.run_id, first.start, first.step, rank, first.world_size, location))
     return parts, shards, problems
+
+
+def _nodes_of_captures(entries: Iterable[Entry]) -> dict[tuple[str, int, int], set[str]]:
+    """Return the nodes that hold each capture, by start, step and rank."""
+    nodes: dict[tuple[str, int, int], set[str]] = defaultdict(set)
+    for entry in entries:
+        if entry.node is not None:
+            nodes[entry.start, entry.step, entry.rank].add(entry.node)
+    return nodes
+
+
+def _groups_of(parities: Sequence[tuple[str, HeldParity]]) -> list[list[tuple[str, HeldParity]]]:
+    """Return parity of the same members and the same snapshot together."""
+    groups: dict[tuple[object, ...], list[tuple[str, HeldParity]]] = defaultdict(list)
+    for node, parity in parities:
+        members = tuple((*member.ranks, member.size_bytes) for member in parity.members)
+        key = (parity.start, parity.step, parity.parity, parity.most_lost, parity.block_bytes, members)
+        groups[key].append((node, parity))
+    return list(groups.values())
+
+
+def _present_parts(parity: HeldParity, nodes: dict[tuple[str, int, int], set[str]]) -> dict[int, str]:
+    """Return a node that holds the captures of all ranks of a member, by the member's position."""
+    present = {}
+    for position, member in enumerate(parity.members):
+        common = set.intersection(*(nodes.get((parity.start, parity.step, rank), set()) for rank in member.ranks))
+        if common:
+            present[position] = min(common)
+    return present
 
 
 def most_protected(parities: Sequence[tuple[str, HeldParity]]) -> SnapshotKey | None:

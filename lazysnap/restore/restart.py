@@ -466,7 +466,8 @@ class _Search:
         self._sources.has_vanished = False
 
         def read() -> list[Any]:
-            mismatch = failure = ""
+            mismatch = ""
+            failure = ""
             try:
                 with collector_paused():
                     part = self._read(plan)

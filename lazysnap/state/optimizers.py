@@ -12,7 +12,7 @@ from lazysnap.state.sharding import local_of
 from lazysnap.state.source import KEY, OPTIMIZERS, StateSource, parameters_of
 from lazysnap.state.wrappers import stepping
 
-_ELSE = (
+_ADVICE = (
     "Nothing of the optimizer was loaded. Use the optimizer of the snapshot; to go on with another one, load the model "
     "alone with lazysnap.load_weights(place), or begin with the weights of an exported checkpoint"
 )
@@ -83,7 +83,7 @@ def _check_class(path: str, saved: str, live: str) -> None:
     # Modules move and get other names. But a class of torch never equals another package's class of that name.
     has_same_name = saved.rpartition(".")[2] == live.rpartition(".")[2]
     if not has_same_name or saved.startswith("torch.") != live.startswith("torch."):
-        raise StateError(f"{path}: the snapshot is of {saved}, the live optimizer is {live}. {_ELSE}")
+        raise StateError(f"{path}: the snapshot is of {saved}, the live optimizer is {live}. {_ADVICE}")
 
 
 def _fills_groups(optimizer: torch.optim.Optimizer) -> bool:
@@ -109,7 +109,7 @@ def _check_keys(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str,
     if missing:
         raise StateError(
             f"{path}: the live {type(optimizer).__qualname__} needs {', '.join(sorted(missing))} in every parameter "
-            f"group, the snapshot has {', '.join(sorted(present - {'params'}))}. {_ELSE}"
+            f"group, the snapshot has {', '.join(sorted(present - {'params'}))}. {_ADVICE}"
         )
 
 
@@ -120,7 +120,7 @@ def _check_state(path: str, optimizer: torch.optim.Optimizer, saved: Mapping[str
     if live_keys and saved_keys and not live_keys & saved_keys:
         raise StateError(
             f"{path}: the live {type(optimizer).__qualname__} holds {', '.join(sorted(live_keys))} for its parameters, "
-            f"the snapshot {', '.join(sorted(saved_keys))}. {_ELSE}"
+            f"the snapshot {', '.join(sorted(saved_keys))}. {_ADVICE}"
         )
 
 

@@ -1,7 +1,7 @@
 """The ``state_dict()`` of modules and optimizers, in half the time where torch's own implementation makes it.
 
-A boundary asks for both. With thousands of small tensors that is most of what it costs. Whatever has a method of its
-own, or hooks, is asked itself.
+A boundary needs both. With thousands of small tensors that is most of its cost. If a class overrides a method, or an
+object has hooks, its own ``state_dict()`` is called.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,8 @@ _OPTIMIZER_STATE_DICT = torch.optim.Optimizer.state_dict
 _FIELDS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-class _HasOwnWay(Exception):
-    """Torch's implementation is not what makes this state."""
+class _NotStock(Exception):
+    """The state is not made by torch's own implementation."""
 
 
 def state_of_module(module: torch.nn.Module) -> Mapping[str, Any]:
@@ -28,7 +28,7 @@ def state_of_module(module: torch.nn.Module) -> Mapping[str, Any]:
     state: dict[str, Any] = {}
     try:
         _add_module(module, "", state, set())
-    except (_HasOwnWay, KeyError):
+    except (_NotStock, KeyError):
         return module.state_dict()
     return state
 
@@ -36,7 +36,7 @@ def state_of_module(module: torch.nn.Module) -> Mapping[str, Any]:
 def _add_module(module: torch.nn.Module, prefix: str, state: dict[str, Any], stock: set[type]) -> None:
     """Add the tensors of a module, then those of its children.
 
-    ``stock``: classes that are known to have no methods of their own. Raises: _HasOwnWay, KeyError.
+    ``stock``: classes that override none of these methods. Raises: _NotStock, KeyError.
     """
     kind = type(module)
     if kind not in stock:
@@ -44,9 +44,9 @@ def _add_module(module: torch.nn.Module, prefix: str, state: dict[str, Any], sto
         stock.add(kind)
     fields = vars(module)
     if fields["_state_dict_hooks"] or fields["_state_dict_pre_hooks"]:
-        raise _HasOwnWay
+        raise _NotStock
     if "state_dict" in fields or "_save_to_state_dict" in fields:
-        raise _HasOwnWay
+        raise _NotStock
     for name, parameter in fields["_parameters"].items():
         if parameter is not None:
             state[prefix + name] = parameter.detach()
@@ -59,20 +59,20 @@ def _add_module(module: torch.nn.Module, prefix: str, state: dict[str, Any], sto
 
 
 def _check_class(kind: type) -> None:
-    """Raise _HasOwnWay for a class with other methods, or with other places for its tensors (TorchScript)."""
+    """Raise _NotStock for a class with other methods, or with other places for its tensors (TorchScript)."""
     for name, method in _MODULE_METHODS.items():
         if getattr(kind, name, None) is not method:
-            raise _HasOwnWay
+            raise _NotStock
     for name in _FIELDS:
         if hasattr(kind, name):
-            raise _HasOwnWay
+            raise _NotStock
 
 
 def state_of_optimizer(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     """Return what ``optimizer.state_dict()`` returns. Hot: once per boundary."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
-    has_own_way = "state_dict" in vars(optimizer) or type(optimizer).state_dict is not _OPTIMIZER_STATE_DICT
-    if has_own_way or any(hooks):
+    is_overridden = "state_dict" in vars(optimizer) or type(optimizer).state_dict is not _OPTIMIZER_STATE_DICT
+    if is_overridden or any(hooks):
         return optimizer.state_dict()
     numbers: dict[int, int] = {}
     groups = []

@@ -46,7 +46,7 @@ _AVERAGE = (
     "Average the gradients at every optimizer step: DistributedDataParallel without such a hook, and no_sync() at most "
     "for the micro batches of an accumulation"
 )
-_INSIDE = ("_optimizer", "optimizer", "optim")
+_INNER_ATTRIBUTES = ("_optimizer", "optimizer", "optim")
 """Attributes in which wrappers hold an optimizer."""
 
 
@@ -129,7 +129,7 @@ def _layers(value: Any) -> Iterator[Any]:
 def _inner_optimizer(wrapper: Any) -> Any:
     # Not getattr: a proxy would return an attribute of what it wraps.
     attributes = getattr(wrapper, "__dict__", {})
-    for name in _INSIDE:
+    for name in _INNER_ATTRIBUTES:
         inner = attributes.get(name)
         if inner is not None and hasattr(inner, "state_dict"):
             return inner
