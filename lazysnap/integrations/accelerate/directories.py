@@ -121,7 +121,7 @@ class Directories:
             self.numbering.delete_superseded(directory)
 
     def _release_deleted(self, engine: SnapshotEngine) -> None:
-        """Release the snapshots whose directories were deleted, or name another one. Collective."""
+        """Release the snapshots whose directories were deleted, or name no snapshot any more. Collective."""
         names = self._state.counters.names
         for place in self._by_main(self._deleted):
             engine.release(names.pop(place))
