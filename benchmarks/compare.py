@@ -29,22 +29,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    found: dict[str, list[Line]] = {"before": [], "after": []}
+    lines: dict[str, list[Line]] = {"before": [], "after": []}
+    names = ALL
+    if args.benchmark:
+        names = (args.benchmark,)
     with tree(args.against) as before:
         for turn in range(args.turns):
-            for when, where in (("before", before), ("after", ROOT)):
-                for name in [args.benchmark] if args.benchmark else ALL:
+            for when, directory in (("before", before), ("after", ROOT)):
+                for name in names:
                     out = args.out.resolve() / f"{when}-{turn}"
                     words = [sys.executable, "-m", "benchmarks", name, *args.options, "--out", str(out)]
                     print(f"{name} {when} ...", file=sys.stderr, flush=True)
-                    subprocess.run(words, cwd=where, stdout=subprocess.DEVNULL, check=True)
-                    found[when] += lines_of((out / f"{name}.jsonl").read_text())
-    old, new = map(figures, found.values())
+                    subprocess.run(words, cwd=directory, stdout=subprocess.DEVNULL, check=True)
+                    lines[when] += lines_of((out / f"{name}.jsonl").read_text())
+    old = figures(lines["before"])
+    new = figures(lines["after"])
     for key in {**old, **new}:
-        report.note({"measure": "compared", "of": key[0], "figure": key[1], **pair(key[1], old[key], new[key])})
-    for when, lines in found.items():
-        for line in (line for line in lines if line["measure"] == "left out"):
-            report.note({**line, "when": when})
+        subject, figure = key
+        report.note({"measure": "compared", "of": subject, "figure": figure, **pair(figure, old[key], new[key])})
+    for when in lines:
+        for line in lines[when]:
+            if line["measure"] == "left out":
+                report.note({**line, "when": when})
 
 
 @contextlib.contextmanager
@@ -65,20 +71,37 @@ def tree(which: str) -> Iterator[Path]:
 
 def figures(lines: list[Line]) -> defaultdict[tuple[str, str], list[float]]:
     """By what they are of, and their names: all values of all turns."""
-    found = defaultdict(list)
+    values_of = defaultdict(list)
     for line in lines:
-        facts = {name: value for name, value in line.items() if isinstance(value, str) or name in FACTS}
+        if line["measure"] in NO_FIGURES:
+            continue
+        facts = []
+        values = {}
         for name, value in line.items():
-            if line["measure"] not in NO_FIGURES and name not in facts and value is not None:
-                found[" ".join(map(str, facts.values())), name] += value if isinstance(value, list) else [value]
-    return found
+            if isinstance(value, str) or name in FACTS:
+                facts.append(str(value))
+            elif isinstance(value, list):
+                values[name] = value
+            elif value is not None:
+                values[name] = [value]
+        for name in values:
+            values_of[" ".join(facts), name] += values[name]
+    return values_of
 
 
 def pair(name: str, old: list[float], new: list[float]) -> Line:
     """Both, their ratio if they have one, and whether that is worse."""
     both: Line = {"before": old, "after": new}
-    if old and new and (base := statistics.median(old)) > 0:  # time lost may be less than nothing
-        ratio = both["after/before"] = statistics.median(new) / base
-        is_worse = ratio * WORSE < 1 if name.endswith(MORE_IS_BETTER) else ratio > WORSE
-        both["verdict"] = "WORSE" if is_worse else ""
+    if not old or not new:
+        return both
+    base = statistics.median(old)
+    if base > 0:  # time lost may be less than nothing
+        ratio = statistics.median(new) / base
+        is_worse = ratio > WORSE
+        if name.endswith(MORE_IS_BETTER):
+            is_worse = ratio * WORSE < 1
+        both["after/before"] = ratio
+        both["verdict"] = ""
+        if is_worse:
+            both["verdict"] = "WORSE"
     return both

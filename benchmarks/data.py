@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -36,7 +37,8 @@ class Stream(IterableDataset[int]):
     """The same as a stream that saves its position, or does not."""
 
     def __init__(self, length: int) -> None:
-        self._length, self._at = length, 0
+        self._length = length
+        self._at = 0
 
     def __iter__(self) -> Iterator[int]:
         while self._at < self._length:
@@ -64,14 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, report: Report) -> None:
     for name, size in itertools.product(args.loaders, args.batch_sizes):
-        report.take(f"{name}, {size}", lambda name=name, size=size: [measured(name, size, args.batches)])
+        report.take(f"{name}, {size}", functools.partial(measured, name, size, args.batches))
     for line in report.of("data"):
         if line["loader"] != LOADERS[-1]:
-            what = f"{line['loader']}, batches of {line['batch']}: next batch, at batch {args.batches}"
-            report.target(what, "<= {} s", LIMIT_S, line["resumed_s"])
+            text = f"{line['loader']}, batches of {line['batch']}: next batch, at batch {args.batches}"
+            report.target(text, "<= {} s", LIMIT_S, line["resumed_s"])
 
 
-def measured(name: str, size: int, batches: int) -> Line:
+def measured(name: str, size: int, batches: int) -> Iterator[Line]:
     """Train that many batches, go on with a new loader, and compare the batch that it gives first."""
     torch.manual_seed(0)
     loader = make(name, size, batches)
@@ -88,11 +90,11 @@ def measured(name: str, size: int, batches: int) -> Line:
     again = make(name, size, batches)
     again.load_state_dict(state)
     began = time.perf_counter()
-    found = next(iter(again))
+    batch = next(iter(again))
     resumed_s = time.perf_counter() - began
-    if found != expected:
-        raise RuntimeError(f"{name}: expected {expected}, got {found}")
-    return {
+    if batch != expected:
+        raise RuntimeError(f"{name}: expected {expected}, got {batch}")
+    yield {
         "measure": "data",
         "loader": name,
         "batch": size,
@@ -105,10 +107,14 @@ def measured(name: str, size: int, batches: int) -> Line:
 def make(name: str, size: int, batches: int) -> ResumableLoader:
     """A loader of that name whose epoch is a little longer than what is trained."""
     length = (batches + LEFT) * size
-    how: dict[str, Any] = {"batch_size": size, "collate_fn": list}
-    if name.startswith("stream"):
-        dataset: Any = SavedStream(length) if name == "stream with a state" else Stream(length)
-        return ResumableLoader(DataLoader(dataset, **how))
+    settings: dict[str, Any] = {"batch_size": size, "collate_fn": list}
+    dataset: Any = Numbers(length)
+    if name == "stream with a state":
+        dataset = SavedStream(length)
+    elif name.startswith("stream"):
+        dataset = Stream(length)
     if "shuffled" in name:
-        how["shuffle"] = True
-    return ResumableLoader(DataLoader(Numbers(length), num_workers=2 if "workers" in name else 0, **how))
+        settings["shuffle"] = True
+    if "workers" in name:
+        settings["num_workers"] = 2
+    return ResumableLoader(DataLoader(dataset, **settings))

@@ -37,8 +37,9 @@ def run(args: argparse.Namespace, report: Report) -> str | None:
         report.take("tests/gpu", run_tests)
     for size_gb in args.sizes_gb:
         # Two slots, or three with a level, and what training and reading need beside.
-        if (needed := 3.5 * size_gb * 1e9) > available_bytes():
-            report.note({"measure": "too large", "size_gb": size_gb, "host_memory_needed_gib": needed / 2**30})
+        needed_bytes = 3.5 * size_gb * 1e9
+        if needed_bytes > available_bytes():
+            report.note({"measure": "too large", "size_gb": size_gb, "host_memory_needed_gib": needed_bytes / 2**30})
         else:
             report.take(f"{size_gb:g} GB", functools.partial(measure, size_gb, args.device))
     for line in report.of("stall"):
@@ -48,24 +49,36 @@ def run(args: argparse.Namespace, report: Report) -> str | None:
         report.target(f"{line['method']}: capture", ">= {} of the raw rate", 0.9, rate / line["raw_down_gb_per_s"])
         report.target(f"{line['method']}: a step with a capture", "<= {} of one without", 1.01, slower)
     failed = [line["what"] for line in report.of("left out")]
-    failed += [
-        f"{line['size_gb']:g} GB, not what was captured" for line in report.of("restore") if line["exact"] != "yes"
-    ]
-    return f"failed: {', '.join(failed)}" if failed else None
+    for line in report.of("restore"):
+        if line["exact"] != "yes":
+            failed.append(f"{line['size_gb']:g} GB, not what was captured")
+    if not failed:
+        return None
+    return f"failed: {', '.join(failed)}"
 
 
 def measure(size_gb: float, device: str) -> Iterator[Line]:
     """Each in a process of its own."""
-    width = 2048 if size_gb > 3 else 1024 if size_gb > 0.5 else 128
+    width = 128
+    if size_gb > 3:
+        width = 2048
+    elif size_gb > 0.5:
+        width = 1024
     layers = max(1, round(size_gb * 1e9 / 12 / (12 * width * width)))  # a weight and two moments in fp32
-    shared = {"size": (layers, width // 64, width, 256, 512), "device": device, "batch": 8 if device == "cuda" else 1}
-    how = {"method": "lazysnap-memory", "threads": os.cpu_count(), "base": 10, "snapshots": 3, "every": 8}
-    for line in call("gpu.captures", {**shared, **how}):
+    batch = 1
+    if device == "cuda":
+        batch = 8
+    shared = {"size": (layers, width // 64, width, 256, 512), "device": device, "batch": batch}
+    job = {"method": "lazysnap-memory", "threads": os.cpu_count(), "base": 10, "snapshots": 3, "every": 8}
+    for line in call("gpu.captures", {**shared, **job}):
         yield {**line, "method": f"{line['method']}, {size_gb:g} GB", "size_gb": size_gb}
-    fits = size_gb <= MOST_ON_DISK_GB and shutil.disk_usage(tempfile.gettempdir()).free > 2 * size_gb * 1e9
-    for level in ("memory", "local") if fits else ("memory",):
-        how = {"level": level, "rounds": 1, "ranks": 1, "methods": ["lazysnap"], "touched": int(1.5 * size_gb * 1e9)}
-        yield from ({**line, "size_gb": size_gb} for line in call("restarts.rounds", {**shared, **how}))
+    levels = ["memory"]
+    if size_gb <= MOST_ON_DISK_GB and shutil.disk_usage(tempfile.gettempdir()).free > 2 * size_gb * 1e9:
+        levels.append("local")
+    for level in levels:
+        job = {"level": level, "rounds": 1, "ranks": 1, "methods": ["lazysnap"], "touched": int(1.5 * size_gb * 1e9)}
+        for line in call("restarts.rounds", {**shared, **job}):
+            yield {**line, "size_gb": size_gb}
 
 
 def run_tests() -> Iterator[Line]:
@@ -74,8 +87,8 @@ def run_tests() -> Iterator[Line]:
     words = [sys.executable, "-m", "pytest", "-q", *alone, str(HERE.parent / "tests" / "gpu")]
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    how: Line = {"capture_output": True, "text": True, "timeout": TESTS_S, "check": False, "env": env}
-    done = subprocess.run(words, cwd=ROOT, **how)
+    settings: Line = {"capture_output": True, "text": True, "timeout": TESTS_S, "check": False, "env": env}
+    done = subprocess.run(words, cwd=ROOT, **settings)
     last = last_line(done.stdout)
     if done.returncode or ("skipped" in last and " 1 skipped" not in last):
         raise RuntimeError(done.stdout + done.stderr)
@@ -83,8 +96,11 @@ def run_tests() -> Iterator[Line]:
 
 
 def available_bytes() -> int:
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(meminfo["MemAvailable"].split()[0]) * 1024
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 # ------------------------------------------------------------------------------------------------ in workers
@@ -96,9 +112,15 @@ def device(job: Line) -> Iterator[Line]:
     is_cuda = job["device"] == "cuda"
     if is_cuda and not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} sees no CUDA device")
-    name = torch.cuda.get_device_name() if is_cuda else f"cpu ({os.cpu_count()} cores)"
-    found = {"measure": "device", "device": name, "cuda": str(torch.version.cuda)}
-    yield {**found, "host_memory_gib": available_bytes() / 2**30}
+    name = f"cpu ({os.cpu_count()} cores)"
+    if is_cuda:
+        name = torch.cuda.get_device_name()
+    yield {
+        "measure": "device",
+        "device": name,
+        "cuda": str(torch.version.cuda),
+        "host_memory_gib": available_bytes() / 2**30,
+    }
 
 
 def captures(job: Line) -> Iterator[Line]:
@@ -108,13 +130,19 @@ def captures(job: Line) -> Iterator[Line]:
     from benchmarks import stall_methods
     from benchmarks.training import Training
 
-    training, is_cuda = Training(job), job["device"] == "cuda"
-    step_s = warm_s(lambda: (training.backward(0), training.update()))
+    training = Training(job)
+    is_cuda = job["device"] == "cuda"
+
+    def step() -> None:
+        training.backward(0)
+        training.update()
+
+    step_s = warm_s(step)
     size = training.state_bytes()
     on_device = torch.ones(min(size, 2 << 30), dtype=torch.uint8, device=job["device"])
     on_host = torch.ones(len(on_device), dtype=torch.uint8, pin_memory=is_cuda)
-    down = len(on_device) / warm_s(lambda: on_host.copy_(on_device, non_blocking=True))
-    up = len(on_device) / warm_s(lambda: on_device.copy_(on_host, non_blocking=True))
+    down = len(on_device) / warm_s(functools.partial(on_host.copy_, on_device, non_blocking=True))
+    up = len(on_device) / warm_s(functools.partial(on_device.copy_, on_host, non_blocking=True))
     training.micro_batches = max(1, min(64, round(2 * size / down / step_s)))
     [line] = stall_methods.run(job, training)
     raw = {"raw_down_gb_per_s": down / 1e9, "raw_up_gb_per_s": up / 1e9}

@@ -4,10 +4,13 @@ import argparse
 import functools
 import itertools
 import math
+import operator
 import os
 import statistics
+import subprocess
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +20,26 @@ from urllib.parse import urlsplit
 from benchmarks.places import LEVELS, each
 from benchmarks.raw import BLOCK, KEEP_HEAP, BufferedFile, Copies, DirectFile, S3Client, timed, warm
 from benchmarks.report import Report
-from benchmarks.workers import DEADLINE_S, MARKER, Line, call, cpu_s, lines_of, processes, start, tell
+from benchmarks.workers import (
+    DEADLINE_S,
+    MARKER,
+    Line,
+    by_event,
+    call,
+    columns,
+    cpu_s,
+    lines_of,
+    processes,
+    start,
+    tell,
+)
 
 ASKED = 0.85
 """Of the raw limit, for shards of 1 GiB."""
 OURS = "lazysnap"
-KILL_AT, STEP_S = 60, 0.1
-"""When the training is killed, in steps of this length."""
+STEP_S = 0.1
+KILL_AT = 60
+"""When the training is killed, in steps of ``STEP_S``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +60,11 @@ def run(args: argparse.Namespace, report: Report) -> None:
             place.measure(report, "levels.losses", {"mb": args.train_mb, "repeats": args.repeats})
     for level, direction in itertools.product(args.levels, ("write", "read")):
         text = f"{level}: {direction} rate of {args.size_mb} MiB, against the raw limit"
-        found = [line for line in report.of("rate") if (line["level"], line["direction"]) == (level, direction)]
-        report.target(text, ">= {} of it", ASKED, min((line["of_raw"] for line in found), default=math.nan))
+        shares = []
+        for line in report.of("rate"):
+            if (line["level"], line["direction"]) == (level, direction):
+                shares.append(line["of_raw"])
+        report.target(text, ">= {} of it", ASKED, min(shares, default=math.nan))
 
 
 def ratio(ours: list[float], raw: list[float]) -> float:
@@ -54,8 +73,12 @@ def ratio(ours: list[float], raw: list[float]) -> float:
     The order turns with every round, and who comes first may find emptier caches on the way to the medium (over NFS:
     three times faster); in two rounds each side was first once. A last one without a pair counts if it is all there is.
     """
-    both = ([sum(two) for two in zip(side[::2], side[1::2], strict=False)] or side for side in (raw, ours))
-    return statistics.median(theirs / own for theirs, own in zip(*both, strict=True))
+    return statistics.median(map(operator.truediv, _in_pairs(raw), _in_pairs(ours)))
+
+
+def _in_pairs(seconds: list[float]) -> list[float]:
+    """The sums of two rounds each; the one round, if there is no second."""
+    return list(map(sum, zip(seconds[::2], seconds[1::2], strict=False))) or seconds
 
 
 # ------------------------------------------------------------------------------------------------ rates, in a worker
@@ -73,8 +96,9 @@ class Engine:
         model = torch.nn.ParameterList(torch.rand(job["size"] // count // 4) for _ in range(count))
         state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1e-3)}
         self._is_memory = job["level"] == "memory"
-        self._make = lambda: engine_of(job, state, keep_last=1)
-        self.engine, self._step = self._make(), 0
+        self._make = functools.partial(engine_of, job, state, keep_last=1)
+        self.engine = self._make()
+        self._step = 0
         if not self._is_memory:
             self.engine.restore("latest")
         ready(self.engine)
@@ -84,24 +108,32 @@ class Engine:
         from benchmarks.training import capture
 
         self._step = number + 1
-        capture(self.engine, self._step, "captured" if self._is_memory else "durable")
+        until = "durable"
+        if self._is_memory:
+            until = "captured"
+        capture(self.engine, self._step, until)
 
     def reopen(self) -> None:
         """From memory another engine reads, when the keeper is done with what it does after the trainer left."""
         if self._is_memory:
             self.engine.abandon()
-            before, now = -1.0, cpu_s(os.environ[MARKER])
-            while now > before:
+            before_s = -1.0
+            now_s = cpu_s(os.environ[MARKER])
+            while now_s > before_s:
                 time.sleep(0.5)  # long beside a tick of that clock, while the keeper computes
-                before, now = now, cpu_s(os.environ[MARKER])
+                before_s = now_s
+                now_s = cpu_s(os.environ[MARKER])
             self.engine = self._make()
 
     def read(self) -> None:
         """Every block compared, every tensor copied out."""
         run = self.engine._run
-        found = run.fetch("latest", run.restart if self._is_memory else replace(run.restart, client=None))
-        if found is None or found.step != self._step or found.skipped:
-            raise RuntimeError(f"expected step {self._step}, got {found}")
+        restart = run.restart
+        if not self._is_memory:
+            restart = replace(restart, client=None)
+        snapshot = run.fetch("latest", restart)
+        if snapshot is None or snapshot.step != self._step or snapshot.skipped:
+            raise RuntimeError(f"expected step {self._step}, got {snapshot}")
 
     def end(self) -> None:
         """Free the memory: what a start leaves that captured nothing would stay."""
@@ -119,8 +151,11 @@ def raw_sides(job: Line) -> dict[str, Any]:
     image = warm(job["size"])
     if job["level"] == "s3":
         return {"botocore": S3Client(job["options"], urlsplit(job["url"]).netloc, image)}
-    kinds = {"O_DIRECT": DirectFile} | ({"buffered": BufferedFile} if job["level"] == "nfs" else {})
-    return {name: kind(Path(f"{job['url']}-raw"), image) for name, kind in kinds.items()}
+    directory = Path(f"{job['url']}-raw")
+    sides: dict[str, Any] = {"O_DIRECT": DirectFile(directory, image)}
+    if job["level"] == "nfs":
+        sides["buffered"] = BufferedFile(directory, image)
+    return sides
 
 
 def rates(job: Line) -> Iterator[Line]:
@@ -137,21 +172,29 @@ def rates(job: Line) -> Iterator[Line]:
 
 
 def _alternate(sides: dict[str, Any], direction: str, job: Line) -> Iterator[Line]:
-    seconds, cpu = ({who: [] for who in sides} for _ in range(2))
+    seconds: dict[str, list[float]] = defaultdict(list)
+    busy_s: dict[str, list[float]] = defaultdict(list)
     run = os.environ[MARKER]
+    order = list(sides)
     for number in range(job["rounds"] + 1):
-        for who in list(sides) if number % 2 else list(reversed(sides)):
-            side, busy = sides[who], cpu_s(run)
-            taken = timed(functools.partial(side.write, number) if direction == "write" else side.read)
+        order.reverse()
+        for name in order:
+            work = sides[name].read
+            if direction == "write":
+                work = functools.partial(sides[name].write, number)
+            busy_before_s = cpu_s(run)
+            taken_s = timed(work)
             if number:  # the first one finds everything cold: connections, directories, modules
-                seconds[who].append(taken)
-                cpu[who].append(cpu_s(run) - busy)
+                seconds[name].append(taken_s)
+                busy_s[name].append(cpu_s(run) - busy_before_s)
             os.sync()  # deletions are not left for the next side to pay
-    for raw in (who for who in sides if who != OURS):
+    for raw in sides:
+        if raw == OURS:
+            continue
         line = {"measure": "rate", "level": job["level"], "direction": direction, "raw_limit": raw}
-        for name, who in (("raw", raw), (OURS, OURS)):
-            line[f"{name}_mb_per_s"] = [job["size"] / 1e6 / one for one in seconds[who]]
-            line[f"{name}_cpu_s_per_gb"] = statistics.median(cpu[who]) * 1e9 / job["size"]
+        for label, name in (("raw", raw), (OURS, OURS)):
+            line[f"{label}_mb_per_s"] = [job["size"] / 1e6 / taken_s for taken_s in seconds[name]]
+            line[f"{label}_cpu_s_per_gb"] = statistics.median(busy_s[name]) * 1e9 / job["size"]
         yield {**line, "of_raw": ratio(seconds[OURS], seconds[raw])}
 
 
@@ -171,9 +214,10 @@ def train(job: Line) -> None:
     tell(job, "imported")
     engine = engine_of(job, {"model": model, "optimizer": optimizer}, keep_last=2)
     started = time.perf_counter()
-    found = engine.restore("latest")
-    step = found.step if found else 0
-    tell(job, "restored", level=found and found.level, step=step, seconds=time.perf_counter() - started)
+    snapshot = engine.restore("latest")
+    level = snapshot and snapshot.level
+    step = engine.step
+    tell(job, "restored", level=level, step=step, seconds=time.perf_counter() - started)
     if not job["is_restart"]:
         ready(engine)
     for number in itertools.count(step + 1):
@@ -183,8 +227,9 @@ def train(job: Line) -> None:
         time.sleep(max(0.0, STEP_S - (time.perf_counter() - started)))
         optimizer.step()
         optimizer.zero_grad()
-        own = engine.statistics()
-        tell(job, "trained", step=number, durable=max(own.last_durable_step.values(), default=0), bytes=own.shard_bytes)
+        counted = engine.statistics()
+        durable_step = max(counted.last_durable_step.values(), default=0)
+        tell(job, "trained", step=number, durable=durable_step, bytes=counted.shard_bytes)
         engine.boundary(number)
         if job["is_restart"]:
             break
@@ -193,18 +238,29 @@ def train(job: Line) -> None:
 
 def losses(job: Line) -> Iterator[Line]:
     """A worker: deaths and restarts. For ``memory`` the training alone dies, else with its keeper."""
-    taken: list[Line] = []
+    deaths: list[Line] = []
     for number in range(job["repeats"]):
-        one = {**job, "job_id": f"losses-{os.getpid()}-{number}", "url": f"{job['url']}/{number}"}
-        last = _killed(one, (number + 0.5) / job["repeats"])
-        by = {event["event"]: event for event in call("levels.train", {**one, "is_restart": True})}
-        expected = "memory" if job["level"] == "memory" else one["url"]
-        if by["restored"]["level"] != expected:
-            raise RuntimeError(f"expected a restart from {expected}: {by['restored']}")
-        facts = {"state_mb": last["bytes"] / 1e6, "killed_at": last["step"], "resumed": by["restored"]["step"]}
-        facts |= {"steps_lost": last["step"] - by["restored"]["step"], "restore_s": by["restored"]["seconds"]}
-        taken.append({**facts, "first_step_s": by["trained"]["at"], "imports_s": by["imported"]["at"]})
-    yield {"measure": "loss", "level": job["level"], **{name: [one[name] for one in taken] for name in taken[0]}}
+        training = {**job, "job_id": f"losses-{os.getpid()}-{number}", "url": f"{job['url']}/{number}"}
+        last = _killed(training, (number + 0.5) / job["repeats"])
+        events = by_event(call("levels.train", {**training, "is_restart": True}))
+        restored = events["restored"]
+        expected = training["url"]
+        if job["level"] == "memory":
+            expected = "memory"
+        if restored["level"] != expected:
+            raise RuntimeError(f"expected a restart from {expected}: {restored}")
+        deaths.append(
+            {
+                "state_mb": last["bytes"] / 1e6,
+                "killed_at": last["step"],
+                "resumed": restored["step"],
+                "steps_lost": last["step"] - restored["step"],
+                "restore_s": restored["seconds"],
+                "first_step_s": events["trained"]["at"],
+                "imports_s": events["imported"]["at"],
+            }
+        )
+    yield {"measure": "loss", "level": job["level"], **columns(deaths)}
 
 
 def _killed(job: Line, part: float) -> Line:
@@ -213,30 +269,47 @@ def _killed(job: Line, part: float) -> Line:
     A level that is slow gets the time to commit twice, and some part of the time that it then takes once more. The
     first commit comes late (the level is swept and tried out) and says nothing of those that follow.
     """
-    run, trained, commits = uuid.uuid4().hex, [], []
+    run = uuid.uuid4().hex
     is_memory = job["level"] == "memory"
     process = start("levels.train", {**job, "is_restart": False}, **{MARKER: run})
-    assert process.stdout is not None
     try:
-        for line in (line for text in process.stdout for line in lines_of(text) if line["event"] == "trained"):
-            trained.append(line)
-            if line["durable"] and line["durable"] not in [durable for durable, _ in commits]:
-                commits.append((line["durable"], line["step"]))
-            kill_at = KILL_AT
-            if not is_memory:
-                [first, second] = [at for _, at in commits[:2]] if len(commits) > 1 else [0, math.inf]
-                kill_at = max(kill_at, second + part * (second - first))
-            if len(trained) > 10 * KILL_AT:
-                raise RuntimeError(f"{len(commits)} snapshots became durable in {len(trained)} steps")
-            if len(trained) >= kill_at:
-                keepers = [one for one in processes(run) if one.pid != process.pid and not is_memory]
-                time.sleep(part * STEP_S)  # the moment of the death within a step, not a wait for anything
-                break
-        else:
-            raise RuntimeError(f"the training died by itself: {process.communicate()[1][-500:]}")
+        last = _train_until_death(process, is_memory=is_memory, part=part)
+        victims = []
+        if not is_memory:
+            victims = [victim for victim in processes(run) if victim.pid != process.pid]
+        time.sleep(part * STEP_S)  # the moment of the death within a step, not a wait for anything
     finally:
         process.kill()
-    for keeper in keepers:
-        keeper.kill()
-    rest = lines_of(process.communicate(timeout=DEADLINE_S)[0])
-    return [*trained, *(line for line in rest if line["event"] == "trained")][-1]
+    for victim in victims:
+        victim.kill()
+    rest, _ = process.communicate(timeout=DEADLINE_S)
+    for line in lines_of(rest):
+        if line["event"] == "trained":
+            last = line
+    return last
+
+
+def _train_until_death(process: "subprocess.Popen[str]", *, is_memory: bool, part: float) -> Line:
+    """Wait until it is time to kill the training. The last step that was trained until then."""
+    assert process.stdout is not None
+    num_trained = 0
+    committed_at: dict[int, int] = {}
+    """The step at which a snapshot was known to be durable, by the step of the snapshot."""
+    for text in process.stdout:
+        for line in lines_of(text):
+            if line["event"] != "trained":
+                continue
+            num_trained += 1
+            if line["durable"]:
+                committed_at.setdefault(line["durable"], line["step"])
+            kill_at: float = KILL_AT
+            if not is_memory and len(committed_at) < 2:
+                kill_at = math.inf
+            elif not is_memory:
+                first, second, *_ = committed_at.values()
+                kill_at = max(kill_at, second + part * (second - first))
+            if num_trained > 10 * KILL_AT:
+                raise RuntimeError(f"{len(committed_at)} snapshots became durable in {num_trained} steps")
+            if num_trained >= kill_at:
+                return line
+    raise RuntimeError(f"the training died by itself: {process.communicate()[1][-500:]}")

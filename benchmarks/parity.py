@@ -6,6 +6,7 @@ Each node is a process with a host name of its own, so it has a keeper of its ow
 import argparse
 import functools
 import math
+import operator
 import os
 import socket
 import statistics
@@ -21,7 +22,18 @@ from typing import Any
 from benchmarks import SIZES
 from benchmarks.raw import KEEP_HEAP, memcpy_s, peak_memory, slot_bytes, timed, warm
 from benchmarks.report import Report
-from benchmarks.workers import DEADLINE_S, MARKER, Line, call, call_ranks, processes, tell
+from benchmarks.workers import (
+    DEADLINE_S,
+    MARKER,
+    Line,
+    by_event,
+    call,
+    call_each_rank,
+    call_ranks,
+    columns,
+    processes,
+    tell,
+)
 
 BLOCK = 1 << 20
 EVERY = 10
@@ -33,7 +45,8 @@ ASKED = 0.5
 SURVIVAL_NODES = (8, 64, 256, 2048)
 SCHEMES = {"parity=1, pairs": (2, 1), "parity=1, groups of 8": (8, 1), "parity=2, groups of 8": (8, 2)}
 """Nodes of a group, and how many of them may be lost."""
-WARM_STEPS, STEPS = 40, 100
+WARM_STEPS = 40
+STEPS = 100
 """Of the training that is slowed down."""
 
 
@@ -54,21 +67,23 @@ def run(args: argparse.Namespace, report: Report) -> None:
     job = {"level": "memory", "size": SIZES[args.model], "device": "cpu", "ranks": 2, "turns": args.turns}
     if args.turns:
         report.take("training", functools.partial(call, "parity.slowed", job))
-    local = min((line["gb_per_s"] for line in report.of("limit")), default=math.nan)
-    for what in ("encode", "rebuild"):
-        for line in report.of(what):
-            lowest = [min(rate, local) for rate in line["tcp_gb_per_s"]]  # of the same round
-            parts = [rate / limit for rate, limit in zip(line["gb_per_s"], lowest, strict=True)]
-            text = f"{what}, {line['nodes']} nodes"
-            report.target(text, ">= {} of the lowest limit", ASKED, statistics.median(parts))
+    local = min([line["gb_per_s"] for line in report.of("limit")], default=math.nan)
+    for line in [*report.of("encode"), *report.of("rebuild")]:
+        shares = []
+        for rate, tcp_rate in zip(line["gb_per_s"], line["tcp_gb_per_s"], strict=True):  # of the same round
+            shares.append(rate / min(tcp_rate, local))
+        text = f"{line['measure']}, {line['nodes']} nodes"
+        report.target(text, ">= {} of the lowest limit", ASKED, statistics.median(shares))
 
 
 def survivals() -> Iterator[Line]:
     """In % of all sets of so many nodes, each as likely."""
     for nodes in SURVIVAL_NODES:
         for scheme, (size, parity) in SCHEMES.items():
-            facts = {"measure": "survival", "nodes": nodes, "redundancy": scheme}
-            yield {**facts, **{f"lost_{lost}": 100 * survival(nodes, size, parity, lost) for lost in range(1, 5)}}
+            line = {"measure": "survival", "nodes": nodes, "redundancy": scheme}
+            for lost in range(1, 5):
+                line[f"lost_{lost}"] = 100 * survival(nodes, size, parity, lost)
+            yield line
 
 
 def survival(nodes: int, size: int, parity: int, lost: int) -> float:
@@ -78,9 +93,13 @@ def survival(nodes: int, size: int, parity: int, lost: int) -> float:
     from lazysnap.parity.groups import groups_of
 
     ways = [1] + [0] * lost
+    """In how many ways so many nodes can be lost of the groups up to here, all of which survive it."""
     for group in groups_of(nodes, size, parity):
-        some = [math.comb(len(group.members), count) for count in range(parity + 1)]
-        ways = [sum(some[j] * ways[k - j] for j in range(min(parity, k) + 1)) for k in range(lost + 1)]
+        ways_before = ways
+        ways = [0] * (lost + 1)
+        for of_group in range(parity + 1):
+            for total in range(of_group, lost + 1):
+                ways[total] += math.comb(len(group.members), of_group) * ways_before[total - of_group]
     return ways[lost] / math.comb(nodes, lost)
 
 
@@ -93,7 +112,8 @@ def limits(job: Line) -> Iterator[Line]:
 
     size = job["size"]
     yield {"measure": "limit", "limit": "memcpy, 1 thread", "gb_per_s": size / memcpy_s(size, 1) / 1e9}
-    data, out = warm(size), warm(size)
+    data = warm(size)
+    out = warm(size)
 
     def add(weight: int) -> None:
         for at in range(0, size, BLOCK):
@@ -101,30 +121,36 @@ def limits(job: Line) -> Iterator[Line]:
 
     for name, weight in (("XOR", 1), ("product", 0x8E)):
         add(weight)
-        seconds = statistics.median(timed(functools.partial(add, weight)) for _ in range(5))
-        yield {"measure": "limit", "limit": f"{name}, {library()}", "gb_per_s": size / seconds / 1e9}
+        seconds = []
+        for _ in range(5):
+            seconds.append(timed(functools.partial(add, weight)))
+        rate = size / statistics.median(seconds) / 1e9
+        yield {"measure": "limit", "limit": f"{name}, {library()}", "gb_per_s": rate}
 
 
 def measure(job: Line) -> Iterator[Line]:
     """A worker: nodes protect each other; then one of them is lost, again and again."""
-    run, nodes = uuid.uuid4().hex, job["nodes"]
+    run = uuid.uuid4().hex
+    nodes = job["nodes"]
     job = {**job, "run": run, "job_id": run}
     environment = {MARKER: run, "OMP_NUM_THREADS": "1", **KEEP_HEAP}
     try:
-        said = [one for [one] in call_ranks("parity.node", job, nodes, **environment)]
-        facts = {"nodes": nodes, "may_be_lost": said[0]["may_be_lost"], "state_mb": float(job["megabytes"])}
-        yield {"measure": "encode", **facts, **figures([one["rounds"] for one in said], range(nodes))}
-        yield {"measure": "memory of a node", **facts, **said[0]["memory"]}
+        captured = columns(call_each_rank("parity.node", job, nodes, **environment))
+        facts = {"nodes": nodes, "may_be_lost": captured["may_be_lost"][0], "state_mb": float(job["megabytes"])}
+        yield {"measure": "encode", **facts, **figures(captured["rounds"], range(nodes))}
+        yield {"measure": "memory of a node", **facts, **captured["memory"][0]}
+        rounds: list[list[Line]] = [[] for _ in range(nodes)]
         starts = []
         for number in range(job["rounds"]):
             lines = call_ranks("parity.again", {**job, "start": number}, nodes, **environment)
-            starts.append([{line["event"]: line for line in one} for one in lines])
-            if [by["stepped"]["state"] for by in starts[-1]] != [one["state"] for one in said]:
+            events = columns(list(map(by_event, lines)))
+            if columns(events["stepped"])["state"] != captured["state"]:
                 raise RuntimeError("what was restored is not what was captured")
-        rounds = [[by["measured"]["round"] for by in events] for events in zip(*starts, strict=True)]
+            for node, measured in enumerate(events["measured"]):
+                rounds[node].append(measured["round"])
+            starts.append(phases(events))
         yield {"measure": "rebuild", **facts, **figures(rounds, range(nodes - 1, nodes))}
-        lost = [phases(events) for events in starts]
-        yield {"measure": "lost node", **facts, **{name: [one[name] for one in lost] for name in lost[0]}}
+        yield {"measure": "lost node", **facts, **columns(starts)}
     finally:
         for process in processes(run):
             process.kill()
@@ -132,44 +158,53 @@ def measure(job: Line) -> Iterator[Line]:
 
 def figures(nodes: list[list[Line]], readers: range) -> Line:
     """Of the rounds of all nodes: what some of them read together."""
-    found: dict[str, list[float]] = {}
-    for each in zip(*nodes, strict=True):
-        size = sum(each[reader]["bytes"] for reader in readers)
+    rounds = []
+    for lines in zip(*nodes, strict=True):
+        of_readers = columns(lines[readers.start : readers.stop])
+        of_all = columns(list(lines))
+        size = sum(of_readers["bytes"])
+        rates = {}
         for name in ("", "tcp_"):
-            seconds = max(each[reader][f"{name}s"] for reader in readers)
-            found.setdefault(f"{name}gb_per_s", []).append(size / seconds / 1e9)
-            cpu_s = sum(one[f"{name}cpu_s"] for one in each)
-            found.setdefault(f"{name}cpu_s_per_gb", []).append(cpu_s / size * 1e9)
-    return found
+            rates[f"{name}gb_per_s"] = size / max(of_readers[f"{name}s"]) / 1e9
+            rates[f"{name}cpu_s_per_gb"] = sum(of_all[f"{name}cpu_s"]) / size * 1e9
+        rounds.append(rates)
+    return columns(rounds)
 
 
-def phases(ranks: list[dict[str, Line]]) -> Line:
-    """Seconds of the slowest rank in each, from the launch to the end of the first step."""
-    names = ("imported", "built", "met", "fetched", "loaded")
-    found: Line = {}
-    for before, name in zip((None, *names), names, strict=False):
-        found[f"{name}_s"] = max(by[name]["at"] - (by[before]["at"] if before else 0.0) for by in ranks)
-    found["step_s"] = max(by["stepped"]["seconds"] for by in ranks)
-    return {**found, "total_s": sum(found.values())}
+def phases(events: Line) -> Line:
+    """Seconds of the slowest rank in each, from the launch to the end of the first step.
+
+    ``events``: the lines of all ranks, by event.
+    """
+    seconds: Line = {}
+    ended_at = [0.0] * len(events["stepped"])
+    for name in ("imported", "built", "met", "fetched", "loaded"):
+        began_at = ended_at
+        ended_at = columns(events[name])["at"]
+        seconds[f"{name}_s"] = max(map(operator.sub, ended_at, began_at))
+    seconds["step_s"] = max(columns(events["stepped"])["seconds"])
+    return {**seconds, "total_s": sum(seconds.values())}
 
 
 def slowed(job: Line) -> Iterator[Line]:
     """A worker: the same training with redundancy and without, by turns; a capture at every step."""
-    taken: dict[str, list[Line]] = {"auto": [], "none": []}
-    for turn in range(job["turns"]):
-        for redundancy in ("auto", "none") if turn % 2 else ("none", "auto"):
+    lines: dict[str, list[Line]] = {"auto": [], "none": []}
+    order = list(lines)
+    for _ in range(job["turns"]):
+        order.reverse()
+        for redundancy in order:
             run = uuid.uuid4().hex
-            own = {**job, "redundancy": redundancy, "run": run, "job_id": run}
+            training = {**job, "redundancy": redundancy, "run": run, "job_id": run}
             try:
                 with peak_memory(run, 0.2) as peak:
-                    said = [one for [one] in call_ranks("parity.train", own, job["ranks"], **{MARKER: run})]
+                    first, *_ = call_each_rank("parity.train", training, job["ranks"], **{MARKER: run})
             finally:
                 for process in processes(run):
                     process.kill()
-            taken[redundancy].append({**said[0], "peak_mb_per_node": peak[0] / 1e6 / job["ranks"]})
-    for redundancy, lines in taken.items():
+            lines[redundancy].append({**first, "peak_mb_per_node": peak[0] / 1e6 / job["ranks"]})
+    for redundancy in lines:
         facts = {"measure": "training", "redundancy": redundancy, "nodes": job["ranks"]}
-        yield {**facts, **{name: [one[name] for one in lines] for name in lines[0]}}
+        yield {**facts, **columns(lines[redundancy])}
 
 
 # ------------------------------------------------------------------------------------------------ one node
@@ -216,8 +251,10 @@ class State:
 
     @property
     def _tensors(self) -> list[Any]:
-        held = [value for state in self._optimizer.state.values() for value in state.values()]
-        return [*self.model.parameters(), *held]
+        tensors = list(self.model.parameters())
+        for state in self._optimizer.state.values():
+            tensors += state.values()
+        return tensors
 
     @property
     def size(self) -> int:
@@ -234,34 +271,41 @@ def node(job: Line) -> Iterator[Line]:
 
     from benchmarks.training import ready
 
-    rank, nodes = begin(job, name := f"node{os.environ['RANK']}"), job["nodes"]
+    name = f"node{os.environ['RANK']}"
+    rank = begin(job, name)
+    nodes = job["nodes"]
     state = State(job)
     engine = state.engine(job)
     _, lost = engine._run.restart.discovery.group
     state.step()
     engine.boundary(EVERY)
     ready(engine)
-    keepers = [one for one in processes(job["run"]) if "lazysnap.keeper" in one.cmdline()]
-    own = next(one for one in keepers if f"--node={name}" in one.cmdline())
+    keepers = []
+    for process in processes(job["run"]):
+        if "lazysnap.keeper" in process.cmdline():
+            keepers.append(process)
+            if f"--node={name}" in process.cmdline():
+                keeper = process
     rounds = []
     for number in range(2, 2 + WARM + job["rounds"]):
         state.step()
         dist.barrier()
-        before, started = _cpu_s(keepers), time.perf_counter()
+        cpu_before_s = _cpu_s(keepers)
+        started = time.perf_counter()
         engine.boundary(number * EVERY)
         if not engine.wait(number * EVERY, until="protected", timeout_s=DEADLINE_S):
             raise RuntimeError(f"step {number * EVERY} was not protected: {engine.statistics()}")
         seconds = time.perf_counter() - started
         dist.barrier()
-        ours = {"bytes": lost * state.size, "s": seconds, "cpu_s": (_cpu_s(keepers) - before) / nodes}
+        ours = {"bytes": lost * state.size, "s": seconds, "cpu_s": (_cpu_s(keepers) - cpu_before_s) / nodes}
         rounds.append({**ours, **bare(lost * state.size // (nodes - 1), range(nodes))})
     parity_mb = 2 * state.size / 1e6 * lost / (nodes - lost)
-    memory = {"slots_mb": slot_bytes() / 1e6, "parity_mb": parity_mb, "keeper_mb": own.memory_full_info().uss / 1e6}
+    memory = {"slots_mb": slot_bytes() / 1e6, "parity_mb": parity_mb, "keeper_mb": keeper.memory_full_info().uss / 1e6}
     yield {"rounds": rounds[WARM:], "may_be_lost": lost, "memory": memory, "state": state.sums()}
     dist.barrier()
     if rank == nodes - 1:
-        own.kill()
-        own.wait()
+        keeper.kill()
+        keeper.wait()
     _leave()
 
 
@@ -269,25 +313,28 @@ def again(job: Line) -> None:
     """A worker: the start after that; another node is in the place of the lost one."""
     import torch.distributed as dist
 
-    rank, nodes = int(os.environ["RANK"]), job["nodes"]
-    begin(job, f"spare{job['start']}" if rank == nodes - 1 else f"node{rank}")
+    rank = int(os.environ["RANK"])
+    host = f"node{rank}"
+    if rank == job["nodes"] - 1:
+        host = f"spare{job['start']}"
+    begin(job, host)
     tell(job, "imported")
     state = State(job)
     tell(job, "built")
     engine = state.engine(job)
     tell(job, "met")
     dist.barrier()  # what is timed waits for nobody
-    found = engine._fetch()
-    if found is None:
+    snapshot = engine._fetch()
+    if snapshot is None:
         raise RuntimeError("nothing was restored")
     tell(job, "fetched")
-    engine._load(found)
+    engine._load(snapshot)
     tell(job, "loaded")
     sums = state.sums()
     started = time.perf_counter()
     state.step()
     tell(job, "stepped", seconds=time.perf_counter() - started, state=sums)
-    tell(job, "measured", round=rebuild(job, engine, found.step))
+    tell(job, "measured", round=rebuild(job, engine, snapshot.step))
     _leave()
 
 
@@ -302,21 +349,29 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     from lazysnap.restore.peer_memory import PeerConnections
     from lazysnap.snapshots.reader import read
 
-    rank, nodes = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    nodes = dist.get_world_size()
     inventory = engine._client.memory(DEADLINE_S)
-    held = [one for one in inventory.parity if one.step == step]
-    entries = [
-        Entry("memory", 0, one.run_id, one.start, step, one.rank, nodes, "", node=engine._world.place.node)
-        for one in inventory.entries
-        if one.step == step
-    ]
-    told: list[Any] = [None] * nodes
-    dist.all_gather_object(told, (engine._world.place.node, entries, held))
-    parts, computed, _ = lost_parts(
-        (entry for _, entries, _ in told for entry in entries), [(node, one) for node, _, held in told for one in held]
-    )
+    place = engine._world.place.node
+    entries = []
+    for capture in inventory.entries:
+        if capture.step == step:
+            entries.append(Entry("memory", 0, capture.run_id, capture.start, step, capture.rank, nodes, "", node=place))
+    parities = []
+    for parity in inventory.parity:
+        if parity.step == step:
+            parities.append((place, parity))
+    answers: list[Any] = [None] * nodes
+    dist.all_gather_object(answers, (entries, parities))
+    all_entries = []
+    all_parities = []
+    for entries_of_node, parities_of_node in answers:
+        all_entries += entries_of_node
+        all_parities += parities_of_node
+    parts, computed, _ = lost_parts(all_entries, all_parities)
     group, lost = engine._run.restart.discovery.group
-    out, everyone = warm(parts[0].pieces.sizes[nodes - 1]), processes(job["run"])
+    out = warm(parts[0].pieces.sizes[nodes - 1])
+    everyone = processes(job["run"])
 
     def put(at: int, data: memoryview) -> None:
         out[at : at + len(data)] = data
@@ -324,7 +379,8 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     ours = {"bytes": (group - lost) * len(out), "s": 0.0, "cpu_s": 0.0}
     dist.barrier()
     if rank == nodes - 1:
-        cpu_s, started = _cpu_s(everyone), time.perf_counter()
+        cpu_before_s = _cpu_s(everyone)
+        started = time.perf_counter()
         connections = PeerConnections(engine._run.restart.discovery)
         source = Parity(connections)
         source.lost = parts
@@ -332,7 +388,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
         shard = source.open(entry, "the lost node")
         read({shard: [WantedBytes(shard.offset, shard.offset + shard.layout.size_bytes, put)]})
         connections.close()
-        ours |= {"s": time.perf_counter() - started, "cpu_s": _cpu_s(everyone) - cpu_s}
+        ours |= {"s": time.perf_counter() - started, "cpu_s": _cpu_s(everyone) - cpu_before_s}
     dist.barrier()
     return {**ours, **bare(ours["bytes"] // (nodes - 1), range(nodes - 1, nodes))}
 
@@ -346,7 +402,9 @@ def train(job: Line) -> Iterator[Line]:
 
     begin(job, f"node{os.environ['RANK']}")
     training = Training(job)
-    redundancy = None if job["redundancy"] == "none" else job["redundancy"]
+    redundancy = job["redundancy"]
+    if redundancy == "none":
+        redundancy = None
     engine = SnapshotEngine(replace(config(job), redundancy=redundancy), training.objects())
     for step in range(1, WARM_STEPS + STEPS + 1):
         training.backward(step)
@@ -357,10 +415,11 @@ def train(job: Line) -> Iterator[Line]:
             ready(engine)
         if step == WARM_STEPS:
             dist.barrier()
-            started, protected = time.perf_counter(), engine.statistics().protected
+            started = time.perf_counter()
+            protected_before = engine.statistics().protected
     seconds = time.perf_counter() - started
-    found = engine.statistics()
-    steps = {"step_ms": 1e3 * seconds / STEPS, "protected_of_100": 100 * (found.protected - protected) / STEPS}
+    protected = engine.statistics().protected - protected_before
+    steps = {"step_ms": 1e3 * seconds / STEPS, "protected_of_100": 100 * protected / STEPS}
     yield {"state_mb_per_node": training.state_bytes() / 1e6, **steps}
     _leave()
 
@@ -374,13 +433,20 @@ def bare(size: int, readers: range) -> Line:
     """
     import torch.distributed as dist
 
-    rank, nodes = dist.get_rank(), dist.get_world_size()
-    told: list[Any] = [None] * nodes
+    rank = dist.get_rank()
+    nodes = dist.get_world_size()
+    ports: list[Any] = [None] * nodes
+    clients = []
+    servers = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        dist.all_gather_object(told, listener.getsockname()[1])
-        sources = [other for other in range(nodes) if other != rank] if rank in readers else []
-        clients = [socket.create_connection(("127.0.0.1", told[source])) for source in sources]
-        servers = [listener.accept()[0] for reader in readers if reader != rank]
+        dist.all_gather_object(ports, listener.getsockname()[1])
+        if rank in readers:
+            for port in [*ports[:rank], *ports[rank + 1 :]]:
+                clients.append(socket.create_connection(("127.0.0.1", port)))
+        for reader in readers:
+            if reader != rank:
+                server, _ = listener.accept()
+                servers.append(server)
 
     def send(connection: socket.socket) -> None:
         with connection:
@@ -393,27 +459,33 @@ def bare(size: int, readers: range) -> Line:
         buffer = memoryview(bytearray(BLOCK))
         with connection:
             ready.wait()
-            left = size
-            while left:
-                left -= connection.recv_into(buffer[: min(BLOCK, left)])
+            remaining = size
+            while remaining:
+                remaining -= connection.recv_into(buffer[: min(BLOCK, remaining)])
             connection.sendall(b"!")
 
-    source, ready = warm(BLOCK), threading.Barrier(len(clients) + len(servers) + 1)
+    source = warm(BLOCK)
+    ready = threading.Barrier(len(clients) + len(servers) + 1)
+    transfers = []
     with ThreadPoolExecutor(len(clients) + len(servers)) as pool:
-        work = [pool.submit(send, one) for one in servers] + [pool.submit(receive, one) for one in clients]
+        for connection in servers:
+            transfers.append(pool.submit(send, connection))
+        for connection in clients:
+            transfers.append(pool.submit(receive, connection))
         ready.wait()
         dist.barrier()
-        cpu_s, started = time.process_time(), time.perf_counter()
-        for one in work:
-            one.result()
-        found = {"tcp_s": time.perf_counter() - started, "tcp_cpu_s": time.process_time() - cpu_s}
+        cpu_started = time.process_time()
+        started = time.perf_counter()
+        for transfer in transfers:
+            transfer.result()
+        seconds = {"tcp_s": time.perf_counter() - started, "tcp_cpu_s": time.process_time() - cpu_started}
     dist.barrier()
-    return found
+    return seconds
 
 
-def _cpu_s(found: list[Any]) -> float:
+def _cpu_s(sampled: list[Any]) -> float:
     """Processor time of processes, in seconds."""
-    return sum(sum(one.cpu_times()[:2]) for one in found)
+    return sum(sum(process.cpu_times()[:2]) for process in sampled)
 
 
 def _leave() -> None:

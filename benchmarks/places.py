@@ -38,11 +38,14 @@ class Place:
         """The job gets ``level``, ``url``, ``options``, and the directory below which the bytes are."""
         url = f"{self.url}/{function.split('.')[1]}"
         job = {**job, "level": self.level, "url": url, "options": self.options, "directory": str(self.directory)}
-        work = call if self.guest is None else self._call_in_guest
+        work = call
+        if self.guest is not None:
+            work = self._call_in_guest
         report.take(f"{self.level}: {function}", functools.partial(work, function, job, **environment))
 
     def _call_in_guest(self, function: str, job: Line, **environment: str) -> list[Line]:
-        out, errors = self.directory / "guest.out", self.directory / "guest.err"
+        out = self.directory / "guest.out"
+        errors = self.directory / "guest.err"
         assignments = [f"{name}={value}" for name, value in environment.items()]
         words = shlex.join(["env", "-C", str(ROOT), *assignments, *command(function, job)])
         inner = f"exec {words} > {shlex.quote(str(out))} 2> {shlex.quote(str(errors))}"
@@ -52,7 +55,10 @@ class Place:
         except queue.Empty:
             raise RuntimeError(f"no result within {WORKER_S:.0f} s:\n{self.guest.tail()}") from None
         if "error" in answer:
-            raise RuntimeError(last_line(errors.read_text() if errors.exists() else "") or answer["error"][1])
+            reason = ""
+            if errors.exists():
+                reason = last_line(errors.read_text())
+            raise RuntimeError(reason or answer["error"][1])
         return lines_of(out.read_text())
 
 
@@ -72,7 +78,8 @@ def nfs(directory: Path, size: int) -> Iterator[Place]:
     """nfs-ganesha over ``directory``, mounted by a Linux kernel in user mode."""
     import nfs_lab
 
-    if reason := nfs_lab.missing():
+    reason = nfs_lab.missing()
+    if reason:
         raise RuntimeError(reason)
     directory.chmod(0o755)
     with nfs_lab.lab(directory, memory_mb=(COPIES_IN_GUEST * size + GUEST_BYTES) >> 20) as (_, guest):

@@ -5,6 +5,7 @@ of a new name, each read gets the last one.
 """
 
 import contextlib
+import functools
 import mmap
 import os
 import statistics
@@ -30,7 +31,8 @@ def peak_memory(run: str, interval_s: float) -> Iterator[list[int]]:
     """The greatest sum of PSS over a run's processes, sampled; page cache is not in it."""
     import psutil
 
-    peak, over = [0], threading.Event()
+    peak = [0]
+    over = threading.Event()
 
     def sample() -> None:
         while not over.wait(interval_s):
@@ -50,18 +52,20 @@ def peak_memory(run: str, interval_s: float) -> Iterator[list[int]]:
 
 def slot_bytes() -> int:
     """Return the bytes of shared memory, and of files without a name, whose descriptors this process holds: slots."""
-    found = {}
+    sizes = {}
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
-            if (name := os.readlink(entry.path)).startswith("/memfd:") or name.endswith(" (deleted)"):
-                found[os.stat(entry.path).st_ino] = os.stat(entry.path).st_blocks * 512
-    return sum(found.values())
+            name = os.readlink(entry.path)
+            if name.startswith("/memfd:") or name.endswith(" (deleted)"):
+                status = os.stat(entry.path)
+                sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
 
 
 def populate_s(size: int) -> float:
     """Seconds until so much new shared memory has all its pages, by one thread and one call of the kernel."""
     with mmap.mmap(-1, size) as room:
-        return timed(lambda: room.madvise(23))  # MADV_POPULATE_WRITE
+        return timed(functools.partial(room.madvise, 23))  # MADV_POPULATE_WRITE
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -81,8 +85,9 @@ def warm_s(work: Callable[[], object], threads: int = 0) -> float:
 def memcpy_s(size: int, threads: int) -> float:
     import torch
 
-    source, target = (torch.ones(size, dtype=torch.uint8) for _ in range(2))
-    return warm_s(lambda: target.copy_(source), threads)
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.ones(size, dtype=torch.uint8)
+    return warm_s(functools.partial(target.copy_, source), threads)
 
 
 def limits(job: Line) -> Iterator[Line]:
@@ -93,8 +98,10 @@ def limits(job: Line) -> Iterator[Line]:
         yield {"measure": "limit", "limit": name, "gb_per_s": size / memcpy_s(size, threads) / 1e9}
     with contextlib.suppress(OSError):  # this file system has no direct writes
         side = DirectFile(Path(job["directory"]), warm(size))
-        seconds = [timed(lambda n=n: side.write(n)) for n in range(4)][1:]
-        yield {"measure": "limit", "limit": "O_DIRECT", "gb_per_s": size / statistics.median(seconds) / 1e9}
+        seconds = []
+        for number in range(4):
+            seconds.append(timed(functools.partial(side.write, number)))
+        yield {"measure": "limit", "limit": "O_DIRECT", "gb_per_s": size / statistics.median(seconds[1:]) / 1e9}
 
 
 def warm(size: int) -> memoryview:
@@ -110,8 +117,11 @@ def warm(size: int) -> memoryview:
 
 def _in_blocks(threads: int, work: Callable[[int, int], Any], size: int) -> list[Any]:
     """``work(offset, end)`` for each block from some threads; results in order."""
+    results = []
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda start: work(start, min(start + BLOCK, size)), range(0, size, BLOCK)))
+        for start in range(0, size, BLOCK):
+            results.append(pool.submit(work, start, min(start + BLOCK, size)))
+        return [result.result() for result in results]
 
 
 class Copies:
@@ -137,7 +147,8 @@ class DirectFile:
 
     def __init__(self, directory: Path, image: memoryview) -> None:
         """What is read goes to ``image``, too."""
-        self._directory, self._image = directory, image
+        self._directory = directory
+        self._image = image
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / "none"
 
@@ -153,13 +164,14 @@ class DirectFile:
 
     def write(self, number: int) -> None:
         """Durable on return."""
-        last, self._path = self._path, self._directory / f"raw-{type(self).__name__}-{number}"
+        path_before = self._path
+        self._path = self._directory / f"raw-{type(self).__name__}-{number}"
         with self._open(os.O_RDWR | os.O_CREAT | os.O_EXCL) as handle:
             with contextlib.suppress(OSError):  # where our writer goes without as well
                 os.posix_fallocate(handle, 0, len(self._image))
             self._move(lambda start, end: os.pwrite(handle, self._image[start:end], start))
             os.fdatasync(handle)
-        last.unlink(missing_ok=True)
+        path_before.unlink(missing_ok=True)
 
     def read(self) -> None:
         """Into warm memory."""
@@ -184,7 +196,8 @@ class S3Client:
         import botocore.session
         from botocore.config import Config
 
-        self._place, self._image = {"Bucket": bucket}, image
+        self._place = {"Bucket": bucket}
+        self._image = image
         config = Config(
             max_pool_connections=S3_THREADS,
             retries={"total_max_attempts": 1},
@@ -193,8 +206,8 @@ class S3Client:
             s3={"payload_signing_enabled": False, "addressing_style": "path"},
         )
         keys = {"aws_access_key_id": options["key"], "aws_secret_access_key": options["secret"]}
-        where = {"endpoint_url": options["endpoint_url"], **options["client_kwargs"]}
-        self._client = botocore.session.get_session().create_client("s3", config=config, **keys, **where)
+        endpoint = {"endpoint_url": options["endpoint_url"], **options["client_kwargs"]}
+        self._client = botocore.session.get_session().create_client("s3", config=config, **keys, **endpoint)
 
     def write(self, number: int) -> None:
         """Visible on return."""

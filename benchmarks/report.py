@@ -29,21 +29,40 @@ WIDEST = 9
 def cell(value: Any) -> str:
     """Three digits of a number; the median and the range of several."""
     if isinstance(value, list) and value:
-        low, middle, high = (cell(float(one)) for one in (min(value), statistics.median(value), max(value)))
-        return middle if low == high else f"{middle} ({low} to {high})"
+        low = cell(float(min(value)))
+        middle = cell(float(statistics.median(value)))
+        high = cell(float(max(value)))
+        if low == high:
+            return middle
+        return f"{middle} ({low} to {high})"
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
-    return "-" if value in (None, []) else f"{value:,}" if type(value) is int else str(value)
+        if abs(value) >= 99.5:
+            return f"{value:,.0f}"
+        return f"{value:.3g}"
+    if value in (None, []):
+        return "-"
+    if type(value) is int:
+        return f"{value:,}"
+    return str(value)
 
 
 def table(title: str, lines: list[Line]) -> str:
     """In Markdown, a row for each line."""
-    names = list(dict.fromkeys(name for line in lines for name in line if name != "measure"))
-    rows = [[name.replace("_", " ") for name in names], *([cell(line.get(name)) for name in names] for line in lines)]
-    rows = [list(row) for row in zip(*rows, strict=True)] if len(names) > WIDEST else rows
+    names: dict[str, None] = {}
+    for line in lines:
+        names |= dict.fromkeys(line)
+    names.pop("measure")
+    rows = [[name.replace("_", " ") for name in names]]
+    for line in lines:
+        rows.append([cell(line.get(name)) for name in names])
+    if len(names) > WIDEST:
+        rows = list(map(list, zip(*rows, strict=True)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
-    return "\n".join([f"{title}:", "", *(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows), ""])
+    text = f"{title}:\n\n"
+    for row in rows:
+        text += f"| {' | '.join(map(str.ljust, row, widths))} |\n"
+    return text
 
 
 class Report:
@@ -62,43 +81,64 @@ class Report:
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def take(self, what: str, work: Callable[[], Iterable[Line]]) -> None:
+    def take(self, name: str, work: Callable[[], Iterable[Line]]) -> None:
         """Note the lines that ``work`` gives. What cannot be measured here is named, and the rest is measured."""
-        print(f"{what} ...", file=sys.stderr, flush=True)
+        print(f"{name} ...", file=sys.stderr, flush=True)
         try:
             for line in work():
                 self.note(line)
         except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            self.left_out(what, error)
+            self.left_out(name, error)
 
-    def left_out(self, what: str, reason: object) -> None:
-        print(f"{what} left out: {reason}", file=sys.stderr, flush=True)
-        self.note({"measure": "left out", "what": what, "reason": str(reason)})
+    def left_out(self, name: str, reason: object) -> None:
+        print(f"{name} left out: {reason}", file=sys.stderr, flush=True)
+        self.note({"measure": "left out", "what": name, "reason": str(reason)})
 
     def of(self, measure: str) -> list[Line]:
         return [line for line in self.lines if line["measure"] == measure]
 
     def find(self, **facts: Any) -> dict[str, Any]:
         """The line with these facts, medians in it; what is missing is not a number."""
-        line = next((line for line in self.lines if facts.items() <= line.items()), {})
-        found = {
-            name: statistics.median(value or [math.nan]) if isinstance(value, list) else value
-            for name, value in line.items()
-        }
-        return defaultdict(lambda: math.nan, {name: value for name, value in found.items() if value is not None})
+        medians: dict[str, Any] = defaultdict(_not_measured)
+        for line in self.lines:
+            if facts.items() <= line.items():
+                for name, value in line.items():
+                    if isinstance(value, list):
+                        medians[name] = statistics.median(value or [math.nan])
+                    elif value is not None:
+                        medians[name] = value
+                break
+        return medians
 
-    def target(self, text: str, form: str, asked: float, reached: float) -> None:
+    def target(self, text: str, form: str, limit: float, reached: float) -> None:
         """``form`` begins with ``<=`` or ``>=``; what was not measured is not a number."""
-        is_met = reached <= asked if form.startswith("<=") else reached >= asked
-        verdict = "not measured" if math.isnan(reached + asked) else "met" if is_met else "NOT MET"
-        said = {"reached": form.format(cell(float(reached)))[3:], "asked": form.format(cell(float(asked)))}
-        self.note({"measure": "target", "target": text, **said, "verdict": verdict})
+        is_met = reached >= limit
+        if form.startswith("<="):
+            is_met = reached <= limit
+        verdict = "NOT MET"
+        if math.isnan(reached + limit):
+            verdict = "not measured"
+        elif is_met:
+            verdict = "met"
+        self.note(
+            {
+                "measure": "target",
+                "target": text,
+                "reached": form.format(cell(float(reached)))[3:],
+                "asked": form.format(cell(float(limit))),
+                "verdict": verdict,
+            }
+        )
 
     def show(self) -> None:
         measures = dict.fromkeys(line["measure"] for line in self.lines)
         text = "\n".join(table(measure, self.of(measure)) for measure in measures)
         self._path.with_suffix(".txt").write_text(text)
         print(text)
+
+
+def _not_measured() -> float:
+    return math.nan
 
 
 def machine() -> Line:

@@ -2,9 +2,12 @@
 
 import argparse
 import contextlib
+import functools
+import math
 import os
 import re
 import signal
+import statistics
 import struct
 import subprocess
 import sys
@@ -58,32 +61,25 @@ def run(args: argparse.Namespace, report: Report) -> None:
         for load in args.loads:
             for start in args.starts:
                 job = {"training": training, "load": load, "start": start}
-                report.take(" ".join(job.values()), lambda job=job: [measured(job, args.kills)])
-    for line in [one for one in report.of("restart") if one["start"] == "warm" and one["load"] == "idle"]:
-        for which, limit_s, reached_s in (
-            (
-                "median",
-                2.0,
-                report.find(measure="restart", **{n: line[n] for n in ("training", "load", "start")})["restart_s"],
-            ),
-            ("longest", 3.0, max(line["restart_s"])),
-        ):
-            report.target(
-                f"{line['training']}, warm: SIGKILL to first new step, {which}", "<= {} s", limit_s, reached_s
-            )
+                report.take(" ".join(job.values()), functools.partial(measured, job, args.kills))
+    for line in report.of("restart"):
+        if line["start"] == "warm" and line["load"] == "idle":
+            text = f"{line['training']}, warm: SIGKILL to first new step"
+            report.target(f"{text}, median", "<= {} s", 2.0, statistics.median(line["restart_s"] or [math.nan]))
+            report.target(f"{text}, longest", "<= {} s", 3.0, max(line["restart_s"]))
 
 
-def measured(job: Line, kills: int) -> Line:
+def measured(job: Line, kills: int) -> Iterator[Line]:
     with busy(job["load"]):
-        taken = list(restarts(TRAININGS[job["training"]], job["start"], kills))
-    return {"measure": "restart", **job, "restart_s": taken}
+        restart_s = list(restarts(TRAININGS[job["training"]], job["start"], kills))
+    yield {"measure": "restart", **job, "restart_s": restart_s}
 
 
 def restarts(program: Program, start: str, kills: int) -> Iterator[float]:
     """Yield the seconds from each kill to the first new step; ``start`` is ``cold`` or ``warm``."""
     with (
-        tempfile.TemporaryDirectory(prefix="lazysnap-benchmark-", ignore_cleanup_errors=True) as own,
-        Run(program, start, Path(own)) as training,
+        tempfile.TemporaryDirectory(prefix="lazysnap-benchmark-", ignore_cleanup_errors=True) as directory,
+        Run(program, start, Path(directory)) as training,
     ):
         if start == "warm":
             training.restart()  # not counted: it may wait for the imports of the parent
@@ -94,8 +90,10 @@ def restarts(program: Program, start: str, kills: int) -> Iterator[float]:
 @contextlib.contextmanager
 def busy(load: str) -> Iterator[None]:
     """Processes that keep every core busy, if ``load`` says so."""
-    count = BUSY * (os.cpu_count() or 1) if load == "busy" else 0
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    started = []
+    if load == "busy":
+        for _ in range(BUSY * (os.cpu_count() or 1)):
+            started.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
     try:
         yield
     finally:
@@ -108,17 +106,23 @@ class Run:
     """A training under `lazysnap run`, which starts it again after each kill."""
 
     def __init__(self, program: Program, start: str, directory: Path) -> None:
-        ranks, self._program, self._directory = program.ranks, program, directory
+        ranks = program.ranks
+        self._program = program
+        self._directory = directory
         self._mark = f"restart-{os.getpid()}-{time.monotonic_ns()}"
         self._words = [word.format(directory=directory) for word in program.words]
         tools = Path(sys.executable).parent
         launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
-        command = [str(tools / "torchrun"), *launcher] if ranks > 1 else [sys.executable]
-        # What a shell starts is started cold.
-        cold = ["sh", "-c", 'exec "$@"', "sh"] if start == "cold" else []
         self._command = [str(tools / "lazysnap"), "run", "--max-restarts", "1000000", "--same-exit-within", "0", "--"]
-        self._command += [*cold, *command, *self._words]
-        self._environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        if start == "cold":
+            self._command += ["sh", "-c", 'exec "$@"', "sh"]  # what a shell starts is started cold
+        if ranks > 1:
+            self._command += [str(tools / "torchrun"), *launcher]
+        else:
+            self._command.append(sys.executable)
+        self._command += self._words
+        self._environ = dict(os.environ)
+        self._environ.pop("PYTHONDONTWRITEBYTECODE", None)
         self._environ |= {MARKER: self._mark, "LAZYSNAP_JOB_ID": self._mark}
         self._environ |= {"XDG_RUNTIME_DIR": str(directory), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "TMPDIR": str(directory)}
@@ -153,10 +157,12 @@ class Run:
     def _after(self, step: int) -> int:
         """Wait until that step is over; the newest one."""
         deadline = time.monotonic() + self._program.deadline_s
-        while (newest := self._step()) < step:
+        newest = self._step()
+        while newest < step:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"no step {step} after {newest}: {' | '.join(self._text().splitlines()[-8:])}")
             time.sleep(0.002)
+            newest = self._step()
         return newest
 
     def _step(self) -> int:
@@ -171,10 +177,12 @@ class Run:
     def _victim(self) -> int:
         """The training process, or that of the last rank."""
         if self._program.ranks > 1:
-            said = re.findall(rf"^rank {self._program.ranks - 1}, process (\d+): ", self._text(), flags=re.M)
-            return int(said[-1])
-        programs = [one for one in processes(self._mark) if one.cmdline()[1:3] == self._words[:2]]
-        return int(next(one.pid for one in programs if one.name().startswith("python")))
+            pids = re.findall(rf"^rank {self._program.ranks - 1}, process (\d+): ", self._text(), flags=re.M)
+            return int(pids[-1])
+        for process in processes(self._mark):
+            if process.cmdline()[1:3] == self._words[:2] and process.name().startswith("python"):
+                return int(process.pid)
+        raise RuntimeError("the training does not run")
 
     def _text(self) -> str:
         return (self._directory / "log").read_text()

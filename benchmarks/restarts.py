@@ -1,7 +1,10 @@
 """The workers of ``restore``: every method saves once at a level, and loads again and again."""
 
+import functools
+import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,33 +14,39 @@ import torch.distributed as dist
 
 from benchmarks.raw import KEEP_HEAP, timed
 from benchmarks.training import Training, capture, config, engine_of, ready
-from benchmarks.workers import Line, call_ranks, tell
+from benchmarks.workers import Line, by_event, call_ranks, columns, tell
 
-PHASES = ("imports_s", "build_s", "load_s", "step_s", "total_s")
 PARTS = ("model_state_dict", "optim_state_dict")
 STEP = 1
 
 
 def rounds(job: Line) -> Iterator[Line]:
     """A worker at one level; who comes first turns."""
-    ranks, level = job["ranks"], job["level"]
-    methods = [method for method in job["methods"] if ranks == 1 or "lightning" not in method]
-    methods = [method for method in methods if level != "memory" or method.startswith("lazysnap")]
-    saved = {method: [by["saved"]["state"] for by in _run("save", method, job)] for method in methods}
+    ranks = job["ranks"]
+    level = job["level"]
+    saved = {}
+    for method in job["methods"]:
+        if ranks > 1 and "lightning" in method:
+            continue
+        if level != "memory" or method.startswith("lazysnap"):
+            saved[method] = columns(_run("save", method, job)["saved"])["state"]
     os.sync()
-    taken: dict[str, list[Line]] = {method: [] for method in methods}
-    is_exact = dict.fromkeys(methods, True)
+    methods = list(saved)
+    loads: dict[str, list[Line]] = defaultdict(list)
+    state_mb = {}
+    exact = dict.fromkeys(methods, "yes")
     for number in range(job["rounds"]):
         for method in methods[number % len(methods) :] + methods[: number % len(methods)]:
             for directory in (job["directory"], job["url"]):
                 _forget(Path(directory))
             events = _run("load", method, job)
-            taken[method].append({"state_mb": sum(by["stepped"]["bytes"] for by in events) / 1e6, **_phases(events)})
-            is_exact[method] &= saved[method] == [by["loaded"]["state"] for by in events]
-    for method, found in taken.items():
+            loads[method].append(_phases(events))
+            state_mb.setdefault(method, sum(columns(events["stepped"])["bytes"]) / 1e6)
+            if columns(events["loaded"])["state"] != saved[method]:
+                exact[method] = "NO"
+    for method in methods:
         facts = {"measure": "restore", "level": level, "ranks": ranks, "method": method}
-        facts |= {"state_mb": found[0]["state_mb"], "exact": "yes" if is_exact[method] else "NO"}
-        yield {**facts, **{name: [one[name] for one in found] for name in PHASES}}
+        yield {**facts, "state_mb": state_mb[method], "exact": exact[method], **columns(loads[method])}
 
 
 def _forget(directory: Path) -> None:
@@ -52,26 +61,37 @@ def _forget(directory: Path) -> None:
         os.close(handle)
 
 
-def _run(act: str, method: str, job: Line) -> list[dict[str, Line]]:
-    """One job on all its ranks: the events of each by name."""
+def _run(act: str, method: str, job: Line) -> Line:
+    """One job on all its ranks: the lines of all ranks, by event."""
     name = f"{method}-{job['ranks']}"
     job = {**job, "act": act, "method": method, "url": f"{job['url']}/{name}", "job_id": f"{name}-{os.getpid()}"}
-    said = call_ranks("restarts.rank", job, job["ranks"], **KEEP_HEAP)
-    events = [{line["event"]: line for line in lines} for lines in said]
-    if any(("saved" if act == "save" else "stepped") not in by for by in events):
-        raise RuntimeError(f"{act} {method}: no more than {list(map(list, events))}")
-    return events
+    last_event = "stepped"
+    if act == "save":
+        last_event = "saved"
+    ranks = list(map(by_event, call_ranks("restarts.rank", job, job["ranks"], **KEEP_HEAP)))
+    for events in ranks:
+        if last_event not in events:
+            raise RuntimeError(f"{act} {method}: no more than {list(map(list, ranks))}")
+    return columns(ranks)
 
 
-def _phases(ranks: list[dict[str, Line]]) -> Line:
+def _phases(events: Line) -> Line:
     """Seconds of the slowest rank in each phase; ``total`` is from the start of a process to the end of its step."""
-    found = []
-    for by in ranks:
-        imported_s, built_s, load_s = by["imported"]["at"], by["built"]["at"], by["loaded"]["seconds"]
-        total_s = by["stepped"]["at"] - by["loaded"]["aside_s"]
-        # The step with what a trainer does besides.
-        found.append((imported_s, built_s - imported_s, load_s, total_s - built_s - load_s, total_s))
-    return dict(zip(PHASES, map(max, zip(*found, strict=True)), strict=True))
+    phases: dict[str, float] = {}
+    for imported, built, loaded, stepped in zip(
+        events["imported"], events["built"], events["loaded"], events["stepped"], strict=True
+    ):
+        total_s = stepped["at"] - loaded["aside_s"]
+        seconds = {
+            "imports_s": imported["at"],
+            "build_s": built["at"] - imported["at"],
+            "load_s": loaded["seconds"],
+            "step_s": total_s - built["at"] - loaded["seconds"],  # with what a trainer does besides
+            "total_s": total_s,
+        }
+        for name in seconds:
+            phases[name] = max(phases.get(name, -math.inf), seconds[name])
+    return phases
 
 
 # ------------------------------------------------------------------------------------------------ one rank
@@ -99,15 +119,19 @@ def rank(job: Line) -> None:
         _with_lightning(job, training)
         return
     tell(job, "built")
-    is_ours = job["method"] == "lazysnap"
+    save_state = _save_dcp
+    load_state = _load_dcp
+    if job["method"] == "lazysnap":
+        save_state = _save_lazysnap
+        load_state = _load_lazysnap
     if job["act"] == "save":
-        (_save_lazysnap if is_ours else _save_dcp)(job, training)
+        save_state(job, training)
         _saved(job, training)
     _touch(job)
     _barrier()  # nobody waits for the others while the clock runs
 
     def load() -> None:
-        (_load_lazysnap if is_ours else _load_dcp)(job, training)
+        load_state(job, training)
         if job["device"] == "cuda":
             torch.cuda.synchronize()
 
@@ -124,7 +148,8 @@ def _saved(job: Line, training: Training) -> None:
 
 def _loaded(job: Line, training: Training, seconds: float) -> None:
     """And what was loaded; the time for that is not counted."""
-    started, state = time.monotonic(), training.fingerprint()
+    started = time.monotonic()
+    state = training.fingerprint()
     tell(job, "loaded", seconds=seconds, state=state, aside_s=time.monotonic() - started)
 
 
@@ -169,9 +194,12 @@ def _save_lazysnap(job: Line, training: Training) -> None:
 
 
 def _load_lazysnap(job: Line, training: Training) -> None:
-    found = engine_of(job, training.objects()).restore("latest")
-    if found is None or found.level != (job["url"] if job["level"] != "memory" else "memory"):
-        raise RuntimeError(f"restored {found}")
+    expected = job["url"]
+    if job["level"] == "memory":
+        expected = "memory"
+    snapshot = engine_of(job, training.objects()).restore("latest")
+    if snapshot is None or snapshot.level != expected:
+        raise RuntimeError(f"restored {snapshot}")
 
 
 def _save_dcp(job: Line, training: Training) -> None:
@@ -198,7 +226,12 @@ def _with_lightning(job: Line, training: Training) -> None:
     """The same under ``Trainer.fit``; what it loads is timed in its checkpoint connector, whoever provides it."""
     import lightning as L
 
-    is_ours, saves, is_memory = job["method"] != "lightning", job["act"] == "save", job["level"] == "memory"
+    is_ours = job["method"] != "lightning"
+    saves = job["act"] == "save"
+    path = f"{job['url']}/stock.ckpt"
+    max_steps = -1
+    if saves and job["level"] != "memory":
+        max_steps = STEP
     spent: list[float] = []
 
     class Watch(L.Callback):
@@ -219,18 +252,25 @@ def _with_lightning(job: Line, training: Training) -> None:
         from lazysnap import LazySnapshotCallback
 
         callbacks.append(LazySnapshotCallback(config=config(job)))
-    trainer = training.trainer(max_steps=STEP if saves and not is_memory else -1, callbacks=callbacks)
+    trainer = training.trainer(max_steps=max_steps, callbacks=callbacks)
     connector = trainer._checkpoint_connector
 
-    def clocked(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: spent.append(timed(lambda: original(*args, **kwargs)))
+    def clocked(original: Callable[..., Any]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            spent.append(timed(functools.partial(original, *args, **kwargs)))
+
+        return call
 
     for name in ("_restore_modules_and_callbacks", "restore_training_state", "resume_end"):
         setattr(connector, name, clocked(getattr(connector, name)))
     _touch(job)
     tell(job, "built")
-    path = f"{job['url']}/stock.ckpt"
-    training.fit(trainer, 100, **({} if saves else {"ckpt_path": "latest" if is_ours else path, "weights_only": False}))
+    checkpoint: Line = {}
+    if not saves:
+        checkpoint = {"ckpt_path": path, "weights_only": False}
+        if is_ours:
+            checkpoint["ckpt_path"] = "latest"
+    training.fit(trainer, 100, **checkpoint)
     if not is_ours:
         trainer.save_checkpoint(path)
     _saved(job, training)

@@ -2,7 +2,9 @@
 
 import argparse
 import functools
+import itertools
 import math
+import operator
 import os
 import socket
 import statistics
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Report
-from benchmarks.workers import DEADLINE_S, Line, call, call_ranks
+from benchmarks.workers import DEADLINE_S, Line, call, call_each_rank, columns
 
 KINDS = ("ddp", "fsdp")
 STEPS = 3
@@ -30,10 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    works = [("scale.count", {"kind": kind, "ranks": ranks}) for ranks in args.counted for kind in KINDS]
-    for function, job in works:
-        what = " ".join(map(str, (function, *job.values())))
-        report.take(what, functools.partial(call, function, job, OMP_NUM_THREADS="1"))
+    for ranks, kind in itertools.product(args.counted, KINDS):
+        work = functools.partial(call, "scale.count", {"kind": kind, "ranks": ranks}, OMP_NUM_THREADS="1")
+        report.take(f"scale.count {kind} {ranks}", work)
     collectives = [line["collectives_per_snapshot"] for line in report.of("counted")]
     report.target("collectives per snapshot", "<= {}", 0, max(collectives, default=math.nan))
 
@@ -43,32 +44,44 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 def count(job: Line) -> Iterator[Line]:
     """A worker: two starts of a training; the second resumes from storage."""
-    kind, ranks = job["kind"], job["ranks"]
-    first = [one for [one] in call_ranks("scale.rank", {**job, "steps": STEPS}, ranks)]
-    level = Path(job["url"])
-    shards, manifests = sorted(level.rglob("*.safetensors")), sorted(level.rglob("*.json"))
-    snapshots = len({path.parent for path in manifests})
-    files: Line = {
-        "files_per_snapshot": sum(path.is_file() for path in level.rglob("*/*")) / snapshots,
-        "mb_per_rank": [one["shard_bytes"] / 1e6 for one in first],
-        "mb_per_snapshot": sum(path.stat().st_size for path in shards) / snapshots / 1e6,
-        "manifest_kb": statistics.fmean(path.stat().st_size for path in manifests) / 1e3,
-    }
-    second = [one for [one] in call_ranks("scale.rank", {**job, "steps": 1}, ranks)]
-    resumed = {one["resumed"] for one in second}
+    kind = job["kind"]
+    ranks = job["ranks"]
+    first = columns(call_each_rank("scale.rank", {**job, "steps": STEPS}, ranks))
+    files = _files_of(Path(job["url"]))
+    second = columns(call_each_rank("scale.rank", {**job, "steps": 1}, ranks))
+    resumed = set(second["resumed"])
     if resumed != {1 + STEPS}:
         raise RuntimeError(f"{kind}, {ranks} ranks: resumed {resumed}, expected {1 + STEPS}")
-    each = [one for rank in first for one in rank["per_snapshot"]]
+    snapshots = columns(list(itertools.chain(*first["per_snapshot"])))
+    making = columns(first["engine"])
+    first_boundary = columns(first["boundary"])
+    planning = columns(first["planning"])
     yield {
-        **{"measure": "counted", "kind": kind, "ranks": ranks},
-        "collectives_planning": max(one["engine"]["collectives"] + one["boundary"]["collectives"] for one in first),
-        "collectives_per_snapshot": max(one["collectives"] for one in each),
-        "collectives_restart": max(one["restore"]["collectives"] for one in second),
-        "collectives_close": max(one["close"]["collectives"] for one in first),
-        "messages_per_snapshot_and_rank": statistics.fmean(one["messages"] for one in each),
-        "round_trips_per_snapshot_and_rank": statistics.fmean(one["round_trips"] for one in each),
+        "measure": "counted",
+        "kind": kind,
+        "ranks": ranks,
+        "collectives_planning": max(map(operator.add, making["collectives"], first_boundary["collectives"])),
+        "collectives_per_snapshot": max(snapshots["collectives"]),
+        "collectives_restart": max(columns(second["restore"])["collectives"]),
+        "collectives_close": max(columns(first["close"])["collectives"]),
+        "messages_per_snapshot_and_rank": statistics.fmean(snapshots["messages"]),
+        "round_trips_per_snapshot_and_rank": statistics.fmean(snapshots["round_trips"]),
         **files,
-        **{name: max(one["planning"][name] for one in first) for name in first[0]["planning"]},
+        "mb_per_rank": [size_bytes / 1e6 for size_bytes in first["shard_bytes"]],
+        **{name: max(values) for name, values in planning.items()},
+    }
+
+
+def _files_of(level: Path) -> Line:
+    """What one start stored."""
+    num_files = sum(path.is_file() for path in level.rglob("*/*"))
+    shard_bytes = [path.stat().st_size for path in level.rglob("*.safetensors")]
+    manifest_bytes = [path.stat().st_size for path in level.rglob("*.json")]
+    num_snapshots = len({path.parent for path in level.rglob("*.json")})
+    return {
+        "files_per_snapshot": num_files / num_snapshots,
+        "mb_per_snapshot": sum(shard_bytes) / num_snapshots / 1e6,
+        "manifest_kb": statistics.fmean(manifest_bytes) / 1e3,
     }
 
 
@@ -79,13 +92,13 @@ class Counts:
         import torch.distributed as dist
 
         self._counter: Counter[str] = Counter()
-        what = (
-            ("collectives", dist, COLLECTIVES),
-            ("messages", socket.socket, SOCKET_CALLS),
-            ("round_trips", dist.Store, STORE_CALLS),
-        )
-        for kind, owner, names in what:
-            for name in (name for name in names if hasattr(owner, name)):
+        self._watch("collectives", dist, COLLECTIVES)
+        self._watch("messages", socket.socket, SOCKET_CALLS)
+        self._watch("round_trips", dist.Store, STORE_CALLS)
+
+    def _watch(self, kind: str, owner: Any, names: tuple[str, ...]) -> None:
+        for name in names:
+            if hasattr(owner, name):
                 setattr(owner, name, self._counted(kind, getattr(owner, name)))
 
     def _counted(self, kind: str, call: Any) -> Any:
@@ -98,9 +111,9 @@ class Counts:
         return counted
 
     def take(self) -> dict[str, int]:
-        found = {name: self._counter[name] for name in ("collectives", "messages", "round_trips")}
+        counts = {name: self._counter[name] for name in ("collectives", "messages", "round_trips")}
         self._counter.clear()
-        return found
+        return counts
 
 
 def rank(job: Line) -> Iterator[Line]:
@@ -128,7 +141,8 @@ def rank(job: Line) -> Iterator[Line]:
 
     def clocked(name: str, cpu_s: Any, work: Any) -> Any:
         """The first time of each; ``cpu_s``: the clock of its processor time."""
-        started, cpu_started = time.perf_counter(), cpu_s()
+        started = time.perf_counter()
+        cpu_started = cpu_s()
         result = work()
         planning.setdefault(f"{name}_cpu_ms", 1e3 * (cpu_s() - cpu_started))
         planning.setdefault(f"{name}_ms", 1e3 * (time.perf_counter() - started))
@@ -138,29 +152,30 @@ def rank(job: Line) -> Iterator[Line]:
     state = {"model": model, "optimizer": optimizer}
     dist.barrier()  # what is timed is no wait for one that starts later
     # Of the process: collectives run on threads of their own.
-    engine = clocked("engine", time.process_time, lambda: engine_of(job, state, keep_last=100))
-    said: Line = {"planning": planning, "per_snapshot": [], "engine": counts.take()}
-    snapshot = engine.restore("latest")
-    said |= {"restore": counts.take(), "resumed": snapshot.step if snapshot else 0}
+    engine = clocked("engine", time.process_time, functools.partial(engine_of, job, state, keep_last=100))
+    answer: Line = {"planning": planning, "per_snapshot": [], "engine": counts.take()}
+    engine.restore("latest")
+    answer["restore"] = counts.take()
+    answer["resumed"] = engine.step
 
     def train(step: int) -> bool:
         model(torch.ones(4, width)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return clocked("first_boundary", time.thread_time, lambda: engine.boundary(step))
+        return clocked("first_boundary", time.thread_time, functools.partial(engine.boundary, step))
 
-    first = said["resumed"] + 1
+    first = answer["resumed"] + 1
     train(first)
     ready(engine)  # the first boundary asks for memory
     engine.wait(until="durable", timeout_s=DEADLINE_S)
     dist.barrier()
-    said["boundary"] = counts.take()
+    answer["boundary"] = counts.take()
     for step in range(first + 1, first + 1 + job["steps"]):
         if not train(step) or not engine.wait(step, until="durable", timeout_s=DEADLINE_S):
             raise RuntimeError(f"step {step} did not become durable: {engine.statistics()}")
-        said["per_snapshot"].append(counts.take())
-    said["shard_bytes"] = engine.statistics().shard_bytes
+        answer["per_snapshot"].append(counts.take())
+    answer["shard_bytes"] = engine.statistics().shard_bytes
     engine.close()
-    yield {**said, "close": counts.take()}
+    yield {**answer, "close": counts.take()}
     dist.barrier()
     os._exit(0)  # gloo's own tear-down aborts or hangs now and then, with or without snapshots

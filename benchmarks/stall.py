@@ -11,7 +11,10 @@ from benchmarks.raw import peak_memory
 from benchmarks.report import Report
 from benchmarks.workers import MARKER, Line, call
 
-MEMORY, FILES, DISK, SYNC = "lazysnap-memory", "lazysnap-files", "lazysnap-disk", "torch-save"
+MEMORY = "lazysnap-memory"
+FILES = "lazysnap-files"
+DISK = "lazysnap-disk"
+SYNC = "torch-save"
 ASYNC = ("lightning-async", "dcp-thread", "dcp-thread-cached", "dcp-process", "dcp-process-cached")
 METHODS = ("none", SYNC, "lightning-save", *ASYNC, MEMORY, FILES, DISK, "lazysnap-lightning")
 START_S = 2.0
@@ -31,14 +34,16 @@ def lost_ms(took_s: float, base_s: float, snapshots: int) -> float:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    is_large = args.params == "100m"
-    limits = {"size": 1 << (30 if is_large else 26), "threads": args.threads}
-    report.take("limits", functools.partial(call, "raw.limits", limits))
-    job: Line = {name: getattr(args, name) for name in ("threads", "snapshots", "every")}
+    copied_bytes = 1 << 26
+    interval_s = 0.05
+    if args.params == "100m":
+        copied_bytes = 1 << 30
+        interval_s = 1.0
+    report.take("limits", functools.partial(call, "raw.limits", {"size": copied_bytes, "threads": args.threads}))
+    job: Line = {"threads": args.threads, "snapshots": args.snapshots, "every": args.every}
     job |= {"size": SIZES[args.params], "batch": 1, "base": 5, "device": "cpu"}
     for method in args.methods:
-        work = functools.partial(measure, {**job, "method": method}, 1.0 if is_large else 0.05)
-        report.take(method, work)
+        report.take(method, functools.partial(measure, {**job, "method": method}, interval_s))
     targets(report)
 
 
@@ -52,19 +57,28 @@ def measure(job: Line, interval_s: float) -> list[Line]:
 
 def targets(report: Report) -> None:
     """What is asked of lazysnap, beside what was reached."""
-    none, sync = (report.find(measure="stall", method=method) for method in ("none", SYNC))
-    peer_ms = min((line["blocked_ms"] for line in report.of("stall") if line["method"] in ASYNC), default=math.nan)
-    for name in (MEMORY, DISK):
-        own, times = report.find(measure="stall", method=name), ">= {} times less"
-        report.target(f"{name}: blocked, against {SYNC} + fsync", times, 100, sync["blocked_ms"] / own["blocked_ms"])
-        report.target(f"{name}: blocked, against the best peer", times, 20, peer_ms / own["blocked_ms"])
-        report.target(f"{name}: longest boundary", "<= {} ms", 5, own["longest_boundary_ms"])
-        start_s = max(START_S, 2 * own["raw_populate_ms"] / 1e3)
-        report.target(f"{name}: lost at the start", "<= {} s", start_s, own["start_lost_ms"] / 1e3)
-        more_mb = own["peak_mb"] - none["peak_mb"]
-        report.target(f"{name}: memory beyond training's", "<= {} MB", own["slots_mb"] + 200, more_mb)
-    memory, disk = (report.find(measure="stall", method=method) for method in (MEMORY, DISK))
-    rates = [line["gb_per_s"] for line in report.of("limit") if line["limit"].startswith("memcpy")]
+    none = report.find(measure="stall", method="none")
+    sync = report.find(measure="stall", method=SYNC)
+    memory = report.find(measure="stall", method=MEMORY)
+    disk = report.find(measure="stall", method=DISK)
+    peers_ms = []
+    for line in report.of("stall"):
+        if line["method"] in ASYNC:
+            peers_ms.append(line["blocked_ms"])
+    best_peer_ms = min(peers_ms, default=math.nan)
+    times = ">= {} times less"
+    for name, ours in ((MEMORY, memory), (DISK, disk)):
+        report.target(f"{name}: blocked, against {SYNC} + fsync", times, 100, sync["blocked_ms"] / ours["blocked_ms"])
+        report.target(f"{name}: blocked, against the best peer", times, 20, best_peer_ms / ours["blocked_ms"])
+        report.target(f"{name}: longest boundary", "<= {} ms", 5, ours["longest_boundary_ms"])
+        start_s = max(START_S, 2 * ours["raw_populate_ms"] / 1e3)
+        report.target(f"{name}: lost at the start", "<= {} s", start_s, ours["start_lost_ms"] / 1e3)
+        beyond_mb = ours["peak_mb"] - none["peak_mb"]
+        report.target(f"{name}: memory beyond training's", "<= {} MB", ours["slots_mb"] + 200, beyond_mb)
+    rates = []
+    for line in report.of("limit"):
+        if line["limit"].startswith("memcpy"):
+            rates.append(line["gb_per_s"])
     # Somebody has to move the bytes.
     allowed_ms = max(2 * memory["state_mb"] / max(rates, default=math.nan), 0.1 * memory["base_step_ms"])
     report.target(f"{MEMORY}: lost per snapshot", "<= {} ms", allowed_ms, memory["lost_ms"])

@@ -1,6 +1,7 @@
 """The methods that ``stall`` compares, each in a worker: it trains, saves its own way, and clocks every step."""
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -33,13 +34,16 @@ class Recorder:
 
     def __init__(self, job: Line) -> None:
         self.is_ours = job["method"].startswith("lazysnap")
-        self._every, self._is_cuda = job["every"], job["device"] == "cuda"
-        self._base, self._total = job["base"], job["snapshots"] * job["every"]
+        self._is_cuda = job["device"] == "cuda"
+        self._every = job["every"]
+        self._base = job["base"]
+        self._total = job["snapshots"] * job["every"]
         self.last = WARM_UP + self._base + self._total
         self.base_s: list[float] = []
         self.steps: list[Counter[str]] = []
         """Seconds: ``boundary`` (the save call), ``waited`` in it for the save before, ``gate``, and the ``step``."""
-        self._count, self._mark = -WARM_UP - self._base, self._now()
+        self._count = -WARM_UP - self._base
+        self._mark = self._now()
         self._collected_s = 0.0
         gc.callbacks.append(self._collecting)
 
@@ -51,7 +55,9 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Time that belongs to the last save."""
-        started, worked, collected_s = time.perf_counter(), time.thread_time(), self._collected_s
+        started = time.perf_counter()
+        worked = time.thread_time()
+        collected_s = self._collected_s
         yield
         if self.steps:
             self.steps[-1][name] += time.perf_counter() - started
@@ -60,8 +66,12 @@ class Recorder:
 
     def _collecting(self, phase: str, info: Line) -> None:
         """Time of Python's garbage collector on the training thread: whoever makes the next object waits for it."""
-        if threading.current_thread() is threading.main_thread():
-            self._collected_s += time.perf_counter() * (1 if phase == "stop" else -1)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if phase == "stop":
+            self._collected_s += time.perf_counter()
+        else:
+            self._collected_s -= time.perf_counter()
 
     def step_done(self, save: Callable[[int], bool]) -> None:
         """At the end of each step. ``save`` gets its number and says whether a snapshot was taken.
@@ -75,7 +85,8 @@ class Recorder:
             self.base_s.append(now - self._mark)
         self._count += 1
         if 0 <= self._count < self._total:
-            self.steps.append(step := Counter())
+            step: Counter[str] = Counter()
+            self.steps.append(step)
             if self.is_ours or self._count % self._every == 0:
                 with self.span("boundary"):
                     step["taken"] = save(self._count)
@@ -84,28 +95,39 @@ class Recorder:
 
     def report(self, training: Training) -> Line:
         """Of the start of the run, and per snapshot of the later steps."""
-        base_s, first, later = statistics.median(self.base_s), self.steps[: self._every], self.steps[self._every :]
-        found: Line = {"base_step_ms": 1e3 * base_s, "state_mb": training.state_bytes() / 1e6}
-        count = sum(step["taken"] for step in later)
+        base_s = statistics.median(self.base_s)
+        first = self.steps[: self._every]
+        later = self.steps[self._every :]
+        line: Line = {"base_step_ms": 1e3 * base_s, "state_mb": training.state_bytes() / 1e6}
+        sums: Counter[str] = Counter()
+        """Seconds of the later steps."""
+        for step in later:
+            for name in step:
+                sums[name] += step[name]
+        count = sums["taken"]
         if not count:
-            return found
-
-        def ms(*names: str) -> float:
-            return 1e3 * sum(step[name] for step in later for name in names) / count
-
-        parts = ("boundary", "waited", "step")
-        steady_s = statistics.fmean(step[name] for step in later for name in parts) * len(parts)
-        return found | {
-            "boundary_ms": ms("boundary"),
-            "longest_boundary_ms": 1e3 * max(step["boundary"] for step in self.steps[1:]),
-            "longest_boundary_cpu_ms": 1e3 * max(step["boundary cpu"] for step in self.steps[1:]),
-            "longest_boundary_own_ms": 1e3
-            * max(step["boundary cpu"] - step["boundary collected"] for step in self.steps[1:]),
-            "gate_ms": ms("gate"),
-            "blocked_ms": ms("boundary", "gate"),
-            "waited_ms": ms("waited"),
-            "lost_ms": lost_ms(ms(*parts) * count / 1e3, base_s * len(later), count),
-            "start_lost_ms": 1e3 * sum(sum(map(step.__getitem__, parts)) - steady_s for step in first),
+            return line
+        took_s = sums["boundary"] + sums["waited"] + sums["step"]
+        start_s = 0.0
+        for step in first:
+            start_s += step["boundary"] + step["waited"] + step["step"]
+        longest_s = 0.0
+        longest_cpu_s = 0.0
+        longest_own_s = 0.0
+        for step in self.steps[1:]:
+            longest_s = max(longest_s, step["boundary"])
+            longest_cpu_s = max(longest_cpu_s, step["boundary cpu"])
+            longest_own_s = max(longest_own_s, step["boundary cpu"] - step["boundary collected"])
+        return line | {
+            "boundary_ms": 1e3 * sums["boundary"] / count,
+            "longest_boundary_ms": 1e3 * longest_s,
+            "longest_boundary_cpu_ms": 1e3 * longest_cpu_s,
+            "longest_boundary_own_ms": 1e3 * longest_own_s,
+            "gate_ms": 1e3 * sums["gate"] / count,
+            "blocked_ms": 1e3 * (sums["boundary"] + sums["gate"]) / count,
+            "waited_ms": 1e3 * sums["waited"] / count,
+            "lost_ms": lost_ms(took_s, base_s * len(later), count),
+            "start_lost_ms": 1e3 * (start_s - len(first) * took_s / len(later)),
         }
 
 
@@ -116,10 +138,12 @@ class Nothing:
     """No snapshots; what the others have in common."""
 
     def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
-        self.training, self.recorder, self.directory = training, recorder, Path(job["directory"])
+        self.training = training
+        self.recorder = recorder
+        self.directory = Path(job["directory"])
 
     def state(self) -> Line:
-        return {name: one.state_dict() for name, one in self.training.objects().items()}
+        return {name: live.state_dict() for name, live in self.training.objects().items()}
 
     def save(self, number: int) -> bool:
         """Whether a snapshot was taken; the time it takes is the boundary."""
@@ -149,19 +173,29 @@ class DCPAsync(Nothing):
     def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
         super().__init__(training, job, recorder)
         dist.init_process_group("gloo", init_method=f"file://{self.directory}/.meeting", rank=0, world_size=1)
-        is_process, self.pending = "process" in job["method"], None
-        kind = AsyncCheckpointerType.PROCESS if is_process else AsyncCheckpointerType.THREAD
+        self.pending: Any = None
+        is_process = "process" in job["method"]
+        kind = AsyncCheckpointerType.THREAD
+        if is_process:
+            kind = AsyncCheckpointerType.PROCESS
         self.options: Line = {"async_checkpointer_type": kind}
         if job["method"].endswith("-cached"):
-            how = {"use_pinned_memory": False, "use_non_blocking_copy": False, "use_shared_memory": is_process}
-            stager = DefaultStager(StagingOptions(**how, use_async_staging=False))
+            staging = StagingOptions(
+                use_pinned_memory=False,
+                use_non_blocking_copy=False,
+                use_shared_memory=is_process,
+                use_async_staging=False,
+            )
+            stager = DefaultStager(staging)
             self.options |= {"async_stager": stager, "planner": DefaultSavePlanner(enable_plan_caching=True)}
 
     def save(self, number: int) -> bool:
         with self.recorder.span("waited"):  # two saves at once are not supported
             self.wait()
         answer = dcp.async_save(self.state(), checkpoint_id=self.directory / f"step-{number}", **self.options)
-        self.pending = answer if isinstance(answer, Future) else answer.upload_completion
+        self.pending = answer
+        if not isinstance(answer, Future):
+            self.pending = answer.upload_completion
         return True
 
     def wait(self) -> None:
@@ -182,7 +216,9 @@ class Lazysnap(Nothing):
     def __init__(self, training: Training, job: Line, recorder: Recorder) -> None:
         super().__init__(training, job, recorder)
         level = job["method"].partition("-")[2]
-        self.until = "durable" if level == "disk" else "captured"
+        self.until = "captured"
+        if level == "disk":
+            self.until = "durable"
         job = {**job, "level": level, "url": job["directory"]}
         self.engine = engine_of(job, training.objects(), every_n_steps=job["every"], keep_last=10_000)
         self.engine._prepare()
@@ -195,25 +231,35 @@ class Lazysnap(Nothing):
 
     def end(self) -> Line:
         self.engine.gate()
-        counted, last = self.engine.statistics(), len(self.recorder.steps)
+        counted = self.engine.statistics()
+        last = len(self.recorder.steps)
         if not any(step["taken"] for step in self.recorder.steps):
             raise RuntimeError(f"no capture in {last} steps: they ended before the slots were ready; take more")
         if not self.engine.wait(until=self.until, timeout_s=DEADLINE_S):
             raise RuntimeError(f"the last snapshot did not become {self.until}: {self.engine.statistics()}")
-        found: Line = {"skipped": sum(counted.skipped.values()), "torn": counted.torn}
-        found["durable_s"] = durable_s(self.directory)[1:]
-        steps = range(last + 10_000, last + 10_003)  # while nothing else runs
-        found["idle_s"] = [timed(lambda step=step: capture(self.engine, step, self.until)) for step in steps]
+        durable_before_s = durable_s(self.directory)[1:]
+        idle_s = []
+        for step in range(last + 10_000, last + 10_003):  # while nothing else runs
+            idle_s.append(timed(functools.partial(capture, self.engine, step, self.until)))
         size = slot_bytes()
         self.engine.close()
-        return {**found, "slots_mb": size / 1e6, "raw_populate_ms": 1e3 * populate_s(max(1, size))}
+        return {
+            "skipped": sum(counted.skipped.values()),
+            "torn": counted.torn,
+            "durable_s": durable_before_s,
+            "idle_s": idle_s,
+            "slots_mb": size / 1e6,
+            "raw_populate_ms": 1e3 * populate_s(max(1, size)),
+        }
 
 
 def durable_s(directory: Path) -> list[float]:
     """Seconds from capture to commit of every snapshot on disk, from the files themselves."""
-    paths = sorted(directory.glob("step-*/*.json"))
-    captured = [max(map(int, re.findall(r'"captured_ns": ?(\d+)', path.read_text()))) for path in paths]
-    return [(path.stat().st_mtime_ns - ns) / 1e9 for path, ns in zip(paths, captured, strict=True)]
+    seconds = []
+    for path in sorted(directory.glob("step-*/*.json")):
+        captured_ns = max(map(int, re.findall(r'"captured_ns": ?(\d+)', path.read_text())))
+        seconds.append((path.stat().st_mtime_ns - captured_ns) / 1e9)
+    return seconds
 
 
 PLAIN: dict[str, type[Nothing]] = {
@@ -262,22 +308,32 @@ def train_with_lightning(training: Training, job: Line, recorder: Recorder) -> L
 
             recorder.step_done(save)
 
-    callbacks = [Save(), *[LazySnapshotCallback()] * recorder.is_ours]
-    plugins = [AsyncCheckpointIO()] if job["method"].endswith("-async") else []
-    how = {"callbacks": callbacks, "plugins": plugins, "max_steps": recorder.last}
-    training.fit(training.trainer(default_root_dir=job["directory"], **how), recorder.last)  # its end drains the thread
-    found = recorder.report(training)
+    callbacks = [Save()]
+    if recorder.is_ours:
+        callbacks.append(LazySnapshotCallback())
+    plugins = []
+    if job["method"].endswith("-async"):
+        plugins.append(AsyncCheckpointIO())
+    settings = {"callbacks": callbacks, "plugins": plugins, "max_steps": recorder.last}
+    trainer = training.trainer(default_root_dir=job["directory"], **settings)
+    training.fit(trainer, recorder.last)  # its end drains the thread
+    line = recorder.report(training)
     if recorder.is_ours:  # its captures begin with the first step: there is no base, and no call to clock
-        found = {"state_mb": found["state_mb"], **counted(callbacks[-1])}
-    return found
+        return {"state_mb": line["state_mb"], **counted(callbacks[-1])}
+    return line
 
 
 def counted(callback: Any) -> Line:
     """What the engine of the callback counted, per capture, the first included."""
-    own = callback.statistics()
-    boundary_ms, gate_ms = (1e3 * one.total_s / max(1, one.count) for one in (own.boundary, own.gate))
-    found = {"boundary_ms": boundary_ms, "longest_boundary_ms": 1e3 * own.boundary.max_s}
-    return {**found, "gate_ms": gate_ms, "blocked_ms": boundary_ms + gate_ms}
+    of_engine = callback.statistics()
+    boundary_ms = 1e3 * of_engine.boundary.total_s / max(1, of_engine.boundary.count)
+    gate_ms = 1e3 * of_engine.gate.total_s / max(1, of_engine.gate.count)
+    return {
+        "boundary_ms": boundary_ms,
+        "longest_boundary_ms": 1e3 * of_engine.boundary.max_s,
+        "gate_ms": gate_ms,
+        "blocked_ms": boundary_ms + gate_ms,
+    }
 
 
 def run(job: Line, training: Training | None = None) -> list[Line]:
@@ -285,5 +341,7 @@ def run(job: Line, training: Training | None = None) -> list[Line]:
     torch.set_num_threads(job["threads"])
     if job["method"].startswith("lazysnap"):
         import lazysnap.engine  # noqa: F401  no part of the start of the run
-    train = train_with_lightning if "lightning" in job["method"] else train_plainly
+    train = train_plainly
+    if "lightning" in job["method"]:
+        train = train_with_lightning
     return [{"measure": "stall", "method": job["method"], **train(training or Training(job), job, Recorder(job))}]

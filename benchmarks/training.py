@@ -31,12 +31,11 @@ class Training:
 
     def __init__(self, job: Line) -> None:
         """Of a job ``size``, ``device``, and if given ``batch`` and ``ranks``."""
-        self.size, self.batch, self.device = (
-            GPTSize(*job["size"], dropout=job.get("dropout", 0.0)),
-            job.get("batch", 1),
-            job["device"],
-        )
-        self.micro_batches, is_sharded = 1, job.get("ranks", 1) > 1
+        self.size = GPTSize(*job["size"], dropout=job.get("dropout", 0.0))
+        self.batch = job.get("batch", 1)
+        self.device = job["device"]
+        self.micro_batches = 1
+        is_sharded = job.get("ranks", 1) > 1
         torch.manual_seed(0)
         with torch.device(self.device):
             self.model = Net(self.size)
@@ -64,17 +63,28 @@ class Training:
 
     def tensors(self) -> list[torch.Tensor]:
         """Of model and optimizer; of a sharded one this rank's parts."""
-        held = [value for state in self.optimizer.state.values() for value in state.values()]
-        found = [one for one in (*self.model.parameters(), *held) if isinstance(one, torch.Tensor)]
-        return [one.to_local() if hasattr(one, "to_local") else one for one in found]
+        values: list[Any] = list(self.model.parameters())
+        for state in self.optimizer.state.values():
+            values += state.values()
+        tensors = []
+        for value in values:
+            if hasattr(value, "to_local"):
+                value = value.to_local()
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+        return tensors
 
     def state_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def fingerprint(self) -> list[float]:
         """Equal for equal states: a sum over each tensor, weighted so that places count."""
-        flat = (tensor.detach().flatten().double() for tensor in self.tensors())
-        return [float((one * torch.arange(1, len(one) + 1, device=one.device)).sum()) for one in flat]
+        sums = []
+        for tensor in self.tensors():
+            flat = tensor.detach().flatten().double()
+            weights = torch.arange(1, len(flat) + 1, device=flat.device)
+            sums.append(float((flat * weights).sum()))
+        return sums
 
     def objects(self) -> dict[str, Any]:
         """What is captured."""
@@ -83,12 +93,12 @@ class Training:
     def batches(self, count: int) -> Any:
         return torch.utils.data.DataLoader([self.batch_of(n) for n in range(count)], batch_size=None)
 
-    def trainer(self, **how: Any) -> Any:
+    def trainer(self, **settings: Any) -> Any:
         """Of Lightning."""
         import lightning as L
 
         quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        return L.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(quiet, False), **how)
+        return L.Trainer(accelerator="cpu", devices=1, **dict.fromkeys(quiet, False), **settings)
 
     def fit(self, trainer: Any, count: int, **which: Any) -> None:
         import lightning as L
@@ -119,13 +129,15 @@ def config(job: Line, **level: Any) -> Any:
     """Snapshots in memory (or in files in its place), and at the level of the job if it has another one."""
     from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 
-    more = {"every_n_steps": 1, "storage_options": job["options"], **level}
-    levels = () if job["level"] in ("memory", "files") else (PersistentLevel(job["url"], **more),)
+    settings = {"every_n_steps": 1, "storage_options": job["options"], **level}
+    levels = []
+    if job["level"] not in ("memory", "files"):
+        levels.append(PersistentLevel(job["url"], **settings))
     name = job.get("job_id") or f"benchmark-{os.getpid()}"
     memory = MemoryLevel(linger_s=300.0)
     if job["level"] == "files":
         memory = replace(memory, max_bytes=1, spill_dir=job["directory"])
-    return SnapshotConfig(levels=levels, memory=memory, job_id=name)
+    return SnapshotConfig(levels=tuple(levels), memory=memory, job_id=name)
 
 
 def engine_of(job: Line, state: Line, **settings: Any) -> Any:
@@ -143,7 +155,9 @@ def ready(engine: Any) -> None:
 def capture(engine: Any, step: int, until: str = "captured") -> None:
     """One capture, until it is whole, or durable. On a busy machine it may wait until a slot is free."""
     deadline = time.monotonic() + DEADLINE_S
-    while not (began := engine.boundary(step)) and time.monotonic() < deadline:
+    began = engine.boundary(step)
+    while not began and time.monotonic() < deadline:
         time.sleep(0.001)
+        began = engine.boundary(step)
     if not began or not engine.wait(step, until=until, timeout_s=DEADLINE_S):
         raise RuntimeError(f"step {step} was not {until}: {engine.statistics()}")

@@ -57,26 +57,46 @@ def call(function: str, job: Line, **environment: str) -> list[Line]:
     """All lines of a worker, with a directory of its own on the disk, for what it measures if its job names no place,
     and for what torch leaves behind.
     """
-    with tempfile.TemporaryDirectory(prefix="lazysnap-benchmark-", ignore_cleanup_errors=True) as own:
-        place = {"level": "local", "url": f"{own}/level", "options": None, "directory": own}
-        return finish(start(function, {**place, **job}, TMPDIR=own, **environment), WORKER_S)
+    with tempfile.TemporaryDirectory(prefix="lazysnap-benchmark-", ignore_cleanup_errors=True) as directory:
+        place = {"level": "local", "url": f"{directory}/level", "options": None, "directory": directory}
+        return finish(start(function, {**place, **job}, TMPDIR=directory, **environment), WORKER_S)
 
 
 def call_ranks(function: str, job: Line, ranks: int, **environment: str) -> list[list[Line]]:
-    """What each rank of a job says, each a process that torch finds the others from."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    """The lines of each rank of a job. A rank is a process; torch connects them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     started = []
     for rank in map(str, range(ranks)):
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        started.append(start(function, job, **environment, **(world if ranks > 1 else {})))
+        world = {}
+        if ranks > 1:
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        started.append(start(function, job, **environment, **world))
     try:
         return [finish(process, DEADLINE_S) for process in started]
     finally:
         for process in started:
             process.kill()
+
+
+def call_each_rank(function: str, job: Line, ranks: int, **environment: str) -> list[Line]:
+    """As ``call_ranks``, of ranks that print one line each."""
+    answers = []
+    for [answer] in call_ranks(function, job, ranks, **environment):
+        answers.append(answer)
+    return answers
+
+
+def columns(lines: list[Line]) -> Line:
+    """One line for several that have the same names: lists of their values."""
+    return {name: [line[name] for line in lines] for name in lines[0]}
+
+
+def by_event(lines: list[Line]) -> dict[str, Line]:
+    """The lines of a worker that used ``tell``, by their events."""
+    return {line["event"]: line for line in lines}
 
 
 def tell(job: Line, event: str, **facts: Any) -> None:
@@ -85,12 +105,13 @@ def tell(job: Line, event: str, **facts: Any) -> None:
 
 
 def lines_of(text: str) -> list[Line]:
-    """What workers said, without what others print; a line that a kill cut off is left out."""
-    found = []
+    """The lines of workers, without what others print; a line that a kill cut off is left out."""
+    lines = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            found += [json.loads(line)] if line.startswith('{"') else []
-    return found
+        if line.startswith('{"'):
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(line))
+    return lines
 
 
 def last_line(text: str) -> str:
@@ -101,8 +122,12 @@ def processes(run: str) -> list[Any]:
     """All processes with this run's marker in their environment: workers, and the keeper."""
     import psutil
 
-    found = psutil.process_iter(["environ", "cpu_times"])
-    return [process for process in found if (process.info["environ"] or {}).get(MARKER) == run]
+    marked = []
+    for process in psutil.process_iter(["environ", "cpu_times"]):
+        environment = process.info["environ"] or {}
+        if environment.get(MARKER) == run:
+            marked.append(process)
+    return marked
 
 
 def cpu_s(run: str) -> float:

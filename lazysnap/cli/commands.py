@@ -80,14 +80,14 @@ _SAME_EXIT = "no restart after two equal exits within that time without a new st
 COMMANDS = {
     "ls": Command(
         "list the snapshots of a directory or URL",
-        "looking:list_snapshots",
+        "inspecting:list_snapshots",
         (_URL, _RUN, _STORAGE_OPTION),
         "lazysnap ls runs/lazysnap",
         "Lists steps, states, names and runs; of all runs, or of --run. Reads manifests alone.",
     ),
     "show": Command(
         "what one snapshot holds, without reading its data",
-        "looking:show",
+        "inspecting:show",
         (
             _URL,
             _WANTED,
@@ -100,7 +100,7 @@ COMMANDS = {
     ),
     "verify": Command(
         "read every byte and check every checksum",
-        "looking:verify",
+        "inspecting:verify",
         (
             _URL,
             _RUN,

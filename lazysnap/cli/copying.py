@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from rich.filesize import decimal
 
-from lazysnap.cli.looking import open_existing, open_place
+from lazysnap.cli.inspecting import open_existing, open_place
 from lazysnap.cli.output import Output, count_of
 from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
 from lazysnap.exports.exporting import Exported, write

@@ -17,7 +17,7 @@ from typing import Literal
 
 from rich.filesize import decimal
 
-from lazysnap.cli.looking import open_place
+from lazysnap.cli.inspecting import open_place
 from lazysnap.cli.output import Output
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, LazySnapError, LevelError

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from rich.filesize import decimal
 
-from lazysnap.cli.looking import GONE, check, fields_of, open_existing, show_snapshots
+from lazysnap.cli.inspecting import GONE, check, fields_of, open_existing, show_snapshots
 from lazysnap.cli.output import OK, Output
 from lazysnap.config import PersistentLevel
 from lazysnap.core.retention import Retention

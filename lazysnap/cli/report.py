@@ -16,7 +16,7 @@ from rich.filesize import decimal
 
 from lazysnap.cli.goodput import CLASSES, Account, Interruption, account
 from lazysnap.cli.history import GOODBYE, UNSEEN, levels_of, ranks_in, value_at
-from lazysnap.cli.looking import open_existing
+from lazysnap.cli.inspecting import open_existing
 from lazysnap.cli.output import Output, count_of, percent, when, without_beginning
 from lazysnap.cli.survival import MEMORY, OTHER_NODES
 from lazysnap.console import duration

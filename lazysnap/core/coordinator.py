@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.core.level_grants import MAX_REMEMBERED, LevelGrants
-from lazysnap.core.messages import MAX_TOLD, GrantProgress, Order, Report, StepKey
+from lazysnap.core.messages import MAX_IN_MESSAGE, GrantProgress, Order, Report, StepKey
 from lazysnap.core.node import RankView, is_in_memory, is_missed, newest_begun
 
 _UNDER_WAY = (GrantProgress.WAITING, GrantProgress.WRITING, GrantProgress.STORED)
@@ -104,7 +104,7 @@ class Coordinator:
         """Return the state for all nodes."""
         required = self.required | self.to_name
         # Also those that nobody requires any more: who required them may not have seen it yet.
-        lost = sorted(self.lost & required) + sorted(self.lost - required)[-MAX_TOLD:]
+        lost = sorted(self.lost & required) + sorted(self.lost - required)[-MAX_IN_MESSAGE:]
         orders = []
         for index, level in enumerate(self.levels):
             if level.is_memory:

@@ -41,7 +41,7 @@ from lazysnap.core.retention import Retention
 HEARTBEAT_S = 1.0
 """A node that sent nothing for so long repeats its state: a lost message costs a second, and needs no other care."""
 SILENCE_S = 30.0
-"""A node whose trainers are gone stores alone when it heard nothing of the others for so long."""
+"""A node whose trainers are gone stores alone when it received nothing from the others for so long."""
 UNREACHED_S = 10.0
 """Silence of another node after which the user gets to know that nothing new is stored."""
 UNPROTECTED_S = 60.0
@@ -83,9 +83,9 @@ class JobCore:
         """The last order that this node took."""
         self._repeat_at = now
         """Time at which the state is repeated for other nodes. It moves on whenever a new one is sent."""
-        self._heard_at = now
+        self._received_at = now
         """Time of the last message of another node, or of the last moment at which a trainer was served."""
-        self._node_heard_at = dict.fromkeys(_others(settings), now)
+        self._node_received_at = dict.fromkeys(_others(settings), now)
         """Time of the last message of each node that this one exchanges messages with."""
         self._rescued: StepKey | None = None
         """The capture that is required because processes are about to be killed."""
@@ -104,11 +104,11 @@ class JobCore:
         node = COORDINATOR_NODE
         if isinstance(message, Report):
             node = message.node
-        if message.job != self.digest or node not in self._node_heard_at:
+        if message.job != self.digest or node not in self._node_received_at:
             return False  # of a start with other settings
-        self._heard_at = now
+        self._received_at = now
         was_silent = node in self._silent_nodes(now)
-        self._node_heard_at[node] = now
+        self._node_received_at[node] = now
         is_new = False
         if isinstance(message, Report):
             if self.coordinator is not None:
@@ -145,13 +145,13 @@ class JobCore:
     def deadlines(self, now: float, *, is_draining: bool) -> list[float]:
         """Return the times at which ``decide`` may say something new."""
         times = []
-        for heard_at in self._node_heard_at.values():
-            if heard_at + UNREACHED_S > now:
-                times.append(heard_at + UNREACHED_S)
+        for received_at in self._node_received_at.values():
+            if received_at + UNREACHED_S > now:
+                times.append(received_at + UNREACHED_S)
         if self.settings.redundancy is not None and self._protected_at + UNPROTECTED_S > now:
             times.append(self._protected_at + UNPROTECTED_S)
         if self._may_become_alone(is_draining=is_draining):
-            times.append(self._heard_at + SILENCE_S)
+            times.append(self._received_at + SILENCE_S)
         for level in self.levels:
             times += level.deadlines()
         if self.coordinator is not None:
@@ -194,14 +194,14 @@ class JobCore:
             is_draining: True if memory waits for no trainer any more.
         """
         if is_served:
-            self._heard_at = now
+            self._received_at = now
             if self._is_alone:  # the job goes on, and with it the other nodes
                 self.coordinator = None
                 self._obeyed = None
                 self.node.forget_orders()
                 if self.settings.node == COORDINATOR_NODE:
                     self.coordinator = self._new_coordinator(self.settings.num_nodes)
-        elif self._may_become_alone(is_draining=is_draining) and now >= self._heard_at + SILENCE_S:
+        elif self._may_become_alone(is_draining=is_draining) and now >= self._received_at + SILENCE_S:
             self.coordinator = self._new_coordinator(1, is_alone=True)
 
     # Decisions
@@ -327,7 +327,7 @@ class JobCore:
     def _set_awaited_step(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> None:
         """Tell trainers from which step on the keeper wants to see captures begin.
 
-        It wants to see the first one of a start in any case: people are told when training began.
+        It wants to see the first one of a start in any case: users read when training began.
         """
         steps = []
         for key in unanswered:
@@ -420,7 +420,7 @@ class JobCore:
             self._protected_at = now
 
     def _silent_nodes(self, now: float) -> list[int]:
-        return [node for node, heard_at in self._node_heard_at.items() if now >= heard_at + UNREACHED_S]
+        return [node for node, received_at in self._node_received_at.items() if now >= received_at + UNREACHED_S]
 
     def alerts(self, now: float, address: str) -> list[KeeperAlert]:
         """Return the trouble that lasts.

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lazysnap.core.messages import (
-    MAX_TOLD,
+    MAX_IN_MESSAGE,
     GrantProgress,
     LevelOrder,
     LevelReport,
@@ -42,7 +42,7 @@ class LevelGrants:
     named: set[StepKey] = field(default_factory=set)
     """Snapshots that have a name here."""
     is_open: bool = False
-    """True once every node said which files it has. Before that nothing is granted, cancelled or deleted."""
+    """True once every node reported which files it has. Before that nothing is granted, cancelled or deleted."""
     grant: StepKey | None = None
     source: int | None = None
     """The level that the granted step is copied from; None: the slots."""
@@ -182,9 +182,9 @@ class LevelGrants:
             required: steps that somebody wants stored.
             named: snapshots that have a name there, or are to get one.
         """
-        newest = sorted(self.complete)[-max(MAX_TOLD, self.retention.keep_last + 1) :]
+        newest = sorted(self.complete)[-max(MAX_IN_MESSAGE, self.retention.keep_last + 1) :]
         answered = self.complete & {*required, *named}
-        self.cancelled = set(sorted(self.cancelled)[-MAX_TOLD:])
+        self.cancelled = set(sorted(self.cancelled)[-MAX_IN_MESSAGE:])
         return LevelOrder(
             version=self.version,
             grant=self.grant,

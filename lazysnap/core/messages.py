@@ -30,7 +30,7 @@ from msgspec import Struct
 PROTOCOL = 1
 """Raised with every change of a message. A keeper refuses trainers of another number."""
 
-MAX_TOLD = 32
+MAX_IN_MESSAGE = 32
 """Complete snapshots of a level in one message: so many of the newest, or more where ``keep_last`` wants that. Those
 that somebody requires come on top. It also bounds the cancelled steps, and the lost ones that nobody requires.
 """
@@ -323,7 +323,7 @@ class Report(Struct, frozen=True, tag="report"):
     levels: tuple[LevelReport, ...]
     required: tuple[StepKey, ...] = ()
     names: tuple[NamedStep, ...] = ()
-    """Names that trainers want, given or not: what is told only until it is answered would be asked for again."""
+    """Names that trainers want, given or not: one that is sent only until it is answered would be asked for again."""
     protect: tuple[StepKey, ...] = ()
     """Steps that trainers want protected by other nodes."""
     is_preempted: bool = False

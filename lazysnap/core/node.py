@@ -144,7 +144,7 @@ class NodeLevel:
     is_failing: bool = False
     """True from a failed job until a real job works: a small write that works is not enough."""
     is_failing_somewhere: bool = False
-    """True while that is so on any node, as the last order said."""
+    """True while that is so on any node, by the last order."""
     stored: set[StepKey] = field(default_factory=set)
     """Invariant: this node's part of each of these was committed and read back, and its deletion has not begun."""
     leftovers: set[StepKey] = field(default_factory=set)
@@ -157,7 +157,7 @@ class NodeLevel:
     names: set[NamedStep] = field(default_factory=set)
     """Names that are given there. Node 0 alone gives them, so other nodes know none."""
     complete: tuple[StepKey, ...] = ()
-    """As the last order said."""
+    """As in the last order."""
     cancelled: frozenset[StepKey] = frozenset()
     given_up: frozenset[StepKey] = frozenset()
     named: frozenset[StepKey] = frozenset()
@@ -326,7 +326,7 @@ class Node:
     """The coordinator that is obeyed."""
     lost: frozenset[StepKey] = frozenset()
     is_drained: bool = False
-    """As the last order said."""
+    """As in the last order."""
     may_delete: bool = False
     is_choosing: bool = False
     """True while a trainer restores: what would be deleted now may be what it chooses."""

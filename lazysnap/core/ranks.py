@@ -253,7 +253,7 @@ class Ranks:
         return actions
 
     def _part(self, rank: Rank) -> list[Action]:
-        """Its trainer takes leave. The last one of a training that is over is told by the end of the keeper."""
+        """Its trainer leaves. To the last one of a training that is over, the end of the keeper is the answer."""
         is_over = rank.state is not None and rank.state.farewell is Farewell.OVER
         if is_over:
             rank.presence = Presence.ENDED

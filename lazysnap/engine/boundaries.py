@@ -119,7 +119,7 @@ class Boundaries:
         self._check_boundary_in_graph()
         self.gate()
         started = time.perf_counter()
-        self._memory.look_at_keeper()
+        self._memory.follow_keeper()
         self._check_job()
         self._run.begin_again_if_earlier(step)
         if not self._recorder.is_due(step, force=is_forced or is_last or self._awaits_gradients):

@@ -187,7 +187,7 @@ class SnapshotEngine:
         """
         self._check_open("with engine")
         self._is_training = True
-        if self._run.has_told_start:
+        if self._run.start_reported:
             self._prepare()
         return self
 

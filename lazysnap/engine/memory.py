@@ -213,7 +213,7 @@ class Memory:
             if self.protection.cause is not None or self.client.is_silent:
                 break
             time.sleep(0.001)
-            self.look_at_keeper()
+            self.follow_keeper()
             if self._has_slots_for(image_bytes, meta_bytes):
                 break
         self._statistics.memory_wait_s += time.monotonic() - started_s
@@ -262,7 +262,7 @@ class Memory:
 
     # The keeper
 
-    def look_at_keeper(self) -> None:
+    def follow_keeper(self) -> None:
         """Count and report what is new of the keeper, of levels and of memory since the last call."""
         self.events.compare(self.client.state, KeeperConnection.of(self.client))
         error = self._missing_memory()
@@ -318,7 +318,7 @@ class Memory:
         """Block until all slots are there; ``False`` after the deadline, or once there is no memory for them."""
         deadline_s = time.monotonic() + timeout_s
         while not self.is_ready:
-            self.look_at_keeper()
+            self.follow_keeper()
             self.return_surplus()
             if self.error() is not None or time.monotonic() > deadline_s:
                 return False

@@ -2,7 +2,7 @@
 
 ::
 
-    signal      the keeper is told at once: it stores the newest capture, and tells the other ranks
+    signal      the keeper receives it at once: it stores the newest capture, and tells the other ranks
     boundary    if one comes in time, the newer step is captured, and the training thread stops there
     sealed      nothing more is captured: the keepers store the newest step that all ranks hold
     durable     one line names that step, and the step that was running and is lost
@@ -252,7 +252,7 @@ class Preemption:
             if self._ending in (_EndedBy.PREEMPTION, _EndedBy.CLOSE):
                 return False
             if self._ending is _EndedBy.PROGRAM and number is None:
-                return False  # the keeper tells what it was told by this rank
+                return False  # the keeper reports what this rank reported
             ending = _EndedBy.PREEMPTION
             if self._is_closing:
                 ending = _EndedBy.CLOSE

@@ -65,7 +65,7 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
     if branch is None:
         recorder.go_back(snapshot.step)
     else:
-        recorder.memory.look_at_keeper()  # what became durable by now is counted as of the run that is left
+        recorder.memory.follow_keeper()  # what became durable by now is counted as of the run that is left
         run.go_on(snapshot, branch)
         run.begin()
         _capture_branch(run, boundaries, snapshot.step)

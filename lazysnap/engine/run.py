@@ -77,13 +77,13 @@ class Run:
         """True once the run's id is decided, so that captures may begin."""
         self.resumed: report.Resumed | None = None
         self._absence: Absence | None = None
-        self.has_told_start = False
+        self.start_reported = False
         """True after the line about the start of this training was printed."""
 
     @property
     def run_id(self) -> str | None:
         """See ``SnapshotEngine.run_id``."""
-        if not (self.is_begun or self.has_told_start):
+        if not (self.is_begun or self.start_reported):
             return None
         return self.meta.run_id
 
@@ -182,7 +182,7 @@ class Run:
         if snapshot.world_size > 1 or not self.restart.world.is_alone:
             self._discard_others(snapshot)
         self.begin()
-        self.has_told_start = False
+        self.start_reported = False
         self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
         if snapshot.new_run is not None:
             self._messages.tell(
@@ -211,8 +211,8 @@ class Run:
 
         Called by the first of ``restore``, ``resume``, ``prepare`` and ``boundary``.
         """
-        if not self.has_told_start:
-            self.has_told_start = True
+        if not self.start_reported:
+            self.start_reported = True
             self._messages.tell(MessageKind.START, line=line or report.fresh(self._absence))
 
     # ---------------------------------------------------------------- beginning

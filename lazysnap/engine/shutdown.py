@@ -54,7 +54,7 @@ class Shutdown:
     def statistics(self) -> Statistics:
         """See ``SnapshotEngine.statistics``."""
         if not self.is_closed:  # else the keeper was left, and nothing that it does is of this training
-            self._memory.look_at_keeper()
+            self._memory.follow_keeper()
             with self._boundaries.lock:
                 self._recorder.count_ended()
                 self._recorder.count_preparation()
@@ -75,7 +75,7 @@ class Shutdown:
                 client.require(newest)
                 # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
                 client.wait(self._is_settled(step, newest), timeout_s)
-        self._memory.look_at_keeper()
+        self._memory.follow_keeper()
         return client.is_complete(step, 0)
 
     def _is_settled(self, step: int, newest: int) -> Callable[[KeeperState], bool]:
@@ -115,7 +115,7 @@ class Shutdown:
         """See ``SnapshotEngine._flush``. Blocks. Without levels: until a keeper has it."""
         self._boundaries.finish_copies()
         done = self._store_everywhere(self._captures.newest_whole_step(), timeout_s, progress)
-        self._memory.look_at_keeper()
+        self._memory.follow_keeper()
         is_captured = self._recorder.last_due is None or self._captures.newest_whole_step() is not None
         return done and is_captured and not self._captures.has_lost_newest
 
@@ -204,7 +204,7 @@ class Shutdown:
         durable = self._drain_all(progress, is_common=is_common) and is_there
         if durable and self._client.was_connected:
             self._settle_names(is_common=is_common)
-        self._memory.look_at_keeper()
+        self._memory.follow_keeper()
         if not durable and is_there and self._memory.newest_held_step() is None:  # else ``_tell_end`` says so
             loss = "the last snapshot is not at every level, and memory does not have it"
             self._messages.tell(MessageKind.NOT_DURABLE, what=loss, fate=self._reason())

@@ -151,7 +151,7 @@ class KeeperClient:
     def slots(self) -> tuple[TrainerSlot, ...]:
         """Return the slots that are populated, and that a live keeper has, in no order. Hot.
 
-        None before the keeper was told of this start: it could not store what was captured, if this process died.
+        None before the keeper received this start: it could not store what was captured, if this process died.
         """
         if self._link.doorbell is None or not self._link.is_start_sent:
             return ()
@@ -293,8 +293,8 @@ class KeeperClient:
     def leave(self, farewell: Farewell, timeout_s: float) -> None:
         """Part from the keeper, and unmap all slots. Nothing can be done with this client afterwards.
 
-        Blocks: with ``OVER`` until the keeper is told, which is not until it ends, at most ``timeout_s``; else only
-        for the moment that the thread takes to end.
+        Blocks: with ``OVER`` until the keeper received it, which is when it ends, at most ``timeout_s``; else only for
+        the moment that the thread takes to end.
         """
         patience_s = _LAST_WORD_S
         if farewell is Farewell.OVER:

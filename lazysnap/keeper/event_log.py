@@ -173,7 +173,7 @@ class EventLog:
         self._note_start(rank)
 
     @_guarded
-    def look(self, ranks: Sequence[Rank], slots: Mapping[int, Mapping[int, Slot]]) -> None:
+    def note_ranks(self, ranks: Sequence[Rank], slots: Mapping[int, Mapping[int, Slot]]) -> None:
         """Note how far the first rank is. Called after the words of all slots were read.
 
         Args:

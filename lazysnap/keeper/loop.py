@@ -198,8 +198,8 @@ class Keeper:
 
     def _follow_up(self) -> None:
         """Do what has to follow any event."""
-        self._trainers.look(self._core.ranks.all)
-        self._events.look(self._core.ranks.all, self._slots.by_rank)
+        self._trainers.compare(self._core.ranks.all)
+        self._events.note_ranks(self._core.ranks.all, self._slots.by_rank)
         self._note_state()
         self._answer_stop()
         self._compute_checksums_at_rest()

@@ -26,7 +26,7 @@ from lazysnap.memory.slots import TrainerSlot
 
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
-_BUSY_SAID_S = 0.5
+_REPORT_BUSY_S = 0.5
 """By then one that was just killed is gone, mostly, and nobody needs to know of it."""
 _BUSY_START_S = 1.0
 """Who was refused starts no keeper sooner: where that one dies, the trainer that it served replaces it."""
@@ -81,7 +81,7 @@ class KeeperSearch:
         self._identity = seeker.identity
         self._deadline_s = now + seeker.io_timeout_s
         self._busy_until_s = now + _BUSY_GRACE_S
-        self._busy_said_at_s = now + _BUSY_SAID_S
+        self._report_busy_at_s = now + _REPORT_BUSY_S
         self._start_at_s = now
         self._start_pause_s = _START_AGAIN_S
         self._starting: Starting | None = None
@@ -110,7 +110,7 @@ class KeeperSearch:
                 if served is not None:
                     return served
                 if self._sent.farewell is not Farewell.NONE:
-                    break  # it was told that training is over, and ends without an answer
+                    break  # it received that training is over, and ends without an answer
             if time.monotonic() > self._deadline_s and not self._seeker.is_leaving():
                 raise KeeperError(self._why_none())
             time.sleep(self._retry_s)
@@ -231,8 +231,8 @@ class KeeperSearch:
                 f"job {self._identity.job_id!r} runs already on {self._identity.node}: {refusal}; or give this one a "
                 "directory of its own (without levels: SnapshotConfig(job_id=...))"
             )
-        if now > self._busy_said_at_s:
-            self._busy_said_at_s = float("inf")
+        if now > self._report_busy_at_s:
+            self._report_busy_at_s = float("inf")
             if self._seeker.local_rank == 0:
                 say(
                     f"waiting {_BUSY_GRACE_S:g} s for another training of job {self._identity.job_id!r} on "

@@ -105,7 +105,7 @@ class TrainerLink:
 
     @property
     def is_start_sent(self) -> bool:
-        """True if the connected keeper was told of the present start. It says nothing while none is connected."""
+        """True if the connected keeper received the present start. It means nothing while none is connected."""
         return self._sent.start == self.trainer.start
 
     def start(self) -> None:
@@ -168,7 +168,7 @@ class TrainerLink:
     def leave(self, farewell: Farewell, patience_s: float) -> None:
         """Part from the keeper, and unmap all slots.
 
-        Blocks: until the keeper is told, at most ``patience_s``, and for the moment that the thread takes to end.
+        Blocks: until the keeper received it, at most ``patience_s``, and for the moment that the thread takes to end.
         """
         with self._changed:
             self.trainer = structs.replace(self.trainer, farewell=farewell, waited_s=self.waited_s)
@@ -310,9 +310,9 @@ class TrainerLink:
             wait_s = silence.wait_s()
             leave_by_s = self._leave_by_s
             if leave_by_s is not None:
-                is_told = self._sent.farewell is not Farewell.NONE and not channel.is_sending
+                is_received = self._sent.farewell is not Farewell.NONE and not channel.is_sending
                 remaining_s = leave_by_s - time.monotonic()
-                if is_told or remaining_s <= 0:
+                if is_received or remaining_s <= 0:
                     return True
                 wait_s = min(wait_s, remaining_s)
             began_at_s = time.monotonic()

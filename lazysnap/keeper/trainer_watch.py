@@ -25,7 +25,7 @@ class TrainerWatch:
         self._growth: dict[int, int] = {}
         """Bytes that trainers are still going to take, by rank."""
 
-    def look(self, ranks: Sequence[Rank]) -> None:
+    def compare(self, ranks: Sequence[Rank]) -> None:
         """Note which trainers came and which ended since the last call."""
         for rank in ranks:
             known_pid = self._pids.get(rank.number)

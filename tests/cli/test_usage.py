@@ -282,7 +282,7 @@ def test_what_a_command_prints_fits_80_columns(make_url, capsys, monkeypatch, co
 
 
 def test_what_is_not_foreseen_is_called_a_bug(monkeypatch, capsys):
-    monkeypatch.setattr("lazysnap.cli.looking.open_existing", lambda *_: 1 / 0)
+    monkeypatch.setattr("lazysnap.cli.inspecting.open_existing", lambda *_: 1 / 0)
     assert run("ls", "x") == 2
     assert capsys.readouterr().err == (
         "error: this is a bug in lazysnap; please report it: ZeroDivisionError: division by zero\n"

@@ -182,7 +182,7 @@ def test_a_keeper_that_takes_over_does_not_note_what_earlier_starts_stored(keepe
 
 
 def test_an_error_in_the_notes_is_logged_and_what_follows_is_noted(keeper, job, noted, caplog):
-    keeper.log.look(None, None)
+    keeper.log.note_ranks(None, None)
     assert [record.exc_info[0] for record in caplog.records] == [TypeError]
 
     state = trainer_state(job, FIRST)

@@ -91,7 +91,7 @@ class FedKeeper:
         for rank, slots in self.slots.items():
             seen[rank] = tuple(slot.view() for slot in slots.values())
         self.feed(SlotsSeen(seen))
-        self.log.look(self.core.ranks.all, self.slots)
+        self.log.note_ranks(self.core.ranks.all, self.slots)
 
     def state(self) -> NodeState | None:
         """What people get to know."""
