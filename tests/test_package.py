@@ -61,14 +61,6 @@ TORCH_FREE = (
 )
 
 
-def run_python(code: str, said: str = "") -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code], input=said, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_nothing_draws_from_the_global_random_generators():
     """They are the training's, also where storage is written on a thread of its process."""
     drawn = re.compile(
@@ -115,8 +107,12 @@ for module in sys.stdin.read().split():
     found[module] = sorted(heavy & {*sys.modules})
 print(json.dumps(found))
 """
-    found = json.loads(run_python(code, "\n".join(TORCH_FREE)))
-    assert found == {module: [] for module in TORCH_FREE}
+    modules = "\n".join(TORCH_FREE)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=modules, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {module: [] for module in TORCH_FREE}
 
 
 def test_the_changelog_begins_with_this_version():
