@@ -282,7 +282,7 @@ class _FileFill:
 
     def __init__(self, blocks: Blocks, ranges: Sequence[WantedBytes], buffers: Buffers, progress: Progress) -> None:
         self._blocks = blocks
-        self._buffers = buffers
+        self._pool = buffers
         self._progress = progress
         self._ranges: dict[int, list[WantedBytes]] = defaultdict(list)
         """The ranges with bytes in a block, by its number."""
@@ -303,7 +303,7 @@ class _FileFill:
     def _read(self, index: int) -> None:
         """Read a block once, and give each range its part."""
         start = index * self._blocks.block_bytes
-        with self._blocks.block(index, self._buffers) as data:
+        with self._blocks.block(index, self._pool) as data:
             stop = start + len(data)
             for wanted_bytes in self._ranges[index]:
                 first = max(start, wanted_bytes.start)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.slots import trainer_slot
 
-from lazysnap.capture import likeness
+from lazysnap.capture import plan as plan_module
 from lazysnap.capture.plan import make_plan, optimizer_signature
 from lazysnap.errors import ConfigError, StateError
 from lazysnap.state.objects import ObjectState
@@ -179,7 +179,7 @@ CHANGES += [_turn, _stretch, _widen_moment, _move_moment, _negate]
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_state_is_noticed(change, has_guards, monkeypatch):
     if not has_guards:  # as with a release of torch that has no such check
-        monkeypatch.setattr(likeness, "_TensorGuards", None)
+        monkeypatch.setattr(plan_module, "_TensorGuards", None)
     net, optimizer = trained()
     net.register_buffer("table", torch.zeros(3, 2))
     source = ObjectState({"net": net, "optimizer": optimizer})
