@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from lazysnap.cli.chaos_training import LOGS, CommandStart, Training, copy_directory, step_of
-from lazysnap.cli.output import Output, command_words, count_of
+from lazysnap.cli.output import Output, command_words, count_of, without_end
 from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.shard.checksum import digest
 
@@ -363,7 +363,8 @@ def _say_undisturbed(chaos: Chaos, output: Output) -> None:
         output.say(f"compared: {name}")
     if chaos.printed.lines:
         *_, last = chaos.printed.lines.values()
-        output.say(f"compared: {count_of(len(chaos.printed.lines), 'line')} that it prints, the last is `{last}`")
+        shown = without_end(last, 44)
+        output.say(f"compared: {count_of(len(chaos.printed.lines), 'line')} that it prints, the last is `{shown}`")
 
 
 def _line(trial: Trial) -> str:

@@ -19,7 +19,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
     args.faults = ["kill", "both"]
     args.seed = 1603
     args.result = args.may_lose = args.deadline = None
-    output.say("a small transformer is trained with a snapshot of every step; then it is killed with SIGKILL")
+    output.say(
+        "a small transformer is trained, with each step in memory and each 20th on disk, and killed with SIGKILL"
+    )
     before = os.getcwd()
     place = tempfile.mkdtemp(prefix="lazysnap-demo-")
     os.chdir(place)
