@@ -105,7 +105,9 @@ def _versions() -> Iterator[Line]:
 
 def _memory() -> Line:
     free = available_bytes()
-    text = f"{decimal(free)} free for this process and its control groups, for three slots of {decimal(free // 3)}"
+    text = (
+        f"{decimal(free)} free: enough for a training state of {decimal(free // 3)}, which takes three times its size"
+    )
     if free < _LEAST_BYTES:
         return Line("memory", "bad", f"{text}; raise the memory limit of the container or job")
     return Line("memory", "good", text)

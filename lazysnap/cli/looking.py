@@ -57,7 +57,7 @@ def open_existing(url: str, options: Iterable[tuple[str, Any]] = ()) -> Snapshot
     store = open_place(url, options)
     if isinstance(store.storage, LocalStorage) and not os.path.isdir(store.url):
         fault = "is not a directory" if os.path.exists(store.url) else "does not exist"
-        raise LevelError(f"{store.url} {fault}: name the directory of a level, which holds step-…")
+        raise LevelError(f"{store.url} {fault}: name the directory that holds the snapshots (step-…)")
     return store
 
 

@@ -81,10 +81,8 @@ def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | Non
         matching = [run_id for run_id in runs if run_id.startswith(run.lower())]
         fault = f"events of {len(matching)} runs begin with {run!r}"
     if len(matching) != 1:
-        known_runs = f"the runs with events there: {', '.join(runs) or 'none'}"
-        raise SnapshotNotFound(
-            f"{' and '.join(urls)}: {fault}; {known_runs}. The file of events is at the first level of a job"
-        )
+        known_runs = f"the runs there: {', '.join(runs)}" if runs else "no training stored snapshots directly in there"
+        raise SnapshotNotFound(f"{' and '.join(urls)}: {fault}; {known_runs}. Events are in the first level of a job")
     return matching[0], [newest[key] for key in sorted(newest) if key[0] == matching[0]]
 
 

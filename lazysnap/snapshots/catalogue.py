@@ -211,7 +211,7 @@ class Catalogue:
         if found is not None:
             return found
         there = sorted({one.step for one in self.contents().snapshots if one.is_complete})
-        some = f"; complete are the steps {_few(there)}" if there else "; nothing there is complete"
+        some = f"; complete are the steps {_few(there)}" if there else "; there is none that is complete"
         more = "".join(f"\n{problem}" for problem in [*self.problems, *self.incomplete])
         of_run = f" of run {run}" if run else ""
         raise SnapshotNotFound(f"{self.store.url}: no complete snapshot {which!r}{of_run}{some}{more}")

@@ -150,3 +150,5 @@ def test_a_level_without_events_is_told_so(capsys, tmp_path):
     assert (code, told["ok"]) == (1, False)
     assert run("advise", str(tmp_path)) == 1
     assert "no file of events" in capsys.readouterr().err
+    assert run("advise", str(tmp_path / "misspelt")) == 2
+    assert "does not exist" in capsys.readouterr().err
