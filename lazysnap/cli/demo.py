@@ -11,7 +11,7 @@ from lazysnap.cli.output import OK, Output
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Train twice undisturbed, then kill and resume, with and without the keeper. Blocks for half a minute.
+    """Train twice undisturbed, then kill and resume, with and without the keeper. Blocks for a minute or two.
 
     Returns 1 if a result differs. Raises: ChaosFailed.
     """

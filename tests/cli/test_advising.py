@@ -53,7 +53,7 @@ def test_ranks_of_a_node_share_one_copy_and_sharded_ones_split_it_between_nodes(
         (["--params", "seven"], "such as 7b"),
         (["--params", "7b", "--ranks", "7", "--nodes", "2"], "as many on every node"),
         (["--params", "1m", "--mtbf", "often"], "such as 0.4s"),
-        ([], "name a level"),
+        ([], "name the directory of a run"),
     ],
 )
 def test_numbers_that_make_no_sense_are_one_clear_error(capsys, words, said):

@@ -43,14 +43,14 @@ def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
     ):
         if limit is not None and limit != -1 and done >= limit:
             return (
-                f"it had ended ({name}={limit}, at step {state['global_step']}): raise that limit to go on, or begin "
-                'fresh in another directory or without ckpt_path="latest"'
+                f"this training had ended ({name}={limit}, at step {state['global_step']}): raise that limit to go on, "
+                'or begin fresh in another directory or without ckpt_path="latest"'
             )
     loops = state[KEY]["loops"]
     if loops["should_stop"] and loops["between_epochs"]:
         return (
-            f"it had been stopped early, after step {state['global_step']} (EarlyStopping, or trainer.should_stop): to "
-            'go on all the same, fit from a checkpoint instead of "latest"'
+            f"this training had been stopped early, after step {state['global_step']} (EarlyStopping, or "
+            'trainer.should_stop): to go on all the same, fit from a checkpoint instead of "latest"'
         )
     return ""
 
