@@ -119,9 +119,9 @@ def _huge_pages() -> Line:
         if chosen and chosen[0] not in ("never", "deny"):
             return Line("huge pages", "good", f"shared memory may use them ({chosen[0]})")
         return Line(
-            "huge pages", "better", f"off; slots are ready in a third of the time after `echo advise > {_HUGE_PAGES}`"
+            "huge pages", "better", f"off; memory is ready in a third of the time after `echo advise > {_HUGE_PAGES}`"
         )
-    return Line("huge pages", "better", "this kernel has none for shared memory: slots take longer to make")
+    return Line("huge pages", "better", "this kernel has none for shared memory, so a start takes longer")
 
 
 def _keeper() -> Line:
@@ -261,4 +261,4 @@ def _local(directory: str) -> Iterator[Line]:
     except MemoryBoundExceeded as error:
         yield Line("spill", "better", str(error))
     else:
-        yield Line("spill", "good", "where memory does not suffice, slots can be files here")
+        yield Line("spill", "good", "if memory is short, copies can be files here")
