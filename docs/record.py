@@ -1,7 +1,7 @@
 """Record what a command shows on a terminal, as a moving picture: ``python docs/record.py OUT.svg COMMAND...``.
 
-Lines appear when they appeared in the run; a pause of more than a second and a half is cut to that. The picture needs
-no script and no network. `make record` makes docs/demo.svg of `lazysnap demo`.
+It begins with all lines. Then they appear when they appeared in the run; a pause of more than a second and a half is
+cut to that. The picture needs no script and no network. `make record` makes docs/demo.svg of `lazysnap demo`.
 """
 
 import os
@@ -19,8 +19,8 @@ PAGE = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"
 <title>{title}</title>
 <style>
 text {{ font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #e9ecef; white-space: pre; }}
-.l {{ opacity: 0; animation: show {total:.1f}s linear infinite; }}
-@media (prefers-reduced-motion: reduce) {{ .l {{ opacity: 1; animation: none; }} }}
+.l {{ animation: show {total:.1f}s linear -{full:.1f}s infinite; }}
+@media (prefers-reduced-motion: reduce) {{ .l {{ animation: none; }} }}
 {frames}
 </style>
 <rect width="{width}" height="{height}" rx="8" fill="#1b1f24"/>
@@ -80,7 +80,9 @@ def picture(title: str, shown: list[tuple[float, Text]]) -> str:
         for number, (_, text) in enumerate(shown)
     ]
     size = {"width": round(2 * LEFT + CHARACTER * COLUMNS), "height": TOP + LINE * len(shown)}
-    return PAGE.format(title=escape(title), total=total, frames="\n".join(frames), lines="\n".join(lines), **size)
+    # It begins with the whole picture, which is also what a reader without animations sees.
+    times_s = {"total": total, "full": at + 0.1}
+    return PAGE.format(title=escape(title), **times_s, frames="\n".join(frames), lines="\n".join(lines), **size)
 
 
 if __name__ == "__main__":

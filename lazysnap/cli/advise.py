@@ -16,6 +16,7 @@ from rich.filesize import decimal
 
 from lazysnap import events
 from lazysnap.cli.history import GOODBYE, Start, levels_of, microseconds, starts_of
+from lazysnap.cli.inspecting import open_existing
 from lazysnap.cli.output import Output, count_of, percent
 from lazysnap.config import PersistentLevel, SnapshotConfig, redundancy_for
 from lazysnap.console import duration
@@ -100,12 +101,15 @@ class TrainingFigures:
 def run(args: argparse.Namespace, output: Output) -> int:
     """Advise. Blocks: reads the file of events. Raises: ConfigError; LevelError."""
     if args.url is None and args.params is None:
-        raise ConfigError("advise: name a level of a run (advise runs/a), or describe a training (--params 7b)")
+        raise ConfigError(
+            "name the directory of a run (lazysnap advise runs/a), or describe a training (lazysnap advise --params 7b)"
+        )
     measured = None
     if args.url is not None:
+        open_existing(args.url, args.storage_option)
         measured = measure(events.read(args.url, dict(args.storage_option) or None))
         if measured is None:
-            output.say(f"{args.url}: there is no file of events: no run stored anything there")
+            output.say(f"{args.url}: there is no file of events: no training stored snapshots directly in there")
             if args.params is None:
                 return output.result(ok=False, too_young=["no events"])
     facts = _with_arguments(measured or TrainingFigures(), args)
@@ -166,7 +170,7 @@ def _missing(measured: TrainingFigures | None, facts: TrainingFigures) -> list[s
         text = "goodput needs the time between failures"
         if measured is not None:
             seen = f"{count_of(measured.failures, 'restart')} in {duration(measured.trained_s)}"
-            text = f"{seen}: too few to tell how often it fails"
+            text = f"{seen}: too few to tell how often it fails, so name the time between failures"
         missing.append(f"{text}: --mtbf 3h")
     return missing
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from lazysnap.cli.chaos_training import LOGS, CommandStart, Training, copy_directory, step_of
-from lazysnap.cli.output import OK, Output, command_words, count_of
+from lazysnap.cli.output import OK, Output, command_words, count_of, without_end
 from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.shard.checksum import digest
 
@@ -389,7 +389,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def run_demo(args: argparse.Namespace, output: Output) -> int:
-    """Run chaos of a small transformer, in a directory that is deleted if all is well. Blocks for half a minute.
+    """Run chaos of a small transformer, in a directory that is deleted if all is well. Blocks for a minute or two.
 
     It is killed with and without its keeper. Returns 1 if a result differs. Raises: ChaosFailed.
     """
@@ -399,7 +399,9 @@ def run_demo(args: argparse.Namespace, output: Output) -> int:
     args.result = None
     args.may_lose = None
     args.deadline = None
-    output.say("a small transformer is trained with a snapshot of every step; then it is killed with SIGKILL")
+    output.say(
+        "a small transformer is trained, with each step in memory and each 20th on disk, and killed with SIGKILL"
+    )
     directory_before = os.getcwd()
     place = tempfile.mkdtemp(prefix="lazysnap-demo-")
     os.chdir(place)
@@ -432,7 +434,8 @@ def _say_undisturbed(chaos: Chaos, output: Output) -> None:
         output.say(f"compared: {name}")
     if chaos.printed.lines:
         *_, last = chaos.printed.lines.values()
-        output.say(f"compared: {count_of(len(chaos.printed.lines), 'line')} that it prints, the last is `{last}`")
+        shown = without_end(last, 44)
+        output.say(f"compared: {count_of(len(chaos.printed.lines), 'line')} that it prints, the last is `{shown}`")
 
 
 def _line(trial: Trial) -> str:

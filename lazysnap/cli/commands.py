@@ -67,7 +67,7 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 
 _KEY_VALUE: dict[str, Any] = {"metavar": "KEY=VALUE", "type": parse_option, "action": "append", "default": []}
-_URL_HELP = "path or fsspec URL of a level, e.g. runs/lazysnap or s3://bucket/run"
+_URL_HELP = "directory or URL with snapshots (a level), e.g. runs/lazysnap or s3://bucket/run"
 _JSON = _argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
 _STORAGE_OPTION = _argument("--storage-option", help="for the fsspec file system (may be repeated)", **_KEY_VALUE)
 _RUN = _argument("--run", metavar="ID", help="the run whose id begins so; `lazysnap ls` shows them")
@@ -83,7 +83,7 @@ COMMANDS = {
         "inspecting:list_snapshots",
         (_URL, _RUN, _STORAGE_OPTION),
         "lazysnap ls runs/lazysnap",
-        "Lists steps, states, names and runs; of all runs, or of --run. Reads manifests alone.",
+        "Lists steps, states, names and runs; of all runs, or of --run. Reads no tensors.",
     ),
     "show": Command(
         "what one snapshot holds, without reading its data",
@@ -111,24 +111,24 @@ COMMANDS = {
         "Of all runs, or of --run. Exit code 1 if anything is damaged, or nothing is there.",
     ),
     "prune": Command(
-        "delete old snapshots, and what dead writers left",
+        "delete old snapshots, and files of dead writers",
         "prune:run",
         (
             _URL,
             _RUN,
             _argument("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run"),
             _argument("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N"),
-            _argument("--name", help="take this name from the snapshots that have it, which ends their protection"),
+            _argument("--name", help="remove this name, so that its snapshots may be deleted"),
             _argument("--dry-run", action="store_true", help="only say what would be deleted"),
             _argument("--yes", action="store_true", help="do not ask"),
             _STORAGE_OPTION,
         ),
         "lazysnap prune runs/lazysnap --keep-last 3 --dry-run",
-        "Shows what it would delete and asks. Without --keep-last no snapshot goes, only what dead writers left. Of "
+        "Shows what it would delete and asks. Without --keep-last no snapshot goes, only files of dead writers. Of "
         "all runs, or of --run. Named snapshots and the newest complete one of each run always stay.",
     ),
     "copy": Command(
-        "copy snapshots to another level, verified",
+        "copy snapshots to another directory or URL, verified",
         "copying:copy",
         (
             _URL,
@@ -161,17 +161,17 @@ COMMANDS = {
         "Without --run a step, a name or 'latest' is that of the newest run that has it.",
     ),
     "status": Command(
-        "the keepers of this node, and what would survive now",
+        "trainings of this machine, and what a crash would cost now",
         "status:run",
         (
             _argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level"),
             _argument("--prometheus", action="store_true", help="the numbers of --json as text for Prometheus"),
         ),
         "lazysnap status",
-        "Asks each keeper of this user for at most 2 seconds, and reads no level.",
+        "Asks the keepers of this user, which hold snapshots in memory, for at most 2 seconds each. Reads no storage.",
     ),
     "stop": Command(
-        "end the keeper that a training left on this node",
+        "end the process that holds the memory of a dead training",
         "keepers:stop",
         (
             _argument("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level"),
@@ -182,7 +182,7 @@ COMMANDS = {
         "The keeper first stores its newest capture. That of a training that runs stays. `lazysnap status` lists jobs.",
     ),
     "report": Command(
-        "goodput of a run, the cost of each interruption",
+        "what a run's time went into, and each interruption cost",
         "report:run",
         (
             _argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each"),
@@ -226,13 +226,15 @@ COMMANDS = {
         "Writes 64 MB to the level, reads and deletes them. Exit code 1 if something is bad.",
     ),
     "chaos": Command(
-        "run your own training under faults, and judge it",
+        "kill your own training on purpose, and judge its restart",
         "chaos:run",
         (
             _argument("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=",".join(FAULTS)),
             _argument("--seed", type=int, default=1603, help="chooses the moments of the faults (1603)"),
             _argument("--result", metavar="GLOB", help="files to compare, beside the numbers that it prints"),
-            _argument("--may-lose", type=int, metavar="N", help="steps that may be repeated (any, if it resumes)"),
+            _argument(
+                "--may-lose", type=int, metavar="N", help="steps that may be trained again (default: any number)"
+            ),
             _argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed + 60)"),
             _WORDS,
         ),
@@ -240,7 +242,7 @@ COMMANDS = {
     ),
     "demo": Command("kill a real training, resume it, compare bit for bit", "chaos:run_demo", (), "lazysnap demo"),
     "run": Command(
-        "start a training again after a crash, warm",
+        "run a training, and restart it quickly after a crash",
         "commands:run_again",
         (
             _argument("--max-restarts", type=int, default=10, metavar="N", help="restarts in all (10)"),
@@ -250,7 +252,7 @@ COMMANDS = {
         "lazysnap run -- python train.py",
     ),
     "worker": Command(
-        "a warm start inside a launcher such as torchrun",
+        "the same for a worker of torchrun",
         "commands:run_worker",
         (_WORDS,),
         "torchrun --no-python --max-restarts 10 lazysnap worker -- python train.py",
@@ -297,6 +299,7 @@ def _add(subparsers: Any, name: str, command: Command) -> None:
     added = subparsers.add_parser(name, help=command.summary, description=details, epilog=f"Example: {command.example}")
     for argument in (*command.arguments, _JSON):
         added.add_argument(*argument.names, **argument.settings)
+    added.set_defaults(refuse=added.error)
 
 
 # ---------------------------------------------------------------- running
@@ -309,7 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None:
         arguments = sys.argv[1:]
-    args = parser(as_json="--json" in arguments).parse_args(arguments)
+    args, unknown = parser(as_json="--json" in arguments).parse_known_args(arguments)
+    if unknown:
+        args.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of this command
     secrets = []
     for name in ("storage_option", "to_option"):
         for _, value in getattr(args, name, ()):
@@ -320,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = getattr(import_module(f"lazysnap.cli.{module}"), function)(args, output)
         return code
     except KeyboardInterrupt:
-        output.error("stopped; nothing half is visible")
+        output.error("interrupted; nothing half-written is left under its name")
         return INTERRUPTED
     except BrokenPipeError:
         # The reader of the result closed the pipe; Python would complain again at exit.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from lazysnap import ResumableLoader, SnapshotEngine
+from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig, SnapshotEngine
 
 _CONTEXT = 64
 _WIDTH = 64
@@ -67,7 +67,9 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
     loader = ResumableLoader(torch.utils.data.DataLoader(windows, _BATCH, shuffle=True, drop_last=True))  # type: ignore[arg-type]
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
-    with SnapshotEngine("lazysnap", state) as engine:
+    # It is shorter than the minute after which a level stores by itself.
+    config = SnapshotConfig(levels=(PersistentLevel("lazysnap", every_n_steps=20),))
+    with SnapshotEngine(config, state) as engine:
         engine.restore("latest")
         while engine.step < _STEPS:
             for batch in loader:

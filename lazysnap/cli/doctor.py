@@ -110,7 +110,9 @@ def _versions() -> Iterator[CheckResult]:
 
 def _memory() -> CheckResult:
     free = available_bytes()
-    text = f"{decimal(free)} free for this process and its control groups, for three slots of {decimal(free // 3)}"
+    text = (
+        f"{decimal(free)} free: enough for a training state of {decimal(free // 3)}, which takes three times its size"
+    )
     if free < _LEAST_BYTES:
         return CheckResult("memory", "bad", f"{text}; raise the memory limit of the container or job")
     return CheckResult("memory", "good", text)
@@ -122,9 +124,9 @@ def _huge_pages() -> CheckResult:
         if chosen and chosen[0] not in ("never", "deny"):
             return CheckResult("huge pages", "good", f"shared memory may use them ({chosen[0]})")
         return CheckResult(
-            "huge pages", "better", f"off; slots are ready in a third of the time after `echo advise > {_HUGE_PAGES}`"
+            "huge pages", "better", f"off; memory is ready in a third of the time after `echo advise > {_HUGE_PAGES}`"
         )
-    return CheckResult("huge pages", "better", "this kernel has none for shared memory: slots take longer to make")
+    return CheckResult("huge pages", "better", "this kernel has none for shared memory, so a start takes longer")
 
 
 def _keeper() -> CheckResult:
@@ -270,4 +272,4 @@ def _local(directory: str) -> Iterator[CheckResult]:
     except MemoryBoundExceeded as error:
         yield CheckResult("spill", "better", str(error))
     else:
-        yield CheckResult("spill", "good", "where memory does not suffice, slots can be files here")
+        yield CheckResult("spill", "good", "if memory is short, copies can be files here")

@@ -59,7 +59,7 @@ def open_existing(url: str, options: Iterable[tuple[str, Any]] = ()) -> Snapshot
         fault = "does not exist"
         if os.path.exists(store.url):
             fault = "is not a directory"
-        raise LevelError(f"{store.url} {fault}: name the directory of a level, which holds step-…")
+        raise LevelError(f"{store.url} {fault}: name the directory that holds the snapshots (step-…)")
     return store
 
 

@@ -173,7 +173,10 @@ class Output:
 
     def error(self, text: str) -> None:
         """Print the error because of which the command has no result."""
-        self._messages.print(Text.assemble(("error:", "red"), " ", self.cell(text)), soft_wrap=True)
+        first, *more = text.split("\n")
+        self._messages.print(Text.assemble(("error:", "red"), " ", self.cell(first)), soft_wrap=True)
+        for line in more:
+            self.say(line)
         self.result(ok=False, error=text)
 
     @contextlib.contextmanager

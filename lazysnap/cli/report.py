@@ -86,10 +86,10 @@ def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | Non
         matching = [run_id for run_id in runs if run_id.startswith(run.lower())]
         fault = f"events of {len(matching)} runs begin with {run!r}"
     if len(matching) != 1:
-        known_runs = f"the runs with events there: {', '.join(runs) or 'none'}"
-        raise SnapshotNotFound(
-            f"{' and '.join(urls)}: {fault}; {known_runs}. The file of events is at the first level of a job"
-        )
+        known_runs = "no training stored snapshots directly in there"
+        if runs:
+            known_runs = f"the runs there: {', '.join(runs)}"
+        raise SnapshotNotFound(f"{' and '.join(urls)}: {fault}; {known_runs}. Events are in the first level of a job")
     run_id = matching[0]
     by_node = sorted(files_of[run_id].items())
     return run_id, [file for _, file in by_node]

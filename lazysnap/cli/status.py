@@ -177,7 +177,8 @@ def _problems(state: NodeState) -> list[str]:
             break
     for level in state.levels:
         if level.is_failing:
-            problems.append(f"{level.url} fails: {level.failure or 'no answer'}")
+            failure = level.failure.removeprefix(f"{level.url}: ") if level.failure else "no answer"
+            problems.append(f"{level.url} fails: {failure}")
     return [*problems, *state.problems]
 
 
@@ -241,8 +242,9 @@ def _screen(
         parts.append(output.cell(f"{text} on this node, and none left memory here"))
         parts.append(output.cell("`lazysnap ls URL` lists the snapshots of a level: a directory or an object store"))
     if not_asked:
-        text = f"{count_of(len(not_asked), 'more keeper')} of this user: process {', '.join(map(str, not_asked))}. "
-        text += "Another LAZYSNAP_RUNTIME_DIR, or a password in the name of the job: `lazysnap status JOB`"
+        processes = ", ".join(map(str, not_asked))
+        text = f"{count_of(len(not_asked), 'more keeper')} of this user not shown (process {processes}): started with "
+        text += "another LAZYSNAP_RUNTIME_DIR, or the job has a password in its name (`lazysnap status JOB` asks it)"
         parts.append(output.cell(text, "yellow"))
     return parts
 
@@ -425,7 +427,8 @@ def _notes(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
             ago = ""
             if level["failure_age_s"] is not None:
                 ago = f", {_ago(level['failure_age_s'])}"
-            yield output.cell(f"last failure of {level['url']}{ago}: {level['failure']}", "yellow")
+            failure = level["failure"].removeprefix(f"{level['url']}: ")
+            yield output.cell(f"last failure of {level['url']}{ago}: {failure}", "yellow")
     if job["nodes"] > 1:
         yield output.cell("memory is that of this node: a restart takes the newest step that all nodes hold whole")
     if job["parity_bytes"]:

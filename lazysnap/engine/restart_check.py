@@ -75,6 +75,11 @@ class Difference:
     @property
     def usual_cause(self) -> str:
         """Return what such a difference usually means."""
+        if self.entries and not self.tensors and all(name.startswith("callbacks.") for name in self.entries):
+            return (
+                "a callback that does not load its whole state: a ModelCheckpoint without dirpath writes to another "
+                "directory after each start, and forgets its best files"
+            )
         if self.entries and not self.tensors:
             return "a time in the state, which no restart repeats, or data and random numbers that no snapshot has"
         if self.entries:

@@ -126,8 +126,8 @@ def _find(run: Run, steps: int) -> Snapshot:
     where = places(level.url for level in config.levels)
     age = f"{steps} step{'s' * (steps != 1)}"
     raise SnapshotNotFound(
-        f"rollback: this training has no usable snapshot that is {age} older than step {from_step}, "
-        f"which is in progress, {where} (every_n_steps is {config.every_n_steps}). There is none "
+        f"rollback: step {from_step} is in progress, and this training has no usable snapshot that is {age} older, "
+        f"{where} (every_n_steps is {config.every_n_steps}). There is none "
         "right after a fresh start, or if memory was lost before storage had one. Nothing was changed; a restart "
         'with "latest" takes what storage has'
     )

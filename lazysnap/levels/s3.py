@@ -4,9 +4,11 @@ botocore finds credentials, region and endpoint where every program of AWS finds
 It also gives up the uploads of dead writers, which obstore cannot list.
 """
 
+import atexit
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta, timezone
 from functools import partial
@@ -277,7 +279,10 @@ class S3Storage(FsspecStorage):
 
     def _open_driver(self) -> tuple[S3Driver, str]:
         global _pid
-        _pid = _pid or os.getpid()
+        if not _pid:
+            _pid = os.getpid()
+            # A thread of obstore that asks for the interpreter's lock when the interpreter ends aborts the process.
+            atexit.register(time.sleep, 0.1)
         if _pid != os.getpid():
             raise LevelError(
                 f"this process was forked from process {_pid}, which had used S3, and obstore does not survive a fork; "

@@ -53,7 +53,7 @@ def test_ranks_of_a_node_share_one_copy_and_sharded_ones_split_it_between_nodes(
         (["--params", "seven"], "such as 7b"),
         (["--params", "7b", "--ranks", "7", "--nodes", "2"], "as many on every node"),
         (["--params", "1m", "--mtbf", "often"], "such as 0.4s"),
-        ([], "name a level"),
+        ([], "name the directory of a run"),
     ],
 )
 def test_numbers_that_make_no_sense_are_one_clear_error(capsys, words, said):
@@ -150,3 +150,5 @@ def test_a_level_without_events_is_told_so(capsys, tmp_path):
     assert (code, told["ok"]) == (1, False)
     assert run("advise", str(tmp_path)) == 1
     assert "no file of events" in capsys.readouterr().err
+    assert run("advise", str(tmp_path / "misspelt")) == 2
+    assert "does not exist" in capsys.readouterr().err

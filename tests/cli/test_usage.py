@@ -58,6 +58,15 @@ def test_bad_usage_is_exit_code_2(words, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        run("prune", "x", "--keeplast", "3")
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert "usage: lazysnap prune" in said
+    assert "unrecognized arguments: --keeplast 3" in said
+
+
 def test_an_option_without_an_equals_sign_is_not_repeated_to_the_screen(capsys):
     with pytest.raises(SystemExit):
         run("ls", "x", "--storage-option", "hunter2hunter2")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lazysnap.engine.restart_check import Difference
+
 pytestmark = pytest.mark.slow
 
 PROGRAM = str(Path(__file__).parent / "proved.py")
@@ -77,6 +79,12 @@ def test_a_hole_that_changes_the_next_step_is_found(job, case, found):
 
     assert re.search(rf"step 6 was trained again and is NOT identical \({found}.* by [\d.e-]+", text), text
     assert EXACT not in text
+
+
+def test_of_a_callback_alone_the_line_says_what_such_a_callback_needs():
+    entry = "callbacks.ModelCheckpoint{'monitor': 'val_loss'}.best_model_score"
+    assert "without dirpath" in Difference((entry,)).usual_cause
+    assert "without dirpath" not in Difference((entry, "rng.torch")).usual_cause
 
 
 def test_a_number_of_another_type_is_named(job):

@@ -213,7 +213,7 @@ class TrainingState(ObjectState):
             setting = f"num_train_epochs={arguments.num_train_epochs:g}, {limit} steps"
             if arguments.max_steps > 0:
                 setting = f"max_steps={limit}"
-            return f"it had ended ({setting}, at step {step})"
+            return f"this training had ended ({setting}, at step {step})"
         # Any other stop (a signal, a limit of time) is an interruption: if its reason still holds, it stops again.
         matched, _ = self._matched(parts["callbacks"])
         if any(_has_run_out(exported) for _, exported in matched):
