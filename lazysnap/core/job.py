@@ -21,7 +21,7 @@ from msgspec import json, structs
 
 from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send, SetGrant
 from lazysnap.core.coordinator import Coordinator
-from lazysnap.core.jobs import LevelJobs, Threads, Wishes
+from lazysnap.core.jobs import LevelJobs, NameWishes, Threads
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
     GrantProgress,
@@ -312,17 +312,17 @@ class JobCore:
                         num_kept = rank.num_kept
                     self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence, num_kept))
 
-    def wishes(self, index: int, wants: Wants) -> Wishes:
+    def wishes(self, index: int, wants: Wants) -> NameWishes:
         """Return the names that a level is to have: the first those of trainers, slower ones those of faster ones.
 
         Node 0 alone gives names, so that no two nodes write the same file.
         """
         if self.settings.node != COORDINATOR_NODE or self.node.levels[index].is_memory:
-            return Wishes()
+            return NameWishes()
         names = set(wants.names)
         for faster in self.node.levels[:index]:
             names |= faster.names
-        return Wishes(frozenset(names), wants.released)
+        return NameWishes(frozenset(names), wants.released)
 
     def _set_awaited_step(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> None:
         """Tell trainers from which step on the keeper wants to see captures begin.

@@ -45,7 +45,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Wishes:
+class NameWishes:
     """What trainers want of names at a level, now."""
 
     names: frozenset[NamedStep] = frozenset()
@@ -108,7 +108,7 @@ class LevelJobs:
             return [self._retry_at]
         return []
 
-    def is_idle(self, wishes: Wishes) -> bool:
+    def is_idle(self, wishes: NameWishes) -> bool:
         """Return True if nothing is left to do, or the level does not work and so nothing can be done.
 
         What a thread that hangs works on is left alone: waiting for it could keep the process for ever.
@@ -203,7 +203,7 @@ class LevelJobs:
         self.level.leftovers.update(_keys_of(job))
         self.level.leftovers -= self.level.stored
 
-    def decide(self, ranks: Sequence[RankView], wishes: Wishes, now: float) -> list[Action]:
+    def decide(self, ranks: Sequence[RankView], wishes: NameWishes, now: float) -> list[Action]:
         """Return what to do about the job that runs, or the next job.
 
         Args:
@@ -223,7 +223,7 @@ class LevelJobs:
         self._is_cancelled = False
         return [job]
 
-    def _next_job(self, ranks: Sequence[RankView], wishes: Wishes, now: float) -> Job | None:
+    def _next_job(self, ranks: Sequence[RankView], wishes: NameWishes, now: float) -> Job | None:
         if not self.level.is_ready:
             if now < self._retry_at:
                 return None
@@ -260,7 +260,7 @@ class LevelJobs:
         level.become_writing()
         return WriteLevel(self.index, next(self.threads.numbers), key, slots, level.source)
 
-    def _names_to_set(self, wishes: Wishes) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
+    def _names_to_set(self, wishes: NameWishes) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
         """Return the names to give and to take away; None if all is as it should be."""
         level = self.level
         added = []

@@ -31,7 +31,7 @@ def follow(plan: IterationPlan) -> bool:
         is_plain = isinstance(base, DataLoader) and type(base)._get_iterator is DataLoader._get_iterator
         if not is_plain or is_stateful(base):
             return False
-        if isinstance(base._iterator, _FromWorkers) and plan.origin is None:
+        if isinstance(base._iterator, _WorkersIterator) and plan.origin is None:
             base._iterator.plan = plan  # workers that stay: the next epoch
             return True
         base._iterator = None
@@ -48,7 +48,7 @@ def _make_iterator(plan: IterationPlan) -> Any:
         streams_here = plan.streams.collect()
     plan.begin()
     if plan.workers:
-        iterator: Any = _FromWorkers(base, plan)
+        iterator: Any = _WorkersIterator(base, plan)
     else:
         if "dataset" in plan.start:
             base.dataset.load_state_dict(plan.start["dataset"])
@@ -61,7 +61,7 @@ def _make_iterator(plan: IterationPlan) -> Any:
     return iterator
 
 
-class _Follows:
+class _FollowsPlan:
     """An iterator of torch that follows a plan."""
 
     plan: IterationPlan
@@ -83,7 +83,7 @@ class _Follows:
 def _in_process(kind: Any) -> type:
     """Return a subclass of ``kind``, an iterator that reads in this process, which follows a plan."""
 
-    class InProcess(_Follows, kind):  # type: ignore[misc]
+    class InProcessIterator(_FollowsPlan, kind):  # type: ignore[misc]
         def _next_data(self) -> Any:
             plan = self.plan
             data = super()._next_data()
@@ -93,10 +93,10 @@ def _in_process(kind: Any) -> type:
             plan.has_ended = bool(getattr(self._dataset_fetcher, "ended", False))
             return data
 
-    return InProcess
+    return InProcessIterator
 
 
-class _FromWorkers(_Follows, _MultiProcessingDataLoaderIter):
+class _WorkersIterator(_FollowsPlan, _MultiProcessingDataLoaderIter):
     """An iterator over batches of worker processes, which come with the states of these."""
 
     def __init__(self, loader: Any, plan: IterationPlan) -> None:

@@ -65,9 +65,9 @@ class EventFileWriter:
         """True once the level has a snapshot, or a file of this run."""
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="lazysnap-events", daemon=True)
-        self._facts = _Facts()
+        self._facts = _FileStart()
         self._directory: pathlib.Path | None = None
-        self._copy: _Copy | None = None
+        self._copy: _LevelCopy | None = None
         """Where the first level is at a URL."""
         self._thread.start()
 
@@ -115,7 +115,7 @@ class EventFileWriter:
             is_there = (directory / self._name).exists()
         else:
             directory = runtime_directory()
-            self._copy = _Copy(storage, directory, self._name, self._older_name)
+            self._copy = _LevelCopy(storage, directory, self._name, self._older_name)
             is_there = (directory / self._name).exists() or storage.exists(self._name)
         self._directory = directory
         with self._changed:
@@ -173,7 +173,7 @@ class EventFileWriter:
             self._copy.is_behind = True
 
 
-class _Facts:
+class _FileStart:
     """What a file says first that begins within a start: the keeper, and the trainers that live. Without it nobody
     could tell what the lines after it belong to, once the older file is gone.
     """
@@ -208,7 +208,7 @@ def _key(event: TrainerStarted | Progress | TrainerEnded) -> str:
     return f"{event.rank} {event.start}"
 
 
-class _Copy:
+class _LevelCopy:
     """The copy of the file at the first level, which is at a URL. Its methods block. Raises: LevelError; OSError."""
 
     def __init__(self, storage: Storage, directory: pathlib.Path, name: str, older_name: str) -> None:

@@ -44,7 +44,7 @@ def try_connect(identity: JobIdentity) -> Channel | None:
 
 
 @dataclass(frozen=True)
-class Starting:
+class StartingKeeper:
     """A keeper that is being started."""
 
     channel: Channel
@@ -61,7 +61,7 @@ class Starting:
         return f" ({sys.executable} ended with status {status})"
 
 
-def start_keeper(identity: JobIdentity, state: TrainerState, descriptors: Sequence[int] = ()) -> Starting:
+def start_keeper(identity: JobIdentity, state: TrainerState, descriptors: Sequence[int] = ()) -> StartingKeeper:
     """Start a keeper, detached from this process: other session, no parent, no other descriptors.
 
     The new process holds the job's lock before it runs: no other keeper can come between. It also holds the state of
@@ -96,7 +96,7 @@ def start_keeper(identity: JobIdentity, state: TrainerState, descriptors: Sequen
             lock.close()  # the new process has it; if none was started, it is free
     reaper = threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True)
     reaper.start()
-    return Starting(channel, process, reaper)
+    return StartingKeeper(channel, process, reaper)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from lazysnap.console import say
 from lazysnap.core.messages import Farewell, KeeperState, TrainerState
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.launch import KeeperBusy, Starting, start_keeper, try_connect
+from lazysnap.keeper.launch import KeeperBusy, StartingKeeper, start_keeper, try_connect
 from lazysnap.keeper.wire import Channel, Frame, OtherVersion, WireError
 from lazysnap.memory.slots import TrainerSlot
 
@@ -40,7 +40,7 @@ _REAP_S = 1.0
 
 
 @dataclass(frozen=True)
-class Seeker:
+class SearchRequest:
     """The trainer that a search is for."""
 
     identity: JobIdentity
@@ -55,7 +55,7 @@ class Seeker:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServingKeeper:
     """A connection to a keeper that serves this trainer."""
 
     channel: Channel
@@ -75,7 +75,7 @@ class KeeperSearch:
         served = KeeperSearch(seeker).run()
     """
 
-    def __init__(self, seeker: Seeker) -> None:
+    def __init__(self, seeker: SearchRequest) -> None:
         now = time.monotonic()
         self._seeker = seeker
         self._identity = seeker.identity
@@ -84,7 +84,7 @@ class KeeperSearch:
         self._report_busy_at_s = now + _REPORT_BUSY_S
         self._start_at_s = now
         self._start_pause_s = _START_AGAIN_S
-        self._starting: Starting | None = None
+        self._starting: StartingKeeper | None = None
         """The last keeper that was started here."""
         self._outcome = ""
         """Why that one did not serve, in brackets."""
@@ -94,7 +94,7 @@ class KeeperSearch:
         """The process that listens, and does not answer."""
         self._retry_s = _RETRY_S
 
-    def run(self) -> Served | None:
+    def run(self) -> ServingKeeper | None:
         """Search until a keeper serves this trainer.
 
         Blocks: at most ``io_timeout_s``, and a second.
@@ -164,7 +164,7 @@ class KeeperSearch:
         self._start_at_s = time.monotonic() + self._start_pause_s
         self._start_pause_s = min(2 * self._start_pause_s, _START_AGAIN_AT_MOST_S)
 
-    def _await_state(self, channel: Channel) -> Served | None:
+    def _await_state(self, channel: Channel) -> ServingKeeper | None:
         """Wait for the first state of the keeper; None if there is none, or it serves somebody else."""
         frames: list[Frame] = []
         state = None
@@ -184,7 +184,7 @@ class KeeperSearch:
                 state = _state_in(frames)
             if state is not None and not state.refusal:
                 self._become_served(channel, state)
-                return Served(channel, self._sent, state, frames)
+                return ServingKeeper(channel, self._sent, state, frames)
         except BaseException:
             _close(channel, frames)
             raise

@@ -26,7 +26,7 @@ from lazysnap.errors import FormatError, JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.mapped_slots import Doorbell, MappedSlots
 from lazysnap.keeper.questions import Answer, Question
-from lazysnap.keeper.search import KeeperSearch, Seeker, Served, drain
+from lazysnap.keeper.search import KeeperSearch, SearchRequest, ServingKeeper, drain
 from lazysnap.keeper.silence import Silence
 from lazysnap.keeper.trainer_requests import without_answered
 from lazysnap.keeper.wire import MAX_DESCRIPTORS, Channel, Frame, WireError
@@ -220,7 +220,7 @@ class TrainerLink:
 
     def _keep_connected(self) -> None:
         """Search a keeper, exchange states until it is lost, search the next one; until this trainer leaves."""
-        seeker = Seeker(
+        seeker = SearchRequest(
             identity=self.identity,
             local_rank=self.trainer.local_rank,
             io_timeout_s=self._io_timeout_s,
@@ -260,7 +260,7 @@ class TrainerLink:
         with self._changed:
             return structs.replace(self.trainer, slots=slot_ids), slots
 
-    def _serve(self, served: Served) -> bool:
+    def _serve(self, served: ServingKeeper) -> bool:
         """Exchange states until the connection ends. Returns: True if this trainer left."""
         try:
             self._become_connected(served)
@@ -271,7 +271,7 @@ class TrainerLink:
         finally:
             self._become_disconnected()
 
-    def _become_connected(self, served: Served) -> None:
+    def _become_connected(self, served: ServingKeeper) -> None:
         """Take the first messages of a keeper. Raises: KeeperError, if they are not of this version."""
         self._channel = served.channel
         self._sent = served.sent

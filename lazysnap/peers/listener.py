@@ -41,7 +41,7 @@ class Deadlines:
     """For so long a new keeper waits silently for the port of the dead one."""
 
 
-class Gate:
+class ConnectionLimit:
     """Counts the connections of one port. On the loop's thread.
 
     Invariant: at most ``MAX_UNKNOWN`` connections are open that have not proven the secret, and at most

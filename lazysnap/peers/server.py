@@ -17,7 +17,7 @@ from msgspec import msgpack
 from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.errors import ConfigError
 from lazysnap.peers.links import Handler, Links
-from lazysnap.peers.listener import Deadlines, Gate, listener_at
+from lazysnap.peers.listener import ConnectionLimit, Deadlines, listener_at
 from lazysnap.peers.messages import Hello, Read, Refusal, Request, StateMessage
 from lazysnap.peers.reads import ReadThreads, ServedSources, answer_read
 from lazysnap.peers.secret import Secret
@@ -61,7 +61,7 @@ class Peers:
         self._settings: PeerSettings | None = None
         self._node = COORDINATOR_NODE
         self._links: Links | None = None
-        self._gate = Gate()
+        self._limit = ConnectionLimit()
         self._listener: socket.socket | None = None
         self._streams: set[Stream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -131,7 +131,7 @@ class Peers:
             self._listener.close()
         self._listener = None
         self._streams = set()
-        self._gate = Gate()
+        self._limit = ConnectionLimit()
 
     def _spawn(self, work: Coroutine[Any, Any, None], tasks: "set[asyncio.Task[None]]") -> None:
         task = self._loop.create_task(work)
@@ -192,11 +192,11 @@ class Peers:
             self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_again, self._listener)
             return
         connection.setblocking(False)
-        if self._gate.enter():
-            welcome = self._welcome(connection, (host, port), self._gate, self._settings)
+        if self._limit.enter():
+            welcome = self._welcome(connection, (host, port), self._limit, self._settings)
             self._spawn(welcome, self._conversations)
         else:
-            self._gate.refuse(f"{host}:{port}", host, Violation("there are too many connections"))
+            self._limit.refuse(f"{host}:{port}", host, Violation("there are too many connections"))
             connection.close()
 
     def _accept_again(self, listener: socket.socket) -> None:
@@ -204,7 +204,7 @@ class Peers:
             self._loop.add_reader(listener, self._accept)
 
     async def _welcome(
-        self, connection: socket.socket, remote: tuple[str, int], gate: Gate, start: PeerSettings
+        self, connection: socket.socket, remote: tuple[str, int], limit: ConnectionLimit, start: PeerSettings
     ) -> None:
         """Serve a connection of a start until it ends. It is not cancelled: it ends when its stream is closed."""
         host = remote[0]
@@ -218,17 +218,17 @@ class Peers:
                 return  # it ended meanwhile
             await stream.authenticate(Secret(start.secret), is_server=True)
             is_known = True
-            gate.become_known()
+            limit.become_known()
             await self._converse(stream, address)
         except Violation as error:
-            gate.refuse(address, host, error)
+            limit.refuse(address, host, error)
         except FAILURES as error:
             if is_known or start is not self._settings:  # readers come and go
                 logger.debug("peers: %s is gone: %s", address, reason(error))
             else:
-                gate.refuse(address, host, error)
+                limit.refuse(address, host, error)
         finally:
-            gate.leave(is_known=is_known)
+            limit.leave(is_known=is_known)
             if stream is not None:
                 stream.close()
                 self._streams.discard(stream)
