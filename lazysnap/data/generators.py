@@ -6,6 +6,7 @@ function makes anew at each call.
 """
 
 import functools
+import logging
 import random
 import sys
 import types
@@ -20,7 +21,10 @@ MOST_VISITS = 50_000
 _MOST_DEPTH = 12
 _LONG = 64
 """Items from which on a container that holds no generator is remembered, so that it is searched only once."""
-_PLAIN = (int, float, complex, str, bytes, bytearray, memoryview, type(None), type, types.ModuleType, torch.Tensor)
+_PLAIN = (
+    *(int, float, complex, str, bytes, bytearray, memoryview, type(None), type, types.ModuleType, torch.Tensor),
+    logging.Logger,  # it leads to all loggers of the process
+)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _READING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward")
 """Methods of a dataset, sampler or transform that may name generators of their module."""

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from loader_run import Run, check_cuts
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 
 from lazysnap import ResumableLoader, SnapshotEngine, StateError
+from lazysnap.data import generators
 
 LENGTH, BATCH = 22, 4
 OF_THE_MODULE = random.Random(9)
@@ -124,6 +126,22 @@ def test_parts_beyond_the_search_are_named(caplog):
     next(iter(loader(Large())))
 
     assert "so many parts that not all were searched for random generators" in caplog.text
+
+
+def test_a_logger_of_a_dataset_does_not_lead_the_search_to_all_loggers(caplog, monkeypatch):
+    class Logged(InADict):
+        def __init__(self):
+            super().__init__()
+            self.logger = logging.getLogger(__name__)
+
+    monkeypatch.setattr(generators, "MOST_VISITS", 100)
+    monkeypatch.setattr(
+        logging.getLogger("another"), "parts", [{"text": [number]} for number in range(50)], raising=False
+    )
+
+    next(iter(loader(Logged())))
+
+    assert "not all were searched" not in caplog.text
 
 
 class Hidden(IterableDataset):
