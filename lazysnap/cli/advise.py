@@ -170,7 +170,7 @@ def _missing(measured: TrainingFigures | None, facts: TrainingFigures) -> list[s
         text = "goodput needs the time between failures"
         if measured is not None:
             seen = f"{count_of(measured.failures, 'restart')} in {duration(measured.trained_s)}"
-            text = f"{seen}: too few to tell how often it fails, so name the time between failures"
+            text = f"{seen}: too few to tell the time between failures, so name it"
         missing.append(f"{text}: --mtbf 3h")
     return missing
 
