@@ -170,7 +170,7 @@ def _missing(measured: TrainingFigures | None, facts: TrainingFigures) -> list[s
         text = "goodput needs the time between failures"
         if measured is not None:
             seen = f"{count_of(measured.failures, 'restart')} in {duration(measured.trained_s)}"
-            text = f"{seen}: too few to tell the time between failures, so name it"
+            text = f"{seen}: too few to know the time between failures"
         missing.append(f"{text}: --mtbf 3h")
     return missing
 
