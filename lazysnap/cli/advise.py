@@ -170,7 +170,7 @@ def _missing(measured: TrainingFigures | None, facts: TrainingFigures) -> list[s
         text = "goodput needs the time between failures"
         if measured is not None:
             seen = f"{count_of(measured.failures, 'restart')} in {duration(measured.trained_s)}"
-            text = f"{seen}: too few to know the time between failures"
+            text = f"too few failures ({seen}) to know the time between them"
         missing.append(f"{text}: --mtbf 3h")
     return missing
 
