@@ -48,7 +48,7 @@ def test_what_is_not_captured_is_told_by_reason_in_words():
     statistics.preparation_s = 12.3
     [line, _] = report.summary(statistics, report.EndFacts(report.EndKind.CLOSED, CONFIG))
     assert line == (
-        "captured 64 of 80 due steps (9.3 kB each); 15 steps not captured: memory was being prepared for 12.3 s; "
+        "captured 64 of 80 due steps (9.3 kB each); 15 steps not captured: memory was being prepared for 12 s; "
         "1 step not captured: the state changed while it was copied; stored 0 at /a; training waited 0 ms in all"
     )
 
