@@ -70,6 +70,8 @@ class End:
     ranks: int = 1
     untrained: Resumed | None = None
     """The snapshot that was resumed, if no step came after it."""
+    has_ended: bool = False
+    """Nothing was left to train, and a line has said so."""
     failing: Sequence[str] = ()
     """URLs of the levels that fail: a message has said why."""
     error: BaseException | None = None
@@ -294,8 +296,11 @@ def _untrained(resumed: Resumed, end: End) -> list[str]:
         if not resumed.in_memory:
             return []
         return [f"step {resumed.newest_step}: {_fate(end)}"]
+    stays = resumed.in_memory and not resumed.only_in_memory and end.ending is Ending.LINGERING
+    if end.has_ended:
+        return [f"step {resumed.newest_step}: {_fate(end)}"] if stays else []
     line = f"no step was trained after step {resumed.step}, which was resumed: training was over, or ended early"
-    if resumed.in_memory and not resumed.only_in_memory and end.ending is Ending.LINGERING:
+    if stays:
         line += f"; {_fate(end)}"
     return [line]
 

@@ -343,6 +343,7 @@ class Shutdown:
             self._config,
             ranks=self._world.size,
             untrained=untrained,
+            has_ended=self._run.restart.source.has_ended,
             failing=self._failing(),
             error=error if self._run.is_begun else None,
             step=(self._recorder.seen_step or 0) + 1,

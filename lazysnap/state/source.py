@@ -28,6 +28,8 @@ class StateSource:
 
     clocks: tuple[str, ...] = ()
     """Places in ``collect()``, such as ``trainer.seconds``, that hold a time: a step that is repeated differs there."""
+    has_ended = False
+    """True if the restored state has nothing left to train, and a line has said so."""
 
     def collect(self) -> dict[str, Any]:
         """Return the whole current state: nested dicts, lists and tuples of tensors and plain values.

@@ -159,6 +159,7 @@ class TrainingState(ObjectState):
         self.landing, self.earlier_s = state, state["trainer"]["seconds"]
         self._restore_state(state["trainer"])
         self.end_reason = self._reason()
+        self.has_ended = bool(self.end_reason)
 
     def _restore_state(self, parts: dict[str, Any]) -> None:
         state = self._trainer.state
