@@ -17,7 +17,9 @@ from run_history import LEVEL, History, Life
 
 from lazysnap.cli import main
 from lazysnap.cli.commands import parse_option, parser
+from lazysnap.cli.output import Output
 from lazysnap.events import LevelFailed, encode
+from lazysnap.levels.redaction import Redaction
 from lazysnap.shard.names import events_file_name
 
 
@@ -65,6 +67,11 @@ def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
     said = capsys.readouterr().err
     assert "usage: lazysnap prune" in said
     assert "unrecognized arguments: --keeplast 3" in said
+
+
+def test_an_error_of_several_lines_is_shown_as_lines(capsys):
+    Output("ls", as_json=False, redaction=Redaction({})).error("the first\nthe second\x1b[2J")
+    assert capsys.readouterr().err.splitlines() == ["error: the first", "the second\\x1b[2J"]
 
 
 def test_an_option_without_an_equals_sign_is_not_repeated_to_the_screen(capsys):
