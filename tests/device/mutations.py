@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     Mutant(CAPTURES, "self.wait_released(timeout_s)\n            ", "gpu:test_a_gate_behind_the_next", ""),
     Mutant(CAPTURES, "if not capture.released.wait(max(0.0, deadline - time.monotonic())):", HUNG, "if False:"),
-    Mutant(CAPTURES, 'capture.drop(Phase.FAILED, f"the copy did not end within {timeout_s:g} s")', HUNG),
+    Mutant(CAPTURES, 'capture.drop(CapturePhase.FAILED, f"the copy did not end within {timeout_s:g} s")', HUNG),
     # The comparisons.
     Mutant(CAPTURES, "capture.pass_gate()", CHANGED),
     Mutant(CAPTURE, "self._compare()\n            self.is_past", CHANGED, "pass\n            self.is_past"),
@@ -128,18 +128,20 @@ MUTANTS = [
     Mutant(CAPTURE, "self.slot.commit(copied_ns=int(1e9 * self.copy_s))", WHOLE),
     Mutant(
         CAPTURE,
-        "if self.phase is not Phase.COPYING:\n                return False\n            faults",
+        "if self.phase is not CapturePhase.COPYING:\n                return False\n            faults",
         "copy:test_a_copy_that_hangs",
         "faults",
     ),
     Mutant(CAPTURE, "self.slot.discard(self.sequence)", HUNG),
     Mutant(
         CAPTURE,
-        "if self.phase is not Phase.COPYING:\n            return False\n        self.sl",
+        "if self.phase is not CapturePhase.COPYING:\n            return False\n        self.sl",
         "gpu:test_gi",
         "self.sl",
     ),
-    Mutant(CAPTURES, 'capture.drop(Phase.ABORTED, f"it could not begin: {type(error).__name__}: {error}")', SHORT),
+    Mutant(
+        CAPTURES, 'capture.drop(CapturePhase.ABORTED, f"it could not begin: {type(error).__name__}: {error}")', SHORT
+    ),
 ]
 
 
