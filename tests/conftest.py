@@ -11,6 +11,7 @@ import pathlib
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import uuid
 
@@ -55,6 +56,8 @@ def pytest_configure(config):
     # Threads of torch spin while they wait for one another: beside other workers that takes three times as long. Bits
     # depend on their number, too: here, and in all programs that tests start, it is the same.
     os.environ["OMP_NUM_THREADS"] = "1"
+    if "torch" in sys.modules:  # the conftest.py of a folder that was named to pytest comes before this
+        sys.modules["torch"].set_num_threads(1)
     if "LAZYSNAP_RUNTIME_DIR" not in os.environ:
         runtime_directory = tempfile.TemporaryDirectory(prefix="lazysnap-", dir="/tmp", ignore_cleanup_errors=True)
         config.add_cleanup(runtime_directory.cleanup)
