@@ -66,6 +66,7 @@ class JobCore:
             now: seconds of a monotonic clock.
         """
         self.settings = settings
+        self._threads = threads
         self.digest = _digest(settings)
         self.node = Node(settings.node, _storage_levels(settings), _redundancy_level(settings))
         self.levels = [LevelJobs(index, self.node, threads) for index in range(len(self.node.levels))]
@@ -127,6 +128,7 @@ class JobCore:
         """A job of a level ended, perhaps one of the settings before these."""
         for level in self.levels:
             level.ended(event, now)
+        self._threads.forget(event.job)
 
     def job_moved(self, number: int, now: float) -> None:
         """A job moved some bytes."""

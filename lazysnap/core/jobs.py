@@ -62,6 +62,11 @@ class Threads:
     abandoned: dict[str, dict[int, Job]] = field(default_factory=dict)
     """Jobs whose threads have not returned, by name of the level and number."""
 
+    def forget(self, job: int) -> None:
+        """Note that the thread of a job returned, whatever its level."""
+        for jobs in self.abandoned.values():
+            jobs.pop(job, None)
+
 
 @dataclass
 class LevelJobs:

@@ -238,6 +238,16 @@ class TestStarts:
         driver.step(Listed(0, before.job, (StepKey(1, 1),)))
         assert driver.core.job.node.levels[0].stored == set()
 
+    def test_a_thread_that_returns_is_no_more_waited_for_though_its_level_is_gone(self):
+        driver = Driver()
+        [hanging] = of_kind(driver.report(STATE), ListLevel)
+        other = structs.replace(SETTINGS, levels=(structs.replace(LEVEL, url="other"),))
+        driver.report(structs.replace(STATE, start=START + 1, job=other), pid=100, connection=1)
+
+        driver.step(Listed(0, hanging.job, ()))
+
+        assert not driver.core._threads.abandoned[LEVEL.url]
+
     def test_a_start_that_is_older_does_not_change_the_job(self):
         """One rank of a node may begin the next start before another one."""
         two = structs.replace(SETTINGS, ranks=(0, 1))

@@ -189,6 +189,10 @@ SETTINGS = settings(
 )
 
 
+def test_anything_may_happen_in_a_few_examples():
+    run_state_machine_as_test(seed(0)(CoreMachine), settings=settings(SETTINGS, max_examples=40))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(NUM_PARTS))
