@@ -107,7 +107,7 @@ class Coordinator:
         lost = sorted(self.lost & required) + sorted(self.lost - required)[-MAX_IN_MESSAGE:]
         orders = []
         for index, level in enumerate(self.levels):
-            if level.is_memory:
+            if level.is_redundancy:
                 orders.append(level.order(self.to_protect, set()))
             else:
                 orders.append(level.order(required, self._named_keys(index)))
@@ -153,12 +153,12 @@ class Coordinator:
 
     def _count_level(self, level: LevelGrants) -> None:
         if level.is_listing:
-            if level.is_memory:
+            if level.is_redundancy:
                 level.complete.clear()  # a keeper is new: the parity of the one before it is gone
             return
         if not level.is_open:
             self._open(level)
-        if level.is_memory:
+        if level.is_redundancy:
             level.complete &= level.stored_on_all()
         if level.grant is not None and level.is_under_way:
             self._count_grant(level, level.grant)
@@ -195,7 +195,7 @@ class Coordinator:
             is_missed_step = GrantProgress.MISSED in progress
             if is_missed_step and not level.is_ahead and not level.is_overtaken:
                 level.given_up.add(grant)
-                if level.source is None and not level.is_memory and grant in self.required | self.to_name:
+                if level.source is None and not level.is_redundancy and grant in self.required | self.to_name:
                     self._lose(grant)
             # By time, the newest capture may have been granted, too. If steps are so short that it is missed, only a
             # grant further ahead is in time.
@@ -210,7 +210,7 @@ class Coordinator:
         if not level.is_open or level.is_under_way or not level.is_ready or not level.is_answered:
             return
         if self.captures_left is not None:
-            if not level.is_memory:
+            if not level.is_redundancy:
                 self._grant_what_is_left(index)
         elif ranks and self._is_training_on_all():
             self._grant_next(index, ranks, now)
@@ -248,7 +248,7 @@ class Coordinator:
         reading = self._key_that_is_read()
         next_step = level.next_step(begun, self.capture_every_n_steps)
         is_reading_begun = reading is not None and reading.step <= begun
-        must_wait = level.is_memory and self._has_storage_missed()
+        must_wait = level.is_redundancy and self._has_storage_missed()
         if reading is not None and (is_reading_begun or reading.step <= next_step or must_wait):
             if self._is_due_along(level, reading, now):
                 self._become_due_grant(level, reading, start, now, is_ahead=not is_reading_begun)
@@ -274,7 +274,7 @@ class Coordinator:
         """Return True if a level that reads slots is to store a step that another one reads there."""
         if level.is_done_with(key):
             return False
-        if level.is_memory:
+        if level.is_redundancy:
             return level.passes_a_multiple(key)
         if level.every_n_steps is None:
             return level.is_due(key.start, now)
@@ -286,7 +286,7 @@ class Coordinator:
         So the first capture is stored at once, however long a step takes. Where steps are so short that other nodes
         miss it, the next grant lies ahead.
         """
-        if level.every_n_steps is not None or level.is_memory or level.margin_steps > 0:
+        if level.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0:
             return False
         return not level.is_done_with(key) and is_in_memory(key, ranks) and not is_missed(key, ranks)
 
@@ -382,7 +382,7 @@ class Coordinator:
 
     def _faster(self, index: int) -> int | None:
         """Return the next faster storage level that works on all nodes."""
-        if self.levels[index].is_memory:
+        if self.levels[index].is_redundancy:
             return None
         for faster in reversed(range(index)):
             level = self.levels[faster]
@@ -396,7 +396,7 @@ class Coordinator:
 
     def _source_of(self, key: StepKey, index: int) -> int | None:
         """Return the next faster level that works and has this snapshot."""
-        if self.levels[index].is_memory:
+        if self.levels[index].is_redundancy:
             return None
         for faster in reversed(range(index)):
             level = self.levels[faster]
@@ -416,7 +416,7 @@ class Coordinator:
         return self._key_that_is_read() in (None, key)
 
     def _is_stored_somewhere(self, key: StepKey) -> bool:
-        return any(key in level.complete for level in self.levels if not level.is_memory)
+        return any(key in level.complete for level in self.levels if not level.is_redundancy)
 
     # What must be stored
 
@@ -429,7 +429,7 @@ class Coordinator:
 
     def _required_at(self, index: int) -> set[StepKey]:
         """Return what a level must store: the required steps, and those with a name that a faster level has."""
-        if self.levels[index].is_memory:
+        if self.levels[index].is_redundancy:
             return self.to_protect
         if index == 0:
             return self.required | self.to_name
@@ -441,7 +441,7 @@ class Coordinator:
 
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
-        storage = [level for level in self.levels if not level.is_memory]
+        storage = [level for level in self.levels if not level.is_redundancy]
         if self.captures_left is None or not all(level.is_open for level in storage):
             return  # what a level has that is not open yet is not known
         for index, level in enumerate(storage):
@@ -452,7 +452,7 @@ class Coordinator:
     def _give_up(self, level: LevelGrants, key: StepKey) -> None:
         """The slots do not have a required step any more, and no faster level has it."""
         level.given_up.add(key)
-        if not level.is_memory:
+        if not level.is_redundancy:
             self._lose(key)
 
     def _lose(self, key: StepKey) -> None:
@@ -486,6 +486,6 @@ class Coordinator:
     def _is_level_drained(self, index: int) -> bool:
         """Return True if a level has what must be stored, but for what it can never have."""
         level = self.levels[index]
-        if level.is_memory:
+        if level.is_redundancy:
             return True
         return level.is_open and all(level.is_done_with(key) for key in self._keys_to_drain(index))

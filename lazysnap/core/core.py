@@ -84,8 +84,8 @@ class Core:
     def step(self, event: Event, now: float) -> list[Action]:
         """Take an event and decide.
 
-        Returns: actions, to be carried out in order. ``Hold``, ``VoidSlot``, ``FreeSlot`` and ``SetGrant`` want a
-            ``SlotsSeen`` afterwards.
+        Returns: actions, to be carried out in order. ``Hold``, ``VoidSlot``, ``FreeSlot``, ``AdoptSlots`` and
+            ``SetGrant`` want a ``SlotsSeen`` afterwards.
         """
         self.now = now
         self._actions = []

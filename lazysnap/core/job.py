@@ -69,7 +69,7 @@ class JobCore:
         self._threads = threads
         self.digest = _digest(settings)
         self.node = Node(settings.node, _storage_levels(settings), _redundancy_level(settings))
-        self.levels = [LevelJobs(index, self.node, threads) for index in range(len(self.node.levels))]
+        self.level_jobs = [LevelJobs(index, self.node, threads) for index in range(len(self.node.levels))]
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
         self.is_preempted = False
@@ -126,19 +126,19 @@ class JobCore:
 
     def job_ended(self, event: JobEnded, now: float) -> None:
         """A job of a level ended, perhaps one of the settings before these."""
-        for level in self.levels:
+        for level in self.level_jobs:
             level.ended(event, now)
         self._threads.forget(event.job)
 
     def job_moved(self, number: int, now: float) -> None:
         """A job moved some bytes."""
-        for level in self.levels:
+        for level in self.level_jobs:
             level.moved(number, now)
 
     def abandon_all(self) -> list[Action]:
         """Give up all jobs: another job takes the place of this one."""
         actions: list[Action] = []
-        for level in self.levels:
+        for level in self.level_jobs:
             actions += level.abandon()
         return actions
 
@@ -154,7 +154,7 @@ class JobCore:
             times.append(self._protected_at + UNPROTECTED_S)
         if self._may_become_alone(is_draining=is_draining):
             times.append(self._received_at + SILENCE_S)
-        for level in self.levels:
+        for level in self.level_jobs:
             times += level.deadlines()
         if self.coordinator is not None:
             times += self.coordinator.deadlines(now)
@@ -225,7 +225,7 @@ class JobCore:
             unanswered = self.node.unanswered(wants.required, wants.names)
             self.node.find_missed(ranks, unanswered)
             self._hold_slots(ranks, unanswered)
-            for index, level in enumerate(self.levels):
+            for index, level in enumerate(self.level_jobs):
                 self._actions += level.decide(ranks, self.wishes(index, wants), now)
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
@@ -319,7 +319,7 @@ class JobCore:
 
         Node 0 alone gives names, so that no two nodes write the same file.
         """
-        if self.settings.node != COORDINATOR_NODE or self.node.levels[index].is_memory:
+        if self.settings.node != COORDINATOR_NODE or self.node.levels[index].is_redundancy:
             return NameWishes()
         names = set(wants.names)
         for faster in self.node.levels[:index]:
@@ -347,14 +347,14 @@ class JobCore:
 
     def is_idle(self, wants: Wants) -> bool:
         """Return True if no level has anything left to do."""
-        return all(level.is_idle(self.wishes(index, wants)) for index, level in enumerate(self.levels))
+        return all(level.is_idle(self.wishes(index, wants)) for index, level in enumerate(self.level_jobs))
 
     # What trainers get to know
 
     def level_states(self, *, has_progress: bool) -> tuple[LevelState, ...]:
         """Return the state of each storage level. ``has_progress``: True if somebody waits for a step."""
         states = []
-        for level, jobs in zip(self.node.storage, self.levels, strict=False):
+        for level, jobs in zip(self.node.storage, self.level_jobs, strict=False):
             writing = None
             if has_progress:
                 writing = jobs.writing
@@ -384,7 +384,7 @@ class JobCore:
     def name_refusals(self) -> tuple[NameRefusal, ...]:
         """Names that a level does not take as they are."""
         refusals: list[NameRefusal] = []
-        for level in self.levels:
+        for level in self.level_jobs:
             refusals += level.name_refusals
         return tuple(refusals)
 
@@ -406,7 +406,7 @@ class JobCore:
         level = self.node.levels[index]
         if not level.is_ready or named in level.names:
             return False
-        return level.progress is GrantProgress.LISTING or self.levels[index].may_give(named)
+        return level.progress is GrantProgress.LISTING or self.level_jobs[index].may_give(named)
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
         """Note whether something is due to be protected, and was not yet."""
@@ -436,7 +436,7 @@ class JobCore:
         if silent and not self._is_alone:
             alerts.append(KeeperAlert("links", _unreached(self.settings.node, silent, address)))
         if self.settings.redundancy is not None and now >= self._protected_at + UNPROTECTED_S:
-            reason = self.levels[-1].failure or "a node of its group, or of another one, has no parity yet"
+            reason = self.level_jobs[-1].failure or "a node of its group, or of another one, has no parity yet"
             if silent:
                 reason = f"no link to the keeper of node {min(silent)}"
             alerts.append(KeeperAlert("protection", f"nothing was protected for {UNPROTECTED_S:.0f} s: {reason}"))
@@ -476,7 +476,7 @@ def _redundancy_level(settings: JobSettings) -> NodeLevel | None:
     redundancy = settings.redundancy
     if redundancy is None:
         return None
-    return NodeLevel("redundancy", Retention(keep_last=1), redundancy.timeout_s, is_memory=True)
+    return NodeLevel("redundancy", Retention(keep_last=1), redundancy.timeout_s, is_redundancy=True)
 
 
 def _digest(settings: JobSettings) -> int:

@@ -316,7 +316,7 @@ class LevelJobs:
 
 def _hang_text(level: NodeLevel) -> str:
     text = f"{level.name} did not move for {level.timeout_s:g} s"
-    if level.is_memory:
+    if level.is_redundancy:
         return text
     return f"{text}; check the mount or endpoint, or raise PersistentLevel(timeout_s=...)"
 

@@ -27,7 +27,7 @@ class LevelGrants:
     retention: Retention
     every_n_steps: int | None
     every_s: float
-    is_memory: bool = False
+    is_redundancy: bool = False
     """True for redundancy: only what all nodes have now is complete."""
     is_shared: bool = True
     """True if all nodes see the same place there."""
@@ -75,7 +75,7 @@ class LevelGrants:
     @classmethod
     def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
         """Return the state of redundancy."""
-        return cls(Retention(keep_last=1), settings.every_n_steps, 0.0, is_memory=True)
+        return cls(Retention(keep_last=1), settings.every_n_steps, 0.0, is_redundancy=True)
 
     @property
     def is_under_way(self) -> bool:

@@ -28,7 +28,9 @@ from typing import Any
 from msgspec import Struct
 
 PROTOCOL = 1
-"""Raised with every change of a message. A keeper refuses trainers of another number."""
+"""Raised with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report`` and
+``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
+"""
 
 MAX_IN_MESSAGE = 32
 """Complete snapshots of a level in one message: so many of the newest, or more where ``keep_last`` wants that. Those
@@ -197,7 +199,6 @@ class TrainerState(Struct, frozen=True, tag="trainer"):
     farewell: Farewell = Farewell.NONE
     waited_s: float = 0.0
     """Seconds that training has waited for lazysnap so far; for people."""
-    protocol: int = PROTOCOL
 
 
 class LevelState(Struct, frozen=True):
@@ -277,7 +278,9 @@ class GrantProgress(enum.Enum):
                            │                                ├──> FAILED
                            └──> MISSED                      └──> MISSED
 
-    The next order leads from any state but LISTING to WAITING, to STORED if the node has the file, or to IDLE.
+    A level that fails while it waits is FAILED, too. A thread that hung may still have stored the file: it is
+    STORED then. The next order with another grant leads from any state but LISTING to WAITING, to STORED if the node
+    has the file, or to IDLE.
     """
 
     LISTING = "listing"

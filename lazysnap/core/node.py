@@ -130,7 +130,7 @@ class NodeLevel:
     """For people: the path, or ``redundancy``."""
     retention: Retention
     timeout_s: float
-    is_memory: bool = False
+    is_redundancy: bool = False
     """True for redundancy: what is stored is lost with the keeper, and its slots are held along with it."""
     progress: GrantProgress = GrantProgress.LISTING
     grant: StepKey | None = None
@@ -178,7 +178,7 @@ class NodeLevel:
         """
         if self.source is not None:
             return None
-        if self.is_memory and self.progress is GrantProgress.STORED:
+        if self.is_redundancy and self.progress is GrantProgress.STORED:
             return self.grant
         return self.wanted_key
 

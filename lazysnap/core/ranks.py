@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from lazysnap.core.actions import Action, AdoptSlots, CloseConnection, FreeSlot, MakeSlot, TrainerReported, VoidSlot
-from lazysnap.core.messages import PROTOCOL, Farewell, JobSettings, KeeperState, NamedStep, StepKey, TrainerState
+from lazysnap.core.messages import Farewell, JobSettings, KeeperState, NamedStep, StepKey, TrainerState
 from lazysnap.core.node import RankView
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_fitting
 
@@ -208,8 +208,6 @@ class Ranks:
 
     def refusal(self, event: TrainerReported, now: float) -> str:
         """Return why a trainer is not served; empty if it is."""
-        if event.state.protocol != PROTOCOL:
-            return f"the keeper speaks version {PROTOCOL}, this trainer version {event.state.protocol}"
         rank = self.rank(event.state.local_rank)
         if not rank.is_served or rank.pid == event.pid:
             return ""

@@ -128,7 +128,7 @@ class Answers:
             )
         newest = max(whole_on_all(self._core.ranks.views(job.settings)), default=None)
         is_any_failing = False
-        for level, jobs in zip(job.node.storage, job.levels, strict=False):
+        for level, jobs in zip(job.node.storage, job.level_jobs, strict=False):
             if newest is None or newest in level.complete:
                 continue
             if not jobs.failure:

@@ -91,10 +91,6 @@ class TrainerConnections:
         self._pidfds: dict[int, int] = {}
         """By process, of all processes that connected and are alive."""
 
-    def get(self, number: int) -> TrainerConnection | None:
-        """Return a connection; None if it was closed."""
-        return self._connections.get(number)
-
     # New ones
 
     def listen(self, listener: socket.socket) -> None:

@@ -205,7 +205,7 @@ class LevelFiles:
         return StepKey(int(name.start, 16), name.step)
 
     def _is_stored(self, store: SnapshotStore, directory: str, file_names: Sequence[str]) -> bool:
-        """True if this node's part of a snapshot is there. What is damaged does not count, and stays."""
+        """True if this node's part of a snapshot is there. What is damaged does not count."""
         try:
             if self.name.manifest in file_names:
                 manifest = read_committed(FilePlace(store.storage, directory, self.name))

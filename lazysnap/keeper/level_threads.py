@@ -1,4 +1,4 @@
-"""Threads of a keeper for slow work: one per level, and one for memory.
+"""Threads of a keeper for the work of its levels, one for each.
 
 ::
 

@@ -233,7 +233,7 @@ def _captures(rank: Rank, slots: Mapping[int, Slot]) -> list[CaptureTimes]:
 def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
     settings = job.settings.levels[index]
     level = job.node.levels[index]
-    jobs = job.levels[index]
+    jobs = job.level_jobs[index]
     newest = max(level.complete, default=None)
     complete_ns = None
     if newest is not None and newest == history.completed:
@@ -263,11 +263,11 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
 
 def _total_bytes(job: JobCore, index: int, slots: Slots) -> int:
     """Return the bytes of the captures that are being stored; 0 if there are none, or it is not known."""
-    write = job.levels[index].job
+    write = job.level_jobs[index].job
     if not isinstance(write, WriteLevel):
         return 0
     if write.source is not None:
-        return job.levels[write.source].stored_bytes
+        return job.level_jobs[write.source].stored_bytes
     total_bytes = 0
     for rank, slot_id in write.slots:
         slot = slots.get(rank, {}).get(slot_id)
@@ -284,7 +284,7 @@ def _num_waiting(core: Core, job: JobCore, index: int) -> int:
         keys.update(named.key for named in wants.names)
     level = job.node.levels[index]
     keys -= {*level.complete, *level.given_up, *job.node.lost}
-    writing = job.levels[index].writing
+    writing = job.level_jobs[index].writing
     if writing is not None:
         keys.discard(writing)
     return len(keys)

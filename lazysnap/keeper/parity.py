@@ -78,7 +78,7 @@ class ParitySet:
 
 
 class ParityStore:
-    """The parity that a keeper holds. Thread-safe. It outlasts starts: only ``delete`` and ``clear`` release any."""
+    """The parity that a keeper holds. Thread-safe. It outlasts starts: only ``delete`` releases any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,12 +118,6 @@ class ParityStore:
                 else:
                     self._spare = list(parity.files.values())
             self._sets = kept
-
-    def clear(self) -> None:
-        """Release all parity: no restart needs it."""
-        with self._lock:
-            self._sets = []
-            self._spare = []
 
     @property
     def size_bytes(self) -> int:

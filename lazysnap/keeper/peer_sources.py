@@ -49,7 +49,7 @@ class OpenedSource:
 
 
 class KeeperSources:
-    """See ``peers.reads.Sources``. Opening a source parses metadata, so a few stay open."""
+    """See ``peers.reads.ServedSources``. Opening a source parses metadata, so a few stay open."""
 
     def __init__(self, slots: PresentSlots, num_ranks: Callable[[int], int], store: ParityStore) -> None:
         """Open nothing yet.

@@ -9,8 +9,8 @@ from msgspec import structs
 from lazysnap.core.messages import KeeperState, NamedStep, StepKey, TrainerState
 
 MAX_RELEASED = 16
-"""Names that were taken away, and are still sent. ``KeeperState`` shows the names of the first level alone, and each
-later keeper looks at all levels."""
+"""Names that were taken away, and are still sent: no answer says that a name is gone from every level, and each later
+keeper looks at all of them."""
 
 
 def without_answered(state: TrainerState, sent: TrainerState, answer: KeeperState) -> TrainerState:

@@ -275,7 +275,8 @@ class TrainerSlot(Slot):
 
 
 class KeeperSlot(Slot):
-    """A slot whose captures this process holds for readers. A new keeper releases every slot that it takes over."""
+    """A slot whose captures this process holds for readers. A new keeper finds
+    those that the one before it held, until the core releases what nothing needs."""
 
     def hold(self, sequence: int, rank_slots: Sequence[Slot], kept: int) -> bool:
         """Keep a capture from being written over until ``release``.

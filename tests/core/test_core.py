@@ -10,7 +10,6 @@ from lazysnap.core.core import Core
 from lazysnap.core.job import UNREACHED_S
 from lazysnap.core.lifecycle import START_GRACE_S, Phase
 from lazysnap.core.messages import (
-    PROTOCOL,
     Farewell,
     GrantProgress,
     JobSettings,
@@ -119,13 +118,6 @@ class TestTrainers:
         assert "process 100" in driver.sent(done).refusal
         assert actions.CloseConnection(2) in done
         assert driver.core.ranks.all[0].pid == 100
-
-    def test_another_version_is_refused(self):
-        driver = Driver()
-
-        done = driver.report(structs.replace(STATE, protocol=PROTOCOL + 1))
-
-        assert f"version {PROTOCOL + 1}" in driver.sent(done).refusal
 
     def test_a_process_that_lost_its_connection_has_a_moment_to_come_back(self):
         driver, _ = driver_with_a_grant()
@@ -277,7 +269,7 @@ class TestStarts:
         assert not of_kind(done, actions.FreeSlot)
 
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)), (old,))
-        job = driver.core.job.levels[0].job
+        job = driver.core.job.level_jobs[0].job
         assert isinstance(job, WriteLevel)
         done = driver.step(actions.StepStored(0, job.job))
 
@@ -290,7 +282,7 @@ class TestNames:
         named = NamedStep("mine", StepKey(START, step))
         driver.report(structs.replace(STATE, names=(named,)))
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
-        done = driver.step(actions.StepStored(0, driver.core.job.levels[0].job.job))
+        done = driver.step(actions.StepStored(0, driver.core.job.level_jobs[0].job.job))
         [job] = of_kind(done, actions.SetNames)
 
         refusal = NameRefusal("level", "mine", "a file of somebody else")
@@ -404,7 +396,7 @@ class TestSeveralLevels:
         for job in of_kind(driver.report(state), ListLevel):
             driver.step(Listed(job.level, job.job, ()))
         driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
-        [write] = [level.job for level in driver.core.job.levels[:1]]
+        [write] = [level.job for level in driver.core.job.level_jobs[:1]]
 
         done = driver.step(actions.StepStored(0, write.job))
 
@@ -420,7 +412,7 @@ class TestSeveralLevels:
         for job in of_kind(driver.report(state), ListLevel):
             driver.step(Listed(job.level, job.job, ()))
         driver.see((slot(0, 1, is_held=True), empty(1), empty(2), empty(3)))
-        write, parity = [level.job for level in driver.core.job.levels]
+        write, parity = [level.job for level in driver.core.job.level_jobs]
         driver.step(actions.StepStored(1, parity.job))
         driver.step(actions.Failed(0, write.job, "the disk is away"))
         redundancy = driver.core.job.node.levels[1]
@@ -522,7 +514,7 @@ def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_req
     driver.see((slot(0, step), slot(1, step + 1), slot(2, step + 2)))
 
     done = driver.step(actions.ProcessDied(100))
-    [job] = of_kind(done, ListLevel) or [driver.core.job.levels[0].job]
+    [job] = of_kind(done, ListLevel) or [driver.core.job.level_jobs[0].job]
     done = driver.step(Listed(0, job.job, ()))
 
     held = [action.sequence for action in of_kind(done, Hold)]
@@ -535,7 +527,7 @@ class TestWhatIsStoredFirst:
         """Memory has one slot to spare: while the write went on the named step would be written over."""
         driver, step = driver_with_a_grant()
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
-        write = driver.core.job.levels[0].job
+        write = driver.core.job.level_jobs[0].job
         assert isinstance(write, WriteLevel)
         driver.see((slot(0, step, is_held=True), slot(1, step + 1), empty(2)))
 
@@ -550,7 +542,7 @@ class TestWhatIsStoredFirst:
         driver, step = driver_with_a_grant()
         older = slot(1, step - 1)
         driver.see((slot(0, step, is_whole=False, is_held=True), older, empty(2)))
-        cancelled = driver.core.job.levels[0].job
+        cancelled = driver.core.job.level_jobs[0].job
         state = structs.replace(STATE, names=(NamedStep("mine", StepKey(START, step - 1)),))
         assert actions.CancelJob(0, cancelled.job) in driver.report(state)
         driver.see((slot(0, step, is_held=True), older, empty(2)))
@@ -590,7 +582,7 @@ class TestWhatIsStoredFirst:
         driver, _ = driver_with_a_grant()
         level = driver.core.job.node.levels[0]
         assert level.progress is GrantProgress.WAITING
-        driver.core.job.levels[0].job = actions.DeleteFiles(0, 77, (StepKey(1, 1),))
+        driver.core.job.level_jobs[0].job = actions.DeleteFiles(0, 77, (StepKey(1, 1),))
 
         driver.step(actions.Failed(0, 77, "the disk is away"))
 

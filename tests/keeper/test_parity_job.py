@@ -156,8 +156,6 @@ def test_parity_is_listed_deleted_and_its_memory_used_again(group):
     assert node.store.size_bytes == size_bytes, "it waits for the next parity"
     group.protect(STEP + 2)
     assert node.store.size_bytes == size_bytes
-    node.store.clear()
-    assert node.store.size_bytes == 0
 
 
 def test_memory_that_is_used_again_gives_the_same_parity(group, restart):

@@ -45,7 +45,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestNames::test_a_name_is_not_given_before_the_fastest_level_that_has_the_step_gave_it": [
         ("core/job.py", "JobCore.given_names", "not any((self._is_to_name(faster, named) for faster in range(index)))"),
         ("core/job.py", "JobCore._is_to_name", "level.progress is GrantProgress.LISTING"),
-        ("core/job.py", "JobCore._is_to_name", "self.levels[index].may_give(named)"),
+        ("core/job.py", "JobCore._is_to_name", "self.level_jobs[index].may_give(named)"),
     ],
     "core/test_core.py::TestNames::test_a_name_that_a_level_refuses_is_reported_and_not_tried_again": [
         ("core/jobs.py", "LevelJobs._names_to_set", "self.may_give(named)"),
@@ -68,7 +68,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
             "Coordinator._grant_required",
             "not self._copies_from_faster(index) and self._may_read_slots(key)",
         ),
-        ("core/coordinator.py", "Coordinator._required_at", "self.levels[index].is_memory"),
+        ("core/coordinator.py", "Coordinator._required_at", "self.levels[index].is_redundancy"),
         ("core/jobs.py", "LevelJobs._write", "len(slots) < len(ranks)"),
     ],
     "core/test_core.py::TestSeveralLevels::test_a_level_of_one_node_is_not_copied_from_a_shared_one": [
@@ -83,9 +83,9 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "core/test_core.py::TestSeveralLevels::test_a_required_step_that_no_level_can_take_does_not_stop_redundancy": [
         ("core/coordinator.py", "Coordinator._grant_next", "self._is_due_along(level, reading, now)"),
-        ("core/coordinator.py", "Coordinator._is_due_along", "level.is_memory"),
+        ("core/coordinator.py", "Coordinator._is_due_along", "level.is_redundancy"),
         ("core/coordinator.py", "Coordinator._key_to_read_first", "not level.is_ready"),
-        ("core/coordinator.py", "Coordinator._faster", "self.levels[index].is_memory"),
+        ("core/coordinator.py", "Coordinator._faster", "self.levels[index].is_redundancy"),
         ("core/coordinator.py", "Coordinator._key_that_is_read", "level.reads_slots"),
     ],
     "core/test_core.py::TestStarts::test_a_start_that_is_older_does_not_change_the_job": [
@@ -96,7 +96,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "core/test_core.py::TestTheEnd::test_a_new_keeper_gives_nothing_up_before_it_knows_slots_and_files": [
         ("core/coordinator.py", "Coordinator._gather", "len(captures_left) == len(self.reports)"),
-        ("core/coordinator.py", "Coordinator._grant_level", "not level.is_memory"),
+        ("core/coordinator.py", "Coordinator._grant_level", "not level.is_redundancy"),
     ],
     "core/test_core.py::TestTheEnd::test_a_preempted_training_has_its_newest_capture_stored": [
         (
@@ -146,7 +146,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         (
             "core/coordinator.py",
             "Coordinator._takes_newest_begun",
-            "level.every_n_steps is not None or level.is_memory or level.margin_steps > 0",
+            "level.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0",
         ),
     ],
     "core/test_core.py::test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_required": [
