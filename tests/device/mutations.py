@@ -5,20 +5,19 @@ device. Processes are forked from this one, which has imported all but the packa
 each. That the package as it is passes these tests, is what ``test_on_software_device.py`` and tests/capture say.
 """
 
-import importlib.machinery
 import json
 import os
 import pathlib
 import sys
 import textwrap
 from dataclasses import dataclass
+from functools import partial
 
 import lightning  # noqa: F401  imported here, not by each process
-import pytest
 import pytest_timeout  # noqa: F401
+from support import mutants
 
 ROOT = pathlib.Path(__file__).parents[2]
-AT_ONCE = 2
 SUITES = {
     "gpu": "tests/gpu/test_device_capture.py",
     "frozen": "tests/gpu/test_frozen_tensors.py",
@@ -145,41 +144,21 @@ MUTANTS = [
 ]
 
 
-def run(mutant: Mutant, output: pathlib.Path) -> int:
-    """The exit status of pytest."""
-    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 1)
-    os.dup2(1, 2)
-    path, text = str(ROOT / "lazysnap" / mutant.file), mutant.text()
-    usual = importlib.machinery.SourceFileLoader.get_code
-    importlib.machinery.SourceFileLoader.get_code = lambda loader, name: (
-        compile(text, path, "exec") if loader.path == path else usual(loader, name)
-    )
+def spoil(mutant: Mutant) -> list[str]:
+    """Change the package, in this process. Returns: the arguments of pytest."""
+    mutants.replace_module(mutant.file, compile(mutant.text(), mutants.PACKAGE / mutant.file, "exec"))
     suite, name = mutant.test.split(":")
     alone = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "-W", "ignore")
     words = ["-x", "-q", *alone, "-p", "pytest_timeout", "--timeout", "60", "-p", "device.checked"]
-    return pytest.main([*words, str(ROOT / SUITES[suite]), "-k", name])
+    return [*words, str(ROOT / SUITES[suite]), "-k", name]
 
 
 def main() -> None:
-    place = pathlib.Path(sys.argv[1])
-    left = list(enumerate(MUTANTS))
-    running: dict[int, tuple[int, Mutant]] = {}
-    while left or running:
-        while left and len(running) < AT_ONCE:
-            number, mutant = left.pop(0)
-            pid = os.fork()
-            if not pid:
-                status = 70
-                try:
-                    status = run(mutant, place / str(number))
-                finally:
-                    os._exit(int(status))
-            running[pid] = number, mutant
-        pid, status = os.wait()
-        number, mutant = running.pop(pid)
-        facts = {"status": os.waitstatus_to_exitcode(status), "output": (place / str(number)).read_text()[-3000:]}
-        facts |= {"file": mutant.file, "lines": textwrap.dedent(mutant.lines), "test": mutant.test}
-        print(json.dumps(facts), flush=True)
+    changes = [partial(spoil, mutant) for mutant in MUTANTS]
+    for number, status, output in mutants.run_all(changes, pathlib.Path(sys.argv[1])):
+        mutant = MUTANTS[number]
+        facts = {"status": status, "output": output[-3000:], "file": mutant.file, "test": mutant.test}
+        print(json.dumps({**facts, "lines": textwrap.dedent(mutant.lines)}), flush=True)
 
 
 if __name__ == "__main__":
