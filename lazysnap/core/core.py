@@ -240,8 +240,7 @@ class Core:
                     self._actions.append(Release(rank.number, slot.slot_id))
         if not has_slots:
             return
-        starts = set()
-        """The starts of which there are snapshots."""
+        starts = set()  # those of which there are snapshots
         if job.node.storage:
             for key in job.node.storage[0].complete:
                 starts.add(key.start)

@@ -38,7 +38,7 @@ def main() -> None:
         lock = own_lock
         listener = lock.bind()
     listener.listen(64)
-    # Only now: a launcher that ends may kill all of its children's children, and importing takes a while.
+    # Imported once this process is detached: importing takes a while, and a launcher that ends may kill its children.
     from lazysnap.keeper.loop import run_keeper
     from lazysnap.keeper.trouble import Trouble
 

@@ -72,10 +72,10 @@ class Answers:
         """Take the question whether the keeper can end. It is answered when that is known."""
         self._stop = (connection, question)
 
-    def must_terminate(self) -> bool:
-        """Answer the question whether the keeper can end, if that is known.
+    def settle_stop(self) -> bool:
+        """Refuse the question whether the keeper can end, if it must stay.
 
-        Returns: True if the core is to be told, once, that the keeper ends.
+        Returns: True, once, if the keeper is to end. ``finish`` answers then.
         """
         if self._stop is None or self._must_end:
             self._answer_arrival()

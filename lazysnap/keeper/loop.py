@@ -6,8 +6,7 @@
                                             ▲                                            │
                                             └───────── call_soon_threadsafe ─────────────┘ threads of levels, of memory
 
-An error that nobody expected ends the process: its trainers start another keeper, and hand their memory over. That path
-is tested more often than any repair here could be.
+An unexpected error ends the process: its trainers start another keeper, and hand their memory over.
 """
 
 import asyncio
@@ -103,8 +102,8 @@ def run_keeper(
 
 class Keeper:
     """Carries out what the core decides. Everything runs on the loop's thread, unless it says something else.
-
-    It is large because each action of the core leads to another part of the keeper. What a part does stands there.
+    Each action
+       of the core leads to one part of the keeper.
     """
 
     def __init__(self, lock: KeeperLock, trouble: Trouble | None) -> None:
@@ -448,6 +447,6 @@ class Keeper:
         return {index: self._levels.moved_bytes(index) for index in range(len(self._core.job.settings.levels))}
 
     def _answer_stop(self) -> None:
-        """Answer whoever wants this keeper to end, if it stays; tell the core, if it is to end."""
-        if self._answers.must_terminate():
+        """Answer the question whether the keeper can end, once that is known; end it if so."""
+        if self._answers.settle_stop():
             self._loop.call_soon(self._handle, Terminated())
