@@ -124,7 +124,9 @@ class S3Driver(FsspecStore):
             "virtual_hosted_style_request": is_virtual,
             "disable_bulk_delete": True,  # some servers lack it
         }
-        if config.get("request_checksum_calculation") != "when_required":
+        self.sends_checksums = config.get("request_checksum_calculation") != "when_required"
+        """True if each object and part is sent with its checksum."""
+        if self.sends_checksums:
             store_config["checksum_algorithm"] = "crc64nvme"
         for option, argument in _OF_STORE.items():
             value = {**client, **attributes}.get(option)
@@ -330,6 +332,8 @@ class S3Storage(FsspecStorage):
         """See ``Storage.checks_writes``. Tested once per process; false where a test is not possible."""
         try:
             driver: S3Driver = self._filesystem()
+            if not driver.sends_checksums:
+                return False
             if driver.place not in _compares:
                 _compares[driver.place] = self._call("trying it out", "compares_checksums", self._path(probe_name()))
                 if not _compares[driver.place]:

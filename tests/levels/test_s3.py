@@ -171,6 +171,14 @@ def test_who_may_not_write_does_not_know_what_the_server_checks(s3_server, s3_ur
     assert not S3Storage(s3_url, s3_server.options(seaweed.READER)).checks_writes
 
 
+def test_whoever_sends_no_checksums_reads_back_at_a_server_that_would_compare_them(storage, s3_server, s3_url):
+    """Also after another client of this process found out that the server compares them."""
+    assert storage.checks_writes
+    options = {**s3_server.options(), "config_kwargs": {"request_checksum_calculation": "when_required"}}
+
+    assert not S3Storage(s3_url, options).checks_writes
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_over_tls_a_server_must_be_who_it_says(s3_proxy, s3_server, s3_url, tmp_path, monkeypatch):
     paths = {name: str(tmp_path / name) for name in ("ca.key", "ca.pem", "key.pem", "certificate.pem")}
