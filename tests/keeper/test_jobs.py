@@ -34,7 +34,6 @@ from lazysnap.keeper.level_files import LevelFiles
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.memory.slots import TrainerSlot, make_slot
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -376,8 +375,7 @@ def test_a_job_goes_on_reading_a_slot_that_the_loop_closed(rig, node, passing):
 @pytest.mark.parametrize(
     "point", ["keeper.persist.begin", "level.store.begin", "level.store.publish_shard", "level.store.commit"]
 )
-@pytest.mark.parametrize("reason", [None, WriteCancelled])
-def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, passing, point, reason):
+def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, passing, point):
     level = rig()
     level.list()
 
@@ -388,11 +386,8 @@ def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, pa
     passing(cancel)
     place = node.capture(Capture(7))
     job = WriteLevel(0, 1, key_of(7), (place,))
-    control = JobControl(job, level.events.append)
-    if reason is not None:
-        control.beat = raising_when_cancelled(control, reason)
 
-    ended = level.run(job, node, control)
+    ended = level.run(job, node)
 
     assert isinstance(ended, Missed)
     assert "cancelled" in ended.text
@@ -400,14 +395,6 @@ def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, pa
     level.delete(key_of(7))
     assert files_below(level.root) == []
     assert not level.path(7).exists()
-
-
-def raising_when_cancelled(control, error):
-    def beat():
-        if control.is_cancelled:
-            raise error("the job was cancelled")
-
-    return beat
 
 
 def test_a_job_that_is_cancelled_while_it_is_read_back_is_missed_and_deleted_afterwards(rig, node, passing):
