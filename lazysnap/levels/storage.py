@@ -144,10 +144,10 @@ class Storage(ABC):
     def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
         """Give the bytes of an object another name, without sending them. Both names are objects of their own then.
 
-        ``beat``: called after each part, from any thread, where the place copies the bytes. What it raises ends the
-        call.
+        ``beat``: called after each part, from any thread, where the place copies the bytes.
 
         Returns: ``False``, if the place cannot do that, now or ever. Then nothing is changed.
+        Raises: CaptureAborted, if ``beat`` does. Then nothing is changed.
         """
         return False
 

@@ -35,6 +35,7 @@ from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels import fsspec_storage, open_store, s3
 from lazysnap.levels.fsspec_storage import MAX_PARTS, part_bytes
 from lazysnap.levels.s3 import S3Storage
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES
 
 pytestmark = pytest.mark.slow
@@ -81,9 +82,10 @@ def test_a_copy_that_is_given_up_leaves_nothing(s3_server, storage, monkeypatch)
     upload(storage, pattern(12 * MIB))
 
     def give_up():
-        raise RuntimeError("given up")
+        raise CaptureAborted("given up")
 
-    assert not storage.link(SHARD, f"{SHARD}2", give_up)
+    with pytest.raises(CaptureAborted, match="given up"):
+        storage.link(SHARD, f"{SHARD}2", give_up)
     assert not storage.exists(f"{SHARD}2")
     assert uploads_at(s3_server, storage.url) == []
 
