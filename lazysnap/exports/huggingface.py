@@ -28,6 +28,8 @@ WRITTEN = re.compile(COPIED.pattern + r"|(adapter_)?model(-[0-9]{5}-of-[0-9]{5})
 """All files that this format may have."""
 _NOTED = re.compile(r"[a-z_]{1,99}config\.json|config\.json")
 """Files whose text a snapshot may hold. None of them is code."""
+SHARD_BYTES = 5_000_000_000
+"""The most that a file of weights may have, unless one tensor is larger."""
 _FACTS_NESTING = 4
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 _PRETRAINED = "pretrained"
@@ -36,7 +38,7 @@ _PRETRAINED = "pretrained"
 def write_folder(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write a new directory; return notes for the user.
 
-    The weights are those of one model, in files of at most ``shard_bytes`` with an index; of a PEFT model the adapter
+    The weights are those of one model, in files of at most ``SHARD_BYTES`` with an index; of a PEFT model the adapter
     alone. Of tied tensors the first is written. ``config.json`` and the other files are copied from
     ``ExportJob.config``, else from the snapshot.
     Blocks. Raises: ConfigError, without a config; FormatError; StateError; LevelError; OSError.
@@ -97,7 +99,7 @@ def _write_weights(tensors: Mapping[str, JoinedTensor], name: str, job: ExportJo
         dict(tensors),
         get_storage_size=attrgetter("size_bytes"),
         filename_pattern=f"{name}{{suffix}}.safetensors",
-        max_shard_size=job.shard_bytes,
+        max_shard_size=SHARD_BYTES,
     )
     reads = Reads()
     with contextlib.ExitStack() as files:
