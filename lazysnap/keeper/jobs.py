@@ -178,7 +178,7 @@ def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifes
 
     Raises: FormatError, and it is no snapshot any more; LevelError.
     """
-    if store.storage.checks_writes:
+    if store.storage.checks_writes():
         return 0.0
     began = time.monotonic()
     files.read_back(store, job.key, is_base_new=manifest.written_bytes == manifest.size_bytes)

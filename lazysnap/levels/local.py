@@ -294,24 +294,24 @@ class LocalStorage(Storage):
         finally:
             writer.close()
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
-        """Make a hard link: first under a temporary name, for the target may exist. Durable on return."""
-        if not self.exists(path) or self.is_link(path) or self.is_link(target):
+    def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
+        """Make a hard link: first under a temporary name, for the new one may exist. Durable on return."""
+        if not self.exists(path) or self.is_link(path) or self.is_link(new_path):
             return False
-        directory = os.path.dirname(self._path(target))
-        temp = os.path.join(directory, temp_name(os.path.basename(target)))
+        directory = os.path.dirname(self._path(new_path))
+        temp = os.path.join(directory, temp_name(os.path.basename(new_path)))
         try:
             make_directories(directory)
             faults.point("level.local.link")
             os.link(self._path(path), temp)
             try:
-                os.rename(temp, self._path(target))
+                os.rename(temp, self._path(new_path))
                 sync_directory(directory)
             finally:
                 with contextlib.suppress(FileNotFoundError):  # rename leaves it if both are one file already
                     os.unlink(temp)
         except OSError as error:
-            logger.info("%s: %s is written once more: %s", self.url, target, error)
+            logger.info("%s: %s is written once more: %s", self.url, new_path, error)
             return False
         return True
 

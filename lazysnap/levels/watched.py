@@ -52,11 +52,10 @@ class WatchedStorage(Storage):
         self._beat = beat
         self._pace = pace or RateLimiter(None)
 
-    @property
     def checks_writes(self) -> bool:
         """See ``Storage.checks_writes``."""
         self._beat()
-        return self._storage.checks_writes
+        return self._storage.checks_writes()
 
     def create(self, path: str, size_bytes: int) -> Writer:
         """See ``Storage.create``."""
@@ -68,10 +67,15 @@ class WatchedStorage(Storage):
         self._beat()
         self._storage.put(path, data)
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
-        """See ``Storage.link``. The copy of each part is progress."""
+    def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
+        """See ``Storage.link``. The copy of each part is progress of the job, too."""
+
+        def beat_both() -> None:
+            self._beat()
+            beat()
+
         self._beat()
-        return self._storage.link(path, target, self._beat)
+        return self._storage.link(path, new_path, beat_both)
 
     def reader(self, path: str) -> Reader:
         """See ``Storage.reader``."""

@@ -51,7 +51,7 @@ def test_a_store_at_an_s3_url_is_this_one(s3_server, s3_url, scheme):
     storage = open_store(s3_url.replace("s3:", f"{scheme}:"), options=s3_server.options()).storage
 
     assert isinstance(storage, S3Storage)
-    assert storage.checks_writes
+    assert storage.checks_writes()
     upload(storage, pattern(100))
     assert S3Storage(s3_url, s3_server.options()).size(SHARD) == 100
 
@@ -170,15 +170,15 @@ def test_uploads_of_others_below_the_prefix_are_left_alone(storage, s3_server, s
 def test_who_may_not_write_does_not_know_what_the_server_checks(s3_server, s3_url, monkeypatch):
     monkeypatch.setattr(s3, "_compares", {})
 
-    assert not S3Storage(s3_url, s3_server.options(seaweed.READER)).checks_writes
+    assert not S3Storage(s3_url, s3_server.options(seaweed.READER)).checks_writes()
 
 
 def test_whoever_sends_no_checksums_reads_back_at_a_server_that_would_compare_them(storage, s3_server, s3_url):
     """Also after another client of this process found out that the server compares them."""
-    assert storage.checks_writes
+    assert storage.checks_writes()
     options = {**s3_server.options(), "config_kwargs": {"request_checksum_calculation": "when_required"}}
 
-    assert not S3Storage(s3_url, options).checks_writes
+    assert not S3Storage(s3_url, options).checks_writes()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

@@ -107,6 +107,19 @@ def test_a_thread_that_was_left_behind_changes_nothing(local, name):
     assert read_object(local, PATH) == DATA
 
 
+def test_the_copy_of_a_part_is_progress_of_the_job_and_told_to_the_caller(local):
+    class Copies(LocalStorage):
+        def link(self, path, new_path, beat):
+            beat()
+            return True
+
+    beats = []
+    storage = WatchedStorage(Copies(local.url), lambda: beats.append("job"))
+
+    assert storage.link(PATH, NEW, lambda: beats.append("caller"))
+    assert beats == ["job", "job", "caller"]
+
+
 def test_a_thread_that_was_left_behind_removes_what_it_began_to_write(local):
     before, is_ready, may_return = everything(local), threading.Event(), threading.Event()
 
