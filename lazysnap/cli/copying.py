@@ -117,7 +117,7 @@ def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output
     snapshot = catalogue.snapshot_of(plan)
     copied = Copied(snapshot.step, snapshot.run_id, snapshot.location)
     total = snapshot.size_bytes
-    if not target.storage.checks_writes:
+    if not target.storage.checks_writes():
         total *= 2  # what is written is read back
     try:
         with output.bar(f"step {plan.step}", total) as advance:
@@ -154,7 +154,7 @@ def _copy_file(
     blocks = FileBlocks(source.place(entry), manifest)
     with contextlib.closing(blocks):
         written = target.write_file(manifest.name, manifest.shards, VerifiedSource(blocks, count))
-    if moved and not target.storage.checks_writes:
+    if moved and not target.storage.checks_writes():
         try:
             read_node_file(target.place(entry), written, progress=advance)
         except (FormatError, FileNotFoundError) as error:

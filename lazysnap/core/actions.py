@@ -105,7 +105,8 @@ class Listed(JobEnded):
 class StepStored(JobEnded):
     """The step was written, committed and read back."""
 
-    size_bytes: int = 0
+    written_bytes: int = 0
+    """Without those of a base that was there already; 0 for a file that was committed already."""
     seconds: float = 0.0
     """Seconds until it was committed."""
     checksum_s: float = 0.0

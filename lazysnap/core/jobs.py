@@ -85,9 +85,9 @@ class LevelJobs:
     """The step that it did not store; None: it was another job."""
     num_failures: int = 0
     """Steps that were not stored because the level failed."""
-    stored_bytes: int = 0
-    """Bytes of the last file that was stored."""
-    stored_s: float = 0.0
+    written_bytes: int = 0
+    """Bytes that were written for the step that was stored last, as ``StepStored`` has them."""
+    written_s: float = 0.0
     """Seconds that this took."""
     name_refusals: tuple[NameRefusal, ...] = ()
     """Names that the level does not take. They are not tried again."""
@@ -178,8 +178,8 @@ class LevelJobs:
             self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)
         elif isinstance(event, StepStored) and isinstance(job, WriteLevel):
             self.level.become_stored(job.key)
-            self.stored_bytes = event.size_bytes
-            self.stored_s = event.seconds
+            self.written_bytes = event.written_bytes
+            self.written_s = event.seconds
         elif isinstance(event, NamesSet) and isinstance(job, SetNames):
             self._note_names(job, event)
 

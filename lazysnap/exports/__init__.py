@@ -1,4 +1,5 @@
 """Snapshots in the formats of other tools: safetensors, Lightning, ``torch.save``, DCP, Accelerate.
 
-Nothing here needs the code of the model. Only ``accelerate``, ``checkpoint`` and ``load_weights`` import torch.
+Nothing here needs the code of the model. Torch, which takes seconds, is imported for a format that needs it:
+``safetensors`` and ``huggingface`` do not.
 """

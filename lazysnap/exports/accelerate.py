@@ -40,6 +40,13 @@ _RNG_NAMES = {
 }
 
 
+def numbered(kind: str, number: int, suffix: str = "") -> str:
+    """Return the name of the n-th object of a kind, or of its file: ``model``, ``model_1``, …"""
+    if number == 0:
+        return f"{kind}{suffix}"
+    return f"{kind}_{number}{suffix}"
+
+
 def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
     """Return the parts ``kind``, ``kind_1``, … (or ``kind_0``, ``kind_1``, …) of a state, in order."""
     parts = []
@@ -48,8 +55,8 @@ def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
     elif f"{kind}_0" in state:
         parts.append(f"{kind}_0")
     number = 1
-    while f"{kind}_{number}" in state:
-        parts.append(f"{kind}_{number}")
+    while numbered(kind, number) in state:
+        parts.append(numbered(kind, number))
         number += 1
     return parts
 
@@ -76,7 +83,7 @@ def write_stock(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
         state = mapped_state(whole, parts_of(None), job, path)
         content = _pickled(state, facts)
         for index, (part, prefix) in enumerate(prefixes.items()):
-            content[_numbered("pytorch_model.bin", index)] = _with_prefix(state[part], prefix)
+            content[numbered("pytorch_model", index, ".bin")] = _with_prefix(state[part], prefix)
     for index, rank in enumerate(ranks):
         content[f"random_states_{index}.pkl"] = _random_states(rank, index)
     for name, value in content.items():
@@ -90,10 +97,10 @@ def _pickled(state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, An
     content: dict[str, Any] = {}
     for kind in ("optimizer", "scheduler"):
         for index, part in enumerate(parts_called(state, kind)):
-            content[_numbered(f"{kind}.bin", index)] = state[part]
+            content[numbered(kind, index, ".bin")] = state[part]
     for index, part in enumerate(parts_called(state, "loader")):
         if part in facts.get("stateful_loaders", {}):
-            content[_numbered("dl_state_dict.bin", index)] = facts["stateful_loaders"][part]
+            content[numbered("dl_state_dict", index, ".bin")] = facts["stateful_loaders"][part]
     if "scaler" in state:
         content["scaler.pt"] = plain_numbers(state["scaler"])
     for index, part in enumerate(parts_called(state, "custom")):
@@ -127,7 +134,7 @@ def _write_weights(whole: WholeSnapshot, job: ExportJob, path: str, prefixes: Ma
             faults.point("export.accelerate.file")
             weights = _with_prefix(_tensors_of(whole, part), prefix)
             owners = owners_of(weights, tied_names(weights, list(weights)))
-            add_file(reads, files, os.path.join(path, _numbered("model.safetensors", index)), owners, {})
+            add_file(reads, files, os.path.join(path, numbered("model", index, ".safetensors")), owners, {})
         job.fill(reads)
 
 
@@ -147,14 +154,6 @@ def _tensors_of(whole: WholeSnapshot, part: str) -> dict[str, JoinedTensor]:
 
 def _with_prefix(weights: Mapping[str, Value], prefix: str) -> dict[str, Value]:
     return {f"{prefix}{name}": value for name, value in weights.items()}
-
-
-def _numbered(name: str, index: int) -> str:
-    """Return the name of the n-th file of a kind: the first one has no number."""
-    if index == 0:
-        return name
-    kind, _, suffix = name.rpartition(".")
-    return f"{kind}_{index}.{suffix}"
 
 
 def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -18,7 +18,8 @@ import torch
 from lazysnap.errors import StateError
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.states import mapped_state, parts_of
-from lazysnap.exports.weights import EXTRAS, is_lightning
+from lazysnap.exports.weights import is_lightning
+from lazysnap.shard.manifest import EXTRAS
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.state.codec import registered_names
 from lazysnap.state.scalars import plain_numbers, unpack

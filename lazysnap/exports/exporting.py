@@ -40,7 +40,7 @@ class Exported:
     path: str
     format: str
     size_bytes: int
-    """The size of all files together."""
+    """The size of the exported files together."""
     notes: tuple[str, ...] = ()
     """One line for each kind of value that is not as in the snapshot, or that is missing."""
 
@@ -96,13 +96,14 @@ def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named 
     module = import_module(f"lazysnap.exports.{module_name}")
     writer: Callable[[WholeSnapshot, ExportJob, str], list[str]] = getattr(module, function_name)
     path = os.path.abspath(job.path)
+    notes: list[str] = []
     if named is not None and job.format == ACCELERATE and (named.run, named.step) == (plan.run_id, plan.step):
         place = filled(path, named)
     else:
-        place = replaced_when_whole(job.path, force=job.force)
+        place = replaced_when_whole(job.path, notes, force=job.force)
     with parents_made(path), place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
-        notes = writer(WholeSnapshot(snapshot), job, temp)
-    size_bytes = _size_of(path)
+        notes += writer(WholeSnapshot(snapshot), job, temp)
+        size_bytes = _size_of(temp)
     return Exported(catalogue.store.url, plan.step, plan.run_id, path, job.format, size_bytes, tuple(notes))
 
 

@@ -13,8 +13,9 @@ from typing import Any
 from lazysnap.errors import ConfigError, FormatError
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.safetensors import add_file, owners_of, tied_names
-from lazysnap.exports.weights import EXTRAS, chosen_tensors, place_of_weights
+from lazysnap.exports.weights import chosen_tensors, place_of_weights
 from lazysnap.shard.limits import load_json
+from lazysnap.shard.manifest import EXTRAS, PRETRAINED
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
 
@@ -28,15 +29,16 @@ WRITTEN = re.compile(COPIED.pattern + r"|(adapter_)?model(-[0-9]{5}-of-[0-9]{5})
 """All files that this format may have."""
 _NOTED = re.compile(r"[a-z_]{1,99}config\.json|config\.json")
 """Files whose text a snapshot may hold. None of them is code."""
+SHARD_BYTES = 5_000_000_000
+"""The most that a file of weights may have, unless one tensor is larger."""
 _FACTS_NESTING = 4
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-_PRETRAINED = "pretrained"
 
 
 def write_folder(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write a new directory; return notes for the user.
 
-    The weights are those of one model, in files of at most ``shard_bytes`` with an index; of a PEFT model the adapter
+    The weights are those of one model, in files of at most ``SHARD_BYTES`` with an index; of a PEFT model the adapter
     alone. Of tied tensors the first is written. ``config.json`` and the other files are copied from
     ``ExportJob.config``, else from the snapshot.
     Blocks. Raises: ConfigError, without a config; FormatError; StateError; LevelError; OSError.
@@ -97,7 +99,7 @@ def _write_weights(tensors: Mapping[str, JoinedTensor], name: str, job: ExportJo
         dict(tensors),
         get_storage_size=attrgetter("size_bytes"),
         filename_pattern=f"{name}{{suffix}}.safetensors",
-        max_shard_size=job.shard_bytes,
+        max_shard_size=SHARD_BYTES,
     )
     reads = Reads()
     with contextlib.ExitStack() as files:
@@ -116,7 +118,7 @@ def _facts(state: Any, only: str | None) -> dict[str, Any]:
     if isinstance(state, dict):
         extras = state.get(EXTRAS)
         if isinstance(extras, dict):
-            text = extras.get(_PRETRAINED)
+            text = extras.get(PRETRAINED)
     if text is None:
         return {"files": {}}
     try:
@@ -126,9 +128,9 @@ def _facts(state: Any, only: str | None) -> dict[str, Any]:
         are_files_valid = all(_NOTED.fullmatch(name) and isinstance(text, str) for name, text in facts["files"].items())
         are_weights_valid = all(isinstance(stored, str) for stored in weights.values())
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise FormatError(f"the small state has no valid {EXTRAS}.{_PRETRAINED}: {error!r}") from error
+        raise FormatError(f"the small state has no valid {EXTRAS}.{PRETRAINED}: {error!r}") from error
     if not are_files_valid or not are_weights_valid:
-        raise FormatError(f"the small state has names in {EXTRAS}.{_PRETRAINED} that no training writes")
+        raise FormatError(f"the small state has names in {EXTRAS}.{PRETRAINED} that no training writes")
     return dict(facts)
 
 

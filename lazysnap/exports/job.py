@@ -40,8 +40,6 @@ class ExportJob:
     """safetensors, huggingface: only the tensors below this path in the state, without that prefix."""
     config: str | None = None
     """huggingface: a directory whose ``config.json``, generation config and tokenizer files are copied."""
-    shard_bytes: int = 5_000_000_000
-    """huggingface: the most that a file of weights may have, unless one tensor is larger."""
     keep_types: bool = False
     """ckpt: also values of types that ``torch.load(weights_only=True)`` refuses."""
     force: bool = False

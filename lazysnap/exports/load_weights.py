@@ -13,11 +13,10 @@ from lazysnap.exports.states import read_state
 from lazysnap.exports.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels import open_store
 from lazysnap.runs import LATEST
-from lazysnap.shard.manifest import TAG
+from lazysnap.shard.manifest import EXTRAS, TAG
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot, retry_if_deleted
-from lazysnap.state.source import KEY
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ def _part(part: str | None, where: str, state: Any) -> Any:
     elif is_lightning(objects):
         name = LIGHTNING_WEIGHTS
     if name not in objects:
-        parts = sorted(objects.keys() - {KEY})
+        parts = sorted(objects.keys() - {EXTRAS})
         raise StateError(
             f"{where} has no part {name!r}, its parts are {parts}: name one, as load_weights(..., part=...)"
         )

@@ -53,10 +53,11 @@ def format_of(path: str, chosen_format: str | None) -> str:
 
 
 @contextlib.contextmanager
-def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
+def replaced_when_whole(path: str, notes: list[str], *, force: bool) -> Iterator[str]:
     """Yield a temporary name for a file or directory beside ``path``. On success it is renamed to ``path``, durably.
 
-    On any error, Ctrl-C included, it is removed, and ``path`` is unchanged.
+    On any error, Ctrl-C included, it is removed, and ``path`` is unchanged. If something of a replaced export stays,
+    ``notes`` gets a line about it.
     Raises: ConfigError, if ``path`` exists and ``force`` is not given, or if no export wrote it.
     """
     path = _real(path)
@@ -71,8 +72,10 @@ def replaced_when_whole(path: str, *, force: bool) -> Iterator[str]:
         sync(temp)
         faults.point("export.whole")
         _check(path, force=force)
-        _move(temp, path)
+        old = _move(temp, path)
         sync_directory(parent)
+        if old is not None:
+            _discard(old, path, notes)
     finally:
         _remove(temp)
 
@@ -172,10 +175,11 @@ def _read_start(path: str, count: int) -> bytes:
         return file.read(count)
 
 
-def _move(temp: str, path: str) -> None:
+def _move(temp: str, path: str) -> str | None:
+    """Give the new export its name. Return the new name of a replaced one that is still there."""
     if not os.path.lexists(path) or not (os.path.isdir(path) or os.path.isdir(temp)):
         os.rename(temp, path)
-        return
+        return None
     # Not every file system can exchange directories atomically: for a moment the name does not exist.
     old = os.path.join(os.path.dirname(path), temp_name(os.path.basename(path)))
     os.rename(path, old)
@@ -184,24 +188,25 @@ def _move(temp: str, path: str) -> None:
     except BaseException:
         os.rename(old, path)
         raise
-    _discard(old, path)
+    return old
 
 
-def _discard(old: str, path: str) -> None:
-    """Delete the replaced export, and only its files. Raises: ConfigError, if another file was added meanwhile."""
-    if not os.path.isdir(old):
-        os.unlink(old)
-        return
-    handle = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _discard(old: str, path: str, notes: list[str]) -> None:
+    """Delete the replaced export, and only its files. What cannot be deleted, or was added meanwhile, is noted."""
     try:
-        for name in filter(_IN_DIRECTORY.fullmatch, os.listdir(handle)):
-            os.unlink(name, dir_fd=handle)
-    finally:
-        os.close(handle)
-    try:
+        if not os.path.isdir(old):
+            os.unlink(old)
+            return
+        handle = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for name in filter(_IN_DIRECTORY.fullmatch, os.listdir(handle)):
+                os.unlink(name, dir_fd=handle)
+        finally:
+            os.close(handle)
         os.rmdir(old)
     except OSError as error:
-        raise ConfigError(f"{path} is replaced; what was added meanwhile is in {old}: {error.strerror}") from error
+        reason = error.strerror
+        notes.append(f"{path} is replaced; what could not be deleted of the earlier export is in {old}: {reason}")
 
 
 def sync(path: str) -> None:

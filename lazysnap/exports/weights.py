@@ -4,12 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lazysnap.errors import ConfigError, FormatError
-from lazysnap.shard.manifest import TAG
+from lazysnap.shard.manifest import EXTRAS, TAG
 
 MODEL = "model"
 LIGHTNING_WEIGHTS = "state_dict"
-EXTRAS = "lazysnap"
-"""The key in a Lightning state that has the values of lazysnap."""
 
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict", "Namespace", "SimpleNamespace")
 _LISTS = ("tuple", "set", "frozenset", "deque")

@@ -105,7 +105,7 @@ class EventLog:
         log = EventLog()
         log.job_began(settings, core)
         log.trainer_came(core.ranks.all[0])
-        log.job_ended("/scratch/run", StepStored(level=0, job=1, size_bytes=1000), key)
+        log.job_ended("/scratch/run", StepStored(level=0, job=1, written_bytes=1000), key)
         log.close()
     """
 
@@ -300,7 +300,7 @@ class EventLog:
                 t=time.time(),
                 level=self._text(level_url),
                 step=key.step,
-                bytes=event.size_bytes,
+                bytes=event.written_bytes,
                 seconds=event.seconds,
                 checksum_s=event.checksum_s,
                 read_back_s=event.read_back_s,

@@ -164,21 +164,22 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
         faults.point("keeper.persist.copy")
         manifest = _copy(job, files, files.faster[job.source], store, control)
     seconds = time.monotonic() - began
-    size_bytes = manifest.written_bytes
-    logger.info("step %d committed to %s: %d bytes in %.2f s", job.key.step, files.url, size_bytes, seconds)
+    written_bytes = manifest.written_bytes
+    logger.info("step %d committed to %s: %d bytes in %.2f s", job.key.step, files.url, written_bytes, seconds)
     faults.point("keeper.persist.committed")
     read_back_s = _read_back(job, files, store, manifest)
     faults.point("keeper.persist.verified")
     files.end_write(job.key)
-    return StepStored(job.level, job.job, size_bytes, seconds, manifest.checksums.seconds, read_back_s)
+    return StepStored(job.level, job.job, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
 
 
 def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:
-    """Read the file back, unless the storage checks each part as it arrives. Return the seconds that it took.
+    """Read back what was written, unless the storage checks each part as it arrives. Return the seconds that it took.
 
+    A file that was committed already was read just now (``SnapshotStore.write_file``).
     Raises: FormatError, and it is no snapshot any more; LevelError.
     """
-    if store.storage.checks_writes:
+    if store.storage.checks_writes() or not manifest.written_bytes:
         return 0.0
     began = time.monotonic()
     files.read_back(store, job.key, is_base_new=manifest.written_bytes == manifest.size_bytes)

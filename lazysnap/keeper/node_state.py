@@ -240,8 +240,8 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
         # A keeper that replaces another one finds old steps complete: their time is not known.
         complete_ns = history.completed_ns
     bytes_per_s = None
-    if jobs.stored_bytes:
-        bytes_per_s = jobs.stored_bytes / max(jobs.stored_s, 1e-9)
+    if jobs.written_bytes:
+        bytes_per_s = jobs.written_bytes / max(jobs.written_s, 1e-9)
     failure = history.failure
     if jobs.failure:
         failure = Redaction(settings.storage_options or {}).clean(jobs.failure)
@@ -262,12 +262,15 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
 
 
 def _total_bytes(job: JobCore, index: int, slots: Slots) -> int:
-    """Return the bytes of the captures that are being stored; 0 if there are none, or it is not known."""
+    """Return the bytes that the job of a level writes; 0 if it writes none, or it is not known.
+
+    Of a copy they are estimated: as many as the other level wrote for its last step.
+    """
     write = job.level_jobs[index].job
     if not isinstance(write, WriteLevel):
         return 0
     if write.source is not None:
-        return job.level_jobs[write.source].stored_bytes
+        return job.level_jobs[write.source].written_bytes
     total_bytes = 0
     for rank, slot_id in write.slots:
         slot = slots.get(rank, {}).get(slot_id)

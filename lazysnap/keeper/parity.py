@@ -234,7 +234,7 @@ def _protect(
     faults.point("keeper.parity.done")
     control.beat()
     context.store.add(parity)
-    return StepStored(job.level, job.job, size_bytes=parity.size_bytes, seconds=time.monotonic() - began)
+    return StepStored(job.level, job.job, written_bytes=parity.size_bytes, seconds=time.monotonic() - began)
 
 
 class GroupReader:

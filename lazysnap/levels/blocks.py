@@ -139,10 +139,14 @@ class FileBlocks(Blocks):
         with self._opening:
             if not self._readers:
                 storage = self._place.storage
-                reader = storage.reader(self._place.file_path)
-                self._readers = (reader,)
+                readers: tuple[Reader, ...] = (storage.reader(self._place.file_path),)
                 if self.manifest.base:
-                    self._readers = (reader, storage.reader(self._place.base_path))
+                    try:
+                        readers = (*readers, storage.reader(self._place.base_path))
+                    except BaseException:
+                        readers[0].close()
+                        raise
+                self._readers = readers
             return self._readers
 
     def release(self) -> None:

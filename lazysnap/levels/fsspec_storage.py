@@ -22,6 +22,7 @@ from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.files import temp_name
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, level_error, probe_name
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES, digest
 
 logger = logging.getLogger(__name__)
@@ -111,9 +112,14 @@ class FsspecStorage(Storage):
         return self.call(action, getattr(self._filesystem(), method), *arguments, **options)
 
     def call(self, action: str, method: Any, *arguments: Any, **options: Any) -> Any:
-        """Call the driver. Raises: LevelError; FileNotFoundError and FileExistsError, without secrets."""
+        """Call the driver.
+
+        Raises: LevelError; FileNotFoundError and FileExistsError, without secrets; CaptureAborted, as a ``beat``.
+        """
         try:
             return method(*arguments, **options)
+        except CaptureAborted:
+            raise
         except (FileNotFoundError, FileExistsError) as error:
             if not self._redaction.hides(str(error)):
                 raise

@@ -23,7 +23,7 @@ class Directory:
     names: tuple[str, ...] = ()
     """The names that were given to the snapshot."""
     bare: str = ""
-    """The first file of a node that has no manifest; empty if each has one."""
+    """The first file, or base of one, that has no manifest; empty if each has one."""
     mark: Any = None
     """The id of a file system: distinguishes directories of the same name on different disks."""
 
@@ -87,7 +87,7 @@ def parse_directory(name: str, files: Sequence[str], mark: Any = None) -> Direct
     """Return a directory from the names of its files."""
     names = []
     committed = set()
-    stored = set()
+    stored = []
     for file in files:
         kept_name = parse_keep_file_name(file)
         if kept_name is not None:
@@ -99,8 +99,8 @@ def parse_directory(name: str, files: Sequence[str], mark: Any = None) -> Direct
         if suffix == "json":
             committed.add(node)
         else:
-            stored.add(node)
-    bare = min((node.file for node in stored - committed), default="")
+            stored.append((node, file))
+    bare = min((file for node, file in stored if node not in committed), default="")
     return Directory(name, _ranges(committed), tuple(names), bare, mark)
 
 

@@ -106,7 +106,7 @@ class LocalWriter:
 
     def _create(self) -> None:
         for _ in range(_CREATE_ATTEMPTS):
-            os.stat(self._root)  # if the level's directory was removed, that was meant: it is not made again
+            os.stat(self._root)  # only ``LocalStorage.create`` makes the level's directory
             make_directories(self._directory)
             temp = os.path.join(self._directory, temp_name(os.path.basename(self._final)))
             faults.point("level.local.create")
@@ -237,8 +237,10 @@ class LocalStorage(Storage):
     def __init__(self, root: str) -> None:
         self.url = root
         self._is_root_durable = False
+        """True while the directory counts as there. If it is removed, the next write fails, and the one behind that
+        makes it again: a program that removes it must not find a part of it there again."""
         self._has_written = False
-        """True if this process has written to the directory."""
+        """True if this object has written to the directory: then the one above it is not made again."""
 
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)
@@ -263,7 +265,7 @@ class LocalStorage(Storage):
         try:
             if not self._is_root_durable:
                 if self._has_written:
-                    os.stat(os.path.dirname(self.url))  # a program that removed all of it does not want it back
+                    os.stat(os.path.dirname(self.url))
                 make_directories(self.url)
                 with contextlib.suppress(PermissionError):  # a parent that is not ours to read
                     sync_directory(os.path.dirname(self.url))
@@ -292,24 +294,24 @@ class LocalStorage(Storage):
         finally:
             writer.close()
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
-        """Make a hard link: first under a temporary name, for the target may exist. Durable on return."""
-        if not self.exists(path) or self.is_link(path) or self.is_link(target):
+    def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
+        """Make a hard link: first under a temporary name, for the new one may exist. Durable on return."""
+        if not self.exists(path) or self.is_link(path) or self.is_link(new_path):
             return False
-        directory = os.path.dirname(self._path(target))
-        temp = os.path.join(directory, temp_name(os.path.basename(target)))
+        directory = os.path.dirname(self._path(new_path))
+        temp = os.path.join(directory, temp_name(os.path.basename(new_path)))
         try:
             make_directories(directory)
             faults.point("level.local.link")
             os.link(self._path(path), temp)
             try:
-                os.rename(temp, self._path(target))
+                os.rename(temp, self._path(new_path))
                 sync_directory(directory)
             finally:
                 with contextlib.suppress(FileNotFoundError):  # rename leaves it if both are one file already
                     os.unlink(temp)
         except OSError as error:
-            logger.info("%s: %s is written once more: %s", self.url, target, error)
+            logger.info("%s: %s is written once more: %s", self.url, new_path, error)
             return False
         return True
 

@@ -182,8 +182,8 @@ def write_node_file(
         progress: called with the number of bytes after each block.
 
     Raises: LevelError; CaptureAborted; OSError. On an error nothing of the file stays, unless the caller of the job
-        gave up: a watched storage refuses to delete then, because another writer may have written the file by now. A
-        cancelled write deletes it: its caller waits, so there is no other writer.
+        cancelled it or gave up: a watched storage refuses to delete then, because another writer may have written the
+        file by now. The core has the file deleted.
     """
     faults.point("level.store.begin")
     return _FileWriter(place, source, progress).write(shards, former)

@@ -124,7 +124,9 @@ class S3Driver(FsspecStore):
             "virtual_hosted_style_request": is_virtual,
             "disable_bulk_delete": True,  # some servers lack it
         }
-        if config.get("request_checksum_calculation") != "when_required":
+        self.sends_checksums = config.get("request_checksum_calculation") != "when_required"
+        """True if each object and part is sent with its checksum."""
+        if self.sends_checksums:
             store_config["checksum_algorithm"] = "crc64nvme"
         for option, argument in _OF_STORE.items():
             value = {**client, **attributes}.get(option)
@@ -189,14 +191,14 @@ class S3Driver(FsspecStore):
         writer = obstore.open_writer(self._store, key, **arguments)
         return Upload(writer, partial(self.abort_uploads, key))
 
-    def copy_object(self, path: str, target: str, beat: Callable[[], object]) -> None:
+    def copy_object(self, path: str, new_path: str, beat: Callable[[], object]) -> None:
         """Have the server copy an object in parts. Blocks. ``beat``: called after each, from several threads.
 
         Raises: as botocore and ``beat``; then the copy does not exist.
         """
         source = {"Bucket": self._bucket, "Key": self._split_path(path)[1]}
         size_bytes = self._client.head_object(**source)["ContentLength"]
-        place = {"Bucket": self._bucket, "Key": self._split_path(target)[1]}
+        place = {"Bucket": self._bucket, "Key": self._split_path(new_path)[1]}
         upload = {**place, "UploadId": self._client.create_multipart_upload(**place, **self._attributes)["UploadId"]}
 
         def copy_part(start: int) -> dict[str, Any]:
@@ -325,11 +327,12 @@ class S3Storage(FsspecStorage):
         """Return the abilities of S3 without a test. It refuses clients whose clock is minutes off."""
         return Abilities(shows_open_files=False, clock_ahead_s=0.0)
 
-    @property
     def checks_writes(self) -> bool:
         """See ``Storage.checks_writes``. Tested once per process; false where a test is not possible."""
         try:
             driver: S3Driver = self._filesystem()
+            if not driver.sends_checksums:
+                return False
             if driver.place not in _compares:
                 _compares[driver.place] = self._call("trying it out", "compares_checksums", self._path(probe_name()))
                 if not _compares[driver.place]:
@@ -338,12 +341,12 @@ class S3Storage(FsspecStorage):
         except (LevelError, FileNotFoundError):
             return False
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
+    def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
         """See ``Storage.link``: the server copies the object."""
         try:
-            self._call(f"copying {path} to {target}", "copy_object", self._path(path), self._path(target), beat)
+            self._call(f"copying {path} to {new_path}", "copy_object", self._path(path), self._path(new_path), beat)
         except (LevelError, FileNotFoundError) as error:
-            logger.info("%s is sent once more: %s", target, error)
+            logger.info("%s is sent once more: %s", new_path, error)
             return False
         return True
 

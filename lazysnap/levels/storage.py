@@ -94,9 +94,11 @@ class Storage(ABC):
     """The number of threads with which reading is fastest."""
     abandoned_after_s = ABANDONED_AFTER_S
 
-    @property
     def checks_writes(self) -> bool:
-        """True if the place compares a checksum of every part on arrival. Reading back then proves no more."""
+        """True if the place compares a checksum of every part on arrival. Reading back then proves no more.
+
+        The first call may try that out.
+        """
         return False
 
     # ---------------------------------------------------------------- objects
@@ -141,13 +143,13 @@ class Storage(ABC):
             return False
         return True
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
+    def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
         """Give the bytes of an object another name, without sending them. Both names are objects of their own then.
 
-        ``beat``: called after each part, from any thread, where the place copies the bytes. What it raises ends the
-        call.
+        ``beat``: called after each part, from any thread, where the place copies the bytes.
 
         Returns: ``False``, if the place cannot do that, now or ever. Then nothing is changed.
+        Raises: CaptureAborted, if ``beat`` does. Then nothing is changed.
         """
         return False
 

@@ -19,10 +19,6 @@ class LevelHangs(LevelError, TimeoutError):
     """An operation at the level moved no byte for ``PersistentLevel.timeout_s``."""
 
 
-class WriteCancelled(CaptureAborted):
-    """Raised to abandon a write. A caller that waits keeps waiting until the write is cleaned up."""
-
-
 class Watchdog(Generic[Result]):
     """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` reports progress.
 

@@ -1,12 +1,11 @@
 """A storage as one job of a level uses it: a watchdog sees each operation, and writes keep to a rate."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from lazysnap.levels.storage import Reader, Storage, Writer, no_beat
-from lazysnap.levels.watchdog import Beat, WriteCancelled
+from lazysnap.levels.watchdog import Beat
 
 _SLICE_S = 0.2
 """The longest pause of a write that waits for the rate limit, between two calls of ``beat``."""
@@ -42,9 +41,6 @@ class WatchedStorage(Storage):
     ``beat`` reports progress, and raises CaptureAborted when the caller of the job has given up. A thread that was
     left behind and returns therefore commits and deletes nothing. A store lives longer than a job, so each job wraps
     its storage anew (``SnapshotStore.watched``): a thread that was left behind keeps the ``beat`` that raises.
-
-    Operations that list or move data raise WriteCancelled, too, if ``beat`` does. The others suppress it, because a
-    cancelled write needs them to remove its file.
     """
 
     def __init__(self, storage: Storage, beat: Beat, pace: RateLimiter | None = None) -> None:
@@ -56,18 +52,10 @@ class WatchedStorage(Storage):
         self._beat = beat
         self._pace = pace or RateLimiter(None)
 
-    def _beat_unless_cancelled(self) -> None:
-        """Call ``beat``. Raises: CaptureAborted, but not WriteCancelled."""
-        with contextlib.suppress(WriteCancelled):
-            self._beat()
-
-    @property
     def checks_writes(self) -> bool:
         """See ``Storage.checks_writes``."""
-        self._beat_unless_cancelled()
-        return self._storage.checks_writes
-
-    # ---------------------------------------------------------------- lists, or moves data
+        self._beat()
+        return self._storage.checks_writes()
 
     def create(self, path: str, size_bytes: int) -> Writer:
         """See ``Storage.create``."""
@@ -79,74 +67,77 @@ class WatchedStorage(Storage):
         self._beat()
         self._storage.put(path, data)
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = no_beat) -> bool:
-        """See ``Storage.link``. The copy of each part is progress."""
+    def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
+        """See ``Storage.link``. The copy of each part is progress of the job, too."""
+
+        def beat_both() -> None:
+            self._beat()
+            beat()
+
         self._beat()
-        return self._storage.link(path, target, self._beat)
+        return self._storage.link(path, new_path, beat_both)
 
     def reader(self, path: str) -> Reader:
         """See ``Storage.reader``."""
         self._beat()
         return _WatchedReader(self._storage.reader(path), self._beat)
 
-    # ---------------------------------------------------------------- also of a cancelled write
-
     def get(self, path: str) -> bytes:
         """See ``Storage.get``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.get(path)
 
     def size(self, path: str) -> int:
         """See ``Storage.size``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.size(path)
 
     def age_s(self, path: str) -> float | None:
         """See ``Storage.age_s``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.age_s(path)
 
     def delete(self, path: str) -> None:
         """See ``Storage.delete``."""
-        self._beat_unless_cancelled()
+        self._beat()
         self._storage.delete(path)
 
     def exists(self, path: str) -> bool:
         """See ``Storage.exists``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.exists(path)
 
     def stamp(self, path: str) -> object:
         """See ``Storage.stamp``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.stamp(path)
 
     def is_stale(self, path: str) -> bool:
         """See ``Storage.is_stale``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.is_stale(path)
 
     def delete_abandoned(self, path: str, *, unless: str | None = None) -> bool:
         """See ``Storage.delete_abandoned``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.delete_abandoned(path, unless=unless)
 
     def abort_stale(self) -> Sequence[str]:
         """See ``Storage.abort_stale``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.abort_stale()
 
     def is_link(self, path: str) -> bool:
         """See ``Storage.is_link``."""
-        self._beat_unless_cancelled()
+        self._beat()
         return self._storage.is_link(path)
 
     def delete_directory(self, path: str) -> None:
         """See ``Storage.delete_directory``."""
-        self._beat_unless_cancelled()
+        self._beat()
         self._storage.delete_directory(path)
 
-    # The last one: it hides the type from the annotations behind it. It lists, so WriteCancelled ends it.
+    # The last one: it hides the type from the annotations behind it.
     def list(self, path: str = "") -> list[str]:
         """See ``Storage.list``."""
         self._beat()

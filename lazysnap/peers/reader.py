@@ -104,7 +104,8 @@ class PeerReader:
 
         Blocks: until the bytes are there. With the last byte: until all captures are whole.
         Returns: xxh3_64 of the bytes, computed by the keeper and compared here.
-        Raises: FormatError, if other bytes arrived than the keeper has; ConfigError.
+        Raises: PeerRefused, also if the capture was written over while it was sent; FormatError, if bytes were damaged
+        on their way; ConfigError.
         """
         out = out.cast("B")
         if not 1 <= len(out) <= MAX_READ_BYTES:
@@ -112,9 +113,10 @@ class PeerReader:
         block = self._read(Read(subject, offset, len(out)), out)
         checksum = xxhash.xxh3_64_intdigest(out)
         if checksum != block.checksum:
+            self.size(subject, patience_s=0.0)  # refused, if it is another capture by now
             raise FormatError(
                 f"{self._peer}: bytes [{offset}, {offset + len(out)}) of {subject}: xxh3_64 is {checksum:016x}, "
-                f"the peer says {block.checksum:016x}: they changed while they were read, or on their way"
+                f"the peer says {block.checksum:016x}: they were damaged on their way"
             )
         return checksum
 

@@ -32,6 +32,12 @@ from lazysnap.shard.names import NodeName, SnapshotName
 FORMAT = "lazysnap"
 TAG = "$"
 """The key in the encoded state that holds the type of a value which plain JSON lacks (docs/format.md)."""
+EXTRAS = "lazysnap"
+"""The key in a state that holds what lazysnap adds to it."""
+PRETRAINED = "pretrained"
+"""A key below ``EXTRAS``. Its value is JSON: for each object of the state by name, ``files`` (name → text), and for
+adapters ``weights`` (name in the file → name in the model).
+"""
 FORMAT_VERSION = 1
 """The version that is written, and the only one that is read."""
 _OPTIONAL = ("parameters", "replicas")

@@ -10,7 +10,7 @@ from lazysnap.errors import StateError
 from lazysnap.state.scalars import convert_items, pack, unpack
 
 METRICS = "metrics"
-"""The key below ``KEY`` of a state that holds the metrics of each module, by the module's name there."""
+"""The key below ``EXTRAS`` of a state that holds the metrics of each module, by the module's name there."""
 
 
 def metrics_in(module: torch.nn.Module) -> dict[str, Any]:

@@ -11,14 +11,15 @@ from lazysnap.data.resumable import ResumableLoader
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.data.workers import keep_streams
 from lazysnap.errors import ConfigError, StateError
+from lazysnap.shard.manifest import EXTRAS, PRETRAINED
 from lazysnap.state.loading import check_loads, load_module
 from lazysnap.state.metrics import METRICS, check_metrics, collect_metrics, restore_metrics
 from lazysnap.state.modules import reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, check_optimizers, classes_of, put_back
 from lazysnap.state.plain_dicts import check_dict, restore_dict
-from lazysnap.state.pretrained import PRETRAINED, pretrained
+from lazysnap.state.pretrained import pretrained
 from lazysnap.state.scalars import load_scaler, state_of_scaler
-from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
+from lazysnap.state.source import OPTIMIZERS, StateSource
 from lazysnap.state.stock_dicts import state_of_module, state_of_optimizer
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
 from lazysnap.state.wrappers import ddp_of, stepping, unwrapped
@@ -57,7 +58,7 @@ class ObjectState(StateSource):
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         for name, value in objects.items():
-            if name in (_RNG, KEY):
+            if name in (_RNG, EXTRAS):
                 raise ConfigError(
                     f"the name {name!r} is taken: generators are captured as 'rng', classes of optimizers as 'lazysnap'"
                 )
@@ -131,10 +132,10 @@ class ObjectState(StateSource):
             if isinstance(value, dict):
                 state[name] = dict(value)
         state[_RNG] = collect_rng()
-        state[KEY] = {OPTIMIZERS: classes_of(self), **self._pretrained}
+        state[EXTRAS] = {OPTIMIZERS: classes_of(self), **self._pretrained}
         metrics = collect_metrics(self._unwrapped_modules())
         if metrics:
-            state[KEY][METRICS] = metrics
+            state[EXTRAS][METRICS] = metrics
         return state
 
     def _unwrapped_modules(self) -> dict[str, torch.nn.Module]:
@@ -193,13 +194,13 @@ class ObjectState(StateSource):
         missing = [name for name in self._objects if name not in state]
         if missing:
             raise StateError(
-                f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {_RNG, KEY})}: "
+                f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {_RNG, EXTRAS})}: "
                 "name the objects as when it was taken, or give another training a directory of its own"
             )
         if data:
             self._check_loaders()
         check_optimizers(self, state, None)
-        metrics = state[KEY].get(METRICS, {})
+        metrics = state[EXTRAS].get(METRICS, {})
         check_metrics(self._unwrapped_modules(), metrics)
         for name, value in self._objects.items():
             if isinstance(value, dict):

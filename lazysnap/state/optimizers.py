@@ -7,9 +7,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lazysnap.errors import StateError
+from lazysnap.shard.manifest import EXTRAS
 from lazysnap.shard.strides import Order, order_of
 from lazysnap.state.sharding import local_of
-from lazysnap.state.source import KEY, OPTIMIZERS, StateSource, parameters_of
+from lazysnap.state.source import OPTIMIZERS, StateSource, parameters_of
 from lazysnap.state.wrappers import stepping
 
 _ADVICE = (
@@ -57,7 +58,7 @@ def classes_of(source: StateSource) -> dict[str, dict[str, str]]:
 
 def _recorded(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the result of ``classes_of`` for the optimizers of a snapshot."""
-    extras = state.get(KEY)
+    extras = state.get(EXTRAS)
     if not isinstance(extras, dict):
         return {}
     optimizers = extras.get(OPTIMIZERS)

@@ -14,11 +14,6 @@ from lazysnap.data.layout import is_first_rank
 
 logger = logging.getLogger(__name__)
 
-PRETRAINED = "pretrained"
-"""A key below ``source.KEY``. Its value is JSON: for each object of the state by name, ``files`` (name → text), and for
-adapters ``weights`` (name in the file → name in the model).
-"""
-
 
 def pretrained(modules: Mapping[str, torch.nn.Module]) -> str | None:
     """Return the files of these modules as JSON; ``None`` on ranks other than 0, or if none has ``save_pretrained``.

@@ -8,10 +8,8 @@ import torch
 from lazysnap.state.loading import resizable_names
 from lazysnap.state.wrappers import ddp_of, stepping, unwrapped, without_compiled
 
-KEY = "lazysnap"
-"""The key in a state that holds what lazysnap adds to it."""
 OPTIMIZERS = "optimizers"
-"""A key below ``KEY``: the class of each optimizer by its path (``optimizers.classes_of``)."""
+"""A key below ``EXTRAS``: the class of each optimizer by its path (``optimizers.classes_of``)."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -11,6 +11,7 @@ from support.saving import Snapshot, put, write
 import lazysnap
 from lazysnap.data.streams import collect_rng
 from lazysnap.errors import StateError
+from lazysnap.exports.named import Named, name_snapshot
 from lazysnap.state.walk import walk
 from lazysnap.state.wrappers import wrapper_prefix
 
@@ -120,6 +121,20 @@ def test_models_that_a_save_hook_took_out_are_not_written(tmp_path):
     state = state_of(model, torch.optim.SGD(model.parameters()), models=["model_1"])
     out = export(state | {"model_1": {"w": torch.ones(3)}}, tmp_path)
     assert safetensors.torch.load_file(out / "model.safetensors").keys() == {"w"}
+
+
+def test_the_size_of_an_export_is_that_of_its_own_files(tmp_path):
+    """Also in a directory of ``save_state``, in which the program has files, too."""
+    model = torch.nn.Linear(2, 2)
+    level = str(tmp_path / "level")
+    put(level, 1, state_of(model, torch.optim.SGD(model.parameters())))
+    exported = lazysnap.export(level, tmp_path / "out", format="accelerate")
+    directory = tmp_path / "named"
+    name_snapshot(str(directory), Named(level, exported.run_id, exported.step))
+    (directory / "history.csv").write_bytes(bytes(1000))
+
+    assert lazysnap.export(level, directory, format="accelerate").size_bytes == exported.size_bytes
+    assert (directory / "history.csv").exists()
 
 
 def test_weights_that_safetensors_cannot_hold_are_refused_by_name(tmp_path):

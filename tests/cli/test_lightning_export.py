@@ -17,8 +17,6 @@ from cli_level import run, run_json
 from plain_lightning import EPOCHS, STEPS_PER_EPOCH, Classifier, Record, data, trainer
 
 from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig
-from lazysnap.exports.weights import EXTRAS
-from lazysnap.integrations.lightning import state as lightning_state
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
@@ -131,10 +129,6 @@ def test_a_dcp_directory_holds_the_checkpoint(training, tmp_path):
     assert run("export", url, "latest", "--to", tmp_path / "w.safetensors") == 0
     expected = safetensors.torch.load_file(tmp_path / "w.safetensors")
     assert all(torch.equal(value, found["state_dict"][name]) for name, value in expected.items())
-
-
-def test_the_key_of_the_callbacks_own_state_is_known():
-    assert lightning_state.KEY == EXTRAS
 
 
 def test_the_example_is_listed_verified_shown_copied_and_exported(tmp_path, capsys, make_url):

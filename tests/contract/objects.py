@@ -50,12 +50,12 @@ class ObjectContract(Place):
         return 10_000
 
     def test_it_says_what_it_is(self, storage: Storage) -> None:
-        """``url``, ``parallel_writes``, ``parallel_reads`` and ``checks_writes`` are there."""
+        """``url``, ``parallel_writes`` and ``parallel_reads`` are there, and ``checks_writes`` answers."""
         assert isinstance(storage.url, str)
         assert storage.url
         assert storage.parallel_writes >= 1
         assert storage.parallel_reads >= 1
-        assert storage.checks_writes in (True, False)
+        assert storage.checks_writes() in (True, False)
 
     def test_looking_at_an_empty_place_finds_nothing_and_makes_nothing(
         self, storage: Storage, make_storage: MakeStorage

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Trai
 
 import lazysnap
 from lazysnap.cli import main
+from lazysnap.exports import huggingface
 from lazysnap.exports.exporting import write
 from lazysnap.exports.job import ExportJob
 from lazysnap.levels import open_store
@@ -81,12 +82,13 @@ def test_a_folder_is_as_save_pretrained_writes_it(captured, tmp_path, capsys):
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
 
-def test_large_weights_are_in_several_files_with_an_index(captured, tmp_path):
+def test_large_weights_are_in_several_files_with_an_index(captured, tmp_path, monkeypatch):
     url, stock = captured
     folder = tmp_path / "model"
     catalogue = Catalogue(open_store(url))
-    job = ExportJob(path=str(folder), format="huggingface", shard_bytes=5000)
-    write(catalogue, catalogue.find("latest"), job)
+    with monkeypatch.context() as patches:
+        patches.setattr(huggingface, "SHARD_BYTES", 5000)
+        write(catalogue, catalogue.find("latest"), ExportJob(path=str(folder), format="huggingface"))
 
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     names = {path.name for path in folder.glob("*.safetensors")}

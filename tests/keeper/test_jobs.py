@@ -34,7 +34,6 @@ from lazysnap.keeper.level_files import LevelFiles
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.watchdog import WriteCancelled
 from lazysnap.memory.slots import TrainerSlot, make_slot
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -203,12 +202,22 @@ def test_what_is_written_is_what_the_slot_holds_and_is_listed(rig, node):
     ended = level.write(node, Capture(7))
 
     assert isinstance(ended, StepStored)
-    assert (ended.level, ended.job, ended.size_bytes) == (0, 1, len(image_of(7)))
+    assert (ended.level, ended.job, ended.written_bytes) == (0, 1, len(image_of(7)))
     assert ended.seconds > 0
     assert ended.read_back_s > 0
     assert bytes_at(level.path(7)) == image_of(7)
     assert level.control.moved_bytes == len(image_of(7))
     assert rig().list() == Listed(0, 9, (key_of(7),))
+
+
+def test_what_was_committed_already_is_read_once_and_not_written(rig, node):
+    rig().write(node, Capture(7))
+
+    ended = rig().write(node, Capture(7))
+
+    assert isinstance(ended, StepStored)
+    assert (ended.written_bytes, ended.read_back_s) == (0, 0.0)
+    assert bytes_at(rig().path(7)) == image_of(7)
 
 
 def test_the_checksums_of_a_file_that_is_the_image_are_those_of_the_capture(rig, node):
@@ -376,8 +385,7 @@ def test_a_job_goes_on_reading_a_slot_that_the_loop_closed(rig, node, passing):
 @pytest.mark.parametrize(
     "point", ["keeper.persist.begin", "level.store.begin", "level.store.publish_shard", "level.store.commit"]
 )
-@pytest.mark.parametrize("reason", [None, WriteCancelled])
-def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, passing, point, reason):
+def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, passing, point):
     level = rig()
     level.list()
 
@@ -388,11 +396,8 @@ def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, pa
     passing(cancel)
     place = node.capture(Capture(7))
     job = WriteLevel(0, 1, key_of(7), (place,))
-    control = JobControl(job, level.events.append)
-    if reason is not None:
-        control.beat = raising_when_cancelled(control, reason)
 
-    ended = level.run(job, node, control)
+    ended = level.run(job, node)
 
     assert isinstance(ended, Missed)
     assert "cancelled" in ended.text
@@ -400,14 +405,6 @@ def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, pa
     level.delete(key_of(7))
     assert files_below(level.root) == []
     assert not level.path(7).exists()
-
-
-def raising_when_cancelled(control, error):
-    def beat():
-        if control.is_cancelled:
-            raise error("the job was cancelled")
-
-    return beat
 
 
 def test_a_job_that_is_cancelled_while_it_is_read_back_is_missed_and_deleted_afterwards(rig, node, passing):
@@ -917,7 +914,7 @@ def test_a_base_is_written_once_also_by_a_new_keeper(rig, fine_tuning):
 
     inodes = {base_at(levels.path(step)).stat().st_ino for step in (1, 2, 3)}
     assert len(inodes) == 1
-    assert second.size_bytes == third.size_bytes == first.size_bytes - BLOCK_BYTES
+    assert second.written_bytes == third.written_bytes == first.written_bytes - BLOCK_BYTES
     for step in (1, 2, 3):
         assert whole_at(levels.path(step)) == fine_tuned_image(step)
 
@@ -935,7 +932,7 @@ def test_a_new_keeper_reads_the_base_that_it_takes_over_and_replaces_a_damaged_o
 
     stored = levels.write(fine_tuning, Capture(3))
     assert isinstance(stored, StepStored)
-    assert stored.size_bytes == len(fine_tuned_image(3))
+    assert stored.written_bytes == len(fine_tuned_image(3))
     assert whole_at(levels.path(3)) == fine_tuned_image(3)
 
 

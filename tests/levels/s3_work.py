@@ -66,7 +66,7 @@ def download(storage, path: str = SHARD) -> memoryview:
 def through(proxy, server, url: str):
     """A storage whose requests pass the proxy, and which has learnt already what the server can do."""
     storage = S3Storage(url, server.options(endpoint=proxy.endpoint))
-    assert storage.checks_writes
+    assert storage.checks_writes()
     proxy.requests.clear()
     return storage
 

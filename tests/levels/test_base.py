@@ -17,7 +17,7 @@ from support.place import PAGE, pattern
 from lazysnap.errors import FormatError
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.base import BlockPlaces
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource, WantedBytes, fill
+from lazysnap.levels.blocks import Buffers, FileBlocks, VerifiedSource, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous, shard_of
 from lazysnap.shard.checksum import BLOCK_BYTES
@@ -213,6 +213,17 @@ def test_a_damaged_base_is_found(store, damage):
     if damage != "flipped":
         with pytest.raises(FormatError):
             read_committed(snapshot.place(store))
+
+
+def test_a_base_that_is_gone_is_missing_for_each_thread_that_reads(store):
+    snapshot = FineTuning(1)
+    manifest = snapshot.write(store)
+    os.unlink(pathlib.Path(store.url) / snapshot.directory / NAME.base)
+
+    with contextlib.closing(FileBlocks(snapshot.place(store), manifest)) as blocks:
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError), blocks.block(1, Buffers()):
+                pass
 
 
 @pytest.mark.parametrize("base", [((1, 1),), ((2, 1),), ((1, 3), (2, 3)), ((1, 2), (0, 1)), ((3, 4),), ((1, 10**9),)])

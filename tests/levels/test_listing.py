@@ -63,6 +63,17 @@ def test_a_manifest_of_another_name_is_not_looked_at(store, tmp_path, name):
     assert inventory_of(store).problems == ()
 
 
+@pytest.mark.parametrize("suffix", ["base", "safetensors"])
+def test_what_has_no_manifest_is_named(tmp_path, suffix):
+    file = f"node-00000-of-00001.{suffix}"
+    (tmp_path / directory_of(3)).mkdir()
+    (tmp_path / directory_of(3) / file).write_text("")
+
+    [(_, message)] = Catalogue(open_store(str(tmp_path))).contents().without_manifest
+
+    assert f"{directory_of(3)}/{file} is there without its manifest" in message
+
+
 def test_what_went_between_listing_and_looking_is_said(store):
     listing = list_names(store.storage)
     store.storage.delete(f"{directory_of(1)}/node-00000-of-00005.safetensors")

@@ -35,6 +35,7 @@ from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels import fsspec_storage, open_store, s3
 from lazysnap.levels.fsspec_storage import MAX_PARTS, part_bytes
 from lazysnap.levels.s3 import S3Storage
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ def test_a_store_at_an_s3_url_is_this_one(s3_server, s3_url, scheme):
     storage = open_store(s3_url.replace("s3:", f"{scheme}:"), options=s3_server.options()).storage
 
     assert isinstance(storage, S3Storage)
-    assert storage.checks_writes
+    assert storage.checks_writes()
     upload(storage, pattern(100))
     assert S3Storage(s3_url, s3_server.options()).size(SHARD) == 100
 
@@ -81,9 +82,10 @@ def test_a_copy_that_is_given_up_leaves_nothing(s3_server, storage, monkeypatch)
     upload(storage, pattern(12 * MIB))
 
     def give_up():
-        raise RuntimeError("given up")
+        raise CaptureAborted("given up")
 
-    assert not storage.link(SHARD, f"{SHARD}2", give_up)
+    with pytest.raises(CaptureAborted, match="given up"):
+        storage.link(SHARD, f"{SHARD}2", give_up)
     assert not storage.exists(f"{SHARD}2")
     assert uploads_at(s3_server, storage.url) == []
 
@@ -168,7 +170,15 @@ def test_uploads_of_others_below_the_prefix_are_left_alone(storage, s3_server, s
 def test_who_may_not_write_does_not_know_what_the_server_checks(s3_server, s3_url, monkeypatch):
     monkeypatch.setattr(s3, "_compares", {})
 
-    assert not S3Storage(s3_url, s3_server.options(seaweed.READER)).checks_writes
+    assert not S3Storage(s3_url, s3_server.options(seaweed.READER)).checks_writes()
+
+
+def test_whoever_sends_no_checksums_reads_back_at_a_server_that_would_compare_them(storage, s3_server, s3_url):
+    """Also after another client of this process found out that the server compares them."""
+    assert storage.checks_writes()
+    options = {**s3_server.options(), "config_kwargs": {"request_checksum_calculation": "when_required"}}
+
+    assert not S3Storage(s3_url, options).checks_writes()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

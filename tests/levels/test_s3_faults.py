@@ -236,7 +236,7 @@ def test_credentials_that_expire_in_the_middle_cost_this_snapshot_and_are_read_a
 
     give(seaweed.WRITER)
     storage = S3Storage(s3_url, {"endpoint_url": s3_proxy.endpoint})
-    assert storage.checks_writes
+    assert storage.checks_writes()
     data = blocks(DATA)
     with contextlib.closing(storage.create(SHARD, SIZE)) as writer:
         writer.write(*data[0])
@@ -289,7 +289,7 @@ def test_a_server_that_does_not_compare_checksums_is_found_out(s3_proxy, s3_serv
     s3_proxy.rule("*", fault_proxy.without("nothing", *lacks))
     storage = S3Storage(s3_url, s3_server.options(endpoint=s3_proxy.endpoint))
     # Also before the first write: whoever only deletes old snapshots must know which of them count.
-    assert storage.checks_writes is compares
+    assert storage.checks_writes() is compares
     upload(storage, DATA)
 
     assert ("does not notice damaged parts" in caplog.text) is not compares

@@ -14,7 +14,7 @@ from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import SnapshotStore
-from lazysnap.levels.watchdog import LevelHangs, Watchdog, WriteCancelled
+from lazysnap.levels.watchdog import LevelHangs, Watchdog
 from lazysnap.levels.watched import RateLimiter, WatchedStorage
 from lazysnap.memory.capture_reader import CaptureAborted
 
@@ -45,7 +45,6 @@ OPERATIONS = {
     "abort_stale": lambda storage: storage.abort_stale,
 }
 """By name a function that prepares an operation, and returns it."""
-END_IF_CANCELLED = {"create", "write", "publish", "put", "link", "reader", "read_into", "list"}
 
 
 @pytest.fixture
@@ -108,6 +107,19 @@ def test_a_thread_that_was_left_behind_changes_nothing(local, name):
     assert read_object(local, PATH) == DATA
 
 
+def test_the_copy_of_a_part_is_progress_of_the_job_and_told_to_the_caller(local):
+    class Copies(LocalStorage):
+        def link(self, path, new_path, beat):
+            beat()
+            return True
+
+    beats = []
+    storage = WatchedStorage(Copies(local.url), lambda: beats.append("job"))
+
+    assert storage.link(PATH, NEW, lambda: beats.append("caller"))
+    assert beats == ["job", "job", "caller"]
+
+
 def test_a_thread_that_was_left_behind_removes_what_it_began_to_write(local):
     before, is_ready, may_return = everything(local), threading.Event(), threading.Event()
 
@@ -122,35 +134,6 @@ def test_a_thread_that_was_left_behind_removes_what_it_began_to_write(local):
         may_return.set()
 
     assert [path for path in everything(local) if path != "step-00000002/"] == before
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_cancelled_write_ends_and_can_still_remove_its_file(local, name):
-    is_cancelled = threading.Event()
-
-    def obey():
-        if is_cancelled.is_set():
-            raise WriteCancelled("not wanted any more")
-
-    operation = OPERATIONS[name](WatchedStorage(local, obey))
-    is_cancelled.set()
-
-    with pytest.raises(WriteCancelled) if name in END_IF_CANCELLED else contextlib.nullcontext():
-        operation()
-
-
-def test_a_write_that_is_cancelled_before_its_commit_leaves_nothing(tmp_path, passing):
-    storage, is_cancelled = LocalStorage(str(tmp_path / "run")), threading.Event()
-
-    def obey():
-        if is_cancelled.is_set():
-            raise WriteCancelled("not wanted any more")
-
-    passing(lambda name: is_cancelled.set() if name == "level.store.commit" else None)
-    with pytest.raises(WriteCancelled):
-        Snapshot(1).write(SnapshotStore(storage).watched(obey))
-
-    assert everything(storage) == []
 
 
 def test_what_the_next_job_wrote_is_left_alone_by_the_one_before(tmp_path, passing):

@@ -551,9 +551,9 @@ def test_other_bytes_than_the_source_has_are_corrupt(impostor, connect):
     data = os.urandom(1000)
 
     def answer(peer, stop):
-        for payload in (bytes(1000), data):
+        for sent, payload in ((data, bytes(1000)), (b"", b""), (data, data)):
             peer.recv(1 << 16)
-            peer.sendall(frame(Block(1000, xxhash.xxh3_64_intdigest(data), 5000, 1)) + payload)
+            peer.sendall(frame(Block(len(sent), xxhash.xxh3_64_intdigest(sent), 5000, 1)) + payload)
         stop.wait(TIMEOUT_S)
 
     to = impostor(answer)
@@ -563,6 +563,31 @@ def test_other_bytes_than_the_source_has_are_corrupt(impostor, connect):
         reader.read_into(SLOT, 500, memoryview(out))
     reader.read_into(SLOT, 500, memoryview(out))
     assert out == data
+
+
+@pytest.mark.parametrize(
+    ("answer_then", "expected"),
+    [
+        (Block(0, xxhash.xxh3_64_intdigest(b""), 5000, 2), "captured again"),
+        (Refusal("the slot was reused"), "the slot was reused"),
+        (Refusal("step 8 is not captured by all ranks", is_not_yet=True), "not captured by all"),
+    ],
+    ids=["another capture", "gone", "not yet"],
+)
+def test_a_capture_that_is_written_over_while_it_is_sent_is_refused(impostor, connect, answer_then, expected):
+    """It is not corrupt: the step is missed, and the other node is well."""
+    data = os.urandom(1000)
+
+    def answer(peer, stop):
+        peer.recv(1 << 16)
+        peer.sendall(frame(Block(1000, xxhash.xxh3_64_intdigest(data), 5000, 1)) + bytes(1000))
+        peer.recv(1 << 16)
+        peer.sendall(frame(answer_then))
+        stop.wait(TIMEOUT_S)
+
+    reader = connect(impostor(answer))
+    with pytest.raises(PeerRefused, match=expected):
+        reader.read_into(SLOT, 500, memoryview(bytearray(1000)))
 
 
 @pytest.mark.parametrize(

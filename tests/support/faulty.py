@@ -144,10 +144,9 @@ class FaultyStorage:
         self.parallel_writes = storage.parallel_writes
         self.parallel_reads = storage.parallel_reads
 
-    @property
     def checks_writes(self) -> bool:
         """As the storage says, which may have to try it out first; never, if bytes are to be lost in silence."""
-        return self.storage.checks_writes and not self.plan.is_silent
+        return self.storage.checks_writes() and not self.plan.is_silent
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         """An operation that moves no data: it can only fail or hang."""
@@ -178,10 +177,10 @@ class FaultyStorage:
         self.storage.put(path, bytes(operation.damaged(memoryview(data), len(data))))
         operation.end_write()
 
-    def link(self, path: str, target: str, beat: Callable[[], object] = lambda: None) -> bool:
-        operation = _Operation(self, "link", target)
+    def link(self, path: str, new_path: str, beat: Callable[[], object] = lambda: None) -> bool:
+        operation = _Operation(self, "link", new_path)
         operation.fail(after=False)
-        is_linked = self.storage.link(path, target, beat)
+        is_linked = self.storage.link(path, new_path, beat)
         operation.fail(after=True)
         return is_linked
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.exports.accelerate import FACTS
+from lazysnap.exports.accelerate import FACTS, numbered
 from lazysnap.integrations.accelerate.boundaries import BoundaryWatch
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.wrappers import wrapper_prefix
@@ -105,7 +105,7 @@ class AcceleratorState(ObjectState):
 
         def add(kind: str, listed: Sequence[Any]) -> None:
             for number, item in enumerate(listed):
-                objects[_numbered(kind, number)] = item
+                objects[numbered(kind, number)] = item
 
         add("model", [self._wrapped.get(id(model), model) for model in accelerator._models])
         add("optimizer", accelerator._optimizers)
@@ -134,11 +134,11 @@ class AcceleratorState(ObjectState):
         models = accelerator._models
         prefixes = {}
         for number, model in enumerate(models):
-            prefixes[_numbered("model", number)] = wrapper_prefix(model)
+            prefixes[numbered("model", number)] = wrapper_prefix(model)
         stateful_loaders = {}
         for number, loader in enumerate(accelerator._dataloaders):
             if getattr(loader, "use_stateful_dataloader", False):
-                stateful_loaders[_numbered("loader", number)] = loader.state_dict()
+                stateful_loaders[numbered("loader", number)] = loader.state_dict()
         facts: dict[str, Any] = {
             "prefixes": prefixes,
             "safe_serialization": safe_serialization,
@@ -154,7 +154,7 @@ class AcceleratorState(ObjectState):
             facts["models"] = []
             for number, model_weights in enumerate(all_weights):
                 if id(model_weights) in remaining:
-                    facts["models"].append(_numbered("model", number))
+                    facts["models"].append(numbered("model", number))
         return facts
 
     def run_load_hooks(self, directory: str) -> None:
@@ -173,10 +173,3 @@ class AcceleratorState(ObjectState):
         if self.is_uneven:
             return ()
         return super().replicated_parameters()
-
-
-def _numbered(kind: str, number: int) -> str:
-    """Return the name of the n-th object of a kind: ``model``, ``model_1``, …"""
-    if number == 0:
-        return kind
-    return f"{kind}_{number}"

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from lazysnap.state.source import KEY
+from lazysnap.shard.manifest import EXTRAS
 
 
 def recount(fit_loop: Any, state: dict[str, Any], passed: int) -> None:
@@ -54,7 +54,7 @@ def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
             f"this training had ended ({reached_limit}, at step {step}): raise that limit to go on, or begin "
             'fresh in another directory or without ckpt_path="latest"'
         )
-    loops = state[KEY]["loops"]
+    loops = state[EXTRAS]["loops"]
     if loops["should_stop"] and loops["between_epochs"]:
         return (
             f"this training had been stopped early, after step {step} (EarlyStopping, or trainer.should_stop): to "

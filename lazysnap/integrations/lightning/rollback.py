@@ -11,7 +11,7 @@ import torch
 
 from lazysnap.integrations.lightning.extras import collect_metrics
 from lazysnap.integrations.lightning.loops import collect_loops
-from lazysnap.state.source import KEY
+from lazysnap.shard.manifest import EXTRAS
 
 _TIMERS = ("Timer",)
 """Callbacks whose state is a time, which continues."""
@@ -35,7 +35,7 @@ def with_present_data(trainer: Any, optimizers: list[torch.optim.Optimizer], sta
     for key in state["callbacks"]:
         if str(key).startswith(_TIMERS):
             del callbacks[key]
-    extra = dict(state[KEY])
+    extra = dict(state[EXTRAS])
     is_same_epoch = saved_loop["epoch_progress"]["current"]["processed"] == fit_loop.epoch_progress.current.processed
     if not is_same_epoch:
         extra["metrics"] = {**collect_metrics(trainer, trainer.lightning_module), "results": []}
@@ -56,7 +56,7 @@ def with_present_data(trainer: Any, optimizers: list[torch.optim.Optimizer], sta
         "loops": {**state["loops"], "fit_loop": loop},
         "lr_schedulers": schedules,
         "optimizer_states": optimizer_states,
-        KEY: extra,
+        EXTRAS: extra,
     }
 
 

@@ -30,13 +30,14 @@ from lazysnap.integrations.lightning.loaders import LoaderPositions, running_wor
 from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import state_of_rank
+from lazysnap.shard.manifest import EXTRAS
 from lazysnap.state.codec import path_text
 from lazysnap.state.loading import check_loads, load_module
 from lazysnap.state.modules import reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, classes_of, put_back
 from lazysnap.state.scalars import pack, plain_numbers, unpack
 from lazysnap.state.skipped import Path, SkippedValues, with_values_of
-from lazysnap.state.source import KEY, OPTIMIZERS, StateSource
+from lazysnap.state.source import OPTIMIZERS, StateSource
 from lazysnap.state.wrappers import stepping
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ _MAX_PATHS = 8
 """The most paths in one warning."""
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _LEFT_OUT = "left_out"
-"""Below ``KEY``: paths of the program's values that the snapshot does not hold."""
+"""Below ``EXTRAS``: paths of the program's values that the snapshot does not hold."""
 
 
 class _Ours(dict[str, Any]):
@@ -95,7 +96,7 @@ class LightningState(StateSource):
         if not loops["between_epochs"]:
             trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             position = {"trained": trained, "loaders": self.loaders.state_dict()}
-        state[KEY] = {
+        state[EXTRAS] = {
             "loops": loops,
             "position": position,
             "world_size": trainer.world_size,
@@ -107,9 +108,9 @@ class LightningState(StateSource):
             OPTIMIZERS: classes_of(self),
         }
         for name, extras in self._extras.items():
-            state[KEY]["modules"][name] = extras.collect()
+            state[EXTRAS]["modules"][name] = extras.collect()
         if left_out:
-            state[KEY][_LEFT_OUT] = left_out
+            state[EXTRAS][_LEFT_OUT] = left_out
         return state
 
     def _check_loads(self, state: Mapping[str, Any]) -> None:
@@ -209,7 +210,7 @@ class LightningState(StateSource):
             return
         with state_of_rank(self._trainer):
             state = with_present_data(self._trainer, list(self.optimizers()), state)
-        extra = state[KEY]
+        extra = state[EXTRAS]
         self._give_to_connector(state)
         try:
             self._connector.restore_model()
@@ -223,7 +224,7 @@ class LightningState(StateSource):
     def _give_to_connector(self, state: dict[str, Any]) -> None:
         """Give the connector its part of a collected state."""
         checkpoint = dict(state)
-        extra = checkpoint.pop(KEY)
+        extra = checkpoint.pop(EXTRAS)
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
         left_out = extra.get(_LEFT_OUT)
         if left_out:
@@ -273,13 +274,13 @@ class LightningState(StateSource):
         The connector restores its part of it. The rest waits for ``load`` and ``finish_resume``.
         Raises: StateError, if it was not collected by this class.
         """
-        if KEY not in state or "loops" not in state:
+        if EXTRAS not in state or "loops" not in state:
             raise StateError(
                 "the snapshot was not taken by LazySnapshotCallback (it has no state of Lightning's loops); restore it "
                 "with the loop that took it, or use another directory"
             )
         self._give_to_connector(state)
-        self._resumed = {**state[KEY], "fit_loop": state["loops"]["fit_loop"]}
+        self._resumed = {**state[EXTRAS], "fit_loop": state["loops"]["fit_loop"]}
         if self._trainer.state.fn != "fit":
             return
         reason = reason_of_end(self._trainer, state)
@@ -310,7 +311,7 @@ class LightningState(StateSource):
         """Describe the position of a collected state in the data: epoch and batch index of the next batch."""
         epoch = state["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
         batch = 0
-        position = state[KEY]["position"]
+        position = state[EXTRAS]["position"]
         if position is not None:
             batch = position["trained"]
         return f"epoch {epoch}, batch {batch}"
