@@ -112,6 +112,8 @@ def _tensors(path: pathlib.Path) -> dict[str, str]:
     import torch
     from torch.utils import _pytree
 
+    from lazysnap.data.digests import bytes_of
+
     try:
         leaves, _ = _pytree.tree_flatten_with_path(torch.load(path, map_location="cpu", weights_only=True))
     except (RuntimeError, pickle.UnpicklingError):  # of types that weights_only refuses, or not written by torch
@@ -119,8 +121,7 @@ def _tensors(path: pathlib.Path) -> dict[str, str]:
     values = {}
     for key, leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            data = leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-            values[_pytree.keystr(key)] = f"{leaf.dtype} {tuple(leaf.shape)} {digest(data)}"
+            values[_pytree.keystr(key)] = f"{leaf.dtype} {tuple(leaf.shape)} {digest(bytes_of(leaf))}"
     return values
 
 
