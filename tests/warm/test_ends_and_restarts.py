@@ -47,6 +47,47 @@ steps = Steps()
 """
 
 
+RESIZED = """
+import os, signal, socket, struct, sys, threading, time
+from lazysnap.warm.client import _Program
+waited = {signal.SIGWINCH, signal.SIGIO}
+signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+os.kill(os.getpid(), signal.SIGWINCH)
+client, parent = socket.socketpair()
+def fork():
+    while signal.SIGWINCH in signal.sigpending(): time.sleep(0.01)
+    parent.send(struct.pack("i", os.getpid()))
+    parent.send(struct.pack("i", 7))
+threading.Thread(target=fork).start()
+sys.exit(_Program(client, False).wait(waited))
+"""
+"""A client whose terminal is resized before its program is forked."""
+INTERRUPTED = """
+import os, pty, signal, socket, struct, subprocess, sys, threading
+from lazysnap.warm.client import _Program
+class Connection(socket.socket):
+    is_empty = True
+    def recv(self, size):
+        if not self.is_empty: return super().recv(size)
+        self.is_empty = False
+        raise BlockingIOError
+pid, terminal = pty.fork()
+if pid:
+    os.read(terminal, 1)
+    os.write(terminal, b"\\x03")
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+program = subprocess.Popen(["sleep", "10"], start_new_session=True)
+waited = {signal.SIGINT, signal.SIGIO}
+signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+client, parent = socket.socketpair()
+parent.send(struct.pack("i", program.pid))
+threading.Thread(target=lambda: parent.send(struct.pack("i", abs(program.wait())))).start()
+os.write(1, b"!")
+sys.exit(_Program(Connection(fileno=client.detach()), False).wait(waited))
+"""
+"""A client that a Ctrl-C reaches right before its program is forked: the terminal does not send it to the program."""
+
+
 def ready(place, name="ready.json"):
     return until(lambda: place.read(name), lambda: str([one.poll() for one in place.started]))
 
@@ -127,6 +168,11 @@ def test_a_signal_as_soon_as_the_program_handles_it_reaches_its_handler(place):
     for _ in range(5):
         assert place.run("/bin/sh", "-c", shell, sys.executable, path)[0] == 7
     place.wait_until_gone()
+
+
+@pytest.mark.parametrize(("client", "code"), [(RESIZED, 7), (INTERRUPTED, signal.SIGINT)], ids=["resized", "ctrl-c"])
+def test_a_signal_before_the_program_exists_reaches_it_and_ends_nothing_that_ignores_it(place, client, code):
+    assert place.run(sys.executable, "-c", client)[0] == code
 
 
 def test_a_runner_that_was_started_with_sigchld_ignored_ends_with_its_program(place):
