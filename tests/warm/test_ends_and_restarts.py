@@ -47,6 +47,8 @@ steps = Steps()
 """
 
 
+WHOLE = {"environ": {}, "handles": [], "group": None}
+"""The request of a client."""
 RESIZED = """
 import os, signal, socket, struct, sys, threading, time
 from lazysnap.warm.client import _Program
@@ -365,11 +367,23 @@ def test_nobody_else_reaches_the_parent(place, handles):
     assert answers == [4, 0]
 
 
-def ask(address):
+@pytest.mark.parametrize("request_", [[], {"handles": 1}, {"handles": []}, {**WHOLE, "handles": [1]}], ids=str)
+def test_a_bad_request_is_refused_and_ends_nothing(place, handles, monkeypatch, request_):
+    process, *_ = handles
+    [address] = [path for path in place.directory.glob("lazysnap-warm/*/*") if path.is_socket()]
+    monkeypatch.chdir(address.parent)
+    assert ask(address.name, request_) == b""
+    assert len(ask(address.name)) == 4
+    process.send_signal(signal.SIGTERM)  # ends the runner's restarts
+    process.send_signal(END)
+    assert process.wait(60) == 9
+
+
+def ask(address, request=WHOLE):
     """What a parent answers to the request of a client."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        data = json.dumps({"environ": {}, "handles": [], "group": None}).encode()
+        data = json.dumps(request).encode()
         socket.send_fds(connection, [struct.pack("I", len(data))], [os.pidfd_open(os.getpid())])
         try:
             connection.sendall(data)
