@@ -398,3 +398,11 @@ def test_a_directory_that_others_can_write_to_is_refused(place):
     code, _, err = place.warm(sys.executable, "-c", "")
     assert code == 2
     assert "must be a directory of user" in err
+
+
+def test_a_logout_does_not_delete_the_directory(place):
+    session = place.directory / "session"
+    session.mkdir()
+    place.environ["XDG_RUNTIME_DIR"] = str(session)
+    assert place.warm(sys.executable, "-c", "")[0] == 0
+    assert list(session.iterdir()) == []
