@@ -247,6 +247,8 @@ class Chaos:
         if self.has_snapshots:
             training.wait(self._deadline_s, lambda: bool(training.newest_snapshot()))
         training.wait(late_s)
+        if trial.fault == "flip" and not training.newest_snapshot():
+            raise ChaosFailed("flip found no snapshot to damage: give the command more time to store one (--deadline)")
         if training.code is not None:
             raise ChaosFailed(f"the command ended before {trial.fault} could strike: give it more steps")
         if steps:
@@ -307,11 +309,11 @@ class Chaos:
         if len(self.steps) > 1:
             stride = self.steps[1] - self.steps[0]
         again = 0
-        reached = 0
+        reached = -1
         for start in training.starts:
             repeated_steps = {step for step in start.steps if step <= reached}
             again += stride * len(repeated_steps)
-            reached = max(reached, *start.steps, 0)
+            reached = max([reached, *start.steps])
         return again
 
     def _judge(self, training: Training, trial: Trial, changed: str) -> None:

@@ -60,6 +60,11 @@ def test_bad_usage_is_exit_code_2(words, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_worker_without_a_command_is_one_clear_line(capsys):
+    assert run("worker", "--") == 2
+    assert "name a command" in capsys.readouterr().err
+
+
 def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
     with pytest.raises(SystemExit) as exit_:
         run("prune", "x", "--keeplast", "3")
