@@ -129,10 +129,12 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 def _with_arguments(facts: TrainingFigures, args: argparse.Namespace) -> TrainingFigures:
     """Return what is given, else what was measured. Raises: ConfigError."""
-    nodes = args.nodes or facts.nodes
+    nodes = args.nodes
     ranks = args.ranks
-    if ranks is None and args.nodes:
+    if ranks is None:
         ranks = nodes
+    if nodes is None:
+        nodes = facts.nodes
     if ranks is None:
         ranks = facts.ranks
     if ranks < 1 or nodes < 1 or ranks % nodes:
