@@ -23,7 +23,7 @@ from lazysnap.warm.command import PythonCommand, python_command
 from lazysnap.warm.place import locked, owner_directory, owner_of, user_directory
 from lazysnap.warm.steps import DIRECTORY
 
-PARENT = "LAZYSNAP_WARM_PARENT"
+PARENT_VARIABLE = "LAZYSNAP_WARM_PARENT"
 """Environment variable that holds the descriptors and paths of a parent."""
 PYTHON = "PYTHON_EXEC"
 """Environment variable that names the interpreter of torchrun's workers."""
@@ -220,7 +220,7 @@ def _start_parent(
         subprocess.Popen(
             command.argv,
             executable=command.python,
-            env={**environ, "PYTHONPATH": path, PARENT: json.dumps(facts)},
+            env={**environ, "PYTHONPATH": path, PARENT_VARIABLE: json.dumps(facts)},
             pass_fds=(listener.fileno(), handle),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
