@@ -286,7 +286,7 @@ def test_a_command_is_started_again_after_a_crash_as_the_page_says(line, tmp_pat
         path.parent.mkdir(exist_ok=True)
         path.write_text(TRAIN)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = {**os.environ, **ENVIRONMENT, "PATH": path, "XDG_RUNTIME_DIR": str(tmp_path)}
+    environment = {**os.environ, **ENVIRONMENT, "PATH": path, "LAZYSNAP_RUNTIME_DIR": f"{tmp_path}/runtime"}
 
     shell = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run(["bash", "-c", line], check=False, **shell)

@@ -15,7 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         user_command = words[1:]
         if user_command[0] == "--":
             user_command = user_command[1:]
-        worker(user_command)
+        if user_command:
+            worker(user_command)
     from lazysnap.cli.commands import main as command
 
     return command(words)

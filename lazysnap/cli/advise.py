@@ -129,10 +129,12 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 def _with_arguments(facts: TrainingFigures, args: argparse.Namespace) -> TrainingFigures:
     """Return what is given, else what was measured. Raises: ConfigError."""
-    nodes = args.nodes or facts.nodes
+    nodes = args.nodes
     ranks = args.ranks
-    if ranks is None and args.nodes:
+    if ranks is None:
         ranks = nodes
+    if nodes is None:
+        nodes = facts.nodes
     if ranks is None:
         ranks = facts.ranks
     if ranks < 1 or nodes < 1 or ranks % nodes:
@@ -211,7 +213,7 @@ def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
     for before, after in itertools.pairwise(starts):
         if before.how == GOODBYE:
             continue
-        resumed_at = microseconds(after.name.t)
+        resumed_at = microseconds(after.trainer_started.t)
         if after.waits:
             resumed_at = after.waits[0][0]
         restarts_s.append((resumed_at - before.ended) / 1e6)
@@ -228,7 +230,7 @@ def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
     return TrainingFigures(
         files[0].run_id,
         nodes=nodes,
-        ranks=starts[-1].name.world_size,
+        ranks=starts[-1].trainer_started.world_size,
         timed_steps=timed_steps,
         every=starts[-1].every,
         step_s=step_s,
@@ -248,7 +250,7 @@ def _timed(start: Start) -> tuple[int, int]:
     if start.end is not None and start.end.how == "died" and start.end.step > step:
         step = start.end.step
         at = start.ended
-    return max(0, step - start.name.step - 1), max(0, at - start.waits[0][0])
+    return max(0, step - start.trainer_started.step - 1), max(0, at - start.waits[0][0])
 
 
 def _median(values: Sequence[float]) -> float:

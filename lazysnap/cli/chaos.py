@@ -112,6 +112,8 @@ def _tensors(path: pathlib.Path) -> dict[str, str]:
     import torch
     from torch.utils import _pytree
 
+    from lazysnap.data.digests import bytes_of
+
     try:
         leaves, _ = _pytree.tree_flatten_with_path(torch.load(path, map_location="cpu", weights_only=True))
     except (RuntimeError, pickle.UnpicklingError):  # of types that weights_only refuses, or not written by torch
@@ -119,8 +121,7 @@ def _tensors(path: pathlib.Path) -> dict[str, str]:
     values = {}
     for key, leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            data = leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-            values[_pytree.keystr(key)] = f"{leaf.dtype} {tuple(leaf.shape)} {digest(data)}"
+            values[_pytree.keystr(key)] = f"{leaf.dtype} {tuple(leaf.shape)} {digest(bytes_of(leaf))}"
     return values
 
 
@@ -246,6 +247,8 @@ class Chaos:
         if self.has_snapshots:
             training.wait(self._deadline_s, lambda: bool(training.newest_snapshot()))
         training.wait(late_s)
+        if trial.fault == "flip" and not training.newest_snapshot():
+            raise ChaosFailed("flip found no snapshot to damage: give the command more time to store one (--deadline)")
         if training.code is not None:
             raise ChaosFailed(f"the command ended before {trial.fault} could strike: give it more steps")
         if steps:
@@ -306,11 +309,11 @@ class Chaos:
         if len(self.steps) > 1:
             stride = self.steps[1] - self.steps[0]
         again = 0
-        reached = 0
+        reached = -1
         for start in training.starts:
             repeated_steps = {step for step in start.steps if step <= reached}
             again += stride * len(repeated_steps)
-            reached = max(reached, *start.steps, 0)
+            reached = max([reached, *start.steps])
         return again
 
     def _judge(self, training: Training, trial: Trial, changed: str) -> None:

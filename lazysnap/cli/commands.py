@@ -315,11 +315,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, unknown = parser(as_json="--json" in arguments).parse_known_args(arguments)
     if unknown:
         args.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of this command
-    secrets = []
-    for name in ("storage_option", "to_option"):
-        for _, value in getattr(args, name, ()):
-            secrets.append(value)
-    output = Output(args.command, as_json=args.json, redaction=Redaction({"secret": secrets}))
+    options = [dict(getattr(args, name, ())) for name in ("storage_option", "to_option")]
+    output = Output(args.command, as_json=args.json, redaction=Redaction({"options": options}))
     module, _, function = COMMANDS[args.command].run.partition(":")
     try:
         code: int = getattr(import_module(f"lazysnap.cli.{module}"), function)(args, output)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig, SnapshotEngine
+from lazysnap.data.digests import bytes_of
 
 _CONTEXT = 64
 _WIDTH = 64
@@ -53,7 +54,7 @@ def _digest(*states: Any) -> str:
     total = hashlib.sha256()
     for leaf in _pytree.tree_leaves(states):
         if isinstance(leaf, Tensor):
-            total.update(bytes(leaf.detach().contiguous().view(-1).view(torch.uint8).tolist()))
+            total.update(bytes_of(leaf))
     return total.hexdigest()
 
 

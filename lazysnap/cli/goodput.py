@@ -172,7 +172,7 @@ def _before_work(start: Start, usual_us: int, kind: str) -> list[TimeSpan]:
         first_boundary = start.waits[0][0]
         step_us = usual_us if start.step_us is None else start.step_us
         return [TimeSpan(start.began, max(start.began, first_boundary - step_us), kind)]
-    named = min(max(microseconds(start.name.t), start.began), start.ended)
+    named = min(max(microseconds(start.trainer_started.t), start.began), start.ended)
     rest = kind
     if start.how == GOODBYE:
         rest = "draining"
@@ -183,10 +183,10 @@ def _before_work(start: Start, usual_us: int, kind: str) -> list[TimeSpan]:
 
 
 def _marks(start: Start, work_begins: int, follower: Start | None) -> Marks:
-    marks = [(work_begins, start.name.step)]
+    marks = [(work_begins, start.trainer_started.step)]
     if start.waits:
         first = start.waits[0][0]
-        marks.append((first, start.name.step + 1))
+        marks.append((first, start.trainer_started.step + 1))
         for line in start.progress:
             at = min(max(microseconds(line.t), first), start.ended)
             taken = microseconds(line.taken)
@@ -196,18 +196,18 @@ def _marks(start: Start, work_begins: int, follower: Start | None) -> Marks:
     if start.end is not None:
         marks.append((start.ended, start.end.step))
     if follower is not None:
-        marks.append((start.ended, follower.name.step))  # it had passed that one, seen or not
+        marks.append((start.ended, follower.trainer_started.step))  # it had passed that one, seen or not
     return rising(marks)
 
 
 def _cut(starts: list[Start], index: int) -> int:
     """Take from earlier starts the steps that the start ``index`` trains again. Return the time that this costs."""
     cost = 0
-    step = starts[index].name.step
+    step = starts[index].trainer_started.step
     for earlier in reversed(starts[:index]):
         if earlier.kept <= step:
             break
-        kept = max(step, earlier.name.step)
+        kept = max(step, earlier.trainer_started.step)
         cost += earlier.passed(earlier.kept) - earlier.passed(kept)
         earlier.kept = kept
     return cost
@@ -253,8 +253,8 @@ def _interruptions(files: Sequence[EventFile], starts: list[Start], losses: list
         source = None
         if later:
             lost += losses[index + 1]
-            resumed_step = later[0].name.step
-            source = later[0].name.source
+            resumed_step = later[0].trainer_started.step
+            source = later[0].trainer_started.source
         first = None
         for at, rank, node in bad_ends:
             if start.began <= at <= start.ended:

@@ -74,7 +74,7 @@ def time_of(marks: Marks, value: int) -> int:
 class Start:
     """One process of a rank, from its beginning to its end."""
 
-    name: TrainerStarted
+    trainer_started: TrainerStarted
     node: int
     began: int
     ended: int
@@ -92,7 +92,7 @@ class Start:
     @property
     def every(self) -> int:
         """Steps from one capture to the next, at last."""
-        return self.progress[-1].every if self.progress else self.name.every_n_steps
+        return self.progress[-1].every if self.progress else self.trainer_started.every_n_steps
 
     @property
     def reached(self) -> int:
@@ -104,7 +104,7 @@ class Start:
         """The usual time of a step, without waits; ``None`` if it passed too few."""
         if not self.waits or not self.progress:
             return None
-        steps = self.progress[-1].step - self.name.step - 1
+        steps = self.progress[-1].step - self.trainer_started.step - 1
         if steps <= 0:
             return None
         return max(0, self.sampled_at - self.waits[0][0] - self.waits[-1][1]) // steps
@@ -162,7 +162,7 @@ def _began(name: TrainerStarted) -> int:
 
 
 def _start(
-    name: TrainerStarted, file: EventFile, lines: list[Event], began: int, follower: TrainerStarted | None
+    trainer_started: TrainerStarted, file: EventFile, lines: list[Event], began: int, follower: TrainerStarted | None
 ) -> Start:
     progress = []
     end = None
@@ -182,7 +182,7 @@ def _start(
     if follower is not None:
         ended = min(ended, _began(follower))
     ended = max(began, ended)
-    start = Start(name, file.node, began, ended, how, progress, end)
+    start = Start(trainer_started, file.node, began, ended, how, progress, end)
     start.waits = _waits(start)
     step_us = start.step_us
     if follower is not None and how == UNSEEN and step_us:
@@ -204,7 +204,7 @@ def _last_line_at(file: EventFile, last_t: float, follower: TrainerStarted | Non
 
 
 def _waits(start: Start) -> Marks:
-    passed = [line for line in start.progress if line.step > start.name.step]
+    passed = [line for line in start.progress if line.step > start.trainer_started.step]
     if not passed:
         return []
 
@@ -213,7 +213,7 @@ def _waits(start: Start) -> Marks:
 
     # The keeper notes the first boundary at once: its capture began then, if it is whole already.
     first = within(passed[0].t)
-    if passed[0].captured > start.name.step:
+    if passed[0].captured > start.trainer_started.step:
         first = within(passed[0].taken)
     waits = [(first, 0)]
     for line in passed:

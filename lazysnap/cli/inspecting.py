@@ -110,10 +110,18 @@ def show_snapshots(
         return
     rows.sort(key=itemgetter("step"))
     columns = {"step": "step>", "state": "state", "size": "size>", "captured (UTC)": "captured (UTC)", "run": "run"}
-    if any(row["names"] for row in rows):
-        columns["names"] = "names<"
+    table = output.table("", *columns.values(), rows=map(itemgetter(*columns), rows))
+    named_rows = [row for row in rows if row["names"]]
+    if named_rows:
+        columns["names"] = "names"
+        wider = output.table("", *columns.values(), rows=map(itemgetter(*columns), rows))
+        if output.fits(wider):
+            table = wider
+            named_rows = []
     output.line(contents.url, "bold")
-    output.show(output.table("", *columns.values(), rows=map(itemgetter(*columns), rows)))
+    output.show(table)
+    for row in named_rows:  # a name that is cut is of no use for a restart
+        output.line(f"step {row['step']} of run {row['run']} is named {row['names']}")
     if contents.newest_run is not None and len(contents.runs) > 1:
         output.line(f"newest run: {contents.runs[contents.newest_run]}")
 

@@ -17,8 +17,6 @@ from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import NodeState, Question
 from lazysnap.keeper.wire import OtherVersion
 
-_ANSWER_S = 5.0
-
 
 def identities(job: str) -> list[JobIdentity]:
     """Return the jobs that ``job`` may mean: a ``job_id``, or the path or URL of a first level."""
@@ -86,7 +84,7 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> KeeperAnswer | Non
     try:
         channel = try_connect(identity)
     except KeeperError as error:
-        return KeeperAnswer(identity, 0, problem=str(error))
+        return KeeperAnswer(identity, pid, problem=str(error))
     if channel is None and _is_stopped(pid):  # many may have asked it already
         return KeeperAnswer(identity, pid, problem=_why_silent(pid, timeout_s))
     if channel is None:
@@ -184,7 +182,7 @@ def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> _
     pid = channel.peer_pid
     question = Question(about="stop", is_forced=is_forced)
     try:
-        answer = asking.ask(channel, question, max(deadline - time.monotonic(), _ANSWER_S))
+        answer = asking.ask(channel, question, max(0.0, deadline - time.monotonic()))
     except (OSError, KeeperError):
         refusal = (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "

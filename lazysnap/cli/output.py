@@ -34,6 +34,8 @@ _GAP = 2
 """Spaces between columns."""
 _SHORTEST = 8
 """Characters of a cell that always stay."""
+_UNLIMITED = 1 << 16
+"""Characters of a line on a screen that is wide enough for all."""
 
 
 def safe(value: object) -> str:
@@ -149,6 +151,11 @@ class Output:
         for cells in lines:
             table.add_row(*cells)
         return table
+
+    def fits(self, table: Table) -> bool:
+        """True if no cell of the table is cut on this screen."""
+        unlimited = self._results.options.update(max_width=_UNLIMITED)
+        return self._results.measure(table, options=unlimited).maximum <= self.width
 
     def show(self, item: RenderableType) -> None:
         """Print a part of the result, unless it is JSON. A text stays on one line."""

@@ -165,13 +165,15 @@ class _Plan:
         for snapshot in self.unnamed:
             self._store.release(snapshot.run_id, self._name)
         with self._output.bar("deleting", self.size_bytes) as advance:
-            for snapshot in self.delete:
+            for snapshot in list(self.delete):
                 advance(snapshot.size_bytes)
                 # Asked again, because the question to the user may have taken a while.
                 if delete_files(self._places(snapshot)):
                     deleted.append(snapshot.location)
                 else:
-                    self._output.say(f"{snapshot.location} stays: somebody gave it a name meanwhile")
+                    self.delete.remove(snapshot)
+                    self.keep.append((snapshot, "name or symbolic link"))
+                    self._output.say(f"{snapshot.location} stays: meanwhile it has a name, or became a symbolic link")
         return [*deleted, *self._store.sweep()]
 
     def show(self) -> None:

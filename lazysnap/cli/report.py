@@ -132,9 +132,9 @@ def figures_of(run_id: str, urls: list[str], files: Sequence[EventFile], result:
             {
                 "began": start.began / 1e6,
                 "ended": start.ended / 1e6,
-                "step": start.name.step,
+                "step": start.trainer_started.step,
                 "how": start.how,
-                "pid": start.name.pid,
+                "pid": start.trainer_started.pid,
                 "node": start.node,
             }
         )
@@ -147,9 +147,9 @@ def figures_of(run_id: str, urls: list[str], files: Sequence[EventFile], result:
     return {
         "url": urls,
         "run_id": run_id,
-        "rank": result.starts[0].name.rank,
+        "rank": result.starts[0].trainer_started.rank,
         "ranks": ranks_in(files),
-        "world_size": last_start.name.world_size,
+        "world_size": last_start.trainer_started.world_size,
         "nodes": [file.node for file in files],
         "began": result.began / 1e6,
         "ended": result.ended / 1e6,

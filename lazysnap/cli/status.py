@@ -32,7 +32,8 @@ _MOST_OF_SOURCE = 24
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show the jobs of this node. Blocks: at most about ``_ANSWER_S``.
 
-    Returns 1 if a keeper does not answer, a level fails or a job has another problem. Raises: ConfigError.
+    Returns 1 if a keeper does not answer, a level fails or a job has another problem; for Prometheus 0 all the same,
+    because the text has the number of problems. Raises: ConfigError.
     """
     if args.prometheus and args.json:
         raise ConfigError("--prometheus and --json are two forms of the same numbers: choose one")

@@ -23,8 +23,7 @@ def _add(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         if value.device.type == "cpu" and value.layout is torch.strided and value.numel():
-            flat = value.detach().contiguous().reshape(-1)
-            digest.update(flat.view(torch.uint8)[:_MOST_BYTES].numpy())
+            digest.update(bytes_of(value, _MOST_BYTES))
     elif isinstance(value, Mapping):
         for name, item in value.items():
             digest.update(str(name).encode())
@@ -39,6 +38,15 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(value.tobytes()[:_MOST_BYTES])
     else:
         digest.update(type(value).__qualname__.encode())
+
+
+def bytes_of(tensor: torch.Tensor, most_bytes: int | None = None) -> bytes:
+    """Return a copy of the bytes of a tensor on the CPU, at most the first ``most_bytes``. It does without NumPy."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)[:most_bytes]
+    data = bytearray(len(flat))
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(flat)
+    return bytes(data)
 
 
 class SubsetDigest:

@@ -1,8 +1,8 @@
 """Search for the random generators that data loaders, samplers, datasets and transforms keep for themselves.
 
-Attributes, containers, closures, arguments of ``functools.partial``, class attributes and module globals that a
-dataset's functions name are searched. What lies outside is not found: a generator inside a C extension, or one that a
-function makes anew at each call.
+Attributes, lists, tuples, dicts, closures, arguments of ``functools.partial``, class attributes and module globals
+that a dataset's functions name are searched. What lies outside is not found: a generator inside a C extension, or one
+that a function makes anew at each call.
 """
 
 import functools
@@ -11,7 +11,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ _PLAIN = (
     *(int, float, complex, str, bytes, bytearray, memoryview, type(None), type, types.ModuleType, torch.Tensor),
     logging.Logger,  # it leads to all loggers of the process
 )
-_SEQUENCES = (list, tuple, set, frozenset, deque)
+_SEQUENCES = (list, tuple, deque)
+"""No sets: their order is another one in each process."""
 _READING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward")
 """Methods of a dataset, sampler or transform that may name generators of their module."""
 _SKIPPED = ("_iterator", "_lazysnap_position", "_parameters", "_buffers")
@@ -65,7 +66,7 @@ class GeneratorSearch:
         self._seen.add(id(value))
         if is_generator(value):
             self.generators[path] = value
-        elif isinstance(value, (*_SEQUENCES, Mapping)):
+        elif isinstance(value, (*_SEQUENCES, dict)):  # any other mapping may be the data itself, such as an HDF5 file
             self._visit_container(value, path, depth)
         else:
             for name, inner in _parts(value):
@@ -80,7 +81,7 @@ class GeneratorSearch:
         count_before = len(self.generators)
         was_complete = self.is_complete
         self.is_complete = True
-        items = container.items() if isinstance(container, Mapping) else enumerate(container)
+        items = container.items() if isinstance(container, dict) else enumerate(container)
         for name, item in items:
             if not isinstance(item, _PLAIN):
                 self._visit(item, f"{path}.{name}", depth + 1)

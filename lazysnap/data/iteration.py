@@ -253,10 +253,10 @@ class Iteration:
         """Name what this loader does not resume exactly, once."""
         base = self._base
         position = self._position
-        if self._plan.workers and not getattr(base, "in_order", True):
-            position.warn_once(_NO_ORDER, base)
         if not is_first_rank():
             return
+        if self._plan.workers and not getattr(base, "in_order", True):
+            position.warn_once(_NO_ORDER, base)
         if is_iterable(base) and self._only_rereads:
             position.warn_once(_READ_AGAIN, base.dataset)
         if is_stateful(getattr(base, "collate_fn", None)):

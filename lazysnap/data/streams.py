@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lazysnap.data.digests import bytes_of
 from lazysnap.data.generators import GeneratorSearch
 
 NOT_SEARCHED = (
@@ -79,9 +80,9 @@ class RandomStreams:
         """Return all current states."""
         state = collect_rng()
         state["python"] = _pack_python(state["python"])
-        state["torch"] = _pack_torch(state["torch"])
+        state["torch"] = bytes_of(state["torch"])
         for kind in state.keys() - _OF_HOST:
-            state[kind] = [_pack_torch(item) for item in state[kind]]
+            state[kind] = [bytes_of(item) for item in state[kind]]
         return {**state, **self.collect_owned()}
 
     def collect_owned(self) -> dict[str, Any]:
@@ -120,17 +121,13 @@ def _unpack_python(state: Any) -> tuple[Any, ...]:
     return state[0], tuple(words), state[2]
 
 
-def _pack_torch(state: torch.Tensor) -> bytes:
-    return bytes(state.numpy()) if "numpy" in sys.modules else bytes(state.tolist())
-
-
 def _unpack_torch(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return _pack_torch(generator.get_state())
+        return bytes_of(generator.get_state())
     if isinstance(generator, random.Random):
         return _pack_python(generator.getstate())
     if hasattr(generator, "bit_generator"):

@@ -64,6 +64,6 @@ def main() -> int:
         export(arguments["place"], directory, which=named.which, format=ACCELERATE, storage_options=options)
     except (LazySnapError, OSError) as error:
         if named_in(directory) == named:
-            sys.stdout.write(Redaction({"secret": list(options.values())}).clean(error))
+            sys.stdout.write(Redaction(options).clean(error))
             return 1
     return 0

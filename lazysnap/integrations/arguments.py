@@ -89,14 +89,15 @@ def checked_keep_best(keep_best: KeepBest | None, owner: str) -> KeepBest | None
     return keep_best
 
 
-def check_path(which: Any, framework: str, how: str, export: str) -> None:
+def check_path(which: Any, framework: str, how: str, export: str, exported: str = "such a checkpoint") -> None:
     """Refuse the directory of a snapshot, which no framework can read.
 
     Args:
         which: the checkpoint that the program named.
         framework: the name of the framework.
         how: the argument that resumes the newest snapshot.
-        export: the arguments of ``lazysnap export`` that make a checkpoint of this framework.
+        export: the arguments of ``lazysnap export`` for this framework.
+        exported: what this export writes.
 
     Raises: ConfigError.
     """
@@ -107,6 +108,6 @@ def check_path(which: Any, framework: str, how: str, export: str) -> None:
     if SnapshotName.parse(name) is not None and not os.path.isfile(text):
         raise ConfigError(
             f"{text!r} is the directory of a lazysnap snapshot, not a checkpoint file of {framework}: {how} resumes "
-            f"the newest snapshot; `lazysnap export {level or '.'} latest {export}` writes such a checkpoint; "
+            f"the newest snapshot; `lazysnap export {level or '.'} latest {export}` writes {exported}; "
             "lazysnap.load_weights reads the weights alone"
         )

@@ -7,6 +7,9 @@
         keeper-KEY.sock      the keeper listens here
         keeper-KEY.log       errors of the keeper
         events-RUN-….jsonl   events of a run whose first level is at a URL (``keeper.event_file``)
+        SPACE.PID.START/     the warm parents of a process, with its PID namespace and start (``warm.place``)
+        PROGRAM.imports      the modules that a warm start of a program imports first
+        PROGRAM.left-out     those that it must not import first
 
 KEY is a digest of job, user and node. The directory is the value of ``LAZYSNAP_RUNTIME_DIR``, else
 ``/tmp/lazysnap-UID``. It depends on neither ``HOME``, ``TMPDIR`` nor ``XDG_RUNTIME_DIR``: the next start of a job may

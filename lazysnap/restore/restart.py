@@ -462,7 +462,7 @@ class _Search:
         Raises: StateError, on all ranks, if all could read theirs, and the live objects of one of them do not fit it.
         """
         snapshots: list[Snapshot] = []
-        causes: list[StateError] = []
+        causes: list[BaseException | None] = []
         self._sources.has_vanished = False
 
         def read() -> list[Any]:
@@ -477,7 +477,7 @@ class _Search:
                 else:
                     failure = part.text
             except StateError as error:  # the program's objects and the snapshot, which was read, do not fit each other
-                causes.append(error)
+                causes.append(error.__cause__)  # the text of ``error`` itself is that of the one raised below
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)

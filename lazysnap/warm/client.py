@@ -23,7 +23,7 @@ from lazysnap.warm.command import PythonCommand, python_command
 from lazysnap.warm.place import locked, owner_directory, owner_of, user_directory
 from lazysnap.warm.steps import DIRECTORY
 
-PARENT = "LAZYSNAP_WARM_PARENT"
+PARENT_VARIABLE = "LAZYSNAP_WARM_PARENT"
 """Environment variable that holds the descriptors and paths of a parent."""
 PYTHON = "PYTHON_EXEC"
 """Environment variable that names the interpreter of torchrun's workers."""
@@ -220,7 +220,7 @@ def _start_parent(
         subprocess.Popen(
             command.argv,
             executable=command.python,
-            env={**environ, "PYTHONPATH": path, PARENT: json.dumps(facts)},
+            env={**environ, "PYTHONPATH": path, PARENT_VARIABLE: json.dumps(facts)},
             pass_fds=(listener.fileno(), handle),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -255,18 +255,19 @@ class _Program:
         fcntl.fcntl(self._connection, fcntl.F_SETOWN, os.getpid())
         flags = fcntl.fcntl(self._connection, fcntl.F_GETFL)
         fcntl.fcntl(self._connection, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
-        early: signal.struct_siginfo | None = None
+        early: int | None = None
+        """A signal that came before there was a program."""
         while True:
             try:
                 data = self._connection.recv(4)
             except BlockingIOError:
                 if early is not None:  # there is no program
-                    end_as(early.si_signo)
+                    end_as(early)
                 info = self._next_signal(waited)
                 if info is not None and self._pid:
                     self._forward(info)
-                else:
-                    early = info
+                elif info is not None and info.si_signo != signal.SIGWINCH:  # by default, that one is ignored
+                    early = info.si_signo
                 continue
             except ConnectionResetError:
                 data = b""
@@ -280,7 +281,8 @@ class _Program:
                 return number
             self._pid = number
             if early is not None:
-                self._forward(early)
+                # Also one to the process group or from a terminal: the program may have joined the group after it.
+                self._send(early)
                 early = None
 
     def _next_signal(self, waited: set[signal.Signals]) -> signal.struct_siginfo | None:

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 
 
 def user_directory() -> str:
-    """Return the directory of this user, mode 0700. Raises: OSError, if somebody else could write there."""
-    path = f"{os.environ.get('TMPDIR') or '/tmp'}/lazysnap-warm-{os.getuid()}"
-    parent = os.environ.get("XDG_RUNTIME_DIR")
-    if parent:
-        path = f"{parent}/lazysnap-warm"
+    """Return the runtime directory, as ``keeper.runtime`` does. Raises: OSError, if somebody else could write there."""
+    path = os.environ.get("LAZYSNAP_RUNTIME_DIR") or f"/tmp/lazysnap-{os.getuid()}"
+    if not os.path.isabs(path):
+        raise PermissionError(f"LAZYSNAP_RUNTIME_DIR must be an absolute path, got {path}")
     with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
+        os.makedirs(path, 0o700)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionError(f"{path} must be a directory of user {os.getuid()} with mode 0700")

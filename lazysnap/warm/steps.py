@@ -8,7 +8,7 @@ from types import ModuleType
 
 DIRECTORY = "LAZYSNAP_WARM"
 """Environment variable: the directory of the supervisor. It holds the file ``steps``."""
-PARENT = "_lazysnap_warm"
+PARENT_MODULE = "_lazysnap_warm"
 """The name under which the module of the warm parent is found in its children."""
 _FORM = struct.Struct("q")
 
@@ -38,7 +38,7 @@ class Steps:
         """
         if self._is_first:
             self._is_first = False
-            parent: ModuleType | None = sys.modules.get(PARENT)
+            parent: ModuleType | None = sys.modules.get(PARENT_MODULE)
             if parent is not None:
                 parent.record()
         if self._directory and step > self._newest:

@@ -52,6 +52,7 @@ def test_ranks_of_a_node_share_one_copy_and_sharded_ones_split_it_between_nodes(
     [
         (["--params", "seven"], "such as 7b"),
         (["--params", "7b", "--ranks", "7", "--nodes", "2"], "as many on every node"),
+        (["--params", "7b", "--nodes", "0"], "at least one rank"),
         (["--params", "1m", "--mtbf", "often"], "such as 0.4s"),
         ([], "name the directory of a run"),
     ],

@@ -114,7 +114,7 @@ def test_of_several_nodes_rank_0_counts_and_the_first_death_is_named():
     both = account([EventFile(RUN, 1, other), history.file])
     assert both.spans == alone.spans
     assert both.interruptions[0].first == (3, 1)
-    assert account([EventFile(RUN, 1, other)]).starts[0].name.rank == 3
+    assert account([EventFile(RUN, 1, other)]).starts[0].trainer_started.rank == 3
     assert account([EventFile(RUN, 1, (other[1],))]) is None
 
 
@@ -163,7 +163,7 @@ def test_sums_are_exactly_the_wall_time_and_near_the_truth(planned, sample_s):
     check(result)
     assert result.wall <= (history.now - BEGAN) * 1e6 + 1
     if planned[-1].how is not None:
-        assert sum(start.kept - start.name.step for start in result.starts) == len(history.done)
+        assert sum(start.kept - start.trainer_started.step for start in result.starts) == len(history.done)
     # What is not sampled is known to a step and a sample for each start.
     bound = sum(2 * (life.step_s + life.wait_s) + sample_s + 0.1 for life in planned)
     bound += sum(life.partial_s + life.steps * (life.step_s + life.wait_s) for life in planned if life.how is None)

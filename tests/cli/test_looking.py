@@ -90,6 +90,16 @@ def test_verify_of_good_snapshots_succeeds_and_counts_their_bytes(url, capsys):
     assert result["size_bytes"] == 2 * (4096 + 4000)
 
 
+@pytest.mark.parametrize("columns", [80, 250])
+def test_names_are_whole_on_any_screen(url, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name = "before-the-annealing-of-the-learning-rate-2026"
+    put(url, 10, names=(name,))
+    for words in (["ls", url], ["prune", url, "--dry-run"]):
+        assert run(*words) == 0
+        assert name in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "where"), [(SHARD, 0), (SHARD, 0.999), (MANIFEST, 0.5)])
 def test_verify_finds_and_names_a_flipped_byte_in_any_file(url, capsys, name, where):
     put(url, 10)

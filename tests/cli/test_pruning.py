@@ -18,6 +18,7 @@ from cli_level import (
     run,
     run_json,
 )
+from rich.filesize import decimal
 from support.catalogue import inventory_of
 
 from lazysnap.levels.store import open_store
@@ -173,6 +174,25 @@ def test_it_asks_and_takes_only_yes_for_yes(five, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
     assert run("prune", five, "--keep-last", "1") == 0
     assert steps(five) == [50]
+
+
+def test_what_stays_since_somebody_named_it_meanwhile_is_not_said_to_be_freed(five, monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self) -> str:
+            store = open_store(five)
+            store.keep(inventory_of(store).entries[0], "best")
+            return "y"
+
+    named = inventory_of(open_store(five)).entries[0].step
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert run("prune", five, "--keep-last", "1") == 0
+    printed = capsys.readouterr()
+    assert steps(five) == sorted({named, 50})
+    assert "stays: meanwhile it has a name" in printed.err
+    assert f"3 deleted, {decimal(3 * (4096 + 4000))} of snapshots freed" in printed.out
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,11 @@ def test_bad_usage_is_exit_code_2(words, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_worker_without_a_command_is_one_clear_line(capsys):
+    assert run("worker", "--") == 2
+    assert "name a command" in capsys.readouterr().err
+
+
 def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
     with pytest.raises(SystemExit) as exit_:
         run("prune", "x", "--keeplast", "3")
@@ -119,17 +124,27 @@ def test_copy_takes_options_for_each_side(make_url, capsys):
 @pytest.mark.parametrize(
     "words", [["ls"], ["verify"], ["show", "latest"], ["prune", "--yes"], ["copy", "/tmp/nowhere"]], ids=str
 )
-def test_values_of_options_are_never_shown(words, capsys):
-    options = ["key=s3cr3t-k3y", "region=eu-hidden-1", 'client={"token": "t0k3n-value", "pins": [123456]}']
+def test_secrets_among_options_are_never_shown(words, capsys):
+    options = ["key=s3cr3t-k3y", "region=eu-west", 'client={"token": "t0k3n-value", "passes": [123456]}']
     words = [words[0], "picky://place/run", *words[1:]]
     for option in options:
         words += ["--storage-option", option]
     for extra in ([], ["--json"]):
         assert run(*words, *extra) == 2
         captured = capsys.readouterr()
-        for secret in ("s3cr3t-k3y", "eu-hidden-1", "t0k3n-value", "123456"):
+        for secret in ("s3cr3t-k3y", "t0k3n-value", "123456"):
             assert secret not in captured.out + captured.err
         assert "***" in captured.err
+        assert "eu-west" in captured.err
+
+
+def test_an_option_that_is_no_secret_changes_nothing_that_is_shown(make_url, capsys):
+    url = make_url("memory")
+    put(url, 1000)
+    words = ["ls", url.replace("memory://", "picky://"), "--storage-option", "key=open-sesame"]
+    _, without = run_json(capsys, *words)
+    _, result = run_json(capsys, *words, "--storage-option", "region=1000")
+    assert result == without
 
 
 def test_options_that_the_file_system_does_not_know_are_one_clear_line(capsys):

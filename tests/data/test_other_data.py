@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import random
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subs
 
 from lazysnap import ResumableLoader, SnapshotEngine, StateError
 from lazysnap.data import generators
+from lazysnap.data.digests import digest_of
 
 LENGTH, BATCH = 22, 4
 OF_THE_MODULE = random.Random(9)
@@ -142,6 +144,35 @@ def test_a_logger_of_a_dataset_does_not_lead_the_search_to_all_loggers(caplog, m
     next(iter(loader(Logged())))
 
     assert "not all were searched" not in caplog.text
+
+
+def test_batches_are_compared_without_numpy(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "numpy", None)
+    whole = torch.arange(6.0)
+
+    assert digest_of(whole[::2]) == digest_of(whole[::2].clone())
+    assert digest_of(whole[::2]) != digest_of(whole[:3])
+    assert digest_of(torch.empty(0)) != digest_of(torch.empty(0, 1))
+
+
+class OnDisk(Mapping):
+    """Reads a value at each access, as a file of HDF5 does."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __iter__(self):
+        return iter(range(LENGTH))
+
+    def __getitem__(self, index):
+        raise AssertionError("the search read the data")
+
+
+def test_the_search_for_generators_reads_no_data_and_enters_no_set():
+    search = generators.GeneratorSearch({})
+    search.run([[OnDisk()], {"in order": random.Random(1)}, {random.Random(2), random.Random(3)}])
+
+    assert list(search.generators) == ["1.in order"]
 
 
 class Hidden(IterableDataset):

@@ -1,7 +1,10 @@
 """``lazysnap stop``, and what lists of processes show of a keeper."""
 
 import json
+import os
 import pathlib
+import signal
+import time
 
 import pytest
 from keeper_jobs import Job
@@ -90,6 +93,21 @@ def test_what_cannot_be_stored_keeps_the_keeper_until_force(job, capsys):
     code, said = stop(capsys, job.job_id, "--force")
 
     assert (code, job.is_gone()) == (0, True)
+
+
+@pytest.mark.slow
+def test_a_keeper_that_hangs_is_waited_for_no_longer_than_asked(job, capsys):
+    job.trainer()
+    keeper = job.keeper_pid()
+    os.kill(keeper, signal.SIGSTOP)
+    began_s = time.monotonic()
+    try:
+        code, said = stop(capsys, job.job_id, "--timeout", "0.5")
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+    assert time.monotonic() - began_s < 4
+    assert (code, [staying["pid"] for staying in said["staying"]]) == (1, [keeper])
 
 
 def test_no_keeper_is_said_to_be_none(job, capsys):

@@ -47,6 +47,49 @@ steps = Steps()
 """
 
 
+WHOLE = {"environ": {}, "handles": [], "group": None}
+"""The request of a client."""
+RESIZED = """
+import os, signal, socket, struct, sys, threading, time
+from lazysnap.warm.client import _Program
+waited = {signal.SIGWINCH, signal.SIGIO}
+signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+os.kill(os.getpid(), signal.SIGWINCH)
+client, parent = socket.socketpair()
+def fork():
+    while signal.SIGWINCH in signal.sigpending(): time.sleep(0.01)
+    parent.send(struct.pack("i", os.getpid()))
+    parent.send(struct.pack("i", 7))
+threading.Thread(target=fork).start()
+sys.exit(_Program(client, False).wait(waited))
+"""
+"""A client whose terminal is resized before its program is forked."""
+INTERRUPTED = """
+import os, pty, signal, socket, struct, subprocess, sys, threading
+from lazysnap.warm.client import _Program
+class Connection(socket.socket):
+    is_empty = True
+    def recv(self, size):
+        if not self.is_empty: return super().recv(size)
+        self.is_empty = False
+        raise BlockingIOError
+pid, terminal = pty.fork()
+if pid:
+    os.read(terminal, 1)
+    os.write(terminal, b"\\x03")
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+program = subprocess.Popen(["sleep", "10"], start_new_session=True)
+waited = {signal.SIGINT, signal.SIGIO}
+signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+client, parent = socket.socketpair()
+parent.send(struct.pack("i", program.pid))
+threading.Thread(target=lambda: parent.send(struct.pack("i", abs(program.wait())))).start()
+os.write(1, b"!")
+sys.exit(_Program(Connection(fileno=client.detach()), False).wait(waited))
+"""
+"""A client that a Ctrl-C reaches right before its program is forked: the terminal does not send it to the program."""
+
+
 def ready(place, name="ready.json"):
     return until(lambda: place.read(name), lambda: str([one.poll() for one in place.started]))
 
@@ -127,6 +170,11 @@ def test_a_signal_as_soon_as_the_program_handles_it_reaches_its_handler(place):
     for _ in range(5):
         assert place.run("/bin/sh", "-c", shell, sys.executable, path)[0] == 7
     place.wait_until_gone()
+
+
+@pytest.mark.parametrize(("client", "code"), [(RESIZED, 7), (INTERRUPTED, signal.SIGINT)], ids=["resized", "ctrl-c"])
+def test_a_signal_before_the_program_exists_reaches_it_and_ends_nothing_that_ignores_it(place, client, code):
+    assert place.run(sys.executable, "-c", client)[0] == code
 
 
 def test_a_runner_that_was_started_with_sigchld_ignored_ends_with_its_program(place):
@@ -319,11 +367,23 @@ def test_nobody_else_reaches_the_parent(place, handles):
     assert answers == [4, 0]
 
 
-def ask(address):
+@pytest.mark.parametrize("request_", [[], {"handles": 1}, {"handles": []}, {**WHOLE, "handles": [1]}], ids=str)
+def test_a_bad_request_is_refused_and_ends_nothing(place, handles, monkeypatch, request_):
+    process, *_ = handles
+    [address] = [path for path in place.directory.glob("lazysnap-warm/*/*") if path.is_socket()]
+    monkeypatch.chdir(address.parent)
+    assert ask(address.name, request_) == b""
+    assert len(ask(address.name)) == 4
+    process.send_signal(signal.SIGTERM)  # ends the runner's restarts
+    process.send_signal(END)
+    assert process.wait(60) == 9
+
+
+def ask(address, request=WHOLE):
     """What a parent answers to the request of a client."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        data = json.dumps({"environ": {}, "handles": [], "group": None}).encode()
+        data = json.dumps(request).encode()
         socket.send_fds(connection, [struct.pack("I", len(data))], [os.pidfd_open(os.getpid())])
         try:
             connection.sendall(data)
@@ -338,3 +398,11 @@ def test_a_directory_that_others_can_write_to_is_refused(place):
     code, _, err = place.warm(sys.executable, "-c", "")
     assert code == 2
     assert "must be a directory of user" in err
+
+
+def test_a_logout_does_not_delete_the_directory(place):
+    session = place.directory / "session"
+    session.mkdir()
+    place.environ["XDG_RUNTIME_DIR"] = str(session)
+    assert place.warm(sys.executable, "-c", "")[0] == 0
+    assert list(session.iterdir()) == []

@@ -24,7 +24,7 @@ class Place:
         packages.mkdir()
         self.packages = packages
         # The parents of each test are its own.
-        self.environ = {**os.environ, MARK: str(directory), "XDG_RUNTIME_DIR": str(directory)}
+        self.environ = {**os.environ, MARK: str(directory), "LAZYSNAP_RUNTIME_DIR": f"{directory}/lazysnap-warm"}
         self.environ["PYTHONPATH"] = os.pathsep.join([str(packages), os.environ["PYTHONPATH"]])
         self.started = []
 

@@ -17,7 +17,7 @@ from lazysnap.console import say
 from lazysnap.core.messages import StepKey
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import LevelError
-from lazysnap.exports.named import Named, forget_name, name_snapshot, named_in
+from lazysnap.exports.named import Named, forget_name, has_checkpoint, name_snapshot, named_in
 from lazysnap.exports.process import start_export
 from lazysnap.integrations.accelerate.numbering import Numbering
 from lazysnap.integrations.accelerate.state import AcceleratorState
@@ -244,6 +244,10 @@ class Directories:
         """
         directories: list[tuple[str, Named | None]] = self._by_main(functools.partial(self._candidates, directory))
         return directories
+
+    def has_checkpoint(self, directory: str) -> bool:
+        """True if there are files of a checkpoint in a directory, for the main process. Collective."""
+        return bool(self._by_main(functools.partial(has_checkpoint, directory)))
 
     def _candidates(self, directory: str | None) -> list[tuple[str, Named | None]]:
         if directory is not None:

@@ -15,7 +15,7 @@ from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.console import say
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.errors import ConfigError, JobBusy, SnapshotNotFound
-from lazysnap.exports.named import Named, has_checkpoint
+from lazysnap.exports.named import Named
 from lazysnap.integrations.accelerate.boundaries import BoundaryWatch
 from lazysnap.integrations.accelerate.directories import Directories
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
@@ -336,7 +336,7 @@ class AcceleratorIntegration(WithEngine):
             snapshot = self._load_named(chosen, named)
             if snapshot is not None:
                 return snapshot
-            if has_checkpoint(chosen):
+            if self.directories.has_checkpoint(chosen):
                 break
         self._gate()
         stock(chosen)

@@ -164,7 +164,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
             logger.warning("a search for hyperparameters runs: no snapshots are taken of its trials")
         _check(self._trainer)
         how = 'resume_from_checkpoint="latest"'
-        check_path(which, "Transformers", how, "--to DIRECTORY --format huggingface")
+        exported = "the weights for from_pretrained, no checkpoint to resume"
+        check_path(which, "Transformers", how, "--to DIRECTORY --format huggingface", exported)
         self._patches.undo()
         self._reset()
         self._checkpoint = which

@@ -223,7 +223,9 @@ class _Parent:
             if uid != os.getuid() or len(head) < 4 or not handles:
                 raise ValueError("no client")
             request = json.loads(_received(connection, struct.unpack("I", head)[0]))
-        except (OSError, ValueError):
+            if not {"environ", "group"} <= request.keys() or len(handles) != 1 + len(request["handles"]):
+                raise ValueError("no whole request")
+        except (OSError, ValueError, AttributeError, LookupError, TypeError):
             for number in handles:
                 os.close(number)
             connection.close()
@@ -243,8 +245,6 @@ class _Parent:
             if not self.starts and not self.is_stale:
                 os._exit(_UNFIT)
             return False
-        if len(handles) != 1 + len(request["handles"]):
-            raise OSError("descriptors were lost")
         return self._fork_program(connection, request, handles)
 
     def _fork_program(self, connection: socket.socket, request: dict[str, Any], handles: list[int]) -> bool:
