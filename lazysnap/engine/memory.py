@@ -66,7 +66,7 @@ class Memory:
         self._peak_before = 0
         """The peak of this process's memory before the first step."""
         self.is_awaited = True
-        """True if the next capture waits for its slot: the first one, also after a resume and ``wait_ready``."""
+        """True if the next capture waits for its slot: the first one of a start, and after ``wait_ready``."""
         self._ignored_refusal = ""
         """Text of a refusal of memory that was answered by asking for less."""
         self._next_retry_s = 0.0

@@ -82,10 +82,19 @@ class Recorder:
         if snapshot.repeats is not None:
             self._is_settled = True
             self.check.begin(snapshot.repeats)
-        self._resumed_step = step
         self.seen_step = step
+        self._leave_past(step, "went back")
+
+    def begin_again(self) -> None:
+        """The loop began again at an earlier step: what was captured until now is of another start."""
+        self.check.cancel()
+        self._leave_past(None, "began again")
+
+    def _leave_past(self, resumed_step: int | None, did: str) -> None:
+        """No capture until now counts any more. ``did``: see ``_lose_names_for_next``."""
+        self._resumed_step = resumed_step
         self._skipped = None
-        self._lose_names_for_next("went back")
+        self._lose_names_for_next(did)
         self.captures.leave_past()
         self.memory.is_awaited = True
 

@@ -246,7 +246,7 @@ class Run:
         if step >= last:
             return
         self._messages.tell(MessageKind.BEGINS_AGAIN, step=step, last=last)
-        self.recorder.check.cancel()
+        self.recorder.begin_again()
         self.meta.follow(None)
         self.resumed = None  # what was resumed is not what these go on from
         self._from_step = max(0, step - 1)

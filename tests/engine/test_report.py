@@ -248,3 +248,22 @@ def test_a_boundary_with_a_lower_step_than_the_last_says_once_what_latest_finds_
     [line] = [record.getMessage() for record in caplog.records if "new start of this run" in record.getMessage()]
     assert line.startswith("boundary(1) after boundary(3): ")
     assert job.start(tmp_path, ready=False).engine.restore("latest").step == 3
+
+
+@pytest.mark.slow
+def test_a_loop_that_begins_again_at_the_step_of_the_last_capture_captures_it(job, tmp_path):
+    """That capture is of the start before: to end well, this one needs its own."""
+    training = job.start(tmp_path, every_n_steps=10)
+    training.run(1, 25)
+    training.began.clear()
+    training.run(20, 20)
+
+    assert training.began == [True]
+    assert training.engine.keep("again") == 20
+    training.run(21, 24)
+    assert training.engine.close()
+    facts = training.facts()
+    second = job.start(tmp_path, ready=False)
+    assert second.engine.restore("latest").step == 24
+    assert second.facts() == facts
+    assert second.engine._lost_names == {}
