@@ -250,7 +250,7 @@ class Boundaries:
             time.sleep(0.005)
         self.finish_copies()
         self._recorder.settle()
-        return self._recorder.last_step == step
+        return self._recorder.last_step == step and not self._captures.has_lost_newest
 
     def capture_last(self) -> None:
         """Capture the state of the last boundary, if that was not due, or found no slot. Not where weights changed
