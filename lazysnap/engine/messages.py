@@ -284,10 +284,6 @@ class Messages:
         """Note that a trouble is over. Prints nothing."""
         self._open.pop((event, None), None)
 
-    def is_open(self, event: MessageKind) -> bool:
-        """True if this trouble was reported, and is not over. Hot."""
-        return (event, None) in self._open
-
     def _print(self, row: MessageRow, text: str, values: dict[str, Any]) -> None:
         severity = row.severity
         if not self._speaks[row.by]:

@@ -132,21 +132,20 @@ class Recorder:
 
     # At a boundary
 
+    def pass_boundary(self, step: int) -> None:
+        """Note that training passed ``step``, here and in memory: after its death the keeper knows how many are lost."""
+        self.seen_step = step
+        newest = self.captures.newest
+        if newest is not None and _is_in_memory(newest):
+            newest.slot.reach(step)
+
     def is_due(self, step: int, *, force: bool) -> bool:
         """True if the boundary after ``step`` is to be captured."""
-        self.seen_step = step
-        self._reach(step)
         if step == self.last_step:
             return False
         # Of the step alone: on all ranks alike. The first boundary shows whether the state can be captured at all.
         is_first = self.last_step is None
         return is_first or step % self._config.every_n_steps == 0 or force or bool(self._names_for_next)
-
-    def _reach(self, step: int) -> None:
-        """Note in memory that training passed ``step``: after its death the keeper knows how many steps are lost."""
-        newest = self.captures.newest
-        if newest is not None and _is_in_memory(newest):
-            newest.slot.reach(step)
 
     def begin(self, step: int) -> bool:
         """Begin the capture; ``False``, and the reason counted, if it cannot be.
