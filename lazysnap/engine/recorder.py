@@ -215,7 +215,7 @@ class Recorder:
         return self._plan
 
     def forget_plan(self) -> None:
-        """Drop the plan: the state that all ranks share has changed, or nothing is captured any more."""
+        """Drop the plan: ranks share less of the state than before, or nothing is captured any more."""
         self._plan = None
         self._state.forget_partition()
 
