@@ -278,6 +278,7 @@ class GrantProgress(enum.Enum):
                            │                                ├──> FAILED
                            └──> MISSED                      └──> MISSED
 
+    Redundancy that loses its slot is MISSED from STORED, too.
     A level that fails while it waits is FAILED, too. A thread that hung may still have stored the file: it is
     STORED then. The next order with another grant leads from any state but LISTING to WAITING, to STORED if the node
     has the file, or to IDLE.

@@ -36,6 +36,8 @@ class RankView(Struct, frozen=True):
     num_kept: int
     """K; see ``memory.slot_choice``."""
     slots: tuple[SlotView, ...]
+    has_spare: bool = True
+    """False if its trainer does without the slot beyond K + 1, so that nothing may be held for redundancy alone."""
 
     def capture_of(self, key: StepKey) -> SlotView | None:
         """Return the slot that has this capture whole, or in which its trainer is writing it now."""
@@ -141,6 +143,8 @@ class NodeLevel:
     """True if a required step is to be read from the slots before the granted one."""
     is_open: bool = False
     is_ready: bool = True
+    has_slots: bool = True
+    """False for redundancy where a rank has no slot to spare: nothing is held, counted or granted then."""
     is_failing: bool = False
     """True from a failed job until a real job works: a small write that works is not enough."""
     is_failing_somewhere: bool = False
@@ -279,6 +283,15 @@ class NodeLevel:
         if self.progress in (GrantProgress.WAITING, GrantProgress.WRITING):
             self.progress = GrantProgress.FAILED
 
+    def become_slotless(self) -> None:
+        """A rank has no slot for redundancy any more: its captures go on, and what was protected is so no more."""
+        assert self.is_redundancy
+        self.has_slots = False
+        self.leftovers |= self.stored
+        self.stored.clear()
+        if self.grant is not None and self.progress is not GrantProgress.LISTING:
+            self.progress = GrantProgress.MISSED
+
     def become_ready(self) -> None:
         """A small write works."""
         self.is_ready = True
@@ -306,9 +319,8 @@ class NodeLevel:
         """Return this state for the coordinator."""
         newest = sorted(self.stored, reverse=True)[:MAX_STORED_REPORTED]
         names = tuple(sorted(self.names))
-        return LevelReport(
-            self.version, self.grant, self.progress, self.is_ready, tuple(newest), names, self.is_failing
-        )
+        is_ready = self.is_ready and self.has_slots
+        return LevelReport(self.version, self.grant, self.progress, is_ready, tuple(newest), names, self.is_failing)
 
 
 @dataclass
@@ -451,6 +463,11 @@ class Node:
             ranks: those of the node.
             required: steps that must be stored and are not answered yet.
         """
+        if self.redundancy is not None:
+            self.redundancy.has_slots = all(rank.has_spare for rank in ranks)
+            if not self.redundancy.has_slots:
+                self.redundancy.become_slotless()
+                self.protected = None
         begun = newest_begun(ranks)
         for level in self.levels:
             key = level.wanted_key

@@ -109,7 +109,9 @@ class Rank:
         is_capturing = self.is_served and not self.state.is_sealed
         if self.is_adopting:
             is_capturing = True  # what is left is not known yet
-        return RankView(self.number, start, begun, is_capturing, num_kept, self.slots)
+        memory = self.state.memory
+        has_spare = memory is None or memory.num_slots > num_kept + 1
+        return RankView(self.number, start, begun, is_capturing, num_kept, self.slots, has_spare)
 
     # Memory
 

@@ -57,7 +57,10 @@ class Boundaries:
         """Steps of optimizers up to the last boundary."""
         self._first_boundary_done = False
         self._awaits_gradients = False
-        """True if a boundary that was due is not captured yet, since gradients waited there."""
+        """True if a boundary that was due is not captured yet, since gradients waited there. Of the program's loop
+        alone, which accumulates gradients on all ranks alike."""
+        self._is_step_in_graph = False
+        """True once a step of an optimizer was captured into a graph: it may be replayed at any time, without hooks."""
         self._weights: list[torch.Tensor] = []
         """The optimizers' weights at the last capture, if not every boundary is due, or at the last one that failed."""
         self._pointers: list[int] = []
@@ -122,6 +125,7 @@ class Boundaries:
         self._memory.follow_keeper()
         self._check_job()
         self._run.begin_again_if_earlier(step)
+        self._recorder.pass_boundary(step)
         if not self._recorder.is_due(step, force=is_forced or is_last or self._awaits_gradients):
             self._note_uncaptured()
             return False
@@ -153,7 +157,7 @@ class Boundaries:
         ``is_forced``: it is captured all the same.
         """
         self._awaits_gradients = False
-        if self._messages.is_open(MessageKind.IN_GRAPH):
+        if self._is_step_in_graph:
             return False  # a graph that is replayed steps without a hook
         gradients = self.gates.gradients
         optimizers = self._source.optimizers()
@@ -250,7 +254,7 @@ class Boundaries:
             time.sleep(0.005)
         self.finish_copies()
         self._recorder.settle()
-        return self._recorder.last_step == step
+        return self._recorder.last_step == step and not self._captures.has_lost_newest
 
     def capture_last(self) -> None:
         """Capture the state of the last boundary, if that was not due, or found no slot. Not where weights changed
@@ -284,7 +288,7 @@ class Boundaries:
 
     def _versions_now(self) -> list[int] | None:
         """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""
-        if self._messages.is_open(MessageKind.IN_GRAPH):
+        if self._is_step_in_graph:
             return None  # a graph that is replayed changes them without any sign
         return [self.gates.steps, *(weight._version for weight in self._weights)]
 
@@ -320,6 +324,7 @@ class Boundaries:
                 'wait for that. Call engine.wait(until="captured", timeout_s=60) right before the capture, and '
                 "engine.gate() before every replay()"
             )
+        self._is_step_in_graph = True
         self._messages.tell(MessageKind.IN_GRAPH)
 
     def _stepped_beside(self) -> None:

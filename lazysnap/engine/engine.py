@@ -386,9 +386,10 @@ class SnapshotEngine:
         return not self._shutdown.is_closed and self._boundaries.last_boundary(step)
 
     def _replan(self) -> None:
-        """Work out anew, at the next boundary, what each rank captures: what all ranks hold alike has changed.
+        """Work out anew, at the next boundary, what each rank captures: ranks hold less alike than before.
 
-        Does not block; that boundary is collective with several ranks, so all are to call it before the same one.
+        Does not block, and needs no other rank: where the state that they shared agreed, a part of it does. All are to
+        call it before the same boundary.
         """
         self._check_open("replan")
         with self._boundaries.lock:

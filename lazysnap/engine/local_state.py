@@ -42,7 +42,7 @@ class LocalState:
         """True if collecting the state took long at the last capture."""
 
     def forget_partition(self) -> None:
-        """Let ranks agree again on who captures what, at the next capture."""
+        """Work out anew what this rank captures, at the next capture. What ranks agreed on at the first one holds."""
         self._partition = None
 
     def collect(self) -> Walk:

@@ -66,7 +66,7 @@ class Memory:
         self._peak_before = 0
         """The peak of this process's memory before the first step."""
         self.is_awaited = True
-        """True if the next capture waits for its slot: the first one, also after a resume and ``wait_ready``."""
+        """True if the next capture waits for its slot: the first one of a start, and after ``wait_ready``."""
         self._ignored_refusal = ""
         """Text of a refusal of memory that was answered by asking for less."""
         self._next_retry_s = 0.0
@@ -265,21 +265,29 @@ class Memory:
     def follow_keeper(self) -> None:
         """Count and report what is new of the keeper, of levels and of memory since the last call."""
         self.events.compare(self.client.state, KeeperConnection.of(self.client))
+        refusal = self._refusal()
+        if refusal and self._ask_for_less(refusal):
+            return
         error = self._missing_memory()
         if error is None:
-            return
-        if isinstance(error, MemoryBoundExceeded) and self._ask_for_less(str(error)):
             return
         is_new = self.protection.cause != str(error)
         if is_new:
             self._next_retry_s = time.monotonic() + self._config.io_timeout_s
         self.protection.lose(error, is_reported=self.client.refusal() is not None)
 
+    def _refusal(self) -> str:
+        """Return why the keeper makes no further slot; empty if it does, or that was answered. Hot."""
+        text = self.client.state.memory_refusal
+        if not self.client.is_connected or text == self._ignored_refusal:
+            return ""
+        return text
+
     def _missing_memory(self) -> KeeperError | None:
         """Return why there is no memory for captures now; ``None`` if there is, or it may still come. Hot."""
         if self.client.is_connected:
-            text = self.client.state.memory_refusal
-            if not text or text == self._ignored_refusal or self.are_enough:
+            text = self._refusal()
+            if not text or self.are_enough:
                 return None
             return MemoryBoundExceeded(text)
         failure = self.client.failure()

@@ -44,6 +44,8 @@ class MessageRow:
     """Field of ``Statistics`` that counts it."""
     is_lasting: bool = False
     """True for trouble that is reported once until it is over; without an end once at all."""
+    is_repeated: bool = False
+    """True if lasting trouble without an end is reported again while it goes on: after a minute, then every ten."""
     of: str = ""
     """The value that distinguishes the troubles of this row, such as the level."""
 
@@ -96,13 +98,17 @@ class MessageKind(enum.Enum):
         "engine.gate() before the code that changes tensors",
         counter="torn",
         is_lasting=True,
+        is_repeated=True,
     )
     FAILED = MessageRow(
         "the snapshot of step %(step)d is dropped, the one before it stays: %(text)s",
         counter="failed",
         is_lasting=True,
+        is_repeated=True,
     )
-    NOT_CAPTURED = MessageRow("step %(step)d is not captured: %(text)s", is_lasting=True, of="kind")
+    NOT_CAPTURED = MessageRow(
+        "step %(step)d is not captured: %(text)s", is_lasting=True, is_repeated=True, of="kind"
+    )
     OTHER_OPTIMIZER = MessageRow(
         "%(kind)s, which is not part of the state, trains parameters of a captured optimizer, which does not step: "
         "snapshots lack its state, and a restart is not exact. Change param_groups of the captured optimizer instead "
@@ -114,6 +120,7 @@ class MessageKind(enum.Enum):
         "snapshot holds no gradients. The next boundary without such gradients is captured. Call boundary() only after "
         "optimizer.step(), and clear gradients that are not used (zero_grad)",
         is_lasting=True,
+        is_repeated=True,
     )
     GRADIENTS_LOST = MessageRow(
         "step %(step)d is captured without the gradients of %(names)s that wait for the next step of that optimizer: a "
@@ -244,12 +251,14 @@ class Messages:
             count = getattr(self.statistics, row.counter)
             setattr(self.statistics, row.counter, count + 1)
         trouble = (event, values.get(row.of))
-        if row.is_lasting and trouble in self._open:
+        now_s = self._clock()
+        known = self._open.get(trouble)
+        is_due = known is None or not row.is_lasting or (row.is_repeated and now_s >= known.next_s)
+        if not is_due:
             logger.debug("%s", row.text % values)
             return
-        now_s = self._clock()
-        if trouble in self._open:
-            self._open[trouble].next_s = now_s + _REMINDER_S
+        if known is not None:
+            known.next_s = now_s + _REMINDER_S
         elif row.is_lasting or row.over:
             self._open[trouble] = _OpenTrouble(now_s, now_s + _FIRST_REMINDER_S)
         self._print(row, row.text, {"since": "", **values})
@@ -274,10 +283,6 @@ class Messages:
     def forget(self, event: MessageKind) -> None:
         """Note that a trouble is over. Prints nothing."""
         self._open.pop((event, None), None)
-
-    def is_open(self, event: MessageKind) -> bool:
-        """True if this trouble was reported, and is not over. Hot."""
-        return (event, None) in self._open
 
     def _print(self, row: MessageRow, text: str, values: dict[str, Any]) -> None:
         severity = row.severity

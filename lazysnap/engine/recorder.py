@@ -82,10 +82,19 @@ class Recorder:
         if snapshot.repeats is not None:
             self._is_settled = True
             self.check.begin(snapshot.repeats)
-        self._resumed_step = step
         self.seen_step = step
+        self._leave_past(step, "went back")
+
+    def begin_again(self) -> None:
+        """The loop began again at an earlier step: what was captured until now is of another start."""
+        self.check.cancel()
+        self._leave_past(None, "began again")
+
+    def _leave_past(self, resumed_step: int | None, did: str) -> None:
+        """No capture until now counts any more. ``did``: see ``_lose_names_for_next``."""
+        self._resumed_step = resumed_step
         self._skipped = None
-        self._lose_names_for_next("went back")
+        self._lose_names_for_next(did)
         self.captures.leave_past()
         self.memory.is_awaited = True
 
@@ -123,21 +132,20 @@ class Recorder:
 
     # At a boundary
 
+    def pass_boundary(self, step: int) -> None:
+        """Note that training passed ``step``, here and in memory: after its death the keeper knows how many are lost."""
+        self.seen_step = step
+        newest = self.captures.newest
+        if newest is not None and _is_in_memory(newest):
+            newest.slot.reach(step)
+
     def is_due(self, step: int, *, force: bool) -> bool:
         """True if the boundary after ``step`` is to be captured."""
-        self.seen_step = step
-        self._reach(step)
         if step == self.last_step:
             return False
         # Of the step alone: on all ranks alike. The first boundary shows whether the state can be captured at all.
         is_first = self.last_step is None
         return is_first or step % self._config.every_n_steps == 0 or force or bool(self._names_for_next)
-
-    def _reach(self, step: int) -> None:
-        """Note in memory that training passed ``step``: after its death the keeper knows how many steps are lost."""
-        newest = self.captures.newest
-        if newest is not None and _is_in_memory(newest):
-            newest.slot.reach(step)
 
     def begin(self, step: int) -> bool:
         """Begin the capture; ``False``, and the reason counted, if it cannot be.
@@ -207,7 +215,7 @@ class Recorder:
         return self._plan
 
     def forget_plan(self) -> None:
-        """Drop the plan: the state that all ranks share has changed, or nothing is captured any more."""
+        """Drop the plan: ranks share less of the state than before, or nothing is captured any more."""
         self._plan = None
         self._state.forget_partition()
 

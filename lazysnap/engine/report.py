@@ -38,11 +38,11 @@ class Resumed:
 
     step: int
     in_memory: bool
-    """True if this rank's part came from memory, of this node or others."""
+    """True if all of this rank's part came from memory, of this node or others."""
     only_in_memory: bool
     """True if no level had it then, though there are levels. False for an older snapshot that was chosen."""
     durable_at: str | None = None
-    """The URL of a level that had it then."""
+    """The URL of a level that had it complete then. What a rank read from a level may be a part of it."""
     start: int = 0
     """Id of the start that captured it."""
     newest_step: int = 0
@@ -60,8 +60,6 @@ class Resumed:
                 break
         only_in_memory = has_levels and durable_at is None and snapshot.new_run is None
         in_memory = snapshot.level in (MEMORY, PARITY)
-        if not in_memory:
-            durable_at = durable_at or snapshot.level
         return cls(snapshot.step, in_memory, only_in_memory, durable_at, int(snapshot.start, 16), newest.step)
 
 

@@ -17,7 +17,7 @@ from lazysnap.console import duration
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.recorder import Recorder
-from lazysnap.engine.report import places
+from lazysnap.engine.report import places, source_of
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.ranks.checks import together
@@ -39,7 +39,7 @@ class Rollback:
     from_step: int
     """The step that was in progress: the one after the last boundary."""
     level: str
-    """``memory`` or the URL of the level it was read from."""
+    """``memory``, ``parity`` (in the memory of other nodes) or the URL of the level it was read from."""
     seconds: float
     """Duration of the call."""
 
@@ -79,7 +79,7 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
         took=duration(done.seconds),
         from_step=from_step,
         step=done.step,
-        level=done.level,
+        level=source_of(snapshot),
     )
     return done
 

@@ -132,9 +132,7 @@ class Run:
                 name = SnapshotName.parse(directory.name)
                 if directory.is_whole and name is not None:
                     steps[name.run_id].add(name.step)
-        run_id = max(steps, default="")
-        if self.is_begun:
-            run_id = self.meta.run_id
+        run_id = self.run_id or max(steps, default="")
         return sorted(steps[run_id])
 
     def fetch_to_read(self, which: int | str) -> Snapshot:
@@ -197,6 +195,8 @@ class Run:
     def go_on(self, snapshot: Snapshot, run_id: str) -> None:
         """Captures from here on are of that run, which continues behind ``snapshot``."""
         self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
+        if run_id != self.meta.run_id:
+            self.first_start = 0
         self.meta.run_id = run_id
         self.meta.follow(snapshot.newest_start)
         if run_id != snapshot.run_id:
@@ -246,7 +246,7 @@ class Run:
         if step >= last:
             return
         self._messages.tell(MessageKind.BEGINS_AGAIN, step=step, last=last)
-        self.recorder.check.cancel()
+        self.recorder.begin_again()
         self.meta.follow(None)
         self.resumed = None  # what was resumed is not what these go on from
         self._from_step = max(0, step - 1)

@@ -202,7 +202,8 @@ class World:
         """Return the part of the state that this rank captures. Collective at its first call, later ones are not.
 
         If ranks of a node differ in tensors that they should share, each captures its own whole. If ranks of several
-        nodes differ, each node stores its own whole.
+        nodes differ, each node stores its own whole. Later calls may have fewer tensors that are shared, not others:
+        those that agreed at the first call still do.
         Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
         """
         if self._lost is not None:

@@ -124,11 +124,10 @@ def _with_findings(snapshot: Snapshot, search: "_Search", restart: Restart, choi
     last_key = repeats or key
     search.note_newer(last_key)
     stored = {}
-    if is_newest:
-        searched = {inventory.level for inventory in inventories}
-        for level in restart.config.levels:
-            if level.url in searched:
-                stored[level.url] = _stored(inventories, level, last_key)
+    searched = {inventory.level for inventory in inventories}
+    for level in restart.config.levels:
+        if level.url in searched:
+            stored[level.url] = _stored(inventories, level, last_key)
     new_run = None
     if not is_newest:
         new_run = _new_run(restart.world, search.runs(), newest)
@@ -211,11 +210,11 @@ def _is_settled(newest: RestartPlan) -> bool:
 
 
 def _stored(inventories: list[Inventory], level: PersistentLevel, newest: SnapshotKey) -> list[tuple[str, int]]:
-    """Return the complete snapshots at a level that led to this one: retention counts them. The same on every rank."""
+    """Return the complete snapshots at a level that led to this one, and itself. The same on every rank."""
     at_level = [inventory for inventory in inventories if inventory.level == level.url]
     starts: dict[int, str] = {}
     for plan in candidates(at_level, SnapshotFilter(run_id=newest.run_id)):
-        if plan.step <= newest.step:
+        if plan.step < newest.step or plan.key == newest:
             starts.setdefault(plan.step, plan.start)
     return [(starts[step], step) for step in sorted(starts)[-level.keep_last :]]
 

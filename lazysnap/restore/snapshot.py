@@ -37,7 +37,8 @@ class Snapshot:
     start: str
     """The id of the start that took it."""
     level: str
-    """``memory`` or the URL of the level it was read from; of several the slowest."""
+    """``memory``, ``parity`` (in the memory of other nodes) or the URL of the level it was read from; of several the
+    slowest."""
     seconds: float = 0.0
     """Time from the question to the answer."""
     skipped: tuple[str, ...] = ()

@@ -485,6 +485,21 @@ class TestRequiredSteps:
 
         assert redundancy.grant == StepKey(START, 5)
 
+    def test_a_trainer_that_has_no_slot_to_spare_captures_on_and_nothing_is_protected(self):
+        """With K + 1 slots one that is held for redundancy would leave none for captures, for ever."""
+        driver, state, done = self.driver_that_stored(JobSettings("run", (), RedundancySettings(every_n_steps=4)))
+        assert driver.sent(done).protected == StepKey(START, 4)
+        [redundancy] = driver.core.job.node.levels
+
+        done = driver.report(structs.replace(state, memory=MemoryWish(2, 0, 1)))
+
+        assert actions.Release(0, 0) in done
+        assert driver.sent(done).protected is None
+        for step in (5, 6, 7, 8, 9):
+            done = driver.see((slot(0, step), slot(1, step - 1), empty(2), empty(3)))
+            assert not of_kind(done, Hold)
+        assert redundancy.grant is None
+
 
 class TestLevelsByTime:
     LEVEL = LevelSettings("level", every_s=60.0)

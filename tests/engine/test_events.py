@@ -6,7 +6,7 @@ from msgspec import structs
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
 from lazysnap.engine.events import KeeperConnection, KeeperEvents
-from lazysnap.engine.messages import Messages
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import Statistics
 
 START = 7
@@ -304,3 +304,19 @@ def test_an_alert_of_a_kind_that_nobody_foresaw_warns_and_ends_no_training(caplo
     follower.says(alerts=())
 
     assert caplog.messages == ["it rains"]
+
+
+@pytest.mark.parametrize(
+    ("event", "kind"), [(MessageKind.TORN, None), (MessageKind.FAILED, None), (MessageKind.NOT_CAPTURED, ValueError)]
+)
+def test_captures_that_fail_again_and_again_are_told_again_after_a_minute_and_every_ten(event, kind, caplog):
+    """What failed first may be harmless, and what comes hours later may be the end of all captures."""
+    now_s = 0.0
+    messages = Messages(Statistics(), clock=lambda: now_s)
+    told = []
+    for now_s in (0.0, 59.0, 60.0, 61.0, 659.0, 660.0, 9000.0):
+        caplog.clear()
+        messages.tell(event, step=int(now_s), kind=kind, text="no answer")
+        told.append(len(caplog.messages))
+
+    assert told == [1, 0, 1, 0, 0, 1, 1]

@@ -11,7 +11,7 @@ from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.engine import report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.levels import open_store
-from lazysnap.restore.snapshot import Absence
+from lazysnap.restore.snapshot import Absence, Snapshot
 
 CONFIG = SnapshotConfig(levels=(PersistentLevel("/a"),), memory=MemoryLevel(linger_s=1800), drain_timeout_s=60)
 
@@ -57,6 +57,34 @@ def test_a_training_that_is_known_to_be_finished_is_not_said_to_have_ended_early
     resumed = report.Resumed(8, in_memory=False, only_in_memory=False)
     end = report.EndFacts(report.EndKind.CLOSED, CONFIG, untrained=resumed, is_finished=True)
     assert report.summary(Statistics(), end) == ["step 8, which was resumed, is the last step of this training"]
+
+
+@pytest.mark.parametrize(
+    ("at", "durable_at", "only_in_memory"), [([("7", 8)], "/a", False), ([("7", 6)], None, True), ([], None, True)]
+)
+def test_what_a_level_has_a_part_of_is_not_said_to_be_durable_there(at, durable_at, only_in_memory):
+    """Memory of one rank and a level together: this rank read its part from the level."""
+    snapshot = Snapshot({}, 8, "run", "7", level="/a", stored={"/a": at})
+
+    resumed = report.Resumed.of(snapshot, has_levels=True)
+
+    assert (resumed.durable_at, resumed.only_in_memory) == (durable_at, only_in_memory)
+
+
+@pytest.mark.slow
+def test_an_older_snapshot_that_was_chosen_is_known_to_be_durable(job, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="lazysnap")
+    first = job.start(tmp_path)
+    first.run(1, 2)
+    assert first.engine._flush(TIMEOUT_S)
+    first.run(3, 3)
+    assert first.engine.close()
+    again = job.start(tmp_path, ready=False)
+    again.engine.restore(2)
+    with pytest.raises(RuntimeError), again.engine:
+        raise RuntimeError("boom")
+
+    assert "training failed in step 3 (RuntimeError: boom); step 2 is durable" in caplog.messages
 
 
 def test_that_there_is_no_storage_level_is_told_beside_parity_too():
@@ -220,3 +248,22 @@ def test_a_boundary_with_a_lower_step_than_the_last_says_once_what_latest_finds_
     [line] = [record.getMessage() for record in caplog.records if "new start of this run" in record.getMessage()]
     assert line.startswith("boundary(1) after boundary(3): ")
     assert job.start(tmp_path, ready=False).engine.restore("latest").step == 3
+
+
+@pytest.mark.slow
+def test_a_loop_that_begins_again_at_the_step_of_the_last_capture_captures_it(job, tmp_path):
+    """That capture is of the start before: to end well, this one needs its own."""
+    training = job.start(tmp_path, every_n_steps=10)
+    training.run(1, 25)
+    training.began.clear()
+    training.run(20, 20)
+
+    assert training.began == [True]
+    assert training.engine.keep("again") == 20
+    training.run(21, 24)
+    assert training.engine.close()
+    facts = training.facts()
+    second = job.start(tmp_path, ready=False)
+    assert second.engine.restore("latest").step == 24
+    assert second.facts() == facts
+    assert second.engine._lost_names == {}

@@ -243,6 +243,28 @@ def test_a_last_step_that_is_torn_is_counted_at_the_end(job, caplog):
 
 
 @pytest.mark.slow
+def test_a_last_step_that_is_torn_is_not_said_to_be_captured(job, monkeypatch):
+    training = job.start(width=300_000)
+    boundaries = training.engine._boundaries
+    finish_copies = boundaries.finish_copies
+    is_torn = False
+
+    def tear():
+        nonlocal is_torn
+        is_torn = boundaries._captures.discard("a test changed the state")
+        finish_copies()
+
+    monkeypatch.setattr(boundaries, "finish_copies", tear)
+    for step in range(1, 200):
+        is_captured = training.engine._last_boundary(step)
+        assert is_captured is not is_torn
+        if is_torn:
+            break
+
+    assert is_torn
+
+
+@pytest.mark.slow
 def test_loading_a_checkpoint_in_a_running_training_warns_of_nothing(job, caplog):
     caplog.set_level("INFO", "lazysnap")
     training = job.start()

@@ -270,3 +270,6 @@ def test_the_steps_that_a_restart_could_go_on_from_are_listed(start, job, tmp_pa
     assert second.engine.all_steps()[-1] == 5
     assert second.engine.restore(2).step == 2  # a new run begins there, which has no step of its own yet
     assert second.engine.all_steps() == []
+    assert second.engine.restore("latest").step == 5  # and back: names of the earlier start are of this run again
+    assert second.engine.all_steps()[-1] == 5
+    assert second.engine._run.first_start == 0

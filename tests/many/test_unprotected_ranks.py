@@ -74,3 +74,17 @@ def test_a_keeper_that_is_silent_while_engines_are_made_joins_when_it_answers(ma
         assert [line[3] for line in job.events(word)] == ["True", "True"], job.output()
     assert "the keeper of node-a does not answer yet" in job.output()
     assert "pip install" not in job.output()
+
+
+def test_a_rank_without_memory_for_parity_captures_each_step_and_says_what_is_not_protected(make_job):
+    """Of three slots none may be held: two are the newest captures, and the next step needs the third."""
+    job = make_job(levels=[], nodes=("node-a", "node-b"))
+    by_rank = {"0": {"node": "node-a"}, "1": {"node": "node-b", "max_bytes": 7_500_000, "spill_dir": ""}}
+
+    for _ in range(2):  # the second start finds the three slots of the first
+        codes = job.run("ddp", 2, by_rank=by_rank, stop_at=12, lag_s=0.1, steps=100, fresh=True)
+
+        assert set(codes) == {9}, job.output()
+        assert job.begun(1) == set(range(1, 13)), job.output()
+        assert "NOT protected against the loss of a node, there is too little memory" in output(job, 1)
+        assert "too little memory" not in output(job, 0)
