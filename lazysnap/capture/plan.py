@@ -45,6 +45,22 @@ def key_of(tensor: torch.Tensor) -> Key:
     return tensor.data_ptr(), tensor.numel() * tensor.element_size(), str(tensor.device)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how many writes torch counted; 0 for a tensor that was made in inference mode, of which it counts none."""
+    if tensor.is_inference():
+        return 0
+    return tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return ``version_of`` of each. Hot."""
+    tensors = list(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one was made in inference mode: asking each for that takes three times as long
+        return list(map(version_of, tensors))
+
+
 def storage_of(tensor: torch.Tensor) -> tuple[int, str]:
     """Return address and device of the storage that a tensor, or this rank's part of it, is a view of."""
     local = local_of(tensor)
