@@ -206,8 +206,8 @@ def _new_run(world: World, runs: Sequence[str], newest: RestartPlan) -> NewRun:
 
 
 def _is_settled(newest: RestartPlan) -> bool:
-    """True if memory of some rank says that no restart is to train the step of its capture again."""
-    return any(offers[0].speed == 0 and not offers[0].is_repeatable for offers in newest.sources)
+    """True if a slot of some rank says that no restart is to train the step of its capture again."""
+    return any(offers[0].is_repeatable is False for offers in newest.sources)
 
 
 def _stored(inventories: list[Inventory], level: PersistentLevel, newest: SnapshotKey) -> list[tuple[str, int]]:
