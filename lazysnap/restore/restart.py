@@ -32,6 +32,7 @@ from lazysnap.resolver import (
     SnapshotKey,
     can_repeat,
     candidates,
+    entries_in,
     newest_start,
 )
 from lazysnap.restore.level import Level
@@ -444,9 +445,7 @@ class _Search:
             if self._connections.reaches(place.node):
                 for parity in unpack_parity(packed):
                     parities.append((place.node, parity))
-        captures: list[Entry] = []
-        for inventory in memories:
-            captures += inventory.entries
+        captures = [entry for entry in entries_in(memories) if self._connections.reaches(entry.node)]
         self._parity.lost, entries, problems = lost_parts(captures, parities)
         self.protected = most_protected(parities)
         if self._world.rank != 0:
