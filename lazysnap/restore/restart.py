@@ -88,7 +88,8 @@ class Restart:
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
     """See ``SnapshotEngine.fetch``; in place of ``None``, return why there is none. Collective. Blocks.
 
-    Raises: StateError on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
+    Raises: StateError on all ranks, if one of them cannot take the freshest snapshot, or if none can be restored and
+    a decoder of the program refused one; WaitTimeout.
     """
     choice = Choice.of(which)
     with contextlib.ExitStack() as stack:
@@ -107,6 +108,11 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             return _with_findings(snapshot, search, restart, choice)
         if not choice.is_latest:
             raise SnapshotNotFound(choice.missing(search.inventories))
+        if search.decoder_errors:
+            raise StateError(
+                f"no snapshot can be restored: {search.decoder_errors[0]}. Nothing was loaded. Correct the decoder "
+                "given to lazysnap.register_type(), or give another training a directory of its own"
+            )
         return _absence(search, restart)
 
 
@@ -242,6 +248,8 @@ class _Search:
         """Contents of all sources. The same on every rank."""
         self.unreadable: set[SnapshotKey] = set()
         """Snapshots that some rank could not read."""
+        self.decoder_errors: list[str] = []
+        """What decoders of the program raised when these were read. The same on every rank."""
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""
         self.reads_all = False
@@ -291,6 +299,7 @@ class _Search:
         for tries_left in reversed(range(_LISTINGS)):
             self.problems.clear()
             self.unreadable.clear()
+            self.decoder_errors.clear()
             self._sources.forget()
             self._connections.close()
             self.inventories = self._list(may_be_wanted, is_patient=is_patient)
@@ -463,6 +472,7 @@ class _Search:
         snapshots: list[Snapshot] = []
         causes: list[StateError] = []
         self._sources.has_vanished = False
+        self._sources.decoder_error = ""
 
         def read() -> list[Any]:
             mismatch = ""
@@ -481,15 +491,19 @@ class _Search:
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)
             faults.point("restore.read")
-            return [self._of_this_rank(mismatch), self._of_this_rank(failure), self._sources.has_vanished]
+            decoder_error = self._of_this_rank(self._sources.decoder_error)
+            has_vanished = self._sources.has_vanished
+            return [self._of_this_rank(mismatch), self._of_this_rank(failure), has_vanished, decoder_error]
 
         reports = self._world.exchange_after(f"reading step {plan.step}", read)
         failures = []
         mismatches = []
         has_vanished = False
-        for mismatch, failure, has_vanished_there in reports:
+        for mismatch, failure, has_vanished_there, decoder_error in reports:
             if failure:
                 failures.append(f"step {plan.step} passed over: {failure}")
+            if failure and decoder_error:
+                self.decoder_errors.append(f"step {plan.step}: {decoder_error}")
             if mismatch:
                 mismatches.append(mismatch)
             if has_vanished_there:
