@@ -283,6 +283,11 @@ def lazy_keys(source: StateSource) -> set[Key]:
             tensors += group["params"]
         for state in optimizer.state.values():
             tensors += moments_of(state)
+    return _keys_of(tensors)
+
+
+def _keys_of(tensors: Iterable[torch.Tensor]) -> set[Key]:
+    """Return the memory of those tensors that have any and that a snapshot can hold."""
     keys = set()
     for tensor in tensors:
         # An optimizer may hold tensors that are no part of the state, and so were not checked.
@@ -302,12 +307,12 @@ def moments_of(state: object) -> list[torch.Tensor]:
 
 def frozen_keys(source: StateSource) -> set[Key]:
     """Return the memory of parameters without gradient."""
-    keys = set[Key]()
+    frozen = []
     for module in source.modules():
         for parameter in module.parameters():
-            if not parameter.requires_grad and not is_uninitialised(parameter) and not _problem(parameter):
-                keys.add(key_of(local_of(parameter)))
-    return keys
+            if not parameter.requires_grad:
+                frozen.append(parameter)
+    return _keys_of(frozen)
 
 
 def _problem(tensor: torch.Tensor) -> str | None:
