@@ -33,8 +33,9 @@ class Entry:
     """Names given by ``keep``."""
     file: str = ""
     """The name of the node's file that holds it, without suffix; empty in memory."""
-    is_repeatable: bool = False
-    """True if it is in a slot of the rank itself, and a restart may train its step again: see ``can_repeat``."""
+    is_repeatable: bool | None = None
+    """True if a restart may train its step again: see ``can_repeat``; ``None`` if it is in no slot of the rank itself,
+    where alone that is known."""
 
 
 @dataclass(frozen=True)
@@ -182,4 +183,4 @@ def can_repeat(plans: Sequence[RestartPlan]) -> bool:
 
 
 def _is_repeatable(entry: Entry) -> bool:
-    return entry.is_repeatable
+    return entry.is_repeatable is True

@@ -8,7 +8,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.capture.dtypes import stored_form
-from lazysnap.capture.plan import CapturePlan
+from lazysnap.capture.plan import CapturePlan, versions_of
 from lazysnap.memory.slots import TrainerSlot
 
 
@@ -48,7 +48,7 @@ class Capture:
         """Kept alive until nothing reads them; empty then."""
         if plan.is_converting:
             self.sources = list(map(stored_form, tensors))
-        self._versions = [tensors[index]._version for index in plan.lazy]
+        self._versions = versions_of(tensors[index] for index in plan.lazy)
         """The version of each lazy tensor at the boundary."""
         self.phase = CapturePhase.COPYING
         self.reason = ""
@@ -91,7 +91,7 @@ class Capture:
         if not all_sources:
             return []
         sources = [all_sources[index] for index in self.plan.lazy]
-        versions = [source._version for source in sources]
+        versions = versions_of(sources)
         pointers = list(map(torch.Tensor.data_ptr, sources))
         if versions == self._versions and pointers == self.plan.lazy_pointers:
             return []

@@ -26,7 +26,7 @@ import torch
 
 from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.devices import event_for_thread
-from lazysnap.capture.plan import CapturePlan
+from lazysnap.capture.plan import CapturePlan, version_of
 from lazysnap.memory.slots import TrainerSlot
 
 _LEAST_BYTES = 64 << 10
@@ -91,10 +91,7 @@ class FrozenTensors:
         marks = []
         for index in self._places:
             source = capture.sources[index]
-            version = 0  # torch counts no writes to a tensor that was made in inference mode
-            if not source.is_inference():
-                version = source._version
-            marks.append((source.data_ptr(), version))
+            marks.append((source.data_ptr(), version_of(source)))
         sums = self._sums(capture)
         self._images[capture.slot] = _FrozenImage(capture.sequence, marks, sums)
         if before is None or before.sequence != capture.previous_sequence:

@@ -45,6 +45,22 @@ def key_of(tensor: torch.Tensor) -> Key:
     return tensor.data_ptr(), tensor.numel() * tensor.element_size(), str(tensor.device)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how many writes torch counted; 0 for a tensor that was made in inference mode, of which it counts none."""
+    if tensor.is_inference():
+        return 0
+    return tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return ``version_of`` of each. Hot."""
+    tensors = list(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one was made in inference mode: asking each for that takes three times as long
+        return list(map(version_of, tensors))
+
+
 def storage_of(tensor: torch.Tensor) -> tuple[int, str]:
     """Return address and device of the storage that a tensor, or this rank's part of it, is a view of."""
     local = local_of(tensor)
@@ -267,6 +283,11 @@ def lazy_keys(source: StateSource) -> set[Key]:
             tensors += group["params"]
         for state in optimizer.state.values():
             tensors += moments_of(state)
+    return _keys_of(tensors)
+
+
+def _keys_of(tensors: Iterable[torch.Tensor]) -> set[Key]:
+    """Return the memory of those tensors that have any and that a snapshot can hold."""
     keys = set()
     for tensor in tensors:
         # An optimizer may hold tensors that are no part of the state, and so were not checked.
@@ -286,12 +307,12 @@ def moments_of(state: object) -> list[torch.Tensor]:
 
 def frozen_keys(source: StateSource) -> set[Key]:
     """Return the memory of parameters without gradient."""
-    keys = set[Key]()
+    frozen = []
     for module in source.modules():
         for parameter in module.parameters():
-            if not parameter.requires_grad and not is_uninitialised(parameter) and not _problem(parameter):
-                keys.add(key_of(local_of(parameter)))
-    return keys
+            if not parameter.requires_grad:
+                frozen.append(parameter)
+    return _keys_of(frozen)
 
 
 def _problem(tensor: torch.Tensor) -> str | None:

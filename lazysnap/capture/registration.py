@@ -44,9 +44,13 @@ def _first_device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
 def register(slot: TrainerSlot, device: torch.device, runtime: Any = None) -> bool:
     """Page-lock the image of a slot, once; any thread may. ``False`` if that fails: copies then go through a buffer.
 
+    A slot that is a file is never page-locked: a device must not pin pages that the kernel writes to the disk.
+
     Blocks: for some seconds where the slot is large.
     ``runtime``: the object to call instead of the CUDA runtime of ``device``'s module.
     """
+    if slot.is_file:
+        return False
     if slot not in _tried:
         _tried[slot] = False
         # A thread starts on device 0: calling the runtime there makes a context of 0.5 GB on another rank's device.

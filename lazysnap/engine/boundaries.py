@@ -9,7 +9,7 @@ import torch
 from lazysnap import faults
 from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
-from lazysnap.capture.plan import check_kinds
+from lazysnap.capture.plan import check_kinds, versions_of
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption
@@ -290,7 +290,7 @@ class Boundaries:
         """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""
         if self._is_step_in_graph:
             return None  # a graph that is replayed changes them without any sign
-        return [self.gates.steps, *(weight._version for weight in self._weights)]
+        return [self.gates.steps, *versions_of(self._weights)]
 
     def _is_unchanged(self) -> bool:
         """True if weights are those of the last boundary, which captured nothing."""

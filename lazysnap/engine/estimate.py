@@ -1,7 +1,8 @@
 """Estimates of a shard's size, before the optimizer has made its state, so that memory is prepared from the start."""
 
 import resource
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,8 +11,21 @@ from lazysnap.state.modules import is_uninitialised
 from lazysnap.state.sharding import local_of, replicas_of
 from lazysnap.state.source import StateSource
 
-_STATE_COPIES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "Adagrad": 1, "Rprop": 2}
-"""Tensors of the size of a parameter that an optimizer keeps for it."""
+_STATE_COPIES = {
+    "Adam": 2,
+    "AdamW": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "Adagrad": 1,
+    "Rprop": 2,
+    "RMSprop": 1,
+    "ASGD": 1,
+}
+"""Tensors of the size of a parameter that an optimizer keeps for it, whatever its options."""
+_OPTIONS_WITH_COPY = ("amsgrad", "momentum", "centered")
+"""Options of a group for each of which an optimizer keeps one more."""
 _HEADER_BYTES_PER_TENSOR = 160
 
 
@@ -36,6 +50,18 @@ def bytes_of_share(replicated: Iterable[torch.Tensor], node_ranks: Collection[in
     return size
 
 
+def copies_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """Return how many tensors of the size of a parameter an optimizer keeps for each of a group.
+
+    Too few for unknown optimizers.
+    """
+    copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
+    for option in _OPTIONS_WITH_COPY:
+        if group.get(option):
+            copies += 1
+    return copies
+
+
 def estimate_image_bytes(source: StateSource, size: Bytes) -> int:
     """Return the bytes of the shard once every optimizer has made its state; too low for unknown optimizers.
 
@@ -47,13 +73,12 @@ def estimate_image_bytes(source: StateSource, size: Bytes) -> int:
         total += size(tensor)
         count += 1
     for optimizer in source.optimizers():
-        copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
         for group in optimizer.param_groups:
-            copies_of_group = copies + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+            copies = copies_of(optimizer, group)
             for parameter in group["params"]:
                 if parameter.requires_grad and not is_uninitialised(parameter):
-                    total += size(parameter) * copies_of_group
-                    count += copies_of_group + 1
+                    total += size(parameter) * copies
+                    count += copies + 1
     return total + count * _HEADER_BYTES_PER_TENSOR + (1 << 20)
 
 
@@ -71,8 +96,8 @@ def growth_bytes(source: StateSource, peak_before: int) -> int:
         return peak - resident
     total = 0
     for optimizer in source.optimizers():
-        copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
         for group in optimizer.param_groups:
+            copies = copies_of(optimizer, group)
             for parameter in group["params"]:
                 if not parameter.requires_grad or is_uninitialised(parameter) or parameter.device.type != "cpu":
                     continue

@@ -18,7 +18,7 @@ from lazysnap.state.walk import Walk
 
 _LISTING_S = 3.0
 """Seconds for which a start waits for the names at its levels."""
-_PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning")
+_PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers")
 
 
 def package_versions() -> dict[str, str]:

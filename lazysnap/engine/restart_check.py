@@ -7,6 +7,7 @@ that is not part of the state. docs/architecture.md has the argument why the che
 import ctypes
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import torch
 
 from lazysnap import faults
 from lazysnap.capture.capture import Capture, CapturePhase
-from lazysnap.capture.dtypes import DTYPES
+from lazysnap.capture.dtypes import DTYPES, logical_facts
 from lazysnap.capture.plan import view_of
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.errors import LazySnapError
@@ -199,7 +200,7 @@ class _Comparison(threading.Thread):
         self.difference: Difference | None = None
         """The result; ``None`` if there is none. It has no ratios at first."""
         self.failure = "its slots were needed for the next capture"
-        """Why there is none."""
+        """Why there is none. This reason is that of a cancelled comparison; an error sets another one."""
 
     def run(self) -> None:
         """Wait until the capture is whole, then compare."""
@@ -211,7 +212,8 @@ class _Comparison(threading.Thread):
             else:
                 self.failure = f"the repeated step was not captured: {self.capture.reason or 'its copy hangs'}"
         except Exception as error:  # noqa: BLE001  the outermost handler of the thread: it costs the line alone
-            self.failure = str(error) or repr(error)
+            if not self.is_cancelled:
+                self.failure = str(error) or repr(error)
 
     def _compare(self, before: "_Image", after: "_Image") -> None:
         entries = [name for name in _differing(before.meta.state, after.meta.state) if name not in self._clocks]
@@ -246,13 +248,18 @@ class _Comparison(threading.Thread):
         return True
 
     def _relative_difference(self, before: torch.Tensor, after: torch.Tensor) -> float:
-        """Return the greatest difference of two elements, as a part of the greatest element."""
+        """Return the greatest difference of two elements, as a part of the greatest element; infinity if it is not
+        finite.
+        """
         greatest = 0.0
         largest = 0.0
         for start in range(0, before.numel(), _ELEMENTS):
             first = before[start : start + _ELEMENTS].double()
             second = after[start : start + _ELEMENTS].double()
-            greatest = max(greatest, float((first - second).abs().max()))
+            difference = float((first - second).abs().max())
+            if not math.isfinite(difference):
+                return math.inf
+            greatest = max(greatest, difference)
             largest = max(largest, float(first.abs().max()), float(second.abs().max()))
             self._check_time()
         if not largest:
@@ -296,9 +303,15 @@ class _Image:
         return self.data.data_ptr() + offset
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the elements of a tensor, flat."""
+        """Return the elements of a tensor, flat; of a complex one the real numbers that it consists of."""
         spec, offset = self.layout.find(name)
-        return self.data[offset : offset + spec.nbytes].view(DTYPES[spec.dtype])
+        stored = self.data[offset : offset + spec.nbytes].view(DTYPES[spec.dtype])
+        if stored.is_complex():
+            return torch.view_as_real(stored).flatten()
+        dtype, _ = logical_facts(stored.dtype, spec.shape, self.meta.tensors.get(name, {}).get("dtype"))
+        if dtype.is_complex:
+            return stored  # as real numbers already
+        return stored.view(dtype)
 
 
 def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[str]:

@@ -188,7 +188,8 @@ def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:
 
 
 def _is_not_finite(tensor: torch.Tensor, *, counts_infinity: bool) -> bool:
-    if not tensor.is_floating_point() or tensor.itemsize == 1:
+    has_numbers = tensor.is_floating_point() or tensor.is_complex()
+    if not has_numbers or tensor.itemsize == 1:
         return False
     # A sum takes no memory; only where it is odd is each element looked at.
     total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))

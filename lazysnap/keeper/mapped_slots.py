@@ -132,8 +132,7 @@ class MappedSlots:
         """Put the pages of a slot in place. Returns: False if that is impossible."""
         try:
             slot.populate()
-            if not slot.is_file:  # a device must not pin pages of files, which the kernel writes to the disk
-                self.make_ready(slot)
+            self.make_ready(slot)
         except (OSError, ValueError) as error:  # no memory for page tables, or closed meanwhile
             logger.debug("a slot cannot be populated: %s", error)
             return False

@@ -119,6 +119,9 @@ class NodeMemory:
         entries = []
         for capture in self._inventory(number).entries:
             is_own = number == self._place.local_rank and capture.rank == self._place.rank
+            is_repeatable = None
+            if is_own:
+                is_repeatable = capture.is_repeatable
             entry = Entry(
                 MEMORY,
                 0,
@@ -129,7 +132,7 @@ class NodeMemory:
                 capture.world_size,
                 f"{number}/{capture.sequence}",
                 node=self.node,
-                is_repeatable=is_own and capture.is_repeatable,
+                is_repeatable=is_repeatable,
             )
             entries.append(entry)
         return Inventory(f"{MEMORY} of local rank {number} of {self.node}", tuple(entries))

@@ -18,6 +18,8 @@ from lazysnap.restore.snapshot import MEMORY
 from lazysnap.shard.names import NodeName, SnapshotName
 
 _MEMORY_SPEED = 0
+_REPEATABLE = (False, True, None)
+"""Values of ``Entry.is_repeatable``, by their numbers among ranks."""
 
 
 def ranges_of(numbers: Iterable[int]) -> list[int]:
@@ -48,7 +50,7 @@ def pack_memory(inventories: Iterable[Inventory]) -> list[Any]:
         for entry in inventory.entries:
             local_rank, sequence = entry.location.split("/")
             key = (entry.run_id, entry.start, entry.world_size, entry.rank, int(local_rank))
-            captures[key] += [entry.step, int(sequence), int(entry.is_repeatable)]
+            captures[key] += [entry.step, int(sequence), _REPEATABLE.index(entry.is_repeatable)]
     return [[*key, steps] for key, steps in captures.items()]
 
 
@@ -56,10 +58,10 @@ def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
     """Return what ``pack_memory`` packed on a rank of a node."""
     entries = []
     for run_id, start, world_size, rank, local_rank, steps in packed:
-        for step, sequence, is_repeatable in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
+        for step, sequence, number in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
             location = f"{local_rank}/{sequence}"
             entry = Entry(MEMORY, _MEMORY_SPEED, run_id, start, step, rank, world_size, location, node=node)
-            entries.append(replace(entry, is_repeatable=bool(is_repeatable)))
+            entries.append(replace(entry, is_repeatable=_REPEATABLE[number]))
     return Inventory(f"{MEMORY} of {node}", tuple(entries))
 
 

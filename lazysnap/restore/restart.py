@@ -32,6 +32,7 @@ from lazysnap.resolver import (
     SnapshotKey,
     can_repeat,
     candidates,
+    entries_in,
     newest_start,
 )
 from lazysnap.restore.level import Level
@@ -87,7 +88,8 @@ class Restart:
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
     """See ``SnapshotEngine.fetch``; in place of ``None``, return why there is none. Collective. Blocks.
 
-    Raises: StateError on all ranks, if one of them cannot take the freshest snapshot; WaitTimeout.
+    Raises: StateError on all ranks, if one of them cannot take the freshest snapshot, or if none can be restored and
+    a decoder of the program refused one; WaitTimeout.
     """
     choice = Choice.of(which)
     with contextlib.ExitStack() as stack:
@@ -106,6 +108,11 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             return _with_findings(snapshot, search, restart, choice)
         if not choice.is_latest:
             raise SnapshotNotFound(choice.missing(search.inventories))
+        if search.decoder_errors:
+            raise StateError(
+                f"no snapshot can be restored: {search.decoder_errors[0]}. Nothing was loaded. Correct the decoder "
+                "given to lazysnap.register_type(), or give another training a directory of its own"
+            )
         return _absence(search, restart)
 
 
@@ -205,8 +212,8 @@ def _new_run(world: World, runs: Sequence[str], newest: RestartPlan) -> NewRun:
 
 
 def _is_settled(newest: RestartPlan) -> bool:
-    """True if memory of some rank says that no restart is to train the step of its capture again."""
-    return any(offers[0].speed == 0 and not offers[0].is_repeatable for offers in newest.sources)
+    """True if a slot of some rank says that no restart is to train the step of its capture again."""
+    return any(offers[0].is_repeatable is False for offers in newest.sources)
 
 
 def _stored(inventories: list[Inventory], level: PersistentLevel, newest: SnapshotKey) -> list[tuple[str, int]]:
@@ -240,6 +247,8 @@ class _Search:
         """Contents of all sources. The same on every rank."""
         self.unreadable: set[SnapshotKey] = set()
         """Snapshots that some rank could not read."""
+        self.decoder_errors: list[str] = []
+        """What decoders of the program raised when these were read. The same on every rank."""
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""
         self.reads_all = False
@@ -289,6 +298,7 @@ class _Search:
         for tries_left in reversed(range(_LISTINGS)):
             self.problems.clear()
             self.unreadable.clear()
+            self.decoder_errors.clear()
             self._sources.forget()
             self._connections.close()
             self.inventories = self._list(may_be_wanted, is_patient=is_patient)
@@ -443,9 +453,7 @@ class _Search:
             if self._connections.reaches(place.node):
                 for parity in unpack_parity(packed):
                     parities.append((place.node, parity))
-        captures: list[Entry] = []
-        for inventory in memories:
-            captures += inventory.entries
+        captures = [entry for entry in entries_in(memories) if self._connections.reaches(entry.node)]
         self._parity.lost, entries, problems = lost_parts(captures, parities)
         self.protected = most_protected(parities)
         if self._world.rank != 0:
@@ -463,6 +471,7 @@ class _Search:
         snapshots: list[Snapshot] = []
         causes: list[BaseException | None] = []
         self._sources.has_vanished = False
+        self._sources.decoder_error = ""
 
         def read() -> list[Any]:
             mismatch = ""
@@ -481,15 +490,19 @@ class _Search:
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)
             faults.point("restore.read")
-            return [self._of_this_rank(mismatch), self._of_this_rank(failure), self._sources.has_vanished]
+            decoder_error = self._of_this_rank(self._sources.decoder_error)
+            has_vanished = self._sources.has_vanished
+            return [self._of_this_rank(mismatch), self._of_this_rank(failure), has_vanished, decoder_error]
 
         reports = self._world.exchange_after(f"reading step {plan.step}", read)
         failures = []
         mismatches = []
         has_vanished = False
-        for mismatch, failure, has_vanished_there in reports:
+        for mismatch, failure, has_vanished_there, decoder_error in reports:
             if failure:
                 failures.append(f"step {plan.step} passed over: {failure}")
+            if failure and decoder_error:
+                self.decoder_errors.append(f"step {plan.step}: {decoder_error}")
             if mismatch:
                 mismatches.append(mismatch)
             if has_vanished_there:

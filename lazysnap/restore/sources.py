@@ -16,6 +16,7 @@ from lazysnap.restore.parity import Parity
 from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.snapshots.reader import OpenShard, read
+from lazysnap.state.codec import DecoderError
 
 
 class Source(Protocol):
@@ -73,6 +74,8 @@ class Sources:
         """Entries that are not tried again, and why."""
         self.has_vanished = False
         """True if something that was listed is not there any more."""
+        self.decoder_error = ""
+        """What a decoder of the program raised, in words; empty if none did."""
         self._opened: dict[Entry, OpenShard] = {}
         self._entries: dict[Blocks, Entry] = {}
 
@@ -126,6 +129,8 @@ class Sources:
         self.failures[entry] = text
         if isinstance(error, FileNotFoundError):
             self.has_vanished = True
+        if isinstance(error, DecoderError):
+            self.decoder_error = text
         return Failure(text, entry)
 
 

@@ -44,6 +44,10 @@ _registered: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _decoders: dict[str, Callable[[Any], Any]] = {}
 
 
+class DecoderError(FormatError):
+    """A decoder that the program registered raised: its code is wrong, or this one value."""
+
+
 def register_type(cls: type, *, name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
     """Add a type to the encoding: ``encode`` returns values of known types, ``decode`` receives them.
 
@@ -374,8 +378,8 @@ _PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
     """Return the value that was encoded; ``tensor(name)`` returns each tensor, or a value in its place.
 
-    Raises: FormatError, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; StateError, if a
-    type is not registered in this process.
+    Raises: FormatError, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; DecoderError, if a
+    registered decoder raises; StateError, if a type is not registered in this process.
     """
     try:
         return with_stack(_decode_all, encoded, tensor)
@@ -510,7 +514,12 @@ class _Decoder:
         self.enter()
         value = self.any(item["v"])
         self.depth -= 1
-        return _decoders[name](value)
+        try:
+            return _decoders[name](value)
+        except (RecursionError, StateError):
+            raise
+        except Exception as error:
+            raise DecoderError(f"the decoder of {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def _str(value: Any) -> str:

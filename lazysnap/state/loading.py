@@ -38,6 +38,7 @@ class LoadedNames:
             names.open_prefixes.append("")
         else:
             names._add(module, "")
+        names.accepted |= names.required
         return names
 
     def _add(self, module: torch.nn.Module, prefix: str) -> None:
@@ -55,7 +56,6 @@ class LoadedNames:
         for name, child in module._modules.items():
             if child is not None:
                 self._add(child, f"{prefix}{name}.")
-        self.accepted |= self.required
 
     def unknown(self, names: Collection[str]) -> list[str]:
         """Return those of ``names`` that ``load_state_dict`` refuses."""

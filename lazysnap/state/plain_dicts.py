@@ -17,7 +17,15 @@ def restore_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
 
 
 def check_dict(path: str, live: dict[Any, Any], saved: Any) -> None:
-    """Check that the values of a snapshot fit the live tensors that are trained. Raises: StateError."""
+    """Check that a snapshot has a dict there, and that its values fit the live tensors that are trained.
+
+    Raises: StateError.
+    """
+    if not isinstance(saved, dict):
+        raise StateError(
+            f"{path_text((path,))}: the snapshot has {type(saved).__name__} under this name, the live object is a "
+            "dict. Nothing was loaded. Name the objects as when the snapshot was taken"
+        )
     for place, tensor, value in _pairs(live, saved, (path,)):
         if tensor.requires_grad and not _can_be_filled(tensor, value):
             saved_form = type(value).__name__

@@ -149,6 +149,22 @@ def test_every_kind_of_tensor_arrives_bit_for_bit(bench, kind):
     assert Layout.parse(it.slot.image[:size], size, "slot").specs == job.plan.layout.specs
 
 
+def test_weights_that_were_made_in_inference_mode_are_captured(bench):
+    """torch counts no writes to them, and raises where it is asked for their number."""
+    with torch.inference_mode():
+        weight = torch.arange(10.0)
+    it = bench({"one": torch.ones(1)}, {"weight": weight})  # the weight itself, not what ``detach`` makes of it
+    it.optimizer.add_param_group({"params": [weight]})
+    for step in (1, 2):
+        job = it.job(step)
+        it.captures.begin(job)
+        assert not it.captures.is_disturbed()
+        it.captures.finish(TIMEOUT_S)
+
+        assert job.phase is CapturePhase.WHOLE, job.reason
+        assert torch.equal(it.held(job)["eager.weight"], torch.arange(10.0))
+
+
 def test_eager_tensors_are_in_the_slot_when_begin_returns(bench):
     counter = torch.zeros(1000)
     it = bench({"one": torch.ones(1)}, {"counter": counter})

@@ -55,6 +55,15 @@ def test_a_refused_registration_is_said_and_the_slot_still_serves(caplog):
     assert cuda.was_mapped_at_unregister == []
 
 
+def test_a_slot_that_is_a_file_is_never_registered(tmp_path):
+    """Neither in the background nor at the first capture, which asks once more whether it is."""
+    cuda, slot = CudaRuntime(), trainer_slot(1 << 16, 1 << 20, directory=str(tmp_path))
+
+    assert register(slot, torch.device("cuda"), cuda) is False
+    assert cuda.registrations == 0
+    slot.close()
+
+
 def test_a_state_on_a_cpu_registers_nothing():
     slot = trainer_slot(1 << 16, 1 << 20)
     registrar([torch.zeros(3)])(slot)

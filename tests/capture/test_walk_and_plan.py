@@ -68,6 +68,16 @@ def test_a_parameter_in_no_optimizer_is_copied_at_the_boundary():
     assert record(plan, "net.last.weight").lazy
 
 
+def test_a_frozen_parameter_without_elements_makes_no_other_tensor_frozen():
+    """All tensors without elements have the same address."""
+    net = torch.nn.Module()
+    net.frozen = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+    net.register_buffer("history", torch.zeros(0))
+    plan, _ = plan_of(ObjectState({"net": net}))
+
+    assert not record(plan, "net.history").is_frozen
+
+
 def test_the_tensors_fill_the_image_without_hole_or_overlap():
     net, optimizer = trained()
     plan, _ = plan_of(ObjectState({"net": net, "optimizer": optimizer}))

@@ -115,7 +115,7 @@ MUTANTS = [
         "copy:test_a_tensor_that_changes",
         "\n                pass",
     ),
-    Mutant(CAPTURE, "versions = [source._version for source in sources]", CHANGED, "versions = self._versions"),
+    Mutant(CAPTURE, "versions = versions_of(sources)", CHANGED, "versions = self._versions"),
     Mutant(
         CAPTURE,
         "pointers = list(map(torch.Tensor.data_ptr, sources))",

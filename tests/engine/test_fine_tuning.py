@@ -70,3 +70,19 @@ def test_frozen_weights_that_are_written_to_make_another_base(job, tmp_path):
     second = start(job, tmp_path)
     assert second.engine.restore("latest").step == 2
     assert weights(second) == stored
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+def test_frozen_weights_that_were_made_in_inference_mode_are_captured(job, every_n_steps):
+    """All parameters are given to the optimizer, as many programs do. torch counts no writes to such weights."""
+    with torch.inference_mode():
+        frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    tuning = Tuning(job.config(every_n_steps=every_n_steps), frozen=frozen)
+    job.trainings.append(tuning)
+    assert tuning.engine._wait_ready(TIMEOUT_S)
+
+    tuning.run(1, 4)
+
+    assert tuning.began == [True, True, every_n_steps == 1, True]  # the first boundary is always due
+    assert tuning.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)

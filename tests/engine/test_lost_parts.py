@@ -1,10 +1,16 @@
 """Which shards of lost nodes a restart can compute, told from what memory and parity there is."""
 
 import itertools
+from types import SimpleNamespace
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
+from lazysnap.ranks.discovery import Discovery
 from lazysnap.resolver import Entry, Inventory, candidates
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
+from lazysnap.restore.offers import pack_parity
+from lazysnap.restore.peer_memory import PeerConnections
+from lazysnap.restore.restart import _Search
+from lazysnap.topology import places
 
 RUN, START, LATER = "ab" * 8, "01" * 8, "02" * 8
 SIZES = [1000, 900, 800, 1100]
@@ -79,6 +85,25 @@ def test_ranks_of_one_node_whose_memory_is_on_two_nodes_are_no_part():
     parts, *_ = lost_parts(moved, held)
     assert 1 in {part.position for part in parts}
     assert all(1 not in part.parts for part in parts)
+
+
+def test_a_node_that_no_other_reaches_counts_as_lost():
+    """Its keeper found no port: parts are computed from the captures and the parity of the other nodes alone."""
+    memories, reports = [], []
+    for node in range(4):
+        entries, [(_, held)] = of_nodes([node])
+        memories.append(Inventory("memory", tuple(entries)))
+        reports.append(pack_parity([held]))
+    search = SimpleNamespace(
+        _restart=SimpleNamespace(client=None),
+        _world=SimpleNamespace(rank=0, places=places([f"n{node}" for node in range(4)])),
+        _connections=PeerConnections(Discovery(reads={node: ("10.0.0.1", 1) for node in ("n0", "n2", "n3")})),
+        _parity=SimpleNamespace(),
+    )
+    inventory = _Search._computed(search, memories, reports)
+
+    assert {2, 3} <= {entry.rank for entry in inventory.entries}
+    assert all(1 not in part.parts and 1 not in part.parities for part in search._parity.lost)
 
 
 def test_each_step_is_looked_at_by_itself():

@@ -226,6 +226,27 @@ def test_a_value_that_its_decoder_refuses_costs_that_snapshot_only(job, tmp_path
     assert re.search("step 2 passed over: .*ValueError: no label", caplog.text)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [KeyError("x"), AssertionError("no label")])
+def test_a_decoder_that_refuses_every_snapshot_ends_the_restart(job, tmp_path, label_type, error):
+    """A bug in the program: the training would begin at step 0 as if nothing were stored."""
+    stored_with(job, tmp_path, values={"label": Label("first")})
+
+    def broken(text):
+        raise error
+
+    register_type(Label, name="tests.Label", encode=lambda label: label.text, decode=broken)
+    again = job.start(tmp_path, ready=False, extra={"values": {"label": Label("")}})
+
+    with pytest.raises(
+        StateError, match=rf"decoder of 'tests.Label' raised {type(error).__name__}.*Nothing was loaded"
+    ):
+        again.engine.restore()
+
+    register_type(Label, name="tests.Label", encode=lambda label: label.text, decode=Label)
+    assert again.engine.restore().step == 2
+
+
 def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     training = job.start(fast, slow)

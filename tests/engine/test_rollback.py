@@ -1,5 +1,6 @@
 """Rollback in place: the state goes back, the process and the keeper go on."""
 
+import math
 import os
 import signal
 
@@ -11,9 +12,11 @@ from support.waiting import until
 from support.watching import Watch
 
 from lazysnap import ResumableLoader
+from lazysnap.engine.rollback import first_not_finite
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels import open_store
 from lazysnap.resolver import candidates
+from lazysnap.state.objects import ObjectState
 
 
 def batches_of(count, bad=()):
@@ -239,6 +242,18 @@ def test_a_snapshot_with_nan_in_its_weights_is_passed_over(job):
     captured(training, 3, 3)
     assert training.engine.rollback().step == 2
     assert training.facts() == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.complex128])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_of_every_dtype_are_looked_through(dtype, bad):
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(4, dtype=dtype))})
+    source = ObjectState({"model": model, "optimizer": torch.optim.SGD(model.parameters())})
+    assert first_not_finite(source, source.collect()) == ""
+
+    with torch.no_grad():
+        model["weight"][2] = bad
+    assert first_not_finite(source, source.collect()) == "model.weight"
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Which ranks look at one place together, which snapshots they look at first, and what they tell each other."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from support.names import directory_of
@@ -128,6 +129,7 @@ def test_ranges_hold_the_numbers_that_they_are_of(numbers):
 def test_memory_is_told_without_loss():
     entries = [Entry("memory", 0, RUN, START, step, 5, 8, f"1/{step + 100}", node="b") for step in (7, 8)]
     entries.append(Entry("memory", 0, "cd" * 8, START, 7, 9, 16, "12/3", node="b"))
+    entries = [replace(entry, is_repeatable=known) for entry, known in zip(entries, (True, False, None), strict=True)]
 
     packed = through_json(pack_memory([Inventory("x", tuple(entries[:2])), Inventory("y", tuple(entries[2:]))]))
 

@@ -21,14 +21,20 @@ class LowRank(torch.nn.Module):
 class Tuning:
     """Deterministic; what one step does is in ``train``."""
 
-    def __init__(self, config, width=512, layers=2):
+    def __init__(self, config, width=512, layers=2, frozen=None):
+        """``frozen``: a module without gradient whose weights the optimizer gets as well."""
         torch.manual_seed(0)
         self.width = width
         self.model = torch.nn.Sequential(
             *(LowRank(torch.nn.Linear(width, width)) for _ in range(layers)), torch.nn.BatchNorm1d(width)
         )
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        self.engine = SnapshotEngine(config, {"model": self.model, "optimizer": self.optimizer})
+        objects = {"model": self.model}
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if frozen is not None:
+            objects["frozen"] = frozen
+            trained += frozen.parameters()
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        self.engine = SnapshotEngine(config, {**objects, "optimizer": self.optimizer})
         self.began = []
 
     def train(self):

@@ -76,3 +76,18 @@ def test_a_trained_tensor_of_another_shape_is_named_and_nothing_is_loaded():
         source.load(state)
 
     assert torch.equal(params["w"], before)
+
+
+@pytest.mark.parametrize("saved", [[1, 2], 3, None])
+def test_what_was_no_dict_in_the_snapshot_is_refused(saved):
+    """Nothing was loaded, and nothing was said."""
+    *_, source = functional(seed=1)
+    state = {**snapshot(source), "progress": saved}
+    before = snapshot(source)
+
+    with pytest.raises(
+        StateError, match=rf"\$\.progress: the snapshot has {type(saved).__name__} .*Nothing was loaded"
+    ):
+        source.load(state)
+
+    assert torch.equal(snapshot(source)["params"]["w"], before["params"]["w"])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
+from lazysnap.capture.plan import version_of
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.state.metrics import collect_metric, restore_metric
 from lazysnap.state.modules import fill
@@ -180,4 +181,4 @@ class ModuleExtras:
 
 def _version_of(buffer: torch.Tensor) -> tuple[int, int]:
     """Return a value that changes when the buffer is replaced or written to."""
-    return buffer.data_ptr(), buffer._version
+    return buffer.data_ptr(), version_of(buffer)
