@@ -140,7 +140,7 @@ def test_what_is_stored_says_what_it_is_of(make_group):
         assert (held.run_id, held.start, held.step, held.world_size) == (RUN, TEXT, STEP, 6)
         assert [member.ranks for member in held.members] == [[0, 1], [2, 3], [4, 5]]
         assert (held.parity, held.most_lost, held.position) == (1, 1, node.number)
-        assert event.size_bytes == node.store.size_bytes > 0
+        assert event.written_bytes == node.store.size_bytes > 0
         assert (event.level, event.job) == (LEVEL, 1)
 
 
