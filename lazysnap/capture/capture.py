@@ -25,7 +25,7 @@ class CapturePhase(enum.Enum):
 
 
 class Capture:
-    """The capture of one boundary into ``slot``. Nothing else remembers its outcome, hence the many attributes.
+    """The capture of one boundary into ``slot``, and its outcome.
 
     Phase changes are one act under a lock: a late copy that was given up on never commits.
     """

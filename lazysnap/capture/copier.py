@@ -1,8 +1,7 @@
 """The copy thread: copies CPU tensors, waits for devices, and alone moves the watermark and writes the end word.
 
-CPU tensors are copied with ``memmove`` through ctypes, which is single-threaded on purpose: ``Tensor.copy_`` would
-start a second team of compute threads in this thread, which then fight with training's own. Slices of 1 MiB at normal
-priority won over whole tensors, lower priorities and an inline copy (docs/benchmarks.md, "copy strategies").
+Dense CPU tensors are copied with ``memmove`` in slices of 1 MiB, on this thread alone: ``Tensor.copy_`` would start a
+second team of compute threads beside that of training.
 Small tensors that are adjacent in the image are copied with one system call: one by one, each takes 6 µs.
 """
 

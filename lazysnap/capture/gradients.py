@@ -20,6 +20,8 @@ from lazysnap.state.sharding import local_of
 
 _MOST_BOUNDARIES = 64
 """Boundaries in a row that wait for one optimizer."""
+_MOST_COUNTS = 64
+"""Counts of writes that are remembered as those of a gradient that was not cleared."""
 _IN_USE_STEPS = 2
 """Steps without a ``zero_grad`` after which an optimizer is one whose ``zero_grad`` is not in use."""
 _STEPPED = "_lazysnap_stepped"
@@ -129,7 +131,7 @@ class WaitingGradients:
         if writes in not_cleared:
             return False
         is_cleared = all(map(_is_zero, changed))
-        if not is_cleared and len(not_cleared) < _MOST_BOUNDARIES:
+        if not is_cleared and len(not_cleared) < _MOST_COUNTS:
             not_cleared.add(writes)
         return is_cleared
 

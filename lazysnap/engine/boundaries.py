@@ -33,7 +33,7 @@ _SEAL_S = 1.0
 class Boundaries:
     """Used on the training thread; hooks on optimizers call ``gate``.
 
-    It is large because boundary, gate, the last boundary and sealing hold one lock and count the same steps.
+    A boundary and a gate hold ``lock``. Sealing, on another thread, waits for it at most ``_SEAL_S``.
     """
 
     def __init__(

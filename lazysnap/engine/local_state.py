@@ -19,8 +19,7 @@ _SLOW_S = 0.1
 class LocalState:
     """Collects the state, and takes the part that this rank captures. Used on the training thread.
 
-    It is a class since three things are kept from one boundary to the next: the walk that the next one is compared
-    with, the partition that all ranks agreed on, and what was slow the last time.
+    It keeps the last walk, which the next one is compared with, and the partition that all ranks agreed on.
     """
 
     def __init__(self, source: StateSource, world: World, messages: Messages) -> None:

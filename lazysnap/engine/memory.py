@@ -34,8 +34,8 @@ META_BYTES = 1 << 20
 class Memory:
     """The slots of this rank, and why there are none. Used on the training thread.
 
-    The rules are those of ``memory.slot_choice``. It has many attributes: what was asked for, what was refused and what
-    training itself still takes decide together on the next request.
+    The rules are those of ``memory.slot_choice``. What was asked for, what was refused and what training itself still
+    takes decide together on the next request.
     """
 
     def __init__(

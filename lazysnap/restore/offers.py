@@ -8,7 +8,6 @@ sender, names of directories, URLs.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
@@ -35,9 +34,8 @@ def ranges_of(numbers: Iterable[int]) -> list[int]:
 
 def numbers_in(ranges: Sequence[int]) -> Iterator[int]:
     """Yield the numbers of ``ranges_of``."""
-    for index, (first, last) in enumerate(pairwise(ranges)):
-        if index % 2 == 0:
-            yield from range(first, last + 1)
+    for first, last in zip(ranges[::2], ranges[1::2], strict=True):
+        yield from range(first, last + 1)
 
 
 # Memory

@@ -86,7 +86,7 @@ class Restart:
 
 
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
-    """See ``SnapshotEngine.fetch``; in place of ``None``, return why there is none. Collective. Blocks.
+    """See ``SnapshotEngine._fetch``; in place of ``None``, return why there is none. Collective. Blocks.
 
     Raises: StateError on all ranks, if one of them cannot take the freshest snapshot, or if none can be restored and
     a decoder of the program refused one; WaitTimeout.
@@ -231,10 +231,7 @@ def _no_flaw(snapshot: Snapshot) -> str:
 
 
 class _Search:
-    """One restart on one rank: lists what all sources have, and reads the best snapshot that is whole everywhere.
-
-    It has many attributes because each step of the search needs the results of the steps before.
-    """
+    """One restart on one rank: lists what all sources have, and reads the best snapshot that is whole everywhere."""
 
     def __init__(self, restart: Restart, stack: contextlib.ExitStack) -> None:
         self._started = time.perf_counter()
