@@ -106,9 +106,7 @@ class MessageKind(enum.Enum):
         is_lasting=True,
         is_repeated=True,
     )
-    NOT_CAPTURED = MessageRow(
-        "step %(step)d is not captured: %(text)s", is_lasting=True, is_repeated=True, of="kind"
-    )
+    NOT_CAPTURED = MessageRow("step %(step)d is not captured: %(text)s", is_lasting=True, is_repeated=True, of="kind")
     OTHER_OPTIMIZER = MessageRow(
         "%(kind)s, which is not part of the state, trains parameters of a captured optimizer, which does not step: "
         "snapshots lack its state, and a restart is not exact. Change param_groups of the captured optimizer instead "

@@ -133,7 +133,7 @@ class Recorder:
     # At a boundary
 
     def pass_boundary(self, step: int) -> None:
-        """Note that training passed ``step``, here and in memory: after its death the keeper knows how many are lost."""
+        """Note that training passed ``step``, here and in memory: so the keeper knows how many steps a death lost."""
         self.seen_step = step
         newest = self.captures.newest
         if newest is not None and _is_in_memory(newest):
