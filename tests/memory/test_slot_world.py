@@ -61,20 +61,20 @@ RULES = {
     "the newest whole ones are not chosen": ("slot_choice", "and view not in untouched ", ""),
     "only what is untouchable is held": (
         "slots",
-        "view.sequence == sequence and is_untouchable(view, [*others, view], kept)",
+        "view.sequence == sequence and is_untouchable(view, views, kept)",
         "True",
     ),
     "a hold is of what is untouchable, not of what is there": (
         "slots",
-        "view.sequence == sequence and is_untouchable(view, [*others, view], kept)",
+        "view.sequence == sequence and is_untouchable(view, views, kept)",
         "view.sequence == sequence",
     ),
     "the held slot is read last": (
         "slots",
-        "        others = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]\n",
+        "        views = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]\n",
         "        view = self.view()\n"
-        "        others = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]\n"
-        "        if is_untouchable(view, [*others, view], kept):\n"
+        "        views = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]\n"
+        "        if is_untouchable(view, [*views, view], kept):\n"
         "            return True\n",
     ),
 }
