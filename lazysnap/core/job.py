@@ -219,6 +219,7 @@ class JobCore:
         self._actions = []
         # Before any decision: what other nodes protect with an earlier start stays held.
         self.node.inherit(ranks)
+        self.node.find_spare_slots(ranks)
         self.node.is_choosing = wants.is_choosing
         wants = self._with_newest(wants, ranks)
         for _ in range(MAX_ROUNDS):

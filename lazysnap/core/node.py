@@ -37,7 +37,8 @@ class RankView(Struct, frozen=True):
     """K; see ``memory.slot_choice``."""
     slots: tuple[SlotView, ...]
     has_spare: bool = True
-    """False if its trainer does without the slot beyond K + 1, so that nothing may be held for redundancy alone."""
+    """False if its trainer, which does not restore any more, does without the slot beyond K + 1: nothing may be held
+    for redundancy alone then."""
 
     def capture_of(self, key: StepKey) -> SlotView | None:
         """Return the slot that has this capture whole, or in which its trainer is writing it now."""
@@ -454,6 +455,20 @@ class Node:
         read_by_slower = {level.wanted_key for level in self.levels if level.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
+    def find_spare_slots(self, ranks: Sequence[RankView]) -> None:
+        """Give redundancy up while a rank has no slot to spare for it.
+
+        Ranks of earlier starts do not count, nor those that restore: what is protected may be what they read.
+        """
+        if self.redundancy is None:
+            return
+        start = newest_begun(ranks).start
+        if all(rank.has_spare for rank in ranks if rank.start == start):
+            self.redundancy.has_slots = True
+        else:
+            self.redundancy.become_slotless()
+            self.protected = None
+
     def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
         """Give up the grants that this node cannot follow any more, and those that a required step overtook.
 
@@ -463,11 +478,6 @@ class Node:
             ranks: those of the node.
             required: steps that must be stored and are not answered yet.
         """
-        if self.redundancy is not None:
-            self.redundancy.has_slots = all(rank.has_spare for rank in ranks)
-            if not self.redundancy.has_slots:
-                self.redundancy.become_slotless()
-                self.protected = None
         begun = newest_begun(ranks)
         for level in self.levels:
             key = level.wanted_key

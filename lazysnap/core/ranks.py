@@ -110,7 +110,7 @@ class Rank:
         if self.is_adopting:
             is_capturing = True  # what is left is not known yet
         memory = self.state.memory
-        has_spare = memory is None or memory.num_slots > num_kept + 1
+        has_spare = start == 0 or memory is None or memory.num_slots > num_kept + 1
         return RankView(self.number, start, begun, is_capturing, num_kept, self.slots, has_spare)
 
     # Memory

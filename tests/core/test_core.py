@@ -500,6 +500,18 @@ class TestRequiredSteps:
             assert not of_kind(done, Hold)
         assert redundancy.grant is None
 
+    def test_what_is_protected_stays_while_a_trainer_with_fewer_slots_restores(self):
+        """The next start keeps fewer captures, and reads what this one protected first."""
+        driver, _, done = self.driver_that_stored(JobSettings("run", (), RedundancySettings(every_n_steps=4)))
+        assert driver.sent(done).protected == StepKey(START, 4)
+        driver.step(actions.ProcessDied(100))
+
+        done = driver.report(TrainerState(local_rank=0, memory=MemoryWish(2, 0, 1)), pid=200, connection=2)
+
+        assert not of_kind(done, actions.Release)
+        assert driver.core.job.node.protected == StepKey(START, 4)
+        assert driver.core.job.node.levels[0].stored == {StepKey(START, 4)}
+
 
 class TestLevelsByTime:
     LEVEL = LevelSettings("level", every_s=60.0)
