@@ -43,9 +43,8 @@ class MessageRow:
     counter: str = ""
     """Field of ``Statistics`` that counts it."""
     is_lasting: bool = False
-    """True for trouble that is reported once until it is over; without an end once at all."""
-    is_repeated: bool = False
-    """True if lasting trouble without an end is reported again while it goes on: after a minute, then every ten."""
+    """True for trouble that is reported once until it is over; without a message for its end again and again, after a
+    minute, then every ten."""
     of: str = ""
     """The value that distinguishes the troubles of this row, such as the level."""
 
@@ -98,15 +97,13 @@ class MessageKind(enum.Enum):
         "engine.gate() before the code that changes tensors",
         counter="torn",
         is_lasting=True,
-        is_repeated=True,
     )
     FAILED = MessageRow(
         "the snapshot of step %(step)d is dropped, the one before it stays: %(text)s",
         counter="failed",
         is_lasting=True,
-        is_repeated=True,
     )
-    NOT_CAPTURED = MessageRow("step %(step)d is not captured: %(text)s", is_lasting=True, is_repeated=True, of="kind")
+    NOT_CAPTURED = MessageRow("step %(step)d is not captured: %(text)s", is_lasting=True, of="kind")
     OTHER_OPTIMIZER = MessageRow(
         "%(kind)s, which is not part of the state, trains parameters of a captured optimizer, which does not step: "
         "snapshots lack its state, and a restart is not exact. Change param_groups of the captured optimizer instead "
@@ -118,7 +115,6 @@ class MessageKind(enum.Enum):
         "snapshot holds no gradients. The next boundary without such gradients is captured. Call boundary() only after "
         "optimizer.step(), and clear gradients that are not used (zero_grad)",
         is_lasting=True,
-        is_repeated=True,
     )
     GRADIENTS_LOST = MessageRow(
         "step %(step)d is captured without the gradients of %(names)s that wait for the next step of that optimizer: a "
@@ -251,7 +247,7 @@ class Messages:
         trouble = (event, values.get(row.of))
         now_s = self._clock()
         known = self._open.get(trouble)
-        is_due = known is None or not row.is_lasting or (row.is_repeated and now_s >= known.next_s)
+        is_due = known is None or not row.is_lasting or (not row.over and now_s >= known.next_s)
         if not is_due:
             logger.debug("%s", row.text % values)
             return
