@@ -48,7 +48,7 @@ class Capture:
         """Kept alive until nothing reads them; empty then."""
         if plan.is_converting:
             self.sources = list(map(stored_form, tensors))
-        self._versions = versions_of(tensors[index] for index in plan.lazy)
+        self._versions = versions_of([tensors[index] for index in plan.lazy])
         """The version of each lazy tensor at the boundary."""
         self.phase = CapturePhase.COPYING
         self.reason = ""

@@ -52,9 +52,8 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return ``version_of`` of each. Hot."""
-    tensors = list(tensors)
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # one was made in inference mode: asking each for that takes three times as long

@@ -102,8 +102,8 @@ def run_keeper(
 
 class Keeper:
     """Carries out what the core decides. Everything runs on the loop's thread, unless it says something else.
-    Each action
-       of the core leads to one part of the keeper.
+
+    Each action of the core leads to one part of the keeper.
     """
 
     def __init__(self, lock: KeeperLock, trouble: Trouble | None) -> None:

@@ -9,7 +9,7 @@
                            <-       Order, Order, ...
 
     reader                          any keeper
-    Read(what, offset, length) ->
+    Read(subject, offset, length) ->
                            <-       Block(length, checksum, ...), then the bytes themselves; or a Refusal
 
 Reads have no session: each ``Read`` says all that the keeper must know. A reader asks again while it gets a ``Refusal``
@@ -18,7 +18,7 @@ that says ``is_not_yet``.
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from lazysnap.core.messages import Order, Report
 from lazysnap.errors import KeeperError, LazySnapError
@@ -82,7 +82,7 @@ Subject = PartOf | SlotOf | ParityOf
 class Read(Struct, frozen=True, tag="read", forbid_unknown_fields=True):
     """Ask for bytes. The answer is a ``Block`` or a ``Refusal``."""
 
-    subject: Subject = field(name="what")
+    subject: Subject
     offset: Size
     length: Annotated[int, Meta(ge=0, le=MAX_READ_BYTES)]
     """0: only the facts are wanted."""

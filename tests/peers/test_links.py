@@ -358,6 +358,8 @@ def test_settings_that_cannot_be_listened_at_are_logged_and_harm_nobody(loop_thr
 def test_a_read_on_a_link_is_refused(make_end, address, secret):
     first = make_end(0)
     with authenticated(address, secret) as peer:
-        peer.sendall(frame(hello(1)) + frame({"type": "read", "what": SlotOf(0, 1, "image"), "offset": 0, "length": 1}))
+        peer.sendall(
+            frame(hello(1)) + frame({"type": "read", "subject": SlotOf(0, 1, "image"), "offset": 0, "length": 1})
+        )
         assert is_closed(peer)
     first.wait_down(1)

@@ -408,7 +408,7 @@ def forward(listener, address, recorded):
         frame(Block(1, 1, 1, 1)),
         frame({"type": "erase"}),
         frame({"type": "alive"}),
-        frame({"type": "read", "what": {"type": "file", "path": "/etc/passwd"}, "offset": 0, "length": 1}),
+        frame({"type": "read", "subject": {"type": "file", "path": "/etc/passwd"}, "offset": 0, "length": 1}),
         frame(Read(SlotOf(-1, 1, "image"), 0, 1)),
         frame(Read(SlotOf(1, 1, "words"), 0, 1)),
         frame(Read(PartOf("s" * 65, 1, 1), 0, 1)),
