@@ -124,7 +124,7 @@ class Run:
         self._environ = dict(os.environ)
         self._environ.pop("PYTHONDONTWRITEBYTECODE", None)
         self._environ |= {MARKER: self._mark, "LAZYSNAP_JOB_ID": self._mark}
-        self._environ |= {"XDG_RUNTIME_DIR": str(directory), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._environ |= {"LAZYSNAP_RUNTIME_DIR": f"{directory}/runtime", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._environ |= {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), "TMPDIR": str(directory)}
         self._environ |= {"PYTHONPATH": str(ROOT)}
 
@@ -169,7 +169,7 @@ class Run:
         """The newest step that the engine told the supervisor, or that was printed; 0 before the first."""
         if self._program.prints_steps:
             return int(([0, *re.findall(r"^step (\d+)$", self._text(), flags=re.M)])[-1])
-        for path in self._directory.glob("lazysnap-warm/*/steps"):
+        for path in self._directory.glob("runtime/*/steps"):
             with contextlib.suppress(OSError, struct.error):
                 return int(struct.unpack("q", path.read_bytes())[0])
         return 0
