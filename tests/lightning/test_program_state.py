@@ -9,6 +9,7 @@ from test_callback import DieAt, Plain, finish, fit, raising
 
 from lazysnap import register_type
 from lazysnap.errors import StateError
+from lazysnap.integrations.lightning.extras import ModuleExtras
 from lazysnap.state import codec
 
 
@@ -151,3 +152,15 @@ def test_a_slow_hook_is_called_at_every_captured_step_and_named_once(tmp_path, c
     [said] = lines(caplog, "collecting the training state takes")
     assert "on_save_checkpoint" in said
     assert "raise every_n_steps" in said
+
+
+def test_a_hidden_buffer_that_was_made_in_inference_mode_is_in_each_snapshot():
+    """Torch counts no writes to it, so nothing shows that it changed."""
+    module = torch.nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("hidden", torch.zeros(2), persistent=False)
+    extras = ModuleExtras(module)
+    with torch.inference_mode():
+        module.hidden.add_(1)
+
+    assert torch.equal(extras.collect()["buffers"]["hidden"], torch.ones(2))

@@ -149,7 +149,8 @@ class ModuleExtras:
         """Return flags as text, one character each, and the buffers that changed."""
         changed = {}
         for name, buffer in self._hidden_buffers().items():
-            if self._versions_at_start.get(name) != _version_of(buffer):
+            # Of one that was made in inference mode torch counts no writes.
+            if buffer.is_inference() or self._versions_at_start.get(name) != _version_of(buffer):
                 changed[name] = buffer
         return {
             "training": "".join("01"[module.training] for module in self._module.modules()),
@@ -180,5 +181,5 @@ class ModuleExtras:
 
 
 def _version_of(buffer: torch.Tensor) -> tuple[int, int]:
-    """Return a value that changes when the buffer is replaced or written to."""
+    """Return a value that changes when the buffer is replaced, or written to and not made in inference mode."""
     return buffer.data_ptr(), version_of(buffer)
