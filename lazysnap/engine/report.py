@@ -52,15 +52,9 @@ class Resumed:
     def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
         """Return the facts about the snapshot of a restart."""
         newest = snapshot.repeats or snapshot
-        key = (newest.start, newest.step)
-        durable_at = None
-        for url, stored in snapshot.stored.items():
-            if key in stored:
-                durable_at = url
-                break
-        only_in_memory = has_levels and durable_at is None and snapshot.new_run is None
+        only_in_memory = has_levels and snapshot.durable_at is None and snapshot.new_run is None
         in_memory = snapshot.level in (MEMORY, PARITY)
-        return cls(snapshot.step, in_memory, only_in_memory, durable_at, int(snapshot.start, 16), newest.step)
+        return cls(snapshot.step, in_memory, only_in_memory, snapshot.durable_at, int(snapshot.start, 16), newest.step)
 
 
 @dataclass(frozen=True)

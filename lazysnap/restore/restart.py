@@ -28,7 +28,6 @@ from lazysnap.resolver import (
     Entry,
     Inventory,
     RestartPlan,
-    SnapshotFilter,
     SnapshotKey,
     can_repeat,
     candidates,
@@ -106,13 +105,13 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
         snapshot = search.first_whole(order, _may_mean(choice), is_patient=not choice.is_latest)
         if snapshot is not None:
             return _with_findings(snapshot, search, restart, choice)
-        if not choice.is_latest:
-            raise SnapshotNotFound(choice.missing(search.inventories))
         if search.decoder_errors:
             raise StateError(
                 f"no snapshot can be restored: {search.decoder_errors[0]}. Nothing was loaded. Correct the decoder "
                 "given to lazysnap.register_type(), or give another training a directory of its own"
             )
+        if not choice.is_latest:
+            raise SnapshotNotFound(choice.missing(search.inventories))
         return _absence(search, restart)
 
 
@@ -130,11 +129,6 @@ def _with_findings(snapshot: Snapshot, search: "_Search", restart: Restart, choi
         repeats = newest.key
     last_key = repeats or key
     search.note_newer(last_key)
-    stored = {}
-    searched = {inventory.level for inventory in inventories}
-    for level in restart.config.levels:
-        if level.url in searched:
-            stored[level.url] = _stored(inventories, level, last_key)
     new_run = None
     if not is_newest:
         new_run = _new_run(restart.world, search.runs(), newest)
@@ -143,7 +137,7 @@ def _with_findings(snapshot: Snapshot, search: "_Search", restart: Restart, choi
         skipped=tuple(search.problems),
         end=search.end() if choice.is_latest else None,
         protected=search.protected,
-        stored=stored,
+        durable_at=_durable_at(inventories, restart.config.levels, last_key),
         run=short_ids(search.runs())[snapshot.run_id],
         new_run=new_run,
         repeats=repeats,
@@ -216,14 +210,13 @@ def _is_settled(newest: RestartPlan) -> bool:
     return any(offers[0].is_repeatable is False for offers in newest.sources)
 
 
-def _stored(inventories: list[Inventory], level: PersistentLevel, newest: SnapshotKey) -> list[tuple[str, int]]:
-    """Return the complete snapshots at a level that led to this one, and itself. The same on every rank."""
-    at_level = [inventory for inventory in inventories if inventory.level == level.url]
-    starts: dict[int, str] = {}
-    for plan in candidates(at_level, SnapshotFilter(run_id=newest.run_id)):
-        if plan.step < newest.step or plan.key == newest:
-            starts.setdefault(plan.step, plan.start)
-    return [(starts[step], step) for step in sorted(starts)[-level.keep_last :]]
+def _durable_at(inventories: list[Inventory], levels: Sequence[PersistentLevel], key: SnapshotKey) -> str | None:
+    """Return the URL of the first level that has a snapshot complete. The same on every rank."""
+    for level in levels:
+        at_level = [inventory for inventory in inventories if inventory.level == level.url]
+        if any(plan.key == key for plan in candidates(at_level)):
+            return level.url
+    return None
 
 
 def _no_flaw(snapshot: Snapshot) -> str:

@@ -48,8 +48,8 @@ class Snapshot:
     position in the data counts other batches (``lazysnap.data.share``)."""
     newest_start: str | None = None
     """The newest start of all snapshots that were found."""
-    stored: Mapping[str, Sequence[tuple[str, int]]] = field(default_factory=dict, repr=False)
-    """Start and step of this run's complete snapshots that are not newer, by level, oldest first."""
+    durable_at: str | None = None
+    """The URL of the first level that has it complete, or ``repeats`` if that is given."""
     parameters: Mapping[str, Sequence[str]] | None = field(default=None, repr=False)
     """The parameter names of each optimizer in its order, by its path in the state, if they were known."""
     run: str = ""

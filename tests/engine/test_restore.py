@@ -242,6 +242,8 @@ def test_a_decoder_that_refuses_every_snapshot_ends_the_restart(job, tmp_path, l
         StateError, match=rf"decoder of 'tests.Label' raised {type(error).__name__}.*Nothing was loaded"
     ):
         again.engine.restore()
+    with pytest.raises(StateError, match="Nothing was loaded"):
+        again.engine.restore(2)
 
     register_type(Label, name="tests.Label", encode=lambda label: label.text, decode=Label)
     assert again.engine.restore().step == 2
