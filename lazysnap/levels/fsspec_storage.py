@@ -18,11 +18,10 @@ import fsspec
 from fsspec.spec import AbstractBufferedFile
 
 from lazysnap import faults
-from lazysnap.errors import FormatError, LevelError
+from lazysnap.errors import FormatError, LazySnapError, LevelError
 from lazysnap.levels.files import temp_name
 from lazysnap.levels.redaction import Redaction
 from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, level_error, probe_name
-from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES, digest
 
 logger = logging.getLogger(__name__)
@@ -114,12 +113,12 @@ class FsspecStorage(Storage):
     def call(self, action: str, method: Any, *arguments: Any, **options: Any) -> Any:
         """Call the driver.
 
-        Raises: LevelError; FileNotFoundError and FileExistsError, without secrets; CaptureAborted, as a ``beat``.
+        Raises: LevelError; FileNotFoundError and FileExistsError, without secrets; what a ``beat`` raises.
         """
         try:
             return method(*arguments, **options)
-        except CaptureAborted:
-            raise
+        except LazySnapError:
+            raise  # of a ``beat``, not of the driver
         except (FileNotFoundError, FileExistsError) as error:
             if not self._redaction.hides(str(error)):
                 raise

@@ -68,14 +68,9 @@ class WatchedStorage(Storage):
         self._storage.put(path, data)
 
     def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
-        """See ``Storage.link``. The copy of each part is progress of the job, too."""
-
-        def beat_both() -> None:
-            self._beat()
-            beat()
-
+        """See ``Storage.link``. The copy of each part is progress of the job. ``beat`` is not used."""
         self._beat()
-        return self._storage.link(path, new_path, beat_both)
+        return self._storage.link(path, new_path, self._beat)
 
     def reader(self, path: str) -> Reader:
         """See ``Storage.reader``."""
