@@ -56,8 +56,8 @@ def format_of(path: str, chosen_format: str | None) -> str:
 def replaced_when_whole(path: str, notes: list[str], *, force: bool) -> Iterator[str]:
     """Yield a temporary name for a file or directory beside ``path``. On success it is renamed to ``path``, durably.
 
-    On any error, Ctrl-C included, it is removed, and ``path`` is unchanged. If something of a replaced export stays,
-    ``notes`` gets a line about it.
+    On any error before that, Ctrl-C included, it is removed, and ``path`` is unchanged. If something of a replaced
+    export stays, ``notes`` gets a line about it.
     Raises: ConfigError, if ``path`` exists and ``force`` is not given, or if no export wrote it.
     """
     path = _real(path)
@@ -73,9 +73,11 @@ def replaced_when_whole(path: str, notes: list[str], *, force: bool) -> Iterator
         faults.point("export.whole")
         _check(path, force=force)
         old = _move(temp, path)
-        sync_directory(parent)
-        if old is not None:
-            _discard(old, path, notes)
+        try:
+            sync_directory(parent)
+        finally:
+            if old is not None:
+                _discard(old, path, notes)
     finally:
         _remove(temp)
 
