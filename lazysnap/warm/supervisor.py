@@ -55,18 +55,17 @@ def supervise(words: Sequence[str], restarts: Restarts) -> int:
     directory = owner_directory(os.getpid())
     try:
         os.environ[steps.DIRECTORY] = directory
-        _name_workers(words, directory)
         return _Supervisor(words, directory).run(restarts)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _name_workers(words: Sequence[str], directory: str) -> None:
-    """Let torchrun start its workers through a client, unless somebody named their interpreter."""
-    command = python_command(words)
-    if not isinstance(command, PythonCommand):
-        _say(f"{command}: each start is a cold one")
-        return
+def _name_workers(command: PythonCommand, directory: str) -> None:
+    """Let torchrun start its workers through a client, unless somebody named their interpreter.
+
+    Done before each start: a cleaner of /tmp may have deleted files that are some days old.
+    """
+    os.makedirs(directory, 0o700, exist_ok=True)
     path = os.path.join(directory, "python")
     with open(path, "w") as file:
         file.write(_WORKER.format(python=sys.executable, root=_ROOT, interpreter=command.python))
@@ -80,6 +79,9 @@ class _Supervisor:
 
     def __init__(self, words: Sequence[str], directory: str) -> None:
         self._words = words
+        self._command = python_command(words)
+        if not isinstance(self._command, PythonCommand):
+            _say(f"{self._command}: each start is a cold one")
         self._directory = directory
         self._is_ended = False
         """True after a signal that ends all."""
@@ -94,6 +96,8 @@ class _Supervisor:
         last_status = None
         last_end_s = 0.0
         for number in range(restarts.limit + 1):
+            if isinstance(self._command, PythonCommand):
+                _name_workers(self._command, self._directory)
             status = self._wait(self._start())
             step = steps.read(self._directory)
             now = time.monotonic()
