@@ -106,7 +106,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         )
     measured = None
     if args.url is not None:
-        open_existing(args.url, args.storage_option)
+        if args.params is None:
+            open_existing(args.url, args.storage_option)
         measured = measure(events.read(args.url, dict(args.storage_option) or None))
         if measured is None:
             output.say(f"{args.url}: there is no file of events: no training stored snapshots directly in there")

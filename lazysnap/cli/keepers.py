@@ -24,6 +24,10 @@ def identities(job: str) -> list[JobIdentity]:
     return [JobIdentity.from_config(SnapshotConfig(job_id=name)) for name in names]
 
 
+_LEAST_S = 0.5
+"""Seconds for which the answer of a keeper is waited for, also if ``--timeout`` is over: a silent one may be killed."""
+
+
 @dataclass(frozen=True)
 class KeeperProcess:
     """A keeper in the list of processes."""
@@ -136,8 +140,8 @@ class _StopAnswer:
 def stop(args: argparse.Namespace, output: Output) -> int:
     """Ask the keeper of the job on this node to end, and wait for it.
 
-    Blocks: at most ``--timeout``. The keeper first stores the newest captures; if it cannot, it stays, unless
-    ``--force`` is given. Returns 1 if it stays.
+    Blocks: at most ``--timeout``, and ``_LEAST_S`` for each keeper. A keeper first stores the newest captures; if it
+    cannot, it stays, unless ``--force`` is given. Returns 1 if it stays.
     """
     deadline = time.monotonic() + args.timeout
     ended = []
@@ -182,7 +186,7 @@ def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> _
     pid = channel.peer_pid
     question = Question(about="stop", is_forced=is_forced)
     try:
-        answer = asking.ask(channel, question, max(0.0, deadline - time.monotonic()))
+        answer = asking.ask(channel, question, max(_LEAST_S, deadline - time.monotonic()))
     except (OSError, KeeperError):
         refusal = (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "
