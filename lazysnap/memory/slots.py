@@ -275,8 +275,10 @@ class TrainerSlot(Slot):
 
 
 class KeeperSlot(Slot):
-    """A slot whose captures this process holds for readers. A new keeper finds
-    those that the one before it held, until the core releases what nothing needs."""
+    """A slot whose captures this process holds for readers.
+
+    Holds of a former keeper stay until the core releases them.
+    """
 
     def hold(self, sequence: int, rank_slots: Sequence[Slot], kept: int) -> bool:
         """Keep a capture from being written over until ``release``.
