@@ -37,6 +37,8 @@ from benchmarks.workers import (
 ASKED = 0.85
 """Of the raw limit, for shards of 1 GiB."""
 OURS = "lazysnap"
+READ_BACK = ("local", "nfs")
+"""Levels whose files are read back after their commit. The raw side does the same: its rate is that of both."""
 STEP_S = 0.1
 KILL_AT = 60
 """When the training is killed, in steps of ``STEP_S``."""
@@ -171,6 +173,12 @@ def rates(job: Line) -> Iterator[Line]:
     ours.end()
 
 
+def _write(side: Any, number: int, *, is_read_back: bool) -> None:
+    side.write(number)
+    if is_read_back:
+        side.read()
+
+
 def _alternate(sides: dict[str, Any], direction: str, job: Line) -> Iterator[Line]:
     seconds: dict[str, list[float]] = defaultdict(list)
     busy_s: dict[str, list[float]] = defaultdict(list)
@@ -181,7 +189,8 @@ def _alternate(sides: dict[str, Any], direction: str, job: Line) -> Iterator[Lin
         for name in order:
             work = sides[name].read
             if direction == "write":
-                work = functools.partial(sides[name].write, number)
+                is_read_back = name != OURS and job["level"] in READ_BACK
+                work = functools.partial(_write, sides[name], number, is_read_back=is_read_back)
             busy_before_s = cpu_s(run)
             taken_s = timed(work)
             if number:  # the first one finds everything cold: connections, directories, modules

@@ -126,7 +126,10 @@ def layers(megabytes: float) -> torch.nn.Sequential:
 
 
 def config(job: Line, **level: Any) -> Any:
-    """Snapshots in memory (or in files in its place), and at the level of the job if it has another one."""
+    """Snapshots in memory (or in files in its place), and at the level of the job if it has another one.
+
+    A restart loads the newest capture: without the proof, which would train one step again.
+    """
     from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 
     settings = {"every_n_steps": 1, "storage_options": job["options"], **level}
@@ -137,7 +140,7 @@ def config(job: Line, **level: Any) -> Any:
     memory = MemoryLevel(linger_s=300.0)
     if job["level"] == "files":
         memory = replace(memory, max_bytes=1, spill_dir=job["directory"])
-    return SnapshotConfig(levels=tuple(levels), memory=memory, job_id=name)
+    return SnapshotConfig(levels=tuple(levels), memory=memory, job_id=name, verify_restart=False)
 
 
 def engine_of(job: Line, state: Line, **settings: Any) -> Any:
