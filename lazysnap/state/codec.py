@@ -422,22 +422,6 @@ class _Decoder:
     def __init__(self, tensor: TensorSource) -> None:
         self.tensor = tensor
         self.depth = 0
-        self.tags: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "tensor": self.tensor_of,
-            "array": self.array,
-            "tuple": partial(self.collection, tuple),
-            "set": partial(self.collection, set),
-            "frozenset": partial(self.collection, frozenset),
-            "dict": partial(self.mapping, dict),
-            "OrderedDict": partial(self.mapping, OrderedDict),
-            "Counter": partial(self.mapping, Counter),
-            "defaultdict": self.defaultdict_,
-            "deque": self.deque_,
-            "Namespace": partial(self.namespace, argparse.Namespace),
-            "SimpleNamespace": partial(self.namespace, types.SimpleNamespace),
-            "registered": self.registered,
-            **_LEAF_DECODERS,
-        }
 
     def enter(self) -> None:
         """Enter a container; the caller decrements ``depth`` at its end."""
@@ -448,10 +432,7 @@ class _Decoder:
     def any(self, item: Any) -> Any:
         if type(item) is dict:
             if TAG in item:
-                tag = item[TAG]
-                if tag not in self.tags:
-                    raise FormatError(f"the small state has an unknown tag {tag!r:.50}")
-                return self.tags[tag](item)
+                return self.tagged(item)
             self.enter()
             result = {key: self.any(value) for key, value in item.items()}
             self.depth -= 1
@@ -460,16 +441,24 @@ class _Decoder:
             return self.list_(item)
         return item
 
+    def tagged(self, item: dict[str, Any]) -> Any:
+        tag = item[TAG]
+        if tag in _LEAF_DECODERS:
+            return _LEAF_DECODERS[tag](item)
+        if tag not in _DECODERS:
+            raise FormatError(f"the small state has an unknown tag {tag!r:.50}")
+        return _DECODERS[tag](self, item)
+
     def tensor_of(self, item: dict[str, Any]) -> Any:
         return self.tensor(_str(item["v"]))
 
-    def collection(self, kind: Callable[[list[Any]], Any], item: dict[str, Any]) -> Any:
+    def collection(self, item: dict[str, Any], kind: Callable[[list[Any]], Any]) -> Any:
         return kind(self.list_(item["v"]))
 
-    def mapping(self, kind: Callable[[dict[Any, Any]], Any], item: dict[str, Any]) -> Any:
+    def mapping(self, item: dict[str, Any], kind: Callable[[dict[Any, Any]], Any]) -> Any:
         return kind(self.pairs(item["v"]))
 
-    def namespace(self, kind: Callable[..., Any], item: dict[str, Any]) -> Any:
+    def namespace(self, item: dict[str, Any], kind: Callable[..., Any]) -> Any:
         return kind(**self.pairs(item["v"]))
 
     def defaultdict_(self, item: dict[str, Any]) -> Any:
@@ -520,6 +509,24 @@ class _Decoder:
             raise
         except Exception as error:
             raise DecoderError(f"the decoder of {name!r} raised {type(error).__name__}: {error}") from error
+
+
+# Of the class: a table of a decoder's own methods would keep it, and all its tensors, until the next full collection.
+_DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
+    "tensor": _Decoder.tensor_of,
+    "array": _Decoder.array,
+    "tuple": partial(_Decoder.collection, kind=tuple),
+    "set": partial(_Decoder.collection, kind=set),
+    "frozenset": partial(_Decoder.collection, kind=frozenset),
+    "dict": partial(_Decoder.mapping, kind=dict),
+    "OrderedDict": partial(_Decoder.mapping, kind=OrderedDict),
+    "Counter": partial(_Decoder.mapping, kind=Counter),
+    "defaultdict": _Decoder.defaultdict_,
+    "deque": _Decoder.deque_,
+    "Namespace": partial(_Decoder.namespace, kind=argparse.Namespace),
+    "SimpleNamespace": partial(_Decoder.namespace, kind=types.SimpleNamespace),
+    "registered": _Decoder.registered,
+}
 
 
 def _str(value: Any) -> str:

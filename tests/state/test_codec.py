@@ -6,10 +6,12 @@ import dataclasses
 import datetime
 import decimal
 import enum
+import gc
 import json
 import pathlib
 import random
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -318,3 +320,16 @@ def test_walking_again_names_the_place_of_a_value_that_turned_unknown():
     walker.walk(big_state(1))
     with pytest.raises(StateError, match=r"\$\.rng\.empty\.odd"):
         walker.walk({**big_state(2), "rng": {**big_state(2)["rng"], "empty": {"odd": object()}}})
+
+
+def test_decoded_tensors_are_freed_without_a_collection():
+    """They are as large as the training state, and a full collection may be hours away."""
+    tensors = {"x": torch.zeros(2)}
+    tensor = weakref.ref(tensors["x"])
+    gc.disable()
+    try:
+        decode([{"$": "tensor", "v": "x"}, {"$": "tuple", "v": [1]}], tensor=tensors.__getitem__)
+        del tensors
+        assert tensor() is None
+    finally:
+        gc.enable()
