@@ -124,7 +124,7 @@ class Run:
             memory.close()
         for answer in answers:
             try:
-                directories = answer().directories
+                directories = answer.result().directories
             except Exception as error:  # noqa: BLE001  storage packages may raise anything
                 logger.info("all_steps() leaves a level out: %s", error)
                 continue

@@ -59,7 +59,7 @@ def _at_levels(config: SnapshotConfig) -> set[str]:
     runs = set()
     for level, answer in zip(config.levels, answers, strict=True):
         try:
-            directories = answer().directories
+            directories = answer.result().directories
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             logger.warning("run_id() leaves out %s: %s", level.url, error)
             continue

@@ -60,7 +60,7 @@ def test_a_level_whose_directories_are_listed_one_by_one_may_take_longer_than_it
     slow = SnapshotStore(FaultyStorage(store.storage, plan))
     monkeypatch.setattr(level_module, "open_store", lambda *_, **__: slow)
 
-    listing = Level(level, 1).begin_names(marked=False)()
+    listing = Level(level, 1).begin_names(marked=False).result()
 
     assert [SnapshotName.parse(directory.name).step for directory in listing.directories] == [1, 2, 3]
     assert plan.operations.count("list") == 4
