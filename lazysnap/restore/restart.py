@@ -42,7 +42,7 @@ from lazysnap.restore.parity import Parity
 from lazysnap.restore.part import PartReader
 from lazysnap.restore.peer_memory import PeerConnections, PeerMemory
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
-from lazysnap.restore.sources import Failure, Places, Sources
+from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.survey import IsWanted, Survey
 from lazysnap.runs import Choice, runs_in, short_ids
 from lazysnap.shard.names import SnapshotName, id_after, new_id
@@ -253,7 +253,7 @@ class _Search:
         self._parity = Parity(self._connections)
         timeout_s = restart.config.io_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
-        self._sources = Sources(Places(self._memory, PeerMemory(self._connections), self._parity, levels), stack)
+        self._sources = Sources(self._memory, PeerMemory(self._connections), self._parity, levels, stack)
         self._parts = PartReader(restart.source, world, self._sources, casts=restart.casts)
         stack.callback(self._close)
 

@@ -20,7 +20,7 @@ from lazysnap.state.codec import DecoderError
 
 
 class Source(Protocol):
-    """Memory of one rank of this node, memory of other nodes, parity, or a level. Each has a deadline."""
+    """Memory of this node, memory of other nodes, parity, or a level. Each has a deadline."""
 
     def open(self, entry: Entry, where: str) -> OpenShard:
         """Return the bytes of a shard in blocks that are verified when they are read, its header read and verified.
@@ -40,35 +40,25 @@ class Failure:
     """The shard that is not tried again; ``None``: there is nothing else to try."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """The sources themselves."""
-
-    memory: NodeMemory
-    peers: PeerMemory
-    parity: Parity
-    levels: Mapping[str, Level]
-
-    def source(self, entry: Entry) -> Source:
-        """Return the source that listed it."""
-        if entry.level == PARITY:
-            return self.parity
-        if entry.level != MEMORY:
-            return self.levels[entry.level]
-        if entry.node not in (None, self.memory.node):
-            return self.peers
-        return self.memory.rank(int(entry.location.split("/")[0]))
-
-
 class Sources:
     """Opens and reads shards. Errors become values: a ``Failure``, after which another source is tried.
 
     Not thread-safe.
     """
 
-    def __init__(self, places: Places, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        memory: NodeMemory,
+        peers: PeerMemory,
+        parity: Parity,
+        levels: Mapping[str, Level],
+        stack: contextlib.ExitStack,
+    ) -> None:
         """``stack`` closes what is opened."""
-        self._places = places
+        self._memory = memory
+        self._peers = peers
+        self._parity = parity
+        self._levels = levels
         self._stack = stack
         self.failures: dict[Entry, str] = {}
         """Entries that are not tried again, and why."""
@@ -84,9 +74,19 @@ class Sources:
         self.failures.clear()
         self._opened.clear()
         self._entries.clear()
-        for level in self._places.levels.values():
+        for level in self._levels.values():
             level.forget()
         self.has_vanished = False
+
+    def _source(self, entry: Entry) -> Source:
+        """Return the source that listed it."""
+        if entry.level == PARITY:
+            return self._parity
+        if entry.level != MEMORY:
+            return self._levels[entry.level]
+        if entry.node not in (None, self._memory.node):
+            return self._peers
+        return self._memory
 
     def open(self, entry: Entry) -> "OpenShard | Failure":
         """Open a shard. Blocks."""
@@ -95,7 +95,7 @@ class Sources:
         if entry not in self._opened:
             where = _where(entry)
             try:
-                shard = self._places.source(entry).open(entry, where)
+                shard = self._source(entry).open(entry, where)
                 self._stack.callback(shard.blocks.close)
                 _compare(entry, shard, where)
             except Exception as error:  # noqa: BLE001  storage packages may raise anything
@@ -113,7 +113,7 @@ class Sources:
             read(jobs, progress=lambda num_bytes: beat())
 
         try:
-            source = self._places.source(entry)
+            source = self._source(entry)
             if isinstance(source, Level):
                 source.watch(f"reading {shard.where}", read_watched)
             else:
