@@ -282,7 +282,7 @@ def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
         }
         if is_tied:
             row["bytes"] = 0
-            row["alias_of"] = stored.name
+            row["alias_of"] = stored.spec.name
         rows.append(row)
     return rows
 

@@ -118,7 +118,7 @@ class NodeMemory:
             raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
         blocks = MemoryBlocks(image, checksums, where)
         blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
-        return OpenShard(meta.rank, meta, Layout.parse(image, len(image), where), blocks)
+        return OpenShard(meta, Layout.parse(image, len(image), where), blocks)
 
     def _capture(self, entry: Entry, where: str) -> tuple[MemoryEntry, int]:
         """Return the capture that was listed, and the bytes of its image.

@@ -53,7 +53,7 @@ class JoinedTensor:
         expected = (first.spec.dtype, first.logical, self.shape)
         if actual != expected or len(stored.spec.shape) != len(first.spec.shape):
             raise FormatError(
-                f"{stored.shard.where}: tensor {stored.name} is {_text(*actual)}, elsewhere {_text(*expected)}"
+                f"{stored.shard.where}: tensor {stored.spec.name} is {_text(*actual)}, elsewhere {_text(*expected)}"
             )
         self._parts[rank] = stored
         self._cover.add(Piece(rank, offsets, stored.shape))
@@ -166,7 +166,7 @@ class Assembly:
     def _part_in(self, shard: OpenShard, name: str) -> StoredTensor | None:
         """Return a tensor in a shard by one of its names; of other ranks only parts of shared ones."""
         stored = shard.find(name)
-        if stored is not None and not stored.is_scoped and shard.rank != self._rank:
+        if stored is not None and not stored.is_scoped and shard.meta.rank != self._rank:
             return None
         return stored
 
@@ -175,7 +175,7 @@ class Assembly:
         if name not in self._tensors:
             self._tensors[name] = JoinedTensor(name, stored, self._box(name, stored.extent[0]))
         tensor = self._tensors[name]
-        tensor.add(stored.shard.rank, stored)
+        tensor.add(stored.shard.meta.rank, stored)
         if tensor.is_whole:
             del self._missing[name]
 
