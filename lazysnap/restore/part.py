@@ -24,7 +24,7 @@ from lazysnap.restore.targets import (
 from lazysnap.snapshots.assembly import Assembly
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import Facts, facts_of, into
-from lazysnap.state.codec import decode, tensor_names
+from lazysnap.state.codec import DecoderError, decode, tensor_names
 from lazysnap.state.modules import saved_names
 from lazysnap.state.sharding import box_of, like
 from lazysnap.state.source import StateSource
@@ -155,6 +155,8 @@ class PartReader:
             state = decode(small, tensor=tensors.__getitem__)
         except StateError:  # an older snapshot would have the same
             raise
+        except DecoderError as error:  # another source would have the same
+            return Failure(str(error), is_of_decoder=True)
         except LazySnapError as error:
             return self._sources.refuse(entry, error)
         if not isinstance(state, dict):

@@ -461,11 +461,11 @@ class _Search:
         snapshots: list[Snapshot] = []
         causes: list[BaseException | None] = []
         self._sources.has_vanished = False
-        self._sources.decoder_error = ""
 
         def read() -> list[Any]:
             mismatch = ""
             failure = ""
+            is_of_decoder = False
             try:
                 with collector_paused():
                     part = self._read(plan)
@@ -474,25 +474,25 @@ class _Search:
                     failure = flaw(part)
                 else:
                     failure = part.text
+                    is_of_decoder = part.is_of_decoder
             except StateError as error:  # the program's objects and the snapshot, which was read, do not fit each other
                 causes.append(error.__cause__)  # the text of ``error`` itself is that of the one raised below
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)
             faults.point("restore.read")
-            decoder_error = self._of_this_rank(self._sources.decoder_error)
             has_vanished = self._sources.has_vanished
-            return [self._of_this_rank(mismatch), self._of_this_rank(failure), has_vanished, decoder_error]
+            return [self._of_this_rank(mismatch), self._of_this_rank(failure), has_vanished, is_of_decoder]
 
         reports = self._world.exchange_after(f"reading step {plan.step}", read)
         failures = []
         mismatches = []
         has_vanished = False
-        for mismatch, failure, has_vanished_there, decoder_error in reports:
+        for mismatch, failure, has_vanished_there, is_of_decoder in reports:
             if failure:
                 failures.append(f"step {plan.step} passed over: {failure}")
-            if failure and decoder_error:
-                self.decoder_errors.append(f"step {plan.step}: {decoder_error}")
+            if is_of_decoder:
+                self.decoder_errors.append(f"step {plan.step}: {failure}")
             if mismatch:
                 mismatches.append(mismatch)
             if has_vanished_there:
@@ -532,7 +532,7 @@ class _Search:
                     if plan.world_size > 1:
                         of_rank = f" of rank {entry.rank}"
                     self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
-            if isinstance(part, Snapshot) or part.entry is None:
+            if isinstance(part, Snapshot) or not part.is_refusal:
                 return part
 
     def _is_usable(self, entry: Entry) -> bool:

@@ -16,7 +16,6 @@ from lazysnap.restore.parity import Parity
 from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.snapshots.reader import OpenShard, read
-from lazysnap.state.codec import DecoderError
 
 
 class Source(Protocol):
@@ -36,8 +35,10 @@ class Failure:
     """Why something cannot be read."""
 
     text: str
-    entry: Entry | None = None
-    """The shard that is not tried again; ``None``: there is nothing else to try."""
+    is_refusal: bool = False
+    """True if one source was refused: another one may have the same. Else no source would help."""
+    is_of_decoder: bool = False
+    """True if a decoder of the program raised."""
 
 
 class Sources:
@@ -64,8 +65,6 @@ class Sources:
         """Entries that are not tried again, and why."""
         self.has_vanished = False
         """True if something that was listed is not there any more."""
-        self.decoder_error = ""
-        """What a decoder of the program raised, in words; empty if none did."""
         self._opened: dict[Entry, OpenShard] = {}
         self._entries: dict[Blocks, Entry] = {}
 
@@ -91,7 +90,7 @@ class Sources:
     def open(self, entry: Entry) -> "OpenShard | Failure":
         """Open a shard. Blocks."""
         if entry in self.failures:
-            return Failure(self.failures[entry], entry)
+            return Failure(self.failures[entry], is_refusal=True)
         if entry not in self._opened:
             where = _where(entry)
             try:
@@ -129,9 +128,7 @@ class Sources:
         self.failures[entry] = text
         if isinstance(error, FileNotFoundError):
             self.has_vanished = True
-        if isinstance(error, DecoderError):
-            self.decoder_error = text
-        return Failure(text, entry)
+        return Failure(text, is_refusal=True)
 
 
 def _where(entry: Entry) -> str:

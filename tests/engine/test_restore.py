@@ -249,6 +249,28 @@ def test_a_decoder_that_refuses_every_snapshot_ends_the_restart(job, tmp_path, l
     assert again.engine.restore().step == 2
 
 
+@pytest.mark.slow
+def test_what_a_decoder_refuses_is_not_read_again_from_another_level(job, tmp_path, caplog, label_type):
+    levels = (tmp_path / "fast", tmp_path / "slow")
+    training = job.start(*levels, extra={"values": {"label": Label("first")}})
+    training.run(1, 1)
+    assert training.engine.close()
+    decoded = []
+
+    def broken(text):
+        decoded.append(text)
+        raise ValueError("no label")
+
+    register_type(Label, name="tests.Label", encode=lambda label: label.text, decode=broken)
+    again = job.start(*levels, ready=False, extra={"values": {"label": Label("")}})
+
+    with pytest.raises(StateError, match="ValueError: no label"):
+        again.engine.restore()
+
+    assert decoded == ["first"]
+    assert "step 1 passed over: the decoder of 'tests.Label' raised" in caplog.text
+
+
 def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     training = job.start(fast, slow)
