@@ -102,7 +102,10 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             return plans
 
         search.reads_all = choice.is_best
-        snapshot = search.first_whole(order, _may_mean(choice), is_patient=not choice.is_latest)
+        may_be_wanted = None
+        if not choice.is_latest:
+            may_be_wanted = choice.includes
+        snapshot = search.first_whole(order, may_be_wanted, is_patient=not choice.is_latest)
         if snapshot is not None:
             return _with_findings(snapshot, search, restart, choice)
         if search.decoder_errors:
@@ -181,17 +184,6 @@ def fetch_back(
         if snapshot is None:
             return None
         return dataclasses.replace(snapshot, skipped=tuple(search.problems))
-
-
-def _may_mean(choice: Choice) -> IsWanted | None:
-    """Return a function that is true for the snapshots that may be chosen, by their names; ``None``: the newest."""
-    if choice.is_latest:
-        return None
-
-    def may_mean(name: SnapshotName, names: Collection[str]) -> bool:
-        return choice.may_mean(name.run_id, name.step, names)
-
-    return may_mean
 
 
 def _new_run(world: World, runs: Sequence[str], newest: RestartPlan) -> NewRun:

@@ -26,7 +26,7 @@ from lazysnap.resolver import (
     snapshots,
 )
 from lazysnap.runs import MOST_DIGITS, Choice, run_of, short_ids
-from lazysnap.shard.best import BEST, best_first
+from lazysnap.shard.best import best_first
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
 
@@ -208,15 +208,15 @@ class Catalogue:
         any_name = replace(snapshot_filter, name=None)
         directory_names = []
         for directory_name, name in self._snapshot_names.items():
-            if any_name.includes(name.run_id, name.step, ()):
+            if any_name.includes(name, ()):
                 directory_names.append(directory_name)
         by_step: dict[tuple[str, int], list[Directory]] = {}
         for directory in self._list(directory_names):
             name = self._snapshot_names[directory.name]
-            if snapshot_filter.includes(name.run_id, name.step, directory.names):
+            if snapshot_filter.includes(name, directory.names):
                 by_step.setdefault((name.run_id, name.step), []).append(directory)
         best_to_worst = sorted(by_step.items(), reverse=True)
-        if snapshot_filter.name == BEST:
+        if snapshot_filter.is_best:
             best_to_worst = best_first((item, _names_of(item[1])) for item in best_to_worst)
         for (_, step), directories in best_to_worst:
             entries = tuple(self._manifests_by_entry(directories))
@@ -243,7 +243,7 @@ class Catalogue:
             if choice.run is not None:
                 raise ConfigError(f"{which!r} names a run, and run {run} is given as well: give one of them")
             choice = replace(choice, run=run)
-        return self.plans(choice.snapshot_filter(self.run_of))
+        return self.plans(choice.of_one_run(self.run_of))
 
     def find(self, which: str | int, run: str | None = None) -> RestartPlan:
         """Return the first of ``plans_for``. Raises: SnapshotNotFound, listing the complete steps; as ``plans_for``."""
