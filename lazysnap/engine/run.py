@@ -18,11 +18,10 @@ from lazysnap.keeper.memory_inventory import MemoryEntry
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.ranks.checks import together
 from lazysnap.resolver import RestartPlan
-from lazysnap.restore.level import Level
+from lazysnap.restore.level import whole_snapshots
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.restart import Restart, fetch, reseed
 from lazysnap.restore.snapshot import Absence, Snapshot
-from lazysnap.shard.names import SnapshotName
 from lazysnap.state.optimizers import check_optimizers
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,6 @@ class Run:
     def steps(self) -> list[int]:
         """See ``SnapshotEngine.all_steps``. Blocks."""
         restart = self.restart
-        answers = [Level(level, 0).begin_names(marked=False) for level in restart.config.levels]
         place = restart.world.place
         memory = NodeMemory(self._client, restart.identity, place, restart.config.io_timeout_s, logger.info)
         steps: dict[str, set[int]] = defaultdict(set)
@@ -122,16 +120,8 @@ class Run:
                     steps[entry.run_id].add(entry.step)
         finally:
             memory.close()
-        for answer in answers:
-            try:
-                directories = answer.result().directories
-            except Exception as error:  # noqa: BLE001  storage packages may raise anything
-                logger.info("all_steps() leaves a level out: %s", error)
-                continue
-            for directory in directories:
-                name = SnapshotName.parse(directory.name)
-                if directory.is_whole and name is not None:
-                    steps[name.run_id].add(name.step)
+        for name in whole_snapshots(restart.config.levels, partial(logger.info, "all_steps(): %s")):
+            steps[name.run_id].add(name.step)
         run_id = self.run_id or max(steps, default="")
         return sorted(steps[run_id])
 

@@ -125,6 +125,27 @@ class Level:
             raise
 
 
+def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], None]) -> list[SnapshotName]:
+    """Return the snapshots that have the manifests of all nodes, by the listings of these levels.
+
+    A level that does not answer is skipped; ``note`` receives a line about it. Blocks: all are listed at once, each at
+    most ``timeout_s`` without progress.
+    """
+    answers = [Level(level, 0).begin_names(marked=False) for level in levels]
+    names = []
+    for level, answer in zip(levels, answers, strict=True):
+        try:
+            directories = answer.result().directories
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
+            note(f"{level.url} is left out: {error}")
+            continue
+        for directory in directories:
+            name = SnapshotName.parse(directory.name)
+            if name is not None and directory.is_whole:
+                names.append(name)
+    return names
+
+
 def newest_id(levels: Sequence[PersistentLevel], timeout_s: float) -> str:
     """Return the greatest id of a run or start at any of these levels; "" if there is none.
 
