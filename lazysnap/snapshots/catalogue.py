@@ -7,6 +7,7 @@ that a caller asks for.
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TypeVar
 
 from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
@@ -313,7 +314,7 @@ class Catalogue:
         complete_names = set()
         for key, entries in snapshots(manifests).items():
             shards = []
-            for entry in sorted(entries, key=_rank_and_location):
+            for entry in sorted(entries, key=attrgetter("rank", "location")):
                 shards.append((entry, manifests[entry]))
                 committed_names.add(entry.location)
             snapshot = StoredSnapshot(key, tuple(shards), is_complete(entries))
@@ -321,7 +322,7 @@ class Catalogue:
             if snapshot.is_complete:
                 complete_names.add(snapshot.location)
                 newest = max(newest, key)
-        stored.sort(key=_step_and_key)
+        stored.sort(key=attrgetter("step", "key"))
         uncommitted, bare = self._incomplete_of(directories, committed_names, complete_names)
         contents = Contents(
             self.store.url,
@@ -437,14 +438,6 @@ def _read_manifest(place: FilePlace) -> Manifest | str | None:
         return None
     except (FormatError, LevelError) as error:
         return str(error)  # the other files may be readable
-
-
-def _rank_and_location(entry: Entry) -> tuple[int, str]:
-    return entry.rank, entry.location
-
-
-def _step_and_key(snapshot: StoredSnapshot) -> tuple[int, SnapshotKey]:
-    return snapshot.step, snapshot.key
 
 
 def _names_of(directories: Sequence[Directory]) -> set[str]:
