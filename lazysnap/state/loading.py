@@ -182,10 +182,10 @@ def _load_extras(module: torch.nn.Module, extras: Mapping[str, Any]) -> None:
                 del pending[name]
     entries = entries_of(module)
     different = [name for name, value in pending.items() if not _are_equal(entries.get(name), value)]
-    for name, parameter in _quantised_entries(module, tuple(different)):
-        if name in different:
-            _requantise(module, parameter, extras)
-            different = [other for other in different if not other.startswith(f"{parameter}.")]
+    requantised = {parameter for _, parameter in _quantised_entries(module, different)}
+    for parameter in sorted(requantised):
+        _requantise(module, parameter, extras)
+        different = [name for name in different if not name.startswith(f"{parameter}.")]
     if different:
         raise StateError(
             f"the live model has other values than the snapshot for {_listed(different)}, and load_state_dict() does "
