@@ -30,7 +30,7 @@ class Span:
 
 
 def spans(
-    place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int, origin: Extent | None = None
+    place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int, origin: Extent
 ) -> Iterator[Span]:
     """Yield the parts of ``box`` of a row-major tensor, in file order; together they cover it once.
 
@@ -40,7 +40,9 @@ def spans(
     Args:
         place: offset of the tensor in the file, and bytes of one element.
         whole: shape of the tensor.
-        origin: the place of the box in the box that the caller fills; default: zeros.
+        box: the part of the tensor.
+        unit: see above.
+        origin: the place of the box in the box that the caller fills.
     """
     offset, item_bytes = place
     strides = strides_of(whole, None)
@@ -51,8 +53,6 @@ def spans(
         shape.append(part.stop - part.start)
     if 0 in shape:
         return
-    if origin is None:
-        origin = (0,) * len(shape)
     cutter = _Cutter(unit, item_bytes, strides)
     yield from cutter.cut(offset + _element_at(starts, strides) * item_bytes, origin, tuple(shape), 0)
 
