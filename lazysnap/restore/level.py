@@ -114,7 +114,7 @@ class Level:
         place = store.place(entry)
         manifest = self._manifests.get(place.manifest_path)
         if manifest is None:  # one file may hold the shards of many ranks
-            manifest = store.read_manifest(entry)
+            manifest = place.read_manifest()
             self._manifests[place.manifest_path] = manifest
         beat()
         blocks = FileBlocks(place, manifest)

@@ -140,7 +140,7 @@ def restorable(talk: Conversation, url: str) -> list:
 
 
 def _read(store, entry) -> None:
-    manifest, place, last = store.read_manifest(entry), store.place(entry), map_anonymous(1)
+    manifest, place, last = store.place(entry).read_manifest(), store.place(entry), map_anonymous(1)
     read_node_file(place, manifest)
     with contextlib.closing(store.storage.reader(place.file_path)) as reader:
         reader.read_into(manifest.size_bytes - 1, last)
