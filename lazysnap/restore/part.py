@@ -17,6 +17,7 @@ from lazysnap.restore.targets import (
     check_fits,
     is_empty_part,
     is_part,
+    other_prefixes,
     room_on_device,
     target_of,
     wanted_box,
@@ -61,11 +62,12 @@ class PartReader:
         except FormatError as error:
             return self._sources.refuse(chosen[own_rank], error)
         expected, resizable, target = self._live_tensors(named)
+        others = other_prefixes(self._source, expected)
         assembly = Assembly(own_rank, lambda name, shape: wanted_box(target(name), shape))
         # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
         live = set(saved_names(expected, named).values())
         assembly.request(name for name in named if name not in live or not is_empty_part(target(name)))
-        facts: dict[str, Facts | None] = dict.fromkeys(named)
+        facts: dict[str, Facts | None] = {name: None for name in named if not name.startswith(others)}
         added: list[int] = []
 
         def add(rank: int) -> Failure | None:
@@ -74,7 +76,8 @@ class PartReader:
                 return shard
             try:
                 for name, stored in assembly.add(shard).items():
-                    facts[name] = facts_of(stored)
+                    if not name.startswith(others):
+                        facts[name] = facts_of(stored)
             except FormatError as error:
                 return self._sources.refuse(chosen[rank], error)
             added.append(rank)
