@@ -49,7 +49,7 @@ class Lineage:
 
 
 class Run:
-    """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``resume`` goes on with another one."""
+    """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``load`` goes on with another one."""
 
     def __init__(self, restart: Restart, recorder: Recorder, shared: Sequence[str]) -> None:
         """Nothing is resumed or begun yet.
@@ -162,16 +162,19 @@ class Run:
         if snapshot.world_size != world.size:
             position = ""  # it counts batches of as many ranks as there were
             reseed(snapshot, world)
-        self.resume(snapshot, position=position, seconds=snapshot.seconds + time.perf_counter() - started)
+        self._resume(snapshot, position, snapshot.seconds + time.perf_counter() - started)
 
-    def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
-        """See ``SnapshotEngine._resume``. Blocks: asks the keeper."""
+    def _resume(self, snapshot: Snapshot, position: str, seconds: float) -> None:
+        """Continue the run of a snapshot that is loaded, or begin a new one there, and print that.
+
+        Blocks: asks the keeper.
+        """
         self.go_on(snapshot, (snapshot.new_run or snapshot).run_id)
         if snapshot.world_size > 1 or not self.restart.world.is_alone:
             self._discard_others(snapshot)
         self.begin()
         self.start_reported = False
-        self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
+        self.tell_start(report.resumed(snapshot, time.time_ns(), position, seconds))
         if snapshot.new_run is not None:
             self._messages.tell(
                 MessageKind.NEW_RUN,
@@ -199,7 +202,7 @@ class Run:
     def tell_start(self, line: str | None = None) -> None:
         """Print how this training starts, once: ``line``, or that it starts fresh, and why.
 
-        Called by the first of ``restore``, ``resume``, ``prepare`` and ``boundary``.
+        Called by the first of ``restore``, ``load``, ``prepare`` and ``boundary``.
         """
         if not self.start_reported:
             self.start_reported = True

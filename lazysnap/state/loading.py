@@ -119,17 +119,6 @@ def _live_entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return live
 
 
-def live_extras(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module holds and ``load_state_dict`` does not know, by name: scales of weights in 4
-    bits.
-    """
-    names = LoadedNames.of(module)
-    if not names.unknown(entries_of(module)):
-        return {}
-    live = _live_entries(module)
-    return {name: live[name] for name in names.unknown(live)}
-
-
 def resizable_names(module: torch.nn.Module) -> set[str]:
     """Return the names of tensors that may have another shape in a snapshot: buffers, and what ``load_state_dict`` does
     not know.
