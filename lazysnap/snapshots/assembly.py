@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
 from lazysnap.errors import FormatError, StateError
 from lazysnap.shard.layout import ITEM_BITS, TensorSpec
@@ -16,19 +15,6 @@ Box = Callable[[str, Extent], tuple[Extent, Extent]]
 def whole_box(name: str, shape: Extent) -> tuple[Extent, Extent]:
     """Return the whole tensor as its wanted box: a ``Box``."""
     return (0,) * len(shape), shape
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A part of a wanted box that one shard holds."""
-
-    stored: StoredTensor
-    box: Overlap
-
-    @property
-    def offsets(self) -> Extent:
-        """The place of its first element in the wanted box."""
-        return tuple(part.start for part in self.box.target)
 
 
 class JoinedTensor:
@@ -69,9 +55,9 @@ class JoinedTensor:
         return (self.box, *(part.key for part in self._parts.values()))
 
     @property
-    def tiles(self) -> list[Tile]:
-        """Parts that do not overlap; together they are the wanted box."""
-        return [Tile(self._parts[box.piece.rank], box) for box in self._cover.tiles]
+    def tiles(self) -> list[tuple[StoredTensor, Overlap]]:
+        """Parts that do not overlap, each with what is taken of it; together they are the wanted box."""
+        return [(self._parts[overlap.piece.rank], overlap) for overlap in self._cover.tiles]
 
     @property
     def item_bytes(self) -> int:
