@@ -64,14 +64,14 @@ class Restart:
     """Inputs of a restart."""
 
     config: SnapshotConfig
+    """Its levels are searched."""
     source: StateSource
     client: KeeperClient | None
+    """``None``: memory is not searched."""
     identity: JobIdentity
     world: World
     discovery: Discovery = NOBODY
     """The addresses of other nodes."""
-    has_storage: bool = True
-    """True if levels are searched; otherwise memory alone."""
     start: str = ""
     """The id of this start: no earlier one has a greater id."""
     casts: bool = False
@@ -236,10 +236,9 @@ class _Search:
         self.reads_all = False
         """True if the manifests of all snapshots are read before one is tried."""
         levels: dict[str, Level] = {}
-        if restart.has_storage:
-            for index, config in enumerate(restart.config.levels):
-                levels[config.url] = Level(config, index + _FIRST_LEVEL)
-                levels[config.url].begin_open()
+        for index, config in enumerate(restart.config.levels):
+            levels[config.url] = Level(config, index + _FIRST_LEVEL)
+            levels[config.url].begin_open()
         self.survey = Survey(world, levels)
         self._connections = PeerConnections(restart.discovery)
         self._parity = Parity(self._connections)
