@@ -130,9 +130,9 @@ class SnapshotEngine:
         self._recorder = Recorder(self._config, self._source, self._client, messages, self._world)
         self._run = self._new_run()
         self._preemption = Preemption(self._config, self._client, self._captures, self._seal)
-        self._boundaries = Boundaries(self._config, self._source, self._world, self._run, self._preemption)
+        self._boundaries = Boundaries(self._run, self._preemption)
         self._best = BestSnapshots(self._run, self._boundaries)
-        self._shutdown = Shutdown(self._world, self._run, self._boundaries, self._preemption, self._best)
+        self._shutdown = Shutdown(self._run, self._boundaries, self._preemption, self._best)
         self._is_training = False
         """True if the ``with`` block was entered."""
         self._pid = os.getpid()

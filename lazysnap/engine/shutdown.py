@@ -16,7 +16,6 @@ from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
 from lazysnap.engine.stored import stored_bytes, wait_stored
 from lazysnap.errors import WaitTimeout
-from lazysnap.ranks.world import World
 
 _SILENCE_S = 3.0
 """Seconds that the end of a training waits for storage before it says so."""
@@ -28,11 +27,9 @@ Progress = Callable[[int, int], None]
 class Shutdown:
     """OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
 
-    def __init__(
-        self, world: World, run: Run, boundaries: Boundaries, preemption: Preemption, best: BestSnapshots
-    ) -> None:
+    def __init__(self, run: Run, boundaries: Boundaries, preemption: Preemption, best: BestSnapshots) -> None:
         self._config = run.restart.config
-        self._world = world
+        self._world = run.restart.world
         self._run = run
         self._boundaries = boundaries
         self._preemption = preemption
