@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from lazysnap.console import some_of
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.resolver import Inventory, RestartPlan, SnapshotFilter, candidates, entries_in
 from lazysnap.shard.names import check_name
@@ -78,15 +79,12 @@ def listed(inventories: Sequence[Inventory]) -> str:
     for plan in candidates(inventories):
         newest_steps.setdefault(plan.run_id, plan.step)
     texts = []
-    for run_id in run_ids[:_MOST_LISTED]:
+    for run_id in run_ids:
         newest = "no complete snapshot"
         if run_id in newest_steps:
             newest = f"newest step {newest_steps[run_id]}"
         texts.append(f"{short[run_id]} ({newest})")
-    message = f"the runs there, the newest first: {', '.join(texts)}"
-    if len(run_ids) > _MOST_LISTED:
-        message += f" and {len(run_ids) - _MOST_LISTED} more"
-    return message
+    return f"the runs there, the newest first: {some_of(texts, _MOST_LISTED)}"
 
 
 @dataclass(frozen=True)

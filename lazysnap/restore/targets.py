@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
+from lazysnap.console import some_of
 from lazysnap.errors import StateError
 from lazysnap.shard.pieces import Extent
 from lazysnap.snapshots.assembly import JoinedTensor
@@ -122,9 +123,7 @@ def check_fits(
         if dot and top in objects and name not in matched:
             differences.append(f"{name}: not in the model")
     if differences:
-        shown = "; ".join(differences[:_SHOWN])
-        if len(differences) > _SHOWN:
-            shown += f" and {len(differences) - _SHOWN} more"
+        shown = some_of(differences, _SHOWN, "; ")
         raise StateError(
             f"{where} is of another model: {shown}. Nothing was loaded. Use the model "
             'it was taken from, another directory, or start fresh without "latest"'
