@@ -90,7 +90,7 @@ def check_fits(
     where: str,
     *,
     casts: bool,
-    resizable: Collection[str] = (),
+    resizable: Collection[str],
 ) -> None:
     """Compare a snapshot with the live model. Raises: StateError, naming the first tensors that differ.
 
