@@ -223,7 +223,7 @@ def show(args: argparse.Namespace, output: Output) -> int:
         tensors = []
         for rank in range(plan.world_size):
             tensors += _tensors(snapshot, rank)
-        state = snapshot.meta(0).state
+        state = snapshot.shards[0].meta.state
     parts = _parts(tensors, state)
     _print_facts(output, facts, catalogue.runs[plan.run_id])
     output.line("")

@@ -185,9 +185,9 @@ class WholeSnapshot:
         Raises: StateError, if the ranks number their parameters in different ways; FormatError.
         """
         self.snapshot = snapshot
-        self.meta = snapshot.meta(rank)
+        self.meta = snapshot.shards[rank].meta
         """The metadata of this rank."""
-        parameters = snapshot.meta(0).parameters
+        parameters = snapshot.shards[0].meta.parameters
         for shard_rank, shard in enumerate(snapshot.shards):
             if shard.meta.parameters != parameters:
                 raise StateError(

@@ -135,10 +135,6 @@ class OpenSnapshot:
         self.shards = shards
         """The shards, in the order of the ranks."""
 
-    def meta(self, rank: int) -> CaptureMeta:
-        """Return the metadata of a rank, small state included."""
-        return self.shards[rank].meta
-
     def close(self) -> None:
         """Close its files. A later read opens them again."""
         for shard in self.shards:
