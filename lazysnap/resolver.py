@@ -48,23 +48,10 @@ class Inventory:
     problems: tuple[str, ...] = ()
 
 
-def joined(parts: Sequence[Inventory]) -> Inventory:
-    """Return one inventory of a level whose parts were listed by different ranks."""
-    problems: list[str] = []
-    for part in parts:
-        problems += part.problems
-    return Inventory(parts[0].level, tuple(entries_in(parts)), tuple(problems))
-
-
 def entries_in(inventories: Iterable[Inventory]) -> Iterator[Entry]:
     """Yield the entries of all inventories."""
     for inventory in inventories:
         yield from inventory.entries
-
-
-def newest_start(inventories: Iterable[Inventory]) -> str | None:
-    """Return the newest start that left a shard."""
-    return max((entry.start for entry in entries_in(inventories)), default=None)
 
 
 @dataclass(frozen=True)

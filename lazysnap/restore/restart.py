@@ -32,7 +32,6 @@ from lazysnap.resolver import (
     can_repeat,
     candidates,
     entries_in,
-    newest_start,
 )
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
@@ -324,7 +323,10 @@ class _Search:
         if not self.survey.is_partial:
             return True
         plans = candidates(self.inventories)
-        return bool(plans) and _name_of(plans[0]) >= min(self.survey.newest)
+        if not plans:
+            return False
+        best = plans[0]
+        return SnapshotName(best.run_id, best.step, best.start) >= min(self.survey.newest)
 
     def _read_rest(self) -> None:
         """Read the manifests that were not read at first. Collective."""
@@ -342,9 +344,8 @@ class _Search:
 
     def _newest_start(self) -> str | None:
         starts = [name.start for name in self.survey.names]
-        in_memory = newest_start(self.inventories)
-        if in_memory is not None:
-            starts.append(in_memory)
+        for entry in entries_in(self.inventories):
+            starts.append(entry.start)
         return max(starts, default=None)
 
     def note_newer(self, key: SnapshotKey) -> None:
@@ -530,10 +531,6 @@ class _Search:
         is_here = entry.node in (None, self._node) or entry.node in self.survey.reach
         is_near = is_here or (entry.level == MEMORY and self._connections.reaches(entry.node))
         return is_near and entry not in self._sources.failures
-
-
-def _name_of(plan: RestartPlan) -> SnapshotName:
-    return SnapshotName(plan.run_id, plan.step, plan.start)
 
 
 def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:

@@ -26,7 +26,7 @@ from lazysnap.config import is_path
 from lazysnap.levels.listing import Directory, Listing, without_manifest
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.ranks.world import World
-from lazysnap.resolver import Inventory, joined
+from lazysnap.resolver import Inventory, entries_in
 from lazysnap.restore.level import Level
 from lazysnap.restore.offers import pack_files, unpack_files
 from lazysnap.shard.names import SnapshotName
@@ -398,7 +398,13 @@ def sites_of(
 
 def merged(inventories: Iterable[Inventory]) -> list[Inventory]:
     """Join the inventories of each level into one."""
-    by_level: dict[str, list[Inventory]] = defaultdict(list)
+    parts_of_level: dict[str, list[Inventory]] = defaultdict(list)
     for inventory in inventories:
-        by_level[inventory.level].append(inventory)
-    return list(map(joined, by_level.values()))
+        parts_of_level[inventory.level].append(inventory)
+    levels = []
+    for level, parts in parts_of_level.items():
+        problems: list[str] = []
+        for part in parts:
+            problems += part.problems
+        levels.append(Inventory(level, tuple(entries_in(parts)), tuple(problems)))
+    return levels
