@@ -164,14 +164,15 @@ class Reads:
 
     def add(self, tensor: JoinedTensor, use: Use) -> None:
         """Have the wanted box of a tensor read. Nothing is read yet."""
+        item_bytes = tensor.item_bytes
         for stored, overlap in tensor.tiles:
             shard = stored.shard
             block_bytes = shard.blocks.block_bytes
             unit = block_bytes * -(-_LEAST_UNIT // block_bytes)
-            place = (stored.offset, tensor.item_bytes)
+            place = (stored.offset, item_bytes)
             origin = tuple(part.start for part in overlap.target)
             for span in spans(place, overlap.piece.shape, overlap.source, unit, origin):
-                size_bytes = tensor.item_bytes * math.prod(span.shape)
+                size_bytes = item_bytes * math.prod(span.shape)
                 self._parts.append((shard, _PendingSpan(span, use, size_bytes)))
                 self.size_bytes += size_bytes
 
