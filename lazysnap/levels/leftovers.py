@@ -77,9 +77,7 @@ def leftovers(storage: Storage, is_ours: IsOurs | None) -> Iterator[Leftover]:
                 yield from map(Leftover, _lone_names(storage, name))
 
 
-def _in_directory(
-    storage: Storage, directory: str, names: Sequence[str], is_ours: IsOurs | None
-) -> Iterator[Leftover]:
+def _in_directory(storage: Storage, directory: str, names: Sequence[str], is_ours: IsOurs | None) -> Iterator[Leftover]:
     for name in names:
         path = f"{directory}/{name}"
         owner = _owner_of(name)

@@ -170,8 +170,8 @@ def _load_extras(module: torch.nn.Module, extras: Mapping[str, Any]) -> None:
         different = [name for name in different if not name.startswith(f"{parameter}.")]
     if different:
         raise StateError(
-            f"the live model has other values than the snapshot for {some_of(different, _SHOWN)}, and load_state_dict() does "
-            "not load them: quantise the model as when the snapshot was taken"
+            f"the live model has other values than the snapshot for {some_of(different, _SHOWN)}, and "
+            "load_state_dict() does not load them: quantise the model as when the snapshot was taken"
         )
 
 

@@ -45,11 +45,13 @@ def test_a_training_that_writes_there_itself_does_not_wait_for_ever_for_an_expor
 ):
     monkeypatch.setattr(named, "_MOVES_S", 0.1)
 
-    with pytest.raises(ConfigError, match="does not name step 3 any more"), filled(
-        directory, named_in(directory)
-    ) as temp:
-        os.mkdir(temp)
-        pathlib.Path(temp, "model.safetensors").write_bytes(b"")
-        forget_name(directory)
+    def export():
+        with filled(directory, named_in(directory)) as temp:
+            os.mkdir(temp)
+            pathlib.Path(temp, "model.safetensors").write_bytes(b"")
+            forget_name(directory)
+
+    with pytest.raises(ConfigError, match="does not name step 3 any more"):
+        export()
 
     assert os.listdir(directory) == []
