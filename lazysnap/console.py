@@ -1,10 +1,11 @@
 """Messages that users see even if they never configured logging: start and end of a run, and warnings."""
 
 import contextlib
+import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 _logger = logging.getLogger("lazysnap")
 
@@ -95,3 +96,11 @@ def duration(seconds: float) -> str:
         if seconds < limit * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds / 86400:.0f} days"
+
+
+def some_of(items: Collection[str], most: int, separator: str = ", ") -> str:
+    """Return the first items, and how many there are besides: ``a, b and 3 more``."""
+    text = separator.join(itertools.islice(items, most))
+    if len(items) > most:
+        text += f" and {len(items) - most} more"
+    return text

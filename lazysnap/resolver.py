@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from lazysnap.shard.best import BEST, best_first, has_name
+from lazysnap.shard.names import SnapshotName
 
 _COMPARED = 2
 """Snapshots that a restart needs to prove itself."""
@@ -47,23 +48,10 @@ class Inventory:
     problems: tuple[str, ...] = ()
 
 
-def joined(parts: Sequence[Inventory]) -> Inventory:
-    """Return one inventory of a level whose parts were listed by different ranks."""
-    problems: list[str] = []
-    for part in parts:
-        problems += part.problems
-    return Inventory(parts[0].level, tuple(entries_in(parts)), tuple(problems))
-
-
 def entries_in(inventories: Iterable[Inventory]) -> Iterator[Entry]:
     """Yield the entries of all inventories."""
     for inventory in inventories:
         yield from inventory.entries
-
-
-def newest_start(inventories: Iterable[Inventory]) -> str | None:
-    """Return the newest start that left a shard."""
-    return max((entry.start for entry in entries_in(inventories)), default=None)
 
 
 @dataclass(frozen=True)
@@ -127,12 +115,19 @@ class SnapshotFilter:
     step: int | None = None
     name: str | None = None
     """A name that ``keep`` gave, or ``"best"``."""
-    run_id: str | None = None
+    run: str | None = None
+    """The first digits of the id of their run."""
 
-    def includes(self, run_id: str, step: int, names: Collection[str]) -> bool:
+    @property
+    def is_best(self) -> bool:
+        """True for the best snapshots by a metric: their order is that of the metric."""
+        return self.name == BEST
+
+    def includes(self, snapshot: SnapshotKey | SnapshotName, names: Collection[str]) -> bool:
         """True if a snapshot is among them. ``names``: those that it has."""
+        is_of_run = self.run is None or snapshot.run_id.startswith(self.run)
         is_named = self.name is None or has_name(names, self.name)
-        return is_named and self.step in (None, step) and self.run_id in (None, run_id)
+        return is_of_run and is_named and self.step in (None, snapshot.step)
 
 
 ANY = SnapshotFilter()
@@ -153,10 +148,10 @@ def candidates(inventories: Iterable[Inventory], snapshot_filter: SnapshotFilter
         names: set[str] = set()
         for entry in entries:
             names.update(entry.names)
-        if snapshot_filter.includes(key.run_id, key.step, names) and is_complete(entries):
+        if snapshot_filter.includes(key, names) and is_complete(entries):
             plans.append(RestartPlan(key.run_id, key.start, key.step, key.world_size, _sources_of(entries)))
             names_of_plans.append(names)
-    if snapshot_filter.name == BEST:
+    if snapshot_filter.is_best:
         return best_first(zip(plans, names_of_plans, strict=True))
     return plans
 

@@ -4,13 +4,13 @@ A run id has 16 hexadecimal digits (``shard.names``). Users see and type its fir
 are unique among the runs of a level.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
+from lazysnap.console import some_of
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.resolver import Inventory, RestartPlan, SnapshotFilter, candidates, entries_in
-from lazysnap.shard.best import BEST, has_name
 from lazysnap.shard.names import check_name
 
 LATEST = "latest"
@@ -79,25 +79,17 @@ def listed(inventories: Sequence[Inventory]) -> str:
     for plan in candidates(inventories):
         newest_steps.setdefault(plan.run_id, plan.step)
     texts = []
-    for run_id in run_ids[:_MOST_LISTED]:
+    for run_id in run_ids:
         newest = "no complete snapshot"
         if run_id in newest_steps:
             newest = f"newest step {newest_steps[run_id]}"
         texts.append(f"{short[run_id]} ({newest})")
-    message = f"the runs there, the newest first: {', '.join(texts)}"
-    if len(run_ids) > _MOST_LISTED:
-        message += f" and {len(run_ids) - _MOST_LISTED} more"
-    return message
+    return f"the runs there, the newest first: {some_of(texts, _MOST_LISTED)}"
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The choice of a snapshot: the newest one, or that of a step, a name or a run."""
-
-    step: int | None = None
-    name: str | None = None
-    run: str | None = None
-    """The first digits of the id of a run: its newest complete snapshot, or that of ``step``."""
+class Choice(SnapshotFilter):
+    """The choice of a snapshot: the best one of those that the filter includes."""
 
     @classmethod
     def of(cls, which: int | str) -> "Choice":
@@ -126,21 +118,14 @@ class Choice:
         """True if the choice is the newest snapshot, whichever it is."""
         return self == Choice()
 
-    @property
-    def is_best(self) -> bool:
-        """True if the choice is the best snapshot by a metric: all names must be known to find it."""
-        return self.name == BEST
+    def of_one_run(self, run_of: Callable[[str], str]) -> "Choice":
+        """Return the same choice with all digits of the run, if it names one.
 
-    def may_mean(self, run_id: str, step: int, names: Collection[str]) -> bool:
-        """True if a snapshot, of which only its directory is known, may be meant. ``names``: those that it has."""
-        is_of_run = self.run is None or run_id.startswith(self.run)
-        return is_of_run and self.step in (None, step) and (self.name is None or has_name(names, self.name))
-
-    def snapshot_filter(self, run_of: Callable[[str], str]) -> SnapshotFilter:
-        """Return the snapshots of this choice. ``run_of`` returns the id of the run that begins with these digits."""
+        ``run_of`` returns the id of the one run that begins with some digits. Raises: as ``run_of``.
+        """
         if self.run is None:
-            return SnapshotFilter(self.step, self.name)
-        return SnapshotFilter(self.step, self.name, run_of(self.run))
+            return self
+        return replace(self, run=run_of(self.run))
 
     def plans(self, inventories: list[Inventory]) -> list[RestartPlan]:
         """Return complete snapshots of this choice, the best first. Raises: SnapshotNotFound, for an unknown run."""
@@ -148,7 +133,7 @@ class Choice:
         def run_in_inventories(digits: str) -> str:
             return run_of(digits, inventories)
 
-        return candidates(inventories, self.snapshot_filter(run_in_inventories))
+        return candidates(inventories, self.of_one_run(run_in_inventories))
 
     def missing(self, inventories: list[Inventory]) -> str:
         """Return a message: there is no snapshot of this choice, and which ones there are."""
@@ -175,7 +160,7 @@ class Choice:
         return message
 
     def _missing_of_run(self, inventories: list[Inventory], digits: str) -> str:
-        plans = candidates(inventories, SnapshotFilter(run_id=run_of(digits, inventories)))
+        plans = candidates(inventories, SnapshotFilter(run=run_of(digits, inventories)))
         message = "no whole snapshot "
         if self.step is not None:
             message += f"of step {self.step} "

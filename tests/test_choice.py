@@ -5,7 +5,7 @@ import pytest
 import lazysnap
 from lazysnap.errors import ConfigError
 from lazysnap.levels import open_store
-from lazysnap.resolver import ANY, SnapshotFilter
+from lazysnap.resolver import ANY, SnapshotFilter, SnapshotKey
 from lazysnap.runs import Choice, means_snapshot
 from lazysnap.snapshots.catalogue import Catalogue
 
@@ -18,18 +18,18 @@ def run_of(digits):
 
 
 MEANINGS = {
-    "latest": ANY,
-    7: SnapshotFilter(step=7),
-    0: SnapshotFilter(step=0),
-    "best": SnapshotFilter(name="best"),
-    "run:1f3a": SnapshotFilter(run_id=RUN),
-    "run:2B4C@200": SnapshotFilter(step=200, run_id=OTHER),
+    "latest": Choice(),
+    7: Choice(step=7),
+    0: Choice(step=0),
+    "best": Choice(name="best"),
+    "run:1f3a": Choice(run=RUN),
+    "run:2B4C@200": Choice(step=200, run=OTHER),
 }
 
 
 @pytest.mark.parametrize("which", MEANINGS, ids=str)
 def test_a_choice_is_read(which):
-    assert Choice.of(which).snapshot_filter(run_of) == MEANINGS[which]
+    assert Choice.of(which).of_one_run(run_of) == MEANINGS[which]
     assert Choice.of(which).is_latest == (which == "latest")
     assert means_snapshot(which) == (which == "latest" or str(which).startswith("run:"))
 
@@ -52,13 +52,14 @@ def test_a_run_that_is_named_twice_is_refused(tmp_path):
     ("wanted", "is_included"),
     [
         (ANY, True),
-        (SnapshotFilter(step=7, name="best", run_id=RUN), True),
+        (SnapshotFilter(step=7, name="best", run=RUN), True),
         (SnapshotFilter(step=8), False),
         (SnapshotFilter(name="other"), False),
-        (SnapshotFilter(run_id=OTHER), False),
-        (SnapshotFilter(step=7, run_id=OTHER), False),
+        (SnapshotFilter(run=RUN[:4]), True),
+        (SnapshotFilter(run=OTHER), False),
+        (SnapshotFilter(step=7, run=OTHER), False),
     ],
     ids=str,
 )
 def test_each_limit_counts(wanted, is_included):
-    assert wanted.includes(RUN, 7, {"best", "last"}) == is_included
+    assert wanted.includes(SnapshotKey(RUN, 7, "", 1), {"best", "last"}) == is_included

@@ -106,7 +106,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
     run_id = None
     if args.run is not None:
         run_id = catalogue.run_of(args.run)
-    plans = list(catalogue.plans(SnapshotFilter(run_id=run_id)))
+    plans = list(catalogue.plans(SnapshotFilter(run=run_id)))
     if not plans:
         raise SnapshotNotFound("\n".join([f"{catalogue.store.url}: no complete snapshot", *catalogue.problems]))
     return plans, catalogue.problems

@@ -232,11 +232,13 @@ def _missing(path: str) -> list[str]:
 def _trial(store: SnapshotStore) -> Iterator[CheckResult]:
     """Write, read back and delete objects. Raises: LevelError, also if nothing moves for ``_TRIAL_S``."""
     storage = store.storage
-    Watchdog(lambda beat: probe(WatchedStorage(storage, beat)), f"a small object at {store.url}").result(_TRIAL_S)
+    small = f"a small object at {store.url}"
+    Watchdog(lambda beat: probe(WatchedStorage(storage, beat)), small, _TRIAL_S).result()
     yield CheckResult("level", "good", f"{store.url}: a small object was written, read and deleted")
     size = decimal(_TRIAL_BYTES)
-    trial = Watchdog(lambda beat: _seconds(WatchedStorage(storage, beat), _TRIAL_BYTES), f"{size} at {store.url}")
-    write_s, read_s = trial.result(_TRIAL_S)
+    large = f"{size} at {store.url}"
+    trial = Watchdog(lambda beat: _seconds(WatchedStorage(storage, beat), _TRIAL_BYTES), large, _TRIAL_S)
+    write_s, read_s = trial.result()
     write = f"{decimal(int(_TRIAL_BYTES / write_s))}/s"
     read = f"{decimal(int(_TRIAL_BYTES / read_s))}/s"
     yield CheckResult("rates", "good", f"durable writes of {write}, reads of {read} ({size})")

@@ -223,7 +223,7 @@ def show(args: argparse.Namespace, output: Output) -> int:
         tensors = []
         for rank in range(plan.world_size):
             tensors += _tensors(snapshot, rank)
-        state = snapshot.meta(0).state
+        state = snapshot.shards[0].meta.state
     parts = _parts(tensors, state)
     _print_facts(output, facts, catalogue.runs[plan.run_id])
     output.line("")
@@ -282,7 +282,7 @@ def _tensors(snapshot: OpenSnapshot, rank: int) -> list[dict[str, Any]]:
         }
         if is_tied:
             row["bytes"] = 0
-            row["alias_of"] = stored.name
+            row["alias_of"] = stored.spec.name
         rows.append(row)
     return rows
 

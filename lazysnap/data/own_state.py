@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 _GENERATORS = "lazysnap_generators"
 _SIZES = "lazysnap_sizes"
 _UNITS = {"ranks": "ranks", "batch": "samples in a batch", "data": "samples in the data"}
-_COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
+COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
+"""Counters of batches that iterators keep."""
 _BY_NAME = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -120,7 +121,7 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
     if loader_state and "next_iter_state" in vars(loader):  # of torchdata
         loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() takes it
         iterator = vars(loader).get("_iterator")
-        for name in _COUNTERS:
+        for name in COUNTERS:
             if name in loader_state and name in attributes_of(iterator):
                 setattr(iterator, name, loader_state[name])
     if generators is not None and is_stateful_loader(loader):  # others make their iterator later

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazysnap.data.digests import digest_of
 from lazysnap.data.layout import is_first_rank
-from lazysnap.data.own_state import is_asked, load_loader, saves_position, state_of_loader
+from lazysnap.data.own_state import COUNTERS, is_asked, load_loader, saves_position, state_of_loader
 from lazysnap.data.parts import attributes_of, base_of, is_iterable
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class IterationPlan:
             self.note_index(index)
         if len(first_index) + len(last_index) < min(self.passes, 2):
             logger.warning("the data ends before batch %d, where it was to continue", self.passes)
-        for name in ("_num_yielded", "_sampler_iter_yielded"):
+        for name in COUNTERS:
             if name in attributes_of(iterator):
                 setattr(iterator, name, self.passes)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lazysnap.data.digests import SubsetDigest
-from lazysnap.data.iteration import Iteration, tick
+from lazysnap.data.iteration import Iteration
 from lazysnap.data.layout import (
     EpochLayout,
     changes_in,
@@ -26,8 +26,6 @@ from lazysnap.data.layout import (
 )
 from lazysnap.data.parts import attributes_of, base_of, counts_of, is_iterable, parts_of, set_counts
 from lazysnap.data.streams import RandomStreams
-
-__all__ = ["Position", "position_in", "tick"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class Position:
 
     @property
     def began(self) -> int | None:
-        """When the running iteration began, by ``tick``; ``None`` between two."""
+        """When the running iteration began, by ``iteration.tick``; ``None`` between two."""
         running = self._iteration()
         return None if running is None else running.began
 

@@ -10,17 +10,14 @@ from lazysnap import faults
 from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.capture.plan import check_kinds, versions_of
-from lazysnap.config import SnapshotConfig
 from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, JobBusy, KeeperError, LazySnapError, StateError
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.checks import together
-from lazysnap.ranks.world import World
 from lazysnap.state.modules import is_uninitialised
 from lazysnap.state.sharding import local_of
-from lazysnap.state.source import StateSource
 from lazysnap.state.walk import collector_paused
 from lazysnap.warm.steps import Steps
 
@@ -36,12 +33,10 @@ class Boundaries:
     A boundary and a gate hold ``lock``. Sealing, on another thread, waits for it at most ``_SEAL_S``.
     """
 
-    def __init__(
-        self, config: SnapshotConfig, source: StateSource, world: World, run: Run, preemption: Preemption
-    ) -> None:
-        self._config = config
-        self._source = source
-        self._world = world
+    def __init__(self, run: Run, preemption: Preemption) -> None:
+        self._config = run.restart.config
+        self._source = run.restart.source
+        self._world = run.restart.world
         self._run = run
         self._preemption = preemption
         self._recorder = run.recorder

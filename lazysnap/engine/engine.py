@@ -130,9 +130,9 @@ class SnapshotEngine:
         self._recorder = Recorder(self._config, self._source, self._client, messages, self._world)
         self._run = self._new_run()
         self._preemption = Preemption(self._config, self._client, self._captures, self._seal)
-        self._boundaries = Boundaries(self._config, self._source, self._world, self._run, self._preemption)
+        self._boundaries = Boundaries(self._run, self._preemption)
         self._best = BestSnapshots(self._run, self._boundaries)
-        self._shutdown = Shutdown(self._world, self._run, self._boundaries, self._preemption, self._best)
+        self._shutdown = Shutdown(self._run, self._boundaries, self._preemption, self._best)
         self._is_training = False
         """True if the ``with`` block was entered."""
         self._pid = os.getpid()
@@ -286,15 +286,6 @@ class SnapshotEngine:
             self._prepare()
         return snapshot
 
-    def _resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
-        """Continue the run that ``snapshot`` is of, or begin a new one there (see ``restore``), and print that; for
-        callers of ``fetch`` that loaded the state.
-
-        ``position``: where in the data it goes on, in words; ``seconds``: what fetching and loading took together.
-        """
-        self._check_open("resume")
-        self._run.resume(snapshot, position=position, seconds=seconds)
-
     def _fetch_to_read(self, which: int | str = "latest") -> Snapshot:
         """Read as ``_fetch``, for an evaluation, which may use another floating dtype.
 
@@ -305,7 +296,7 @@ class SnapshotEngine:
         return self._run.fetch_to_read(which)
 
     def _load(self, snapshot: Snapshot, *, position: str = "") -> None:
-        """Load what ``_fetch`` returned into the live objects, and ``_resume`` there. Collective. Blocks.
+        """Load what ``_fetch`` returned into the live objects, and go on there, as ``restore``. Collective. Blocks.
 
         ``position``: where in the data it goes on, in words. Raises: as ``restore``.
         """

@@ -67,9 +67,9 @@ def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool
     def watched(beat: Beat) -> bool | None:
         return work(open_store(level.url).watched(beat).storage)
 
-    attempt = Watchdog(watched, f"trying {level.url}")
+    attempt = Watchdog(watched, f"trying {level.url}", min(_DEADLINE_S, level.timeout_s))
     try:
-        return attempt.result(min(_DEADLINE_S, level.timeout_s)) is True
+        return attempt.result() is True
     except Exception as error:  # noqa: BLE001  storage packages may raise anything
         logger.info("%s: %s", level.url, error)
         return False

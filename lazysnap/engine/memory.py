@@ -86,11 +86,6 @@ class Memory:
         return num_slots(self._config, self._world, is_redundant=self.is_redundant)
 
     @property
-    def is_asked(self) -> bool:
-        """True once slots were asked for."""
-        return self._asked is not None
-
-    @property
     def is_ready(self) -> bool:
         """True if every slot is there."""
         return len(self.client.slots()) >= self.needed
@@ -271,10 +266,10 @@ class Memory:
         error = self._missing_memory()
         if error is None:
             return
-        is_new = self.protection.cause != str(error)
-        if is_new:
+        cause = str(error)
+        if cause != self.protection.cause:
             self._next_retry_s = time.monotonic() + self._config.io_timeout_s
-        self.protection.lose(error, is_reported=self.client.refusal() is not None)
+        self.protection.lose(cause, is_reported=self.client.refusal() is not None)
 
     def _refusal(self) -> str:
         """Return why the keeper makes no further slot; empty if it does, or that was answered. Hot."""

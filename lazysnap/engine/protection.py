@@ -2,7 +2,6 @@
 
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import NO_MEMORY
-from lazysnap.errors import KeeperError
 
 
 class Protection:
@@ -11,39 +10,33 @@ class Protection:
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
         self._statistics = messages.statistics
-        self.error: KeeperError | None = None
-        """Why nothing can be captured into memory. It stays until the next capture begins."""
+        self.cause: str | None = None
+        """Why nothing can be captured into memory; ``None`` if it can, or it is not known yet. It stays until the next
+        capture begins."""
         self._last = ""
-        """Text of the last error; for the end."""
+        """The last cause; for the end."""
 
-    @property
-    def cause(self) -> str | None:
-        """Why nothing can be captured into memory; ``None`` if it can, or it is not known yet."""
-        if self.error is None:
-            return None
-        return str(self.error)
-
-    def lose(self, error: KeeperError, *, is_reported: bool = False) -> None:
+    def lose(self, cause: str, *, is_reported: bool = False) -> None:
         """Become UNPROTECTED. Warns, unless that is known already.
 
         Args:
-            error: why there is no memory.
-            is_reported: True if training ends with that error, so that the user reads it anyway.
+            cause: why there is no memory.
+            is_reported: True if training ends with an error that says so: the user reads it anyway.
         """
-        is_new = self.error is None
-        self.error = error
-        self._last = str(error)
+        is_new = self.cause is None
+        self.cause = cause
+        self._last = cause
         if is_new and not is_reported:
-            self._messages.tell(MessageKind.NO_MEMORY, text=error, lost=self.what_is_lost())
+            self._messages.tell(MessageKind.NO_MEMORY, text=cause, lost=self.what_is_lost())
 
     def regain(self) -> None:
         """Become PROTECTED: captures are in memory again."""
-        self.error = None
+        self.cause = None
         self._messages.tell_over(MessageKind.NO_MEMORY)
 
     def remind(self) -> None:
         """Warn again, rarely, while training goes on without memory. Called at a boundary."""
-        self._messages.tell_again(MessageKind.NO_MEMORY, text=self.error, lost=self.what_is_lost())
+        self._messages.tell_again(MessageKind.NO_MEMORY, text=self.cause, lost=self.what_is_lost())
 
     def sum_up(self) -> None:
         """Report the steps that were not protected, if any. Called at the end."""

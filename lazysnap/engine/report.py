@@ -88,13 +88,11 @@ class EndFacts:
 # ---------------------------------------------------------------- the start
 
 
-def resumed(snapshot: Snapshot, now_ns: int, *, position: str = "", seconds: float | None = None) -> str:
+def resumed(snapshot: Snapshot, now_ns: int, position: str, seconds: float) -> str:
     """The line for a restart. ``position``: where in the data it goes on; ``seconds``: what the restore took in all."""
     at = ""
     if position:
         at = f" ({position})"
-    if seconds is None:
-        seconds = snapshot.seconds
     line = (
         f"resumed step {snapshot.step} of run {_run(snapshot)}{at} from {source_of(snapshot)}: "
         f"{_age(snapshot, now_ns)}restored in {duration(seconds)}"

@@ -5,12 +5,11 @@ that is not part of the state. docs/architecture.md has the argument why the che
 """
 
 import ctypes
-import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -21,6 +20,7 @@ from lazysnap import faults
 from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.dtypes import DTYPES, logical_facts
 from lazysnap.capture.plan import view_of
+from lazysnap.console import some_of
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.client import KeeperClient
@@ -65,12 +65,12 @@ class Difference:
         """Return what differs, in words; empty if nothing does."""
         parts = []
         if self.entries:
-            parts.append(f"small state: {_some(self.entries)}")
+            parts.append(f"small state: {_named(self.entries)}")
         if self.tensors:
             named = list(self.tensors)
             if self.ratios:
                 named = [f"{name} by {ratio:.1g}" for name, ratio in zip(self.tensors, self.ratios, strict=True)]
-            parts.append(f"tensors: {_some(named)}")
+            parts.append(f"tensors: {_named(named)}")
         return "; ".join(parts)
 
     @property
@@ -365,10 +365,6 @@ def _are_nested(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
 
 
-def _some(names: "tuple[str, ...] | list[str]") -> str:
-    """Return the first names, and how many there are besides."""
-    unique = list(dict.fromkeys(names))
-    text = ", ".join(itertools.islice(unique, _MOST_NAMED))
-    if len(unique) > _MOST_NAMED:
-        text += f" and {len(unique) - _MOST_NAMED} more"
-    return text
+def _named(names: Iterable[str]) -> str:
+    """Return the first names, each once."""
+    return some_of(dict.fromkeys(names), _MOST_NAMED)

@@ -118,9 +118,10 @@ def _find(run: Run, steps: int) -> Snapshot:
 
     config = run.restart.config
     # Storage only where memory has none: listing it takes longer than the rest.
-    snapshot = fetch_back(dataclasses.replace(run.restart, has_storage=False), is_wanted, flaw)
+    memory_alone = dataclasses.replace(config, levels=())
+    snapshot = fetch_back(dataclasses.replace(run.restart, config=memory_alone), is_wanted, flaw)
     if snapshot is None and config.levels:
-        snapshot = fetch_back(dataclasses.replace(run.restart, has_storage=True), is_wanted, flaw)
+        snapshot = fetch_back(run.restart, is_wanted, flaw)
     if snapshot is not None:
         return snapshot
     where = places(level.url for level in config.levels)

@@ -18,11 +18,10 @@ from lazysnap.keeper.memory_inventory import MemoryEntry
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.ranks.checks import together
 from lazysnap.resolver import RestartPlan
-from lazysnap.restore.level import Level
+from lazysnap.restore.level import whole_snapshots
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.restart import Restart, fetch, reseed
 from lazysnap.restore.snapshot import Absence, Snapshot
-from lazysnap.shard.names import SnapshotName
 from lazysnap.state.optimizers import check_optimizers
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class Lineage:
 
 
 class Run:
-    """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``resume`` goes on with another one."""
+    """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``load`` goes on with another one."""
 
     def __init__(self, restart: Restart, recorder: Recorder, shared: Sequence[str]) -> None:
         """Nothing is resumed or begun yet.
@@ -111,7 +110,6 @@ class Run:
     def steps(self) -> list[int]:
         """See ``SnapshotEngine.all_steps``. Blocks."""
         restart = self.restart
-        answers = [Level(level, 0).begin_names(marked=False) for level in restart.config.levels]
         place = restart.world.place
         memory = NodeMemory(self._client, restart.identity, place, restart.config.io_timeout_s, logger.info)
         steps: dict[str, set[int]] = defaultdict(set)
@@ -122,16 +120,8 @@ class Run:
                     steps[entry.run_id].add(entry.step)
         finally:
             memory.close()
-        for answer in answers:
-            try:
-                directories = answer().directories
-            except Exception as error:  # noqa: BLE001  storage packages may raise anything
-                logger.info("all_steps() leaves a level out: %s", error)
-                continue
-            for directory in directories:
-                name = SnapshotName.parse(directory.name)
-                if directory.is_whole and name is not None:
-                    steps[name.run_id].add(name.step)
+        for name in whole_snapshots(restart.config.levels, partial(logger.info, "all_steps(): %s")):
+            steps[name.run_id].add(name.step)
         run_id = self.run_id or max(steps, default="")
         return sorted(steps[run_id])
 
@@ -172,16 +162,19 @@ class Run:
         if snapshot.world_size != world.size:
             position = ""  # it counts batches of as many ranks as there were
             reseed(snapshot, world)
-        self.resume(snapshot, position=position, seconds=snapshot.seconds + time.perf_counter() - started)
+        self._resume(snapshot, position, snapshot.seconds + time.perf_counter() - started)
 
-    def resume(self, snapshot: Snapshot, *, position: str = "", seconds: float | None = None) -> None:
-        """See ``SnapshotEngine._resume``. Blocks: asks the keeper."""
+    def _resume(self, snapshot: Snapshot, position: str, seconds: float) -> None:
+        """Continue the run of a snapshot that is loaded, or begin a new one there, and print that.
+
+        Blocks: asks the keeper.
+        """
         self.go_on(snapshot, (snapshot.new_run or snapshot).run_id)
         if snapshot.world_size > 1 or not self.restart.world.is_alone:
             self._discard_others(snapshot)
         self.begin()
         self.start_reported = False
-        self.tell_start(report.resumed(snapshot, time.time_ns(), position=position, seconds=seconds))
+        self.tell_start(report.resumed(snapshot, time.time_ns(), position, seconds))
         if snapshot.new_run is not None:
             self._messages.tell(
                 MessageKind.NEW_RUN,
@@ -209,7 +202,7 @@ class Run:
     def tell_start(self, line: str | None = None) -> None:
         """Print how this training starts, once: ``line``, or that it starts fresh, and why.
 
-        Called by the first of ``restore``, ``resume``, ``prepare`` and ``boundary``.
+        Called by the first of ``restore``, ``load``, ``prepare`` and ``boundary``.
         """
         if not self.start_reported:
             self.start_reported = True

@@ -14,9 +14,8 @@ from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption, RankCaptures
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
-from lazysnap.engine.stored import StoredStep, stored_bytes
+from lazysnap.engine.stored import stored_bytes, wait_stored
 from lazysnap.errors import WaitTimeout
-from lazysnap.ranks.world import World
 
 _SILENCE_S = 3.0
 """Seconds that the end of a training waits for storage before it says so."""
@@ -28,11 +27,9 @@ Progress = Callable[[int, int], None]
 class Shutdown:
     """OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
 
-    def __init__(
-        self, world: World, run: Run, boundaries: Boundaries, preemption: Preemption, best: BestSnapshots
-    ) -> None:
+    def __init__(self, run: Run, boundaries: Boundaries, preemption: Preemption, best: BestSnapshots) -> None:
         self._config = run.restart.config
-        self._world = world
+        self._world = run.restart.world
         self._run = run
         self._boundaries = boundaries
         self._preemption = preemption
@@ -70,21 +67,18 @@ class Shutdown:
         client = self._client
         newest = self._captures.newest_whole_step()
         if newest is not None and newest >= step:
+            key = StepKey(self._run.meta.start_number, newest)
+
+            def is_settled(state: KeeperState) -> bool:
+                # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
+                return client.is_complete(step, 0) or key in state.lost
+
             is_durable = self._world.is_alone and client.is_complete(step, 0)
             if not is_durable:
                 client.require(newest)
-                # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
-                client.wait(self._is_settled(step, newest), timeout_s)
+                client.wait(is_settled, timeout_s)
         self._memory.follow_keeper()
         return client.is_complete(step, 0)
-
-    def _is_settled(self, step: int, newest: int) -> Callable[[KeeperState], bool]:
-        key = StepKey(self._run.meta.start_number, newest)
-
-        def is_settled(state: KeeperState) -> bool:
-            return self._client.is_complete(step, 0) or key in state.lost
-
-        return is_settled
 
     def wait_held_or_stored(self, step: int, timeout_s: float) -> bool:
         """Block until the first level has that very step, or the keeper holds it; ``False`` after the deadline."""
@@ -127,8 +121,8 @@ class Shutdown:
         if step is None:
             return True
         client = self._client
-        levels = range(len(self._config.levels))
-        if not levels:
+        num_levels = len(self._config.levels)
+        if not num_levels:
             return client.wait(self._has_keeper, timeout_s)
         key = StepKey(self._run.meta.start_number, step)
 
@@ -136,9 +130,9 @@ class Shutdown:
             # Every rank of the node has about as much.
             size_bytes = self._statistics.shard_bytes * len(self._world.node_ranks)
             if progress is not None and size_bytes:
-                progress(stored_bytes(state, key, size_bytes), size_bytes * len(levels))
+                progress(stored_bytes(state, key, size_bytes), size_bytes * num_levels)
 
-        return StoredStep(client, key, levels).wait(timeout_s, show=show)
+        return wait_stored(client, key, num_levels, timeout_s, show)
 
     def _has_keeper(self, _: KeeperState) -> bool:
         return self._client.is_connected

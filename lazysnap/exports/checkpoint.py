@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lazysnap.console import some_of
 from lazysnap.errors import StateError
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.states import mapped_state, parts_of
@@ -38,6 +39,8 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
     ((pathlib.PurePath, decimal.Decimal, torch.layout, torch.memory_format), "text", str),
 )
 """Types, the names of the types that their values become, and the conversions."""
+_SHOWN = 3
+"""Paths in a note."""
 
 
 def stock_state(whole: WholeSnapshot, job: ExportJob, path: str) -> tuple[dict[str, Any], list[str]]:
@@ -135,8 +138,5 @@ class _WeightsOnly:
         """Return one line for each kind of change."""
         notes = []
         for change, paths in sorted(self._changed.items()):
-            note = f"{change}: {', '.join(paths[:3])}"
-            if len(paths) > 3:
-                note += f" and {len(paths) - 3} more"
-            notes.append(note)
+            notes.append(f"{change}: {some_of(paths, _SHOWN)}")
         return notes

@@ -10,23 +10,13 @@ from typing import Any
 from lazysnap.config import checked_url
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import Named, filled, named_in
-from lazysnap.exports.target import format_of, parents_made, replaced_when_whole
+from lazysnap.exports.target import ACCELERATE, FORMATS, format_of, parents_made, replaced_when_whole
 from lazysnap.levels import open_store
 from lazysnap.resolver import RestartPlan
 from lazysnap.runs import LATEST
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot, retry_if_deleted
-
-ACCELERATE = "accelerate"
-_WRITERS = {
-    "safetensors": "safetensors:write_safetensors",
-    "huggingface": "huggingface:write_folder",
-    "ckpt": "checkpoint:write_checkpoint",
-    "dcp": "dcp:write_distributed",
-    ACCELERATE: "accelerate:write_stock",
-}
-"""The module and the function that write each format. Most import torch, which takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named 
 
     ``named``: the snapshot that the target names, if that is a directory of ``save_state(directory)``.
     """
-    module_name, function_name = _WRITERS[job.format].split(":")
+    module_name, function_name = FORMATS[job.format].split(":")
     module = import_module(f"lazysnap.exports.{module_name}")
     writer: Callable[[WholeSnapshot, ExportJob, str], list[str]] = getattr(module, function_name)
     path = os.path.abspath(job.path)

@@ -10,11 +10,12 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lazysnap import faults
-from lazysnap.errors import ConfigError
+from lazysnap.errors import ConfigError, WaitTimeout
 from lazysnap.exports.target import STOCK_FILE, check_outside, sync
 from lazysnap.levels.files import sync_directory, temp_name
 from lazysnap.shard.limits import load_json
@@ -25,6 +26,11 @@ _MAX_BYTES = 1 << 16
 _NESTING = 2
 _FIRST_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files without which stock ``load_state`` fails."""
+_EXPORT_S = 3600.0
+"""Seconds that an export waits for another one into the same directory."""
+_MOVES_S = 30.0
+"""Seconds that a training waits for an export that may be moving its files into a directory."""
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,15 @@ def named_in(directory: str) -> Named | None:
 
 
 def forget_name(directory: str) -> None:
-    """Let a directory name no snapshot any more. Blocks: until an export into it in progress has ended."""
-    with contextlib.suppress(FileNotFoundError), _locked(directory):
+    """Let a directory name no snapshot any more, so that no export moves files into it.
+
+    Blocks: until an export into it in progress has ended, at most ``_MOVES_S``.
+    """
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, _NAME_FILE))
+    # An export reads the name before it moves files. One that has read it by now is waited for.
+    with contextlib.suppress(FileNotFoundError, WaitTimeout), _locked(directory, _MOVES_S):
+        return
 
 
 def has_checkpoint(directory: str) -> bool:
@@ -86,10 +98,11 @@ def has_checkpoint(directory: str) -> bool:
 def filled(directory: str, named: Named) -> Iterator[str]:
     """Yield a path for a new directory; on success its files become the checkpoint in ``directory``, durably.
 
-    Blocks: while another process does this, too. Raises: ConfigError, if the directory names another snapshot by now,
-    whose files are not touched; OSError; FileNotFoundError, if the directory was deleted.
+    Blocks: while another process does this, too, at most ``_EXPORT_S``. Raises: ConfigError, if the directory names
+    another snapshot by now, whose files are not touched; WaitTimeout; OSError; FileNotFoundError, if the directory was
+    deleted.
     """
-    with _locked(directory):
+    with _locked(directory, _EXPORT_S):
         _check_named(directory, named)
         temp = os.path.join(directory, _EXPORT)
         shutil.rmtree(temp, ignore_errors=True)  # of a process that was killed
@@ -126,12 +139,32 @@ def _place_in_order(name: str) -> tuple[bool, bool]:
 
 
 @contextlib.contextmanager
-def _locked(directory: str) -> Iterator[None]:
-    """Let one process at a time change a directory. Blocks. Raises: FileNotFoundError, if it is missing."""
+def _locked(directory: str, timeout_s: float) -> Iterator[None]:
+    """Let one process at a time change a directory. Blocks: while another one does.
+
+    Raises: WaitTimeout; FileNotFoundError, if the directory is missing.
+    """
+    deadline_s = time.monotonic() + timeout_s
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # some file systems have no locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        while not _try_lock(handle):
+            if time.monotonic() > deadline_s:
+                raise WaitTimeout(
+                    f"{directory}: another process exports into it for more than {timeout_s:g} s; wait until it has "
+                    "ended, or end it, and export again"
+                )
+            time.sleep(_LOOK_S)
         yield
     finally:
         os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    """Take the lock of an open directory. ``False`` if another process has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # some file systems have no locks
+    return True

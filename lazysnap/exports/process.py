@@ -10,8 +10,9 @@ import threading
 
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LazySnapError
-from lazysnap.exports.exporting import ACCELERATE, export
+from lazysnap.exports.exporting import export
 from lazysnap.exports.named import named_in
+from lazysnap.exports.target import ACCELERATE
 from lazysnap.levels.redaction import Redaction
 
 _NICE = 10  # a tenth of a busy core; 19 would be a seventieth, and a process begins with an import of torch

@@ -18,7 +18,15 @@ from lazysnap.exports.huggingface import WRITTEN
 from lazysnap.levels.files import open_regular, sync_directory, temp_name
 from lazysnap.shard.names import is_directory_of_ours
 
-FORMATS = ("safetensors", "huggingface", "ckpt", "dcp", "accelerate")
+ACCELERATE = "accelerate"
+FORMATS = {
+    "safetensors": "safetensors:write_safetensors",
+    "huggingface": "huggingface:write_folder",
+    "ckpt": "checkpoint:write_checkpoint",
+    "dcp": "dcp:write_distributed",
+    ACCELERATE: "accelerate:write_stock",
+}
+"""The module and the function that write each format. Most import torch, which takes seconds."""
 _BY_SUFFIX = {".safetensors": "safetensors", ".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", "": "dcp"}
 MARK = "lazysnap-export.json"
 """A file in every exported directory: ``torch.distributed.checkpoint`` alone would write the same other names."""

@@ -9,7 +9,7 @@ Only files with names of this format count, in snapshot directories that are no 
 * names (``keep-…``) that a run gave, in a directory that holds nothing else, and that are a day old.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lazysnap import faults
@@ -70,15 +70,14 @@ def leftovers(storage: Storage, is_ours: IsOurs | None) -> Iterator[Leftover]:
     for name in storage.list():
         if is_probe(name) and is_stale(storage, name):
             yield Leftover(name)
-        elif is_directory_of_ours(name):
-            yield from _in_directory(storage, name, is_ours)
-            yield from map(Leftover, _lone_names(storage, name))
+        elif is_directory_of_ours(name) and not storage.is_link(name):
+            names = storage.list(name)
+            yield from _in_directory(storage, name, names, is_ours)
+            if any(map(parse_keep_file_name, names)):
+                yield from map(Leftover, _lone_names(storage, name))
 
 
-def _in_directory(storage: Storage, directory: str, is_ours: IsOurs | None) -> Iterator[Leftover]:
-    if storage.is_link(directory):
-        return
-    names = storage.list(directory)
+def _in_directory(storage: Storage, directory: str, names: Sequence[str], is_ours: IsOurs | None) -> Iterator[Leftover]:
     for name in names:
         path = f"{directory}/{name}"
         owner = _owner_of(name)
@@ -103,9 +102,9 @@ def belongs_to_run(storage: Storage, path: str) -> bool:
 
 
 def _lone_names(storage: Storage, directory: str) -> list[str]:
-    """Return the paths of names in a directory whose snapshot was deleted: nothing else is in it."""
+    """Return the paths of names in a directory whose snapshot was deleted: nothing else is in it by now."""
     names = storage.list(directory)
-    if storage.is_link(directory) or any(parse_keep_file_name(name) is None for name in names):
+    if any(parse_keep_file_name(name) is None for name in names):
         return []
     paths = []
     for name in names:

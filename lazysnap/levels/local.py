@@ -237,10 +237,12 @@ class LocalStorage(Storage):
     def __init__(self, root: str) -> None:
         self.url = root
         self._is_root_durable = False
-        """True while the directory counts as there. If it is removed, the next write fails, and the one behind that
-        makes it again: a program that removes it must not find a part of it there again."""
+        """True once the directory exists and its name is durable, until an operation fails. Writes make it only while
+        this is False: if a program deletes the directory, the write in progress fails and makes no part of it again,
+        and the next snapshot makes it anew."""
         self._has_written = False
-        """True if this object has written to the directory: then the one above it is not made again."""
+        """True once this object made the directory, or found it: from then on the directory above it must exist. If
+        that is missing, a disk is not mounted, and nothing is written below its mount point."""
 
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)

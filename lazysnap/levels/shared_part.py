@@ -26,7 +26,7 @@ class _Run:
     length: int
 
 
-Cut = Callable[[TensorSpec, Any, int], tuple[TensorSpec | None, int]]
+Cut = Callable[[TensorSpec, Mapping[str, Any], int], tuple[TensorSpec | None, int]]
 """A function of a tensor, its manifest entry and its rank. It returns the tensor with the rows that are in the part
 (``None``: no row), and the first of these rows."""
 
@@ -59,7 +59,7 @@ class SharedPart:
         specs = {}
         first_rows = {}
         for whole in layout.specs:
-            spec, first_row = (cut or _cut)(whole, meta.tensors.get(whole.name), meta.rank)
+            spec, first_row = (cut or _cut)(whole, meta.tensors.get(whole.name, {}), meta.rank)
             if spec is not None:
                 specs[spec.name] = spec
                 first_rows[spec.name] = first_row
@@ -125,7 +125,7 @@ def _of_tensors(names: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> di
 def held_by_few(max_nodes: int) -> Cut:
     """Return a cut to the tensors that at most ``max_nodes`` nodes hold in memory."""
 
-    def cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
+    def cut(spec: TensorSpec, facts: Mapping[str, Any], rank: int) -> tuple[TensorSpec | None, int]:
         if _num_nodes(facts) > max_nodes:
             return None, 0
         return spec, 0
@@ -138,28 +138,21 @@ def is_held_by_few(meta: CaptureMeta, max_nodes: int) -> bool:
     return all(_num_nodes(facts) <= max_nodes for facts in meta.tensors.values())
 
 
-def _num_nodes(facts: Any) -> int:
-    if isinstance(facts, dict):
-        num_nodes = facts.get("nodes")
-        if isinstance(num_nodes, int):
-            return num_nodes
+def _num_nodes(facts: Mapping[str, Any]) -> int:
+    num_nodes = facts.get("nodes")
+    if isinstance(num_nodes, int):
+        return num_nodes
     return 1
 
 
 def has_shared_rows(meta: CaptureMeta) -> bool:
     """True if other nodes store a part of this shard, too."""
-    return any(_rows(facts) is not None for facts in meta.tensors.values())
+    return any(facts.get("shared_rows") is not None for facts in meta.tensors.values())
 
 
-def _rows(facts: Any) -> Any:
-    if isinstance(facts, dict):
-        return facts.get("shared_rows")
-    return None
-
-
-def _cut(spec: TensorSpec, facts: Any, rank: int) -> tuple[TensorSpec | None, int]:
+def _cut(spec: TensorSpec, facts: Mapping[str, Any], rank: int) -> tuple[TensorSpec | None, int]:
     """Return the rows of a tensor that are in the part, and its first row there. Raises: FormatError."""
-    rows = _rows(facts)
+    rows = facts.get("shared_rows")
     if rows is None:
         return spec, 0
     num_rows = 1

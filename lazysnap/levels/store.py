@@ -137,10 +137,6 @@ class SnapshotStore:
         assert name is not None, f"{entry} is in memory"
         return FilePlace(self.storage, entry.location, name)
 
-    def read_manifest(self, entry: Entry) -> Manifest:
-        """Return the manifest beside the file of an entry. Raises: as ``FilePlace.read_manifest``."""
-        return self.place(entry).read_manifest()
-
     def verify(self, place: FilePlace, *, skips_base: bool = False) -> Manifest:
         """Read a node's file, compare every block with its checksum, and return the manifest.
 

@@ -27,8 +27,10 @@ class Watchdog(Generic[Result]):
     ``beat`` before each operation, so that only work which waits for something else calls ``beat`` itself.
     """
 
-    def __init__(self, work: Callable[[Beat], Result], name: str) -> None:
+    def __init__(self, work: Callable[[Beat], Result], name: str, timeout_s: float) -> None:
+        """Begin the work. ``timeout_s``: seconds for which it may show no progress."""
         self.name = name
+        self.timeout_s = timeout_s
         self._moved = time.monotonic()
         self._given_up = False
         self._deciding = threading.Lock()
@@ -53,33 +55,23 @@ class Watchdog(Generic[Result]):
             if self._given_up:
                 raise CaptureAborted(f"{self.name}: came back after its deadline")
 
-    @property
-    def idle_s(self) -> float:
-        """Return the seconds since the last progress."""
-        return time.monotonic() - self._moved
+    def wait(self, seconds: float) -> bool:
+        """True if the work ends within so many seconds, with progress or without. Blocks. The work goes on then."""
+        return self._done.wait(seconds)
 
-    @property
-    def is_running(self) -> bool:
-        """True if the thread still works, even if the caller waits no more."""
-        return not self._done.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """True if the work ends within ``timeout_s``. Blocks. The work continues after the deadline."""
-        return self._done.wait(timeout_s)
-
-    def result(self, timeout_s: float) -> Result:
+    def result(self) -> Result:
         """Return the result of ``work``. Blocks: while there is progress, and up to ``timeout_s`` without.
 
         Raises: as ``work``; LevelHangs.
         """
-        while not self._done.wait(min(_CHECK_S, timeout_s)):
+        while not self._done.wait(min(_CHECK_S, self.timeout_s)):
             with self._deciding:
-                is_hanging = self.idle_s > timeout_s
+                is_hanging = time.monotonic() - self._moved > self.timeout_s
                 if is_hanging:
                     self._given_up = True
             if is_hanging:
                 raise LevelHangs(
-                    f"{self.name} did not move for {timeout_s:g} s; check the mount or endpoint, or raise "
+                    f"{self.name} did not move for {self.timeout_s:g} s; check the mount or endpoint, or raise "
                     "PersistentLevel(timeout_s=...)"
                 )
         if self._error is not None:

@@ -2,13 +2,13 @@
 
 import logging
 import os
+from functools import partial
 
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.asking import NeighbourMemory
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.restore.level import Level
-from lazysnap.shard.names import SnapshotName
+from lazysnap.restore.level import whole_snapshots
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -38,7 +38,9 @@ def run_id(place: "str | os.PathLike[str] | SnapshotConfig") -> str | None:
 def newest_run(config: SnapshotConfig, default_url: str | None = None) -> str | None:
     """See ``run_id``. ``default_url`` names the job where ``config`` does not."""
     identity = JobIdentity.from_config(config, default_url)
-    runs = _in_memory(identity, config.io_timeout_s) | _at_levels(config)
+    runs = _in_memory(identity, config.io_timeout_s)
+    for name in whole_snapshots(config.levels, partial(logger.warning, "run_id(): %s")):
+        runs.add(name.run_id)
     return max(runs, default=None)
 
 
@@ -52,19 +54,3 @@ def _in_memory(identity: JobIdentity, timeout_s: float) -> set[str]:
         return {capture.run_id for capture in memory.inventory.entries}
     finally:
         memory.close()
-
-
-def _at_levels(config: SnapshotConfig) -> set[str]:
-    answers = [Level(level, 0).begin_names(marked=False) for level in config.levels]
-    runs = set()
-    for level, answer in zip(config.levels, answers, strict=True):
-        try:
-            directories = answer().directories
-        except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            logger.warning("run_id() leaves out %s: %s", level.url, error)
-            continue
-        for directory in directories:
-            name = SnapshotName.parse(directory.name)
-            if name is not None and directory.is_whole:
-                runs.add(name.run_id)
-    return runs

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
@@ -20,28 +20,6 @@ from lazysnap.snapshots.reader import OpenShard, open_shard
 logger = logging.getLogger("lazysnap.engine")
 
 _Result = TypeVar("_Result")
-
-
-class LevelAnswer(Generic[_Result]):
-    """The result of work that was started at a level."""
-
-    def __init__(self, work: "Watchdog[_Result]", timeout_s: float) -> None:
-        self._work = work
-        self.timeout_s = timeout_s
-        """Seconds for which it may show no progress."""
-
-    def wait_until(self, deadline: float | None) -> bool:
-        """Return ``True`` if the answer, or an error, has come by that monotonic time.
-
-        ``None``: return ``True`` at once, because ``__call__`` waits. Blocks.
-        """
-        if deadline is None:
-            return True
-        return self._work.wait(max(0.0, deadline - time.monotonic()))
-
-    def __call__(self) -> _Result:
-        """Return the answer. Blocks. Raises: LevelHangs; whatever the storage's package raises."""
-        return self._work.result(self.timeout_s)
 
 
 class Level:
@@ -75,9 +53,9 @@ class Level:
 
     def begin_open(self) -> None:
         """Start to open the level: packages are imported, sessions made. Does not block."""
-        Watchdog(lambda beat: self._open(), f"opening {self.url}")
+        Watchdog(lambda beat: self._open(), f"opening {self.url}", self._level.timeout_s)
 
-    def begin_names(self, *, marked: bool) -> LevelAnswer[Listing]:
+    def begin_names(self, *, marked: bool) -> Watchdog[Listing]:
         """Start to list the names of the snapshots at the level. Does not block."""
 
         def names(store: SnapshotStore) -> Listing:
@@ -85,7 +63,7 @@ class Level:
 
         return self._begin("listing", names)
 
-    def begin_newest_id(self) -> LevelAnswer[str]:
+    def begin_newest_id(self) -> Watchdog[str]:
         """Start to find the greatest id of a run or start in the names of its directories; "" without any. Does not
         block."""
 
@@ -99,7 +77,7 @@ class Level:
 
         return self._begin("listing", newest_id)
 
-    def begin_inventory(self, listing: Listing, share: tuple[int, int]) -> LevelAnswer[Inventory]:
+    def begin_inventory(self, listing: Listing, share: tuple[int, int]) -> Watchdog[Inventory]:
         """Start to read the manifests of a share of these snapshots. Does not block."""
 
         def inventory(store: SnapshotStore) -> Inventory:
@@ -107,15 +85,15 @@ class Level:
 
         return self._begin("looking at", inventory)
 
-    def _begin(self, action: str, work: Callable[[SnapshotStore], _Result]) -> LevelAnswer[_Result]:
+    def _begin(self, action: str, work: Callable[[SnapshotStore], _Result]) -> Watchdog[_Result]:
         def watched(beat: Beat) -> _Result:
             return work(self._open().watched(beat))
 
-        return LevelAnswer(Watchdog(watched, f"{action} {self.url}"), self._level.timeout_s)
+        return Watchdog(watched, f"{action} {self.url}", self._level.timeout_s)
 
     def watch(self, action: str, work: Callable[[Beat], _Result]) -> _Result:
         """Do some work at the level. Blocks. Raises: LevelHangs, if it makes no progress; whatever it raises."""
-        return Watchdog(work, action).result(self._level.timeout_s)
+        return Watchdog(work, action, self._level.timeout_s).result()
 
     def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``."""
@@ -136,7 +114,7 @@ class Level:
         place = store.place(entry)
         manifest = self._manifests.get(place.manifest_path)
         if manifest is None:  # one file may hold the shards of many ranks
-            manifest = store.read_manifest(entry)
+            manifest = place.read_manifest()
             self._manifests[place.manifest_path] = manifest
         beat()
         blocks = FileBlocks(place, manifest)
@@ -145,6 +123,27 @@ class Level:
         except BaseException:
             blocks.close()
             raise
+
+
+def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], None]) -> list[SnapshotName]:
+    """Return the snapshots that have the manifests of all nodes, by the listings of these levels.
+
+    A level that does not answer is skipped; ``note`` receives a line about it. Blocks: all are listed at once, each at
+    most ``timeout_s`` without progress.
+    """
+    answers = [Level(level, 0).begin_names(marked=False) for level in levels]
+    names = []
+    for level, answer in zip(levels, answers, strict=True):
+        try:
+            directories = answer.result().directories
+        except Exception as error:  # noqa: BLE001  storage packages may raise anything
+            note(f"{level.url} is left out: {error}")
+            continue
+        for directory in directories:
+            name = SnapshotName.parse(directory.name)
+            if name is not None and directory.is_whole:
+                names.append(name)
+    return names
 
 
 def newest_id(levels: Sequence[PersistentLevel], timeout_s: float) -> str:
@@ -156,11 +155,11 @@ def newest_id(levels: Sequence[PersistentLevel], timeout_s: float) -> str:
     answers = [Level(level, 0).begin_newest_id() for level in levels]
     newest = ""
     for level, answer in zip(levels, answers, strict=True):
-        if not answer.wait_until(deadline):
+        if not answer.wait(max(0.0, deadline - time.monotonic())):
             logger.info("%s did not answer in %g s: its runs are not known yet", level.url, timeout_s)
             continue
         try:
-            newest = max(newest, answer())
+            newest = max(newest, answer.result())
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             logger.info("%s: its runs are not known yet: %s", level.url, error)
     return newest

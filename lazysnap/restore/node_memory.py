@@ -16,41 +16,11 @@ from lazysnap.snapshots.reader import OpenShard
 from lazysnap.topology import Place
 
 
-class RankMemory:
-    """The captures of one rank in the memory of this node. See ``restore.sources.Source``."""
-
-    def __init__(self, inventory: MemoryInventory) -> None:
-        self._inventory = inventory
-
-    def open(self, entry: Entry, where: str) -> OpenShard:
-        """See ``Source``."""
-        capture = self._capture(int(entry.location.split("/")[1]), where)
-        view = capture.slot.view()
-        if view.sequence != capture.sequence or not view.is_whole:
-            raise _vanished(where)
-        image = capture.slot.read(0, view.image_bytes)
-        meta = CaptureMeta.from_bytes(capture.slot.read_meta(), where)
-        # Without checksums nothing can be compared: the keeper has not computed them yet.
-        checksums = capture.checksums
-        if checksums is not None and checksums.size_bytes != len(image):
-            raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
-        blocks = MemoryBlocks(image, checksums, where)
-        blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
-        return OpenShard(meta.rank, meta, Layout.parse(image, len(image), where), blocks)
-
-    def _capture(self, sequence: int, where: str) -> MemoryEntry:
-        for capture in self._inventory.entries:
-            if capture.sequence == sequence:
-                return capture
-        raise _vanished(where)
-
-
-def _vanished(where: str) -> FormatError:
-    return FormatError(f"{where}: it is not there any more")
-
-
 class NodeMemory:
-    """The keeper of this node, as one restart reads it: asked once for each local rank. Not thread-safe."""
+    """The keeper of this node, as one restart reads it: asked once for each local rank. Not thread-safe.
+
+    See ``restore.sources.Source``.
+    """
 
     def __init__(
         self,
@@ -137,9 +107,30 @@ class NodeMemory:
             entries.append(entry)
         return Inventory(f"{MEMORY} of local rank {number} of {self.node}", tuple(entries))
 
-    def rank(self, number: int) -> RankMemory:
-        """Return the memory of a local rank as a source. Blocks, the first time."""
-        return RankMemory(self._inventory(number))
+    def open(self, entry: Entry, where: str) -> OpenShard:
+        """See ``Source``."""
+        capture, image_bytes = self._capture(entry, where)
+        image = capture.slot.read(0, image_bytes)
+        meta = CaptureMeta.from_bytes(capture.slot.read_meta(), where)
+        # Without checksums nothing can be compared: the keeper has not computed them yet.
+        checksums = capture.checksums
+        if checksums is not None and checksums.size_bytes != len(image):
+            raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
+        blocks = MemoryBlocks(image, checksums, where)
+        blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
+        return OpenShard(meta, Layout.parse(image, len(image), where), blocks)
+
+    def _capture(self, entry: Entry, where: str) -> tuple[MemoryEntry, int]:
+        """Return the capture that was listed, and the bytes of its image.
+
+        Raises: FormatError, if its slot holds another one by now.
+        """
+        number, sequence = map(int, entry.location.split("/"))
+        for capture in self._inventory(number).entries:
+            view = capture.slot.view()
+            if capture.sequence == sequence == view.sequence and view.is_whole:
+                return capture, view.image_bytes
+        raise FormatError(f"{where}: it is not there any more")
 
     def _inventory(self, number: int) -> MemoryInventory:
         if number not in self._inventories:

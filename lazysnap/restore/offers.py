@@ -17,8 +17,6 @@ from lazysnap.restore.snapshot import MEMORY
 from lazysnap.shard.names import NodeName, SnapshotName
 
 _MEMORY_SPEED = 0
-_REPEATABLE = (False, True, None)
-"""Values of ``Entry.is_repeatable``, by their numbers among ranks."""
 
 
 def ranges_of(numbers: Iterable[int]) -> list[int]:
@@ -43,12 +41,12 @@ def numbers_in(ranges: Sequence[int]) -> Iterator[int]:
 
 def pack_memory(inventories: Iterable[Inventory]) -> list[Any]:
     """Return the captures in the memory that one rank asked for."""
-    captures: dict[tuple[str, str, int, int, int], list[int]] = defaultdict(list)
+    captures: dict[tuple[str, str, int, int, int], list[tuple[int, int, bool | None]]] = defaultdict(list)
     for inventory in inventories:
         for entry in inventory.entries:
             local_rank, sequence = entry.location.split("/")
             key = (entry.run_id, entry.start, entry.world_size, entry.rank, int(local_rank))
-            captures[key] += [entry.step, int(sequence), _REPEATABLE.index(entry.is_repeatable)]
+            captures[key].append((entry.step, int(sequence), entry.is_repeatable))
     return [[*key, steps] for key, steps in captures.items()]
 
 
@@ -56,10 +54,10 @@ def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
     """Return what ``pack_memory`` packed on a rank of a node."""
     entries = []
     for run_id, start, world_size, rank, local_rank, steps in packed:
-        for step, sequence, number in zip(steps[::3], steps[1::3], steps[2::3], strict=True):
+        for step, sequence, is_repeatable in steps:
             location = f"{local_rank}/{sequence}"
             entry = Entry(MEMORY, _MEMORY_SPEED, run_id, start, step, rank, world_size, location, node=node)
-            entries.append(replace(entry, is_repeatable=_REPEATABLE[number]))
+            entries.append(replace(entry, is_repeatable=is_repeatable))
     return Inventory(f"{MEMORY} of {node}", tuple(entries))
 
 

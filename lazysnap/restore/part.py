@@ -17,6 +17,7 @@ from lazysnap.restore.targets import (
     check_fits,
     is_empty_part,
     is_part,
+    other_prefixes,
     room_on_device,
     target_of,
     wanted_box,
@@ -24,7 +25,7 @@ from lazysnap.restore.targets import (
 from lazysnap.snapshots.assembly import Assembly
 from lazysnap.snapshots.reads import Reads
 from lazysnap.snapshots.tensors import Facts, facts_of, into
-from lazysnap.state.codec import decode, tensor_names
+from lazysnap.state.codec import DecoderError, decode, tensor_names
 from lazysnap.state.modules import saved_names
 from lazysnap.state.sharding import box_of, like
 from lazysnap.state.source import StateSource
@@ -61,11 +62,12 @@ class PartReader:
         except FormatError as error:
             return self._sources.refuse(chosen[own_rank], error)
         expected, resizable, target = self._live_tensors(named)
+        others = other_prefixes(self._source, expected)
         assembly = Assembly(own_rank, lambda name, shape: wanted_box(target(name), shape))
         # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
         live = set(saved_names(expected, named).values())
         assembly.request(name for name in named if name not in live or not is_empty_part(target(name)))
-        facts: dict[str, Facts | None] = dict.fromkeys(named)
+        facts: dict[str, Facts | None] = {name: None for name in named if not name.startswith(others)}
         added: list[int] = []
 
         def add(rank: int) -> Failure | None:
@@ -74,7 +76,8 @@ class PartReader:
                 return shard
             try:
                 for name, stored in assembly.add(shard).items():
-                    facts[name] = facts_of(stored)
+                    if not name.startswith(others):
+                        facts[name] = facts_of(stored)
             except FormatError as error:
                 return self._sources.refuse(chosen[rank], error)
             added.append(rank)
@@ -155,6 +158,8 @@ class PartReader:
             state = decode(small, tensor=tensors.__getitem__)
         except StateError:  # an older snapshot would have the same
             raise
+        except DecoderError as error:  # another source would have the same
+            return Failure(str(error), is_of_decoder=True)
         except LazySnapError as error:
             return self._sources.refuse(entry, error)
         if not isinstance(state, dict):

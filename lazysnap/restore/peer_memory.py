@@ -142,4 +142,4 @@ def open_at(meta: CaptureMeta, blocks: Blocks, whole: VerifiedSource, place: tup
     """Return the shard at a place: offset and bytes. ``whole``: reads these blocks. Blocks. Raises: LazySnapError."""
     offset, size_bytes = place
     header = header_of(whole, offset, size_bytes)
-    return OpenShard(meta.rank, meta, Layout.parse(header, size_bytes, blocks.where), blocks, offset)
+    return OpenShard(meta, Layout.parse(header, size_bytes, blocks.where), blocks, offset)

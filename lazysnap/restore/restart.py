@@ -32,7 +32,6 @@ from lazysnap.resolver import (
     can_repeat,
     candidates,
     entries_in,
-    newest_start,
 )
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
@@ -42,7 +41,7 @@ from lazysnap.restore.parity import Parity
 from lazysnap.restore.part import PartReader
 from lazysnap.restore.peer_memory import PeerConnections, PeerMemory
 from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
-from lazysnap.restore.sources import Failure, Places, Sources
+from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.survey import IsWanted, Survey
 from lazysnap.runs import Choice, runs_in, short_ids
 from lazysnap.shard.names import SnapshotName, id_after, new_id
@@ -64,14 +63,14 @@ class Restart:
     """Inputs of a restart."""
 
     config: SnapshotConfig
+    """Its levels are searched."""
     source: StateSource
     client: KeeperClient | None
+    """``None``: memory is not searched."""
     identity: JobIdentity
     world: World
     discovery: Discovery = NOBODY
     """The addresses of other nodes."""
-    has_storage: bool = True
-    """True if levels are searched; otherwise memory alone."""
     start: str = ""
     """The id of this start: no earlier one has a greater id."""
     casts: bool = False
@@ -102,7 +101,10 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
             return plans
 
         search.reads_all = choice.is_best
-        snapshot = search.first_whole(order, _may_mean(choice), is_patient=not choice.is_latest)
+        may_be_wanted = None
+        if not choice.is_latest:
+            may_be_wanted = choice.includes
+        snapshot = search.first_whole(order, may_be_wanted, is_patient=not choice.is_latest)
         if snapshot is not None:
             return _with_findings(snapshot, search, restart, choice)
         if search.decoder_errors:
@@ -183,17 +185,6 @@ def fetch_back(
         return dataclasses.replace(snapshot, skipped=tuple(search.problems))
 
 
-def _may_mean(choice: Choice) -> IsWanted | None:
-    """Return a function that is true for the snapshots that may be chosen, by their names; ``None``: the newest."""
-    if choice.is_latest:
-        return None
-
-    def may_mean(name: SnapshotName, names: Collection[str]) -> bool:
-        return choice.may_mean(name.run_id, name.step, names)
-
-    return may_mean
-
-
 def _new_run(world: World, runs: Sequence[str], newest: RestartPlan) -> NewRun:
     """Return a run for what is captured after an older snapshot was chosen.
 
@@ -244,16 +235,15 @@ class _Search:
         self.reads_all = False
         """True if the manifests of all snapshots are read before one is tried."""
         levels: dict[str, Level] = {}
-        if restart.has_storage:
-            for index, config in enumerate(restart.config.levels):
-                levels[config.url] = Level(config, index + _FIRST_LEVEL)
-                levels[config.url].begin_open()
+        for index, config in enumerate(restart.config.levels):
+            levels[config.url] = Level(config, index + _FIRST_LEVEL)
+            levels[config.url].begin_open()
         self.survey = Survey(world, levels)
         self._connections = PeerConnections(restart.discovery)
         self._parity = Parity(self._connections)
         timeout_s = restart.config.io_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
-        self._sources = Sources(Places(self._memory, PeerMemory(self._connections), self._parity, levels), stack)
+        self._sources = Sources(self._memory, PeerMemory(self._connections), self._parity, levels, stack)
         self._parts = PartReader(restart.source, world, self._sources, casts=restart.casts)
         stack.callback(self._close)
 
@@ -333,7 +323,10 @@ class _Search:
         if not self.survey.is_partial:
             return True
         plans = candidates(self.inventories)
-        return bool(plans) and _name_of(plans[0]) >= min(self.survey.newest)
+        if not plans:
+            return False
+        best = plans[0]
+        return SnapshotName(best.run_id, best.step, best.start) >= min(self.survey.newest)
 
     def _read_rest(self) -> None:
         """Read the manifests that were not read at first. Collective."""
@@ -351,9 +344,8 @@ class _Search:
 
     def _newest_start(self) -> str | None:
         starts = [name.start for name in self.survey.names]
-        in_memory = newest_start(self.inventories)
-        if in_memory is not None:
-            starts.append(in_memory)
+        for entry in entries_in(self.inventories):
+            starts.append(entry.start)
         return max(starts, default=None)
 
     def note_newer(self, key: SnapshotKey) -> None:
@@ -461,11 +453,11 @@ class _Search:
         snapshots: list[Snapshot] = []
         causes: list[BaseException | None] = []
         self._sources.has_vanished = False
-        self._sources.decoder_error = ""
 
         def read() -> list[Any]:
             mismatch = ""
             failure = ""
+            is_of_decoder = False
             try:
                 with collector_paused():
                     part = self._read(plan)
@@ -474,25 +466,25 @@ class _Search:
                     failure = flaw(part)
                 else:
                     failure = part.text
+                    is_of_decoder = part.is_of_decoder
             except StateError as error:  # the program's objects and the snapshot, which was read, do not fit each other
                 causes.append(error.__cause__)  # the text of ``error`` itself is that of the one raised below
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)
             faults.point("restore.read")
-            decoder_error = self._of_this_rank(self._sources.decoder_error)
             has_vanished = self._sources.has_vanished
-            return [self._of_this_rank(mismatch), self._of_this_rank(failure), has_vanished, decoder_error]
+            return [self._of_this_rank(mismatch), self._of_this_rank(failure), has_vanished, is_of_decoder]
 
         reports = self._world.exchange_after(f"reading step {plan.step}", read)
         failures = []
         mismatches = []
         has_vanished = False
-        for mismatch, failure, has_vanished_there, decoder_error in reports:
+        for mismatch, failure, has_vanished_there, is_of_decoder in reports:
             if failure:
                 failures.append(f"step {plan.step} passed over: {failure}")
-            if failure and decoder_error:
-                self.decoder_errors.append(f"step {plan.step}: {decoder_error}")
+            if is_of_decoder:
+                self.decoder_errors.append(f"step {plan.step}: {failure}")
             if mismatch:
                 mismatches.append(mismatch)
             if has_vanished_there:
@@ -532,17 +524,13 @@ class _Search:
                     if plan.world_size > 1:
                         of_rank = f" of rank {entry.rank}"
                     self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
-            if isinstance(part, Snapshot) or part.entry is None:
+            if isinstance(part, Snapshot) or not part.is_refusal:
                 return part
 
     def _is_usable(self, entry: Entry) -> bool:
         is_here = entry.node in (None, self._node) or entry.node in self.survey.reach
         is_near = is_here or (entry.level == MEMORY and self._connections.reaches(entry.node))
         return is_near and entry not in self._sources.failures
-
-
-def _name_of(plan: RestartPlan) -> SnapshotName:
-    return SnapshotName(plan.run_id, plan.step, plan.start)
 
 
 def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:

@@ -16,11 +16,10 @@ from lazysnap.restore.parity import Parity
 from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.snapshots.reader import OpenShard, read
-from lazysnap.state.codec import DecoderError
 
 
 class Source(Protocol):
-    """Memory of one rank of this node, memory of other nodes, parity, or a level. Each has a deadline."""
+    """Memory of this node, memory of other nodes, parity, or a level. Each has a deadline."""
 
     def open(self, entry: Entry, where: str) -> OpenShard:
         """Return the bytes of a shard in blocks that are verified when they are read, its header read and verified.
@@ -36,28 +35,10 @@ class Failure:
     """Why something cannot be read."""
 
     text: str
-    entry: Entry | None = None
-    """The shard that is not tried again; ``None``: there is nothing else to try."""
-
-
-@dataclass(frozen=True)
-class Places:
-    """The sources themselves."""
-
-    memory: NodeMemory
-    peers: PeerMemory
-    parity: Parity
-    levels: Mapping[str, Level]
-
-    def source(self, entry: Entry) -> Source:
-        """Return the source that listed it."""
-        if entry.level == PARITY:
-            return self.parity
-        if entry.level != MEMORY:
-            return self.levels[entry.level]
-        if entry.node not in (None, self.memory.node):
-            return self.peers
-        return self.memory.rank(int(entry.location.split("/")[0]))
+    is_refusal: bool = False
+    """True if one source was refused: another one may have the same. Else no source would help."""
+    is_of_decoder: bool = False
+    """True if a decoder of the program raised."""
 
 
 class Sources:
@@ -66,16 +47,24 @@ class Sources:
     Not thread-safe.
     """
 
-    def __init__(self, places: Places, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        memory: NodeMemory,
+        peers: PeerMemory,
+        parity: Parity,
+        levels: Mapping[str, Level],
+        stack: contextlib.ExitStack,
+    ) -> None:
         """``stack`` closes what is opened."""
-        self._places = places
+        self._memory = memory
+        self._peers = peers
+        self._parity = parity
+        self._levels = levels
         self._stack = stack
         self.failures: dict[Entry, str] = {}
         """Entries that are not tried again, and why."""
         self.has_vanished = False
         """True if something that was listed is not there any more."""
-        self.decoder_error = ""
-        """What a decoder of the program raised, in words; empty if none did."""
         self._opened: dict[Entry, OpenShard] = {}
         self._entries: dict[Blocks, Entry] = {}
 
@@ -84,18 +73,28 @@ class Sources:
         self.failures.clear()
         self._opened.clear()
         self._entries.clear()
-        for level in self._places.levels.values():
+        for level in self._levels.values():
             level.forget()
         self.has_vanished = False
+
+    def _source(self, entry: Entry) -> Source:
+        """Return the source that listed it."""
+        if entry.level == PARITY:
+            return self._parity
+        if entry.level != MEMORY:
+            return self._levels[entry.level]
+        if entry.node not in (None, self._memory.node):
+            return self._peers
+        return self._memory
 
     def open(self, entry: Entry) -> "OpenShard | Failure":
         """Open a shard. Blocks."""
         if entry in self.failures:
-            return Failure(self.failures[entry], entry)
+            return Failure(self.failures[entry], is_refusal=True)
         if entry not in self._opened:
             where = _where(entry)
             try:
-                shard = self._places.source(entry).open(entry, where)
+                shard = self._source(entry).open(entry, where)
                 self._stack.callback(shard.blocks.close)
                 _compare(entry, shard, where)
             except Exception as error:  # noqa: BLE001  storage packages may raise anything
@@ -113,7 +112,7 @@ class Sources:
             read(jobs, progress=lambda num_bytes: beat())
 
         try:
-            source = self._places.source(entry)
+            source = self._source(entry)
             if isinstance(source, Level):
                 source.watch(f"reading {shard.where}", read_watched)
             else:
@@ -129,9 +128,7 @@ class Sources:
         self.failures[entry] = text
         if isinstance(error, FileNotFoundError):
             self.has_vanished = True
-        if isinstance(error, DecoderError):
-            self.decoder_error = text
-        return Failure(text, entry)
+        return Failure(text, is_refusal=True)
 
 
 def _where(entry: Entry) -> str:

@@ -24,9 +24,10 @@ import xxhash
 from lazysnap import faults
 from lazysnap.config import is_path
 from lazysnap.levels.listing import Directory, Listing, without_manifest
+from lazysnap.levels.watchdog import Watchdog
 from lazysnap.ranks.world import World
-from lazysnap.resolver import Inventory, joined
-from lazysnap.restore.level import Level, LevelAnswer
+from lazysnap.resolver import Inventory, entries_in
+from lazysnap.restore.level import Level
 from lazysnap.restore.offers import pack_files, unpack_files
 from lazysnap.shard.names import SnapshotName
 from lazysnap.topology import Place
@@ -117,7 +118,7 @@ class Survey:
         not read in time. With the message about each. The same on every rank."""
         self.late: set[str] = set()
         """Levels that did not answer in time. The same on every rank."""
-        self.unanswered: dict[str, LevelAnswer[Listing]] = {}
+        self.unanswered: dict[str, Watchdog[Listing]] = {}
         """Listings of late levels that this rank began."""
         self.names: list[SnapshotName] = []
         """Every snapshot of which some part is committed, whether its manifests were read or not. The same on every
@@ -206,7 +207,7 @@ class Survey:
             if place.rank == 0 or (place.local_rank == 0 and is_path(url)):
                 begun[url] = level.begin_names(marked=is_path(url))
         for url, answer in begun.items():
-            if not answer.wait_until(deadline):
+            if _is_late(answer, deadline):
                 self.unanswered[url] = answer
                 problems.append(
                     f"{url} is not waited for: memory has a whole snapshot. What is newer there is logged when "
@@ -265,7 +266,7 @@ class Survey:
         late = []
         for number, answer in begun:
             url = sites[number].url
-            if not answer.wait_until(deadline):
+            if _is_late(answer, deadline):
                 late.append(url)
                 continue
             inventory = self._result(url, answer, deadline, problems)
@@ -279,14 +280,14 @@ class Survey:
         return [packed_sites, late]
 
     def _result(
-        self, url: str, answer: LevelAnswer[_Result], deadline: float | None, problems: list[str]
+        self, url: str, answer: Watchdog[_Result], deadline: float | None, problems: list[str]
     ) -> _Result | None:
         """Return the answer of a level; ``None``, and a problem, if it has none. Blocks.
 
         Without a deadline of a few seconds the user is warned, once for each level, that the restart waits.
         """
         warns = deadline is None and url not in self._reported_silent
-        if warns and not answer.wait_until(time.monotonic() + _SILENCE_S):
+        if warns and not answer.wait(_SILENCE_S):
             self._reported_silent.add(url)
             logger.warning(
                 "%s does not answer yet: the restart waits for it, at most %g s without progress "
@@ -295,15 +296,20 @@ class Survey:
                 answer.timeout_s,
             )
         try:
-            return answer()
+            return answer.result()
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
             problems.append(f"{url} passed over: {str(error) or repr(error)}")
             return None
 
 
-def _log_newer(url: str, listing: LevelAnswer[Listing], restored: SnapshotName, before: str) -> None:
+def _is_late(answer: Watchdog[_Result], deadline: float | None) -> bool:
+    """True if neither an answer nor an error has come by that monotonic time. Blocks. ``None``: no level is late."""
+    return deadline is not None and not answer.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _log_newer(url: str, listing: Watchdog[Listing], restored: SnapshotName, before: str) -> None:
     try:
-        directories = listing().directories
+        directories = listing.result().directories
     except Exception as error:  # noqa: BLE001  storage packages may raise anything
         logger.warning(
             "%s: whether it has a snapshot newer than step %d, which was resumed from memory, is not known: %s",
@@ -392,7 +398,13 @@ def sites_of(
 
 def merged(inventories: Iterable[Inventory]) -> list[Inventory]:
     """Join the inventories of each level into one."""
-    by_level: dict[str, list[Inventory]] = defaultdict(list)
+    parts_of_level: dict[str, list[Inventory]] = defaultdict(list)
     for inventory in inventories:
-        by_level[inventory.level].append(inventory)
-    return list(map(joined, by_level.values()))
+        parts_of_level[inventory.level].append(inventory)
+    levels = []
+    for level, parts in parts_of_level.items():
+        problems: list[str] = []
+        for part in parts:
+            problems += part.problems
+        levels.append(Inventory(level, tuple(entries_in(parts)), tuple(problems)))
+    return levels

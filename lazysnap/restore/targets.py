@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
+from lazysnap.console import some_of
 from lazysnap.errors import StateError
 from lazysnap.shard.pieces import Extent
 from lazysnap.snapshots.assembly import JoinedTensor
@@ -73,18 +74,28 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], saved: 
     return target
 
 
+def other_prefixes(source: StateSource, expected: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return how the names begin that are below objects of the state of which no tensor is expected: optimizers."""
+    prefixes = []
+    for path in source.named():
+        prefix = f"{path}."
+        if not any(name.startswith(prefix) for name in expected):
+            prefixes.append(prefix)
+    return tuple(prefixes)
+
+
 def check_fits(
     saved: Mapping[str, Facts | None],
     expected: Mapping[str, torch.Tensor],
     where: str,
     *,
     casts: bool,
-    resizable: Collection[str] = (),
+    resizable: Collection[str],
 ) -> None:
     """Compare a snapshot with the live model. Raises: StateError, naming the first tensors that differ.
 
     Args:
-        saved: every tensor of the snapshot, ``None`` where its facts are not known yet.
+        saved: the tensors of the snapshot but for those of other objects, ``None`` where facts are not known yet.
         expected: the live tensors.
         where: names the snapshot in the error.
         casts: one floating dtype may replace another, since loading converts the values.
@@ -105,15 +116,14 @@ def check_fits(
         has_shape = name in resizable or shape == tuple(tensor.shape)
         if (dtype != tensor.dtype and not is_cast) or not has_shape:
             differences.append(f"{name}: {dtype} {list(shape)} there, {tensor.dtype} {list(tensor.shape)} here")
-    prefixes = tuple({name.split(".", 1)[0] + "." for name in expected})
+    objects = {name.partition(".")[0] for name in expected}
     matched = set(names.values())
     for name in saved:
-        if name.startswith(prefixes) and name not in matched:
+        top, dot, _ = name.partition(".")
+        if dot and top in objects and name not in matched:
             differences.append(f"{name}: not in the model")
     if differences:
-        shown = "; ".join(differences[:_SHOWN])
-        if len(differences) > _SHOWN:
-            shown += f" and {len(differences) - _SHOWN} more"
+        shown = some_of(differences, _SHOWN, "; ")
         raise StateError(
             f"{where} is of another model: {shown}. Nothing was loaded. Use the model "
             'it was taken from, another directory, or start fresh without "latest"'

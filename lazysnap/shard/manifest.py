@@ -68,7 +68,7 @@ class CaptureMeta:
     rank: Count
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     captured_ns: Count
-    tensors: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Facts that safetensors cannot express, by name of a tensor: logical dtype, memory order, scope, place in the
     whole."""
     aliases: dict[Text, Text] = field(default_factory=dict)
@@ -304,10 +304,8 @@ def _load(data: bytes, where: str) -> dict[str, Any]:
     return fields
 
 
-def _is_facts(facts: Any) -> bool:
+def _is_facts(facts: dict[str, Any]) -> bool:
     """True if an entry is within the limits; its meaning is checked where it is used."""
-    if not isinstance(facts, dict):
-        return not isinstance(facts, (list, str))
     if not set(facts) <= set(_FACTS):
         return False
     for value in facts.values():

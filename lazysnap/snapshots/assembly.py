@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 
 from lazysnap.errors import FormatError, StateError
 from lazysnap.shard.layout import ITEM_BITS, TensorSpec
@@ -16,19 +15,6 @@ Box = Callable[[str, Extent], tuple[Extent, Extent]]
 def whole_box(name: str, shape: Extent) -> tuple[Extent, Extent]:
     """Return the whole tensor as its wanted box: a ``Box``."""
     return (0,) * len(shape), shape
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A part of a wanted box that one shard holds."""
-
-    stored: StoredTensor
-    box: Overlap
-
-    @property
-    def offsets(self) -> Extent:
-        """The place of its first element in the wanted box."""
-        return tuple(part.start for part in self.box.target)
 
 
 class JoinedTensor:
@@ -53,7 +39,7 @@ class JoinedTensor:
         expected = (first.spec.dtype, first.logical, self.shape)
         if actual != expected or len(stored.spec.shape) != len(first.spec.shape):
             raise FormatError(
-                f"{stored.shard.where}: tensor {stored.name} is {_text(*actual)}, elsewhere {_text(*expected)}"
+                f"{stored.shard.where}: tensor {stored.spec.name} is {_text(*actual)}, elsewhere {_text(*expected)}"
             )
         self._parts[rank] = stored
         self._cover.add(Piece(rank, offsets, stored.shape))
@@ -69,9 +55,9 @@ class JoinedTensor:
         return (self.box, *(part.key for part in self._parts.values()))
 
     @property
-    def tiles(self) -> list[Tile]:
-        """Parts that do not overlap; together they are the wanted box."""
-        return [Tile(self._parts[box.piece.rank], box) for box in self._cover.tiles]
+    def tiles(self) -> list[tuple[StoredTensor, Overlap]]:
+        """Parts that do not overlap, each with what is taken of it; together they are the wanted box."""
+        return [(self._parts[overlap.piece.rank], overlap) for overlap in self._cover.tiles]
 
     @property
     def item_bytes(self) -> int:
@@ -166,7 +152,7 @@ class Assembly:
     def _part_in(self, shard: OpenShard, name: str) -> StoredTensor | None:
         """Return a tensor in a shard by one of its names; of other ranks only parts of shared ones."""
         stored = shard.find(name)
-        if stored is not None and not stored.is_scoped and shard.rank != self._rank:
+        if stored is not None and not stored.is_scoped and shard.meta.rank != self._rank:
             return None
         return stored
 
@@ -175,7 +161,7 @@ class Assembly:
         if name not in self._tensors:
             self._tensors[name] = JoinedTensor(name, stored, self._box(name, stored.extent[0]))
         tensor = self._tensors[name]
-        tensor.add(stored.shard.rank, stored)
+        tensor.add(stored.shard.meta.rank, stored)
         if tensor.is_whole:
             del self._missing[name]
 
@@ -199,9 +185,9 @@ class WholeSnapshot:
         Raises: StateError, if the ranks number their parameters in different ways; FormatError.
         """
         self.snapshot = snapshot
-        self.meta = snapshot.meta(rank)
+        self.meta = snapshot.shards[rank].meta
         """The metadata of this rank."""
-        parameters = snapshot.meta(0).parameters
+        parameters = snapshot.shards[0].meta.parameters
         for shard_rank, shard in enumerate(snapshot.shards):
             if shard.meta.parameters != parameters:
                 raise StateError(

@@ -7,6 +7,7 @@ that a caller asks for.
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import TypeVar
 
 from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
@@ -26,7 +27,7 @@ from lazysnap.resolver import (
     snapshots,
 )
 from lazysnap.runs import MOST_DIGITS, Choice, run_of, short_ids
-from lazysnap.shard.best import BEST, best_first
+from lazysnap.shard.best import best_first
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
 
@@ -208,15 +209,15 @@ class Catalogue:
         any_name = replace(snapshot_filter, name=None)
         directory_names = []
         for directory_name, name in self._snapshot_names.items():
-            if any_name.includes(name.run_id, name.step, ()):
+            if any_name.includes(name, ()):
                 directory_names.append(directory_name)
         by_step: dict[tuple[str, int], list[Directory]] = {}
         for directory in self._list(directory_names):
             name = self._snapshot_names[directory.name]
-            if snapshot_filter.includes(name.run_id, name.step, directory.names):
+            if snapshot_filter.includes(name, directory.names):
                 by_step.setdefault((name.run_id, name.step), []).append(directory)
         best_to_worst = sorted(by_step.items(), reverse=True)
-        if snapshot_filter.name == BEST:
+        if snapshot_filter.is_best:
             best_to_worst = best_first((item, _names_of(item[1])) for item in best_to_worst)
         for (_, step), directories in best_to_worst:
             entries = tuple(self._manifests_by_entry(directories))
@@ -243,7 +244,7 @@ class Catalogue:
             if choice.run is not None:
                 raise ConfigError(f"{which!r} names a run, and run {run} is given as well: give one of them")
             choice = replace(choice, run=run)
-        return self.plans(choice.snapshot_filter(self.run_of))
+        return self.plans(choice.of_one_run(self.run_of))
 
     def find(self, which: str | int, run: str | None = None) -> RestartPlan:
         """Return the first of ``plans_for``. Raises: SnapshotNotFound, listing the complete steps; as ``plans_for``."""
@@ -313,7 +314,7 @@ class Catalogue:
         complete_names = set()
         for key, entries in snapshots(manifests).items():
             shards = []
-            for entry in sorted(entries, key=_rank_and_location):
+            for entry in sorted(entries, key=attrgetter("rank", "location")):
                 shards.append((entry, manifests[entry]))
                 committed_names.add(entry.location)
             snapshot = StoredSnapshot(key, tuple(shards), is_complete(entries))
@@ -321,7 +322,7 @@ class Catalogue:
             if snapshot.is_complete:
                 complete_names.add(snapshot.location)
                 newest = max(newest, key)
-        stored.sort(key=_step_and_key)
+        stored.sort(key=attrgetter("step", "key"))
         uncommitted, bare = self._incomplete_of(directories, committed_names, complete_names)
         contents = Contents(
             self.store.url,
@@ -437,14 +438,6 @@ def _read_manifest(place: FilePlace) -> Manifest | str | None:
         return None
     except (FormatError, LevelError) as error:
         return str(error)  # the other files may be readable
-
-
-def _rank_and_location(entry: Entry) -> tuple[int, str]:
-    return entry.rank, entry.location
-
-
-def _step_and_key(snapshot: StoredSnapshot) -> tuple[int, SnapshotKey]:
-    return snapshot.step, snapshot.key
 
 
 def _names_of(directories: Sequence[Directory]) -> set[str]:

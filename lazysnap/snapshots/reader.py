@@ -31,7 +31,6 @@ Result = TypeVar("Result")
 class OpenShard:
     """One shard whose header was read."""
 
-    rank: int
     meta: CaptureMeta
     layout: Layout
     blocks: Blocks
@@ -64,12 +63,10 @@ class OpenShard:
             )
         spec, offset = self.layout.find(name)
         facts = self.meta.tensors.get(name, {})
-        if not isinstance(facts, dict):
-            raise FormatError(f"{self.where}: tensor {name}: expected an object, the manifest says {facts!r:.50}")
         logical = facts.get("dtype")
         if not isinstance(logical, (str, type(None))):
             raise FormatError(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
-        tensor = StoredTensor(self, name, spec, self.offset + offset, facts)
+        tensor = StoredTensor(self, spec, self.offset + offset, facts)
         if "order" in facts and not is_order(facts["order"], len(tensor.shape)):
             raise FormatError(
                 f"{self.where}: tensor {name}: order must be the numbers of its {len(tensor.shape)} dimensions, each "
@@ -83,7 +80,6 @@ class StoredTensor:
     """One tensor in one shard."""
 
     shard: OpenShard
-    name: str
     spec: TensorSpec
     offset: int
     """The place in the blocks of the shard."""
@@ -93,7 +89,7 @@ class StoredTensor:
     @property
     def key(self) -> tuple[int, str]:
         """Equal for tied tensors."""
-        return id(self.shard), self.name
+        return id(self.shard), self.spec.name
 
     @property
     def logical(self) -> str | None:
@@ -128,7 +124,7 @@ class StoredTensor:
         """Shape of the whole tensor, and the offsets of this box in it. Raises: FormatError."""
         if not self.is_scoped:
             return self.shape, (0,) * len(self.shape)
-        return extent_of(dict(self.facts), self.shape, f"{self.shard.where}: tensor {self.name}")
+        return extent_of(dict(self.facts), self.shape, f"{self.shard.where}: tensor {self.spec.name}")
 
 
 class OpenSnapshot:
@@ -138,10 +134,6 @@ class OpenSnapshot:
         self.plan = plan
         self.shards = shards
         """The shards, in the order of the ranks."""
-
-    def meta(self, rank: int) -> CaptureMeta:
-        """Return the metadata of a rank, small state included."""
-        return self.shards[rank].meta
 
     def close(self) -> None:
         """Close its files. A later read opens them again."""
@@ -169,10 +161,10 @@ def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
     shard = blocks.manifest.of(rank)
     if verify:
         layout = shard.layout(blocks.header(shard), blocks.where)
-        return OpenShard(rank, shard.meta, layout, blocks, shard.offset)
+        return OpenShard(shard.meta, layout, blocks, shard.offset)
     header = blocks.unverified(shard)
     layout = shard.layout(header, blocks.where)
-    return OpenShard(rank, shard.meta, layout, blocks, shard.offset, header)
+    return OpenShard(shard.meta, layout, blocks, shard.offset, header)
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:

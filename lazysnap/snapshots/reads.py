@@ -30,7 +30,7 @@ class Span:
 
 
 def spans(
-    place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int, origin: Extent | None = None
+    place: tuple[int, int], whole: Sequence[int], box: Sequence[slice], unit: int, origin: Extent
 ) -> Iterator[Span]:
     """Yield the parts of ``box`` of a row-major tensor, in file order; together they cover it once.
 
@@ -40,7 +40,9 @@ def spans(
     Args:
         place: offset of the tensor in the file, and bytes of one element.
         whole: shape of the tensor.
-        origin: the place of the box in the box that the caller fills; default: zeros.
+        box: the part of the tensor.
+        unit: see above.
+        origin: the place of the box in the box that the caller fills.
     """
     offset, item_bytes = place
     strides = strides_of(whole, None)
@@ -51,8 +53,6 @@ def spans(
         shape.append(part.stop - part.start)
     if 0 in shape:
         return
-    if origin is None:
-        origin = (0,) * len(shape)
     cutter = _Cutter(unit, item_bytes, strides)
     yield from cutter.cut(offset + _element_at(starts, strides) * item_bytes, origin, tuple(shape), 0)
 
@@ -164,13 +164,15 @@ class Reads:
 
     def add(self, tensor: JoinedTensor, use: Use) -> None:
         """Have the wanted box of a tensor read. Nothing is read yet."""
-        for tile in tensor.tiles:
-            shard = tile.stored.shard
+        item_bytes = tensor.item_bytes
+        for stored, overlap in tensor.tiles:
+            shard = stored.shard
             block_bytes = shard.blocks.block_bytes
             unit = block_bytes * -(-_LEAST_UNIT // block_bytes)
-            place = (tile.stored.offset, tensor.item_bytes)
-            for span in spans(place, tile.box.piece.shape, tile.box.source, unit, tile.offsets):
-                size_bytes = tensor.item_bytes * math.prod(span.shape)
+            place = (stored.offset, item_bytes)
+            origin = tuple(part.start for part in overlap.target)
+            for span in spans(place, overlap.piece.shape, overlap.source, unit, origin):
+                size_bytes = item_bytes * math.prod(span.shape)
                 self._parts.append((shard, _PendingSpan(span, use, size_bytes)))
                 self.size_bytes += size_bytes
 

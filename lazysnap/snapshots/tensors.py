@@ -16,7 +16,7 @@ Facts = tuple[torch.dtype, Extent]
 
 def facts_of(stored: StoredTensor) -> Facts:
     """Return dtype and global shape in the program. Raises: FormatError, if torch has no such dtype."""
-    where = f"{stored.shard.where}: tensor {stored.name}"
+    where = f"{stored.shard.where}: tensor {stored.spec.name}"
     logical = stored.logical
     if stored.spec.dtype not in DTYPES:
         raise FormatError(f"{where}: torch has no dtype for {stored.spec.dtype}")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
+from lazysnap.console import some_of
 from lazysnap.errors import StateError
-from lazysnap.state.modules import entries_of, fill, fitted, is_expanded
+from lazysnap.state.modules import entries_of, fill, fitted, is_expanded, is_uninitialised
 
 _SHOWN = 3
 """Names in a message."""
@@ -86,9 +86,9 @@ def check_loads(path: str, module: torch.nn.Module, captured: Mapping[str, Any])
         return
     reasons = []
     if missing:
-        reasons.append(f"load_state_dict() needs {_listed(missing)}, which state_dict() does not return")
+        reasons.append(f"load_state_dict() needs {some_of(missing, _SHOWN)}, which state_dict() does not return")
     if unknown:
-        reasons.append(f"state_dict() returns {_listed(unknown)}, which load_state_dict() does not know")
+        reasons.append(f"state_dict() returns {some_of(unknown, _SHOWN)}, which load_state_dict() does not know")
     advice = "Let state_dict() return what load_state_dict() reads, or override both"
     if "state_dict" in vars(module):
         advice = (
@@ -96,13 +96,6 @@ def check_loads(path: str, module: torch.nn.Module, captured: Mapping[str, Any])
             "weights are stored once, not in every snapshot), or replace load_state_dict() accordingly"
         )
     raise StateError(f"{path}: no restart could load this model: {'; '.join(reasons)}. {advice}")
-
-
-def _listed(names: Collection[str]) -> str:
-    shown = ", ".join([*names][:_SHOWN])
-    if len(names) > _SHOWN:
-        shown += f" and {len(names) - _SHOWN} more"
-    return shown
 
 
 def _live_entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -117,17 +110,6 @@ def _live_entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         if tensor.device.type != "meta" and tensor.data_ptr() == again.data_ptr():
             live[name] = tensor
     return live
-
-
-def live_extras(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module holds and ``load_state_dict`` does not know, by name: scales of weights in 4
-    bits.
-    """
-    names = LoadedNames.of(module)
-    if not names.unknown(entries_of(module)):
-        return {}
-    live = _live_entries(module)
-    return {name: live[name] for name in names.unknown(live)}
 
 
 def resizable_names(module: torch.nn.Module) -> set[str]:
@@ -150,7 +132,7 @@ def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
         extras[name] = state.pop(name)
     for name, buffer in module.named_buffers(remove_duplicate=False):
         value = state.get(name)
-        if is_lazy(buffer) or not isinstance(value, torch.Tensor):
+        if is_uninitialised(buffer) or not isinstance(value, torch.Tensor):
             continue  # load_state_dict gives a lazy one its shape
         if value.shape != buffer.shape:
             buffer.data = buffer.new_empty(value.shape)
@@ -182,14 +164,14 @@ def _load_extras(module: torch.nn.Module, extras: Mapping[str, Any]) -> None:
                 del pending[name]
     entries = entries_of(module)
     different = [name for name, value in pending.items() if not _are_equal(entries.get(name), value)]
-    for name, parameter in _quantised_entries(module, tuple(different)):
-        if name in different:
-            _requantise(module, parameter, extras)
-            different = [other for other in different if not other.startswith(f"{parameter}.")]
+    requantised = {parameter for _, parameter in _quantised_entries(module, different)}
+    for parameter in sorted(requantised):
+        _requantise(module, parameter, extras)
+        different = [name for name in different if not name.startswith(f"{parameter}.")]
     if different:
         raise StateError(
-            f"the live model has other values than the snapshot for {_listed(different)}, and load_state_dict() does "
-            "not load them: quantise the model as when the snapshot was taken"
+            f"the live model has other values than the snapshot for {some_of(different, _SHOWN)}, and "
+            "load_state_dict() does not load them: quantise the model as when the snapshot was taken"
         )
 
 

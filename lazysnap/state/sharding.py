@@ -42,12 +42,10 @@ def held_part(tensor: torch.Tensor, name: str) -> HeldPart | None:
     return HeldPart(local, tuple(tensor.shape), tuple(offsets), replicas_of(tensor))
 
 
-def replicas_of(tensor: Any) -> tuple[int, ...]:
+def replicas_of(tensor: DTensor) -> tuple[int, ...]:
     """Return the ranks that hold the same part of a DTensor as this one, in order: they differ only along replicated
-    mesh dimensions. Empty for another tensor, and outside the mesh.
+    mesh dimensions. Empty outside the mesh.
     """
-    if not isinstance(tensor, DTensor):
-        return ()
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
@@ -67,13 +65,10 @@ def like(target: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-def box_of(target: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(target: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and shape of the part of a live tensor that this rank has to fill."""
-    part = None
-    if isinstance(target, DTensor):
-        part = held_part(target, "")
-    if part is None:
-        return (0,) * target.dim(), tuple(target.shape)
+    part = held_part(target, "")
+    assert part is not None
     return part.offsets, tuple(part.local.shape)
 
 

@@ -198,11 +198,11 @@ class BreakageContract(Place):
                     ended.set()
 
             try:
-                attempt = Watchdog(work, what)
+                attempt = Watchdog(work, what, 0.01)
                 assert plan.hanging.wait(WAIT_S)
                 with pytest.raises(LevelHangs):
-                    attempt.result(0.01)
-                assert attempt.is_running
+                    attempt.result()
+                assert not attempt.wait(0)
                 num_before = len(plan.operations)
             finally:
                 plan.release()

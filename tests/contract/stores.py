@@ -86,7 +86,7 @@ class StoreContract(Place):
 
         (entry,) = inventory_of(other).entries
         assert (entry.step, entry.run_id) == (1, RUN)
-        assert other.read_manifest(entry) == manifest == other.verify(other.place(entry))
+        assert other.place(entry).read_manifest() == manifest == other.verify(other.place(entry))
         read_whole(other, entry)
         assert everything(store.storage) == [f"{directory(1)}/{MANIFEST}", f"{directory(1)}/{SHARD}"]
 
@@ -174,9 +174,9 @@ class StoreContract(Place):
         """A keeper that takes over may bring the same capture once more."""
         Snapshot(1).write(make_store())
         (before,) = inventory_of(make_store()).entries
-        made = make_store().read_manifest(before)
+        made = make_store().place(before).read_manifest()
         assert Snapshot(1).write(make_store()) == before
-        assert make_store().read_manifest(before) == made
+        assert make_store().place(before).read_manifest() == made
 
     def test_writers_of_one_step_of_several_runs_are_all_served(self, make_store: Callable[[], SnapshotStore]) -> None:
         """At once, each with a client of its own."""

@@ -22,11 +22,11 @@ def shard(rank, tensors, *, scopes=(), aliases=None):
     facts = {name: {"scope": "shard", "global_shape": whole, "offsets": at} for name, whole, at in scopes}
     state = {name: {"$": "tensor", "v": name} for name in [*tensors, *(aliases or {})]}
     meta = CaptureMeta("0" * 16, START, 1, rank, 2, 1, tensors=facts, aliases=aliases or {}, state=state)
-    return OpenShard(rank, meta, layout, MemoryBlocks(memoryview(image), None, f"rank {rank}"))
+    return OpenShard(meta, layout, MemoryBlocks(memoryview(image), None, f"rank {rank}"))
 
 
 def state_of(own, *others, box=whole_box):
-    assembly = Assembly(own.rank, box)
+    assembly = Assembly(own.meta.rank, box)
     assembly.add(own)
     assembly.request(own.meta.state)
     for other in others:

@@ -14,7 +14,7 @@ from lazysnap.config import PersistentLevel
 from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.restore import level as level_module
 from lazysnap.restore.level import Level
-from lazysnap.restore.sources import Failure, Places, Sources
+from lazysnap.restore.sources import Failure, Sources
 from lazysnap.shard.names import SnapshotName
 
 
@@ -37,7 +37,7 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
 
     with contextlib.ExitStack() as stack:
         try:
-            sources = Sources(Places(None, None, None, {entry.level: Level(level, 1)}), stack)
+            sources = Sources(None, None, None, {entry.level: Level(level, 1)}, stack)
             failure = sources.open(entry)
             assert isinstance(failure, Failure)
             assert "did not move for 3 s" in failure.text
@@ -60,7 +60,7 @@ def test_a_level_whose_directories_are_listed_one_by_one_may_take_longer_than_it
     slow = SnapshotStore(FaultyStorage(store.storage, plan))
     monkeypatch.setattr(level_module, "open_store", lambda *_, **__: slow)
 
-    listing = Level(level, 1).begin_names(marked=False)()
+    listing = Level(level, 1).begin_names(marked=False).result()
 
     assert [SnapshotName.parse(directory.name).step for directory in listing.directories] == [1, 2, 3]
     assert plan.operations.count("list") == 4

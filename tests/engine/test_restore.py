@@ -249,6 +249,52 @@ def test_a_decoder_that_refuses_every_snapshot_ends_the_restart(job, tmp_path, l
     assert again.engine.restore().step == 2
 
 
+@pytest.mark.slow
+def test_names_of_objects_may_have_points(job, tmp_path):
+    """What an optimizer holds was taken for tensors of the model whose name begins alike, and nothing was loaded."""
+
+    def objects():
+        net = torch.nn.Linear(3, 3)
+        return {"critic.net": net, "critic.optimizer": torch.optim.AdamW(net.parameters())}
+
+    first = objects()
+    training = job.start(tmp_path, extra=first)
+    first["critic.net"](torch.ones(3)).sum().backward()
+    first["critic.optimizer"].step()
+    first["critic.optimizer"].zero_grad()
+    training.run(1, 1)
+    end(training)
+    again = objects()
+
+    assert job.start(tmp_path, ready=False, extra=again).engine.restore().step == 1
+
+    assert torch.equal(again["critic.net"].weight, first["critic.net"].weight)
+    moments = [each["critic.optimizer"].state_dict()["state"][0]["exp_avg"] for each in (first, again)]
+    assert torch.equal(*moments)
+
+
+@pytest.mark.slow
+def test_what_a_decoder_refuses_is_not_read_again_from_another_level(job, tmp_path, caplog, label_type):
+    levels = (tmp_path / "fast", tmp_path / "slow")
+    training = job.start(*levels, extra={"values": {"label": Label("first")}})
+    training.run(1, 1)
+    assert training.engine.close()
+    decoded = []
+
+    def broken(text):
+        decoded.append(text)
+        raise ValueError("no label")
+
+    register_type(Label, name="tests.Label", encode=lambda label: label.text, decode=broken)
+    again = job.start(*levels, ready=False, extra={"values": {"label": Label("")}})
+
+    with pytest.raises(StateError, match="ValueError: no label"):
+        again.engine.restore()
+
+    assert decoded == ["first"]
+    assert "step 1 passed over: the decoder of 'tests.Label' raised" in caplog.text
+
+
 def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     training = job.start(fast, slow)

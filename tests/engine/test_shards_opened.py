@@ -20,7 +20,7 @@ def shard(rank, rows):
     layout = Layout.plan(specs)
     facts = {"x": {"scope": "shard", "global_shape": [MANY, 2], "offsets": [rows[0], 0]}}
     meta = CaptureMeta(RUN, START, 1, rank, MANY, 1, tensors=facts)
-    return OpenShard(rank, meta, layout, MemoryBlocks(memoryview(b""), None, f"rank {rank}"))
+    return OpenShard(meta, layout, MemoryBlocks(memoryview(b""), None, f"rank {rank}"))
 
 
 def opened(wanted, rows_of, *, lost=(), near=0, neighbours=()):

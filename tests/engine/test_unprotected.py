@@ -221,7 +221,7 @@ def test_without_memory_or_levels_the_end_says_that_nothing_is_saved(job, caplog
 def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
     now = 0.0
     told = Protection(Messages(Statistics(), clock=lambda: now))
-    told.lose(KeeperError("no keeper"))
+    told.lose("no keeper")
     times = []
     for now in range(2000):
         caplog.clear()

@@ -172,12 +172,12 @@ def test_in_the_block_memory_is_made_ready_as_soon_as_it_is_settled_how_training
     training = start()
     if not is_restored_within:
         training.engine.restore("latest")
-        assert not training.engine._recorder.memory.is_asked
+        assert training.engine._recorder.memory._asked is None
     with training.engine as engine:
         if is_restored_within:
-            assert not engine._recorder.memory.is_asked
+            assert engine._recorder.memory._asked is None
             engine.restore("latest")
-        assert engine._recorder.memory.is_asked
+        assert engine._recorder.memory._asked is not None
         train(training, 2)
 
 

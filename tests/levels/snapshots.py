@@ -23,7 +23,7 @@ def whole(store, run: str = RUN) -> list[int]:
     """Steps of ``run`` that can be restored: every block read and verified."""
     steps = []
     for entry in inventory_of(store).entries:
-        manifest = store.read_manifest(entry)
+        manifest = store.place(entry).read_manifest()
         out = map_anonymous(manifest.size_bytes)
         read_image(store, entry, out)
         assert out[-1] == entry.step % 256

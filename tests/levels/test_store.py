@@ -218,4 +218,4 @@ def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp
             read({shard: [WantedBytes(0, len(out), put)]})
             assert out == snapshot.image
     with pytest.raises(FileNotFoundError):
-        store.read_manifest(entry)
+        store.place(entry).read_manifest()

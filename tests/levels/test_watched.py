@@ -58,13 +58,14 @@ def local(tmp_path):
 @contextlib.contextmanager
 def left_behind(work, is_ready):
     """Within the context the watchdog of ``work(beat)`` has given up; afterwards ``work`` ends with CaptureAborted."""
-    attempt = Watchdog(work, "a job")
+    attempt = Watchdog(work, "a job", 0.01)
     assert is_ready.wait(WAIT_S)
     with pytest.raises(LevelHangs):
-        attempt.result(0.01)
+        attempt.result()
     yield
+    assert attempt.wait(WAIT_S)
     with pytest.raises(CaptureAborted, match="came back after its deadline"):
-        attempt.result(WAIT_S)
+        attempt.result()
 
 
 def test_the_list_of_operations_is_complete():
@@ -151,7 +152,7 @@ def test_what_the_next_job_wrote_is_left_alone_by_the_one_before(tmp_path, passi
 
     passing(hang_once)
     with left_behind(lambda beat: Snapshot(1).write(store.watched(beat)), is_ready):
-        Watchdog(lambda beat: Snapshot(1).write(store.watched(beat)), "the next job").result(WAIT_S)
+        Watchdog(lambda beat: Snapshot(1).write(store.watched(beat)), "the next job", WAIT_S).result()
         before = everything(store.storage)
         may_return.set()
 
@@ -165,7 +166,7 @@ def test_a_write_that_waits_for_its_rate_does_not_hang(tmp_path):
     store, pace = SnapshotStore(LocalStorage(str(tmp_path / "run"))), RateLimiter(10_000)
     pace.wait_for(20_000, lambda: None)
 
-    Watchdog(lambda beat: Snapshot(1).write(store.watched(beat, pace)), "a job").result(1.0)
+    Watchdog(lambda beat: Snapshot(1).write(store.watched(beat, pace)), "a job", 1.0).result()
 
     assert look(store).steps() == [1]
 

@@ -31,7 +31,7 @@ def pieces_of(url):
     newest = max(entry.step for entry in entries)
     found = {}
     for entry in (entry for entry in entries if entry.step == newest):
-        shard, path = store.read_manifest(entry).of(entry.rank), f"{store.url}/{store.place(entry).file_path}"
+        shard, path = store.place(entry).read_manifest().of(entry.rank), f"{store.url}/{store.place(entry).file_path}"
         with open(path, "rb") as file:
             file.seek(shard.offset)
             layout = shard.layout(file.read(shard.header_bytes), path)

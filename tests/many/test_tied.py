@@ -15,7 +15,7 @@ def stored(job):
     newest = max(entry.step for entry in entries)
     found = {}
     for entry in (entry for entry in entries if entry.step == newest):
-        manifest = store.read_manifest(entry)
+        manifest = store.place(entry).read_manifest()
         path = job.root / "level" / store.place(entry).file_path
         shard = manifest.of(entry.rank)
         layout = shard.layout(path.read_bytes()[shard.offset :], str(path))

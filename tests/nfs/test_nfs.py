@@ -27,7 +27,7 @@ def restorable(path: pathlib.Path) -> list[int]:
     found = inventory_of(store)
     assert found.problems == ()
     for entry in found.entries:
-        manifest = store.read_manifest(entry)
+        manifest = store.place(entry).read_manifest()
         out = map_anonymous(manifest.size_bytes)
         read_image(store, entry, out)
         assert out[-1] == entry.step

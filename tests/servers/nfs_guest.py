@@ -114,13 +114,15 @@ def write_with_deadline(talk: Conversation, url: str, step: int, size: int, dead
     """What the attempt raised; then, after a stop, what became of the one that was left behind."""
     source = StopsInTheMiddle(talk, step, size)
 
-    attempt = Watchdog(lambda beat: write_shard(_store(url).watched(beat), _meta(step), source), f"step {step}")
+    name = f"step {step}"
+    attempt = Watchdog(lambda beat: write_shard(_store(url).watched(beat), _meta(step), source), name, deadline_s)
     try:
-        attempt.result(deadline_s)
+        attempt.result()
     except Exception as error:  # noqa: BLE001
         talk.stop(type(error).__name__)
+    attempt.wait(30)
     try:
-        attempt.result(30)
+        attempt.result()
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {error}"
     return "committed"
@@ -138,7 +140,7 @@ def restorable(talk: Conversation, url: str) -> list:
 
 
 def _read(store, entry) -> None:
-    manifest, place, last = store.read_manifest(entry), store.place(entry), map_anonymous(1)
+    manifest, place, last = store.place(entry).read_manifest(), store.place(entry), map_anonymous(1)
     read_node_file(place, manifest)
     with contextlib.closing(store.storage.reader(place.file_path)) as reader:
         reader.read_into(manifest.size_bytes - 1, last)

@@ -127,6 +127,8 @@ def manifest_bytes(**changes: object) -> bytes:
         {"shards__0__aliases": {"a": 1}},
         {"shards__0__aliases": []},
         {"shards__0__tensors": None},
+        {"shards__0__tensors": {"w": None}},
+        {"shards__0__tensors": {"w": 3}},
         {"shards__0__packages": {"torch": None}},
         {"shards__0__state": ...},
         {"shards__0__surprise": 1},

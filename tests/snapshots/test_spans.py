@@ -28,7 +28,7 @@ def test_the_spans_of_a_box_are_the_box(case):
     expected = whole[tuple(box)]
     found = torch.zeros_like(expected)
 
-    parts = list(spans((offset, itemsize), shape, box, unit))
+    parts = list(spans((offset, itemsize), shape, box, unit, (0,) * len(shape)))
 
     for part in parts:
         first, last = (part.start - offset) // itemsize, (part.stop - offset) // itemsize
@@ -48,13 +48,13 @@ def test_the_spans_of_a_box_are_the_box(case):
 def test_what_crosses_a_unit_is_one_row_no_longer_than_a_unit_or_one_element(case):
     offset, shape, box, unit, itemsize = case
 
-    for part in spans((offset, itemsize), shape, box, unit):
+    for part in spans((offset, itemsize), shape, box, unit, (0,) * len(shape)):
         if part.start // unit != (part.stop - 1) // unit:
             assert part.stop - part.start <= max(unit, itemsize)
 
 
 def test_a_large_tensor_makes_as_many_spans_as_it_has_blocks():
-    parts = list(spans((4096, 4), [1 << 28], [slice(0, 1 << 28)], 16 << 20))
+    parts = list(spans((4096, 4), [1 << 28], [slice(0, 1 << 28)], 16 << 20, (0,)))
 
     assert len(parts) == 65
     assert parts[0].start == 4096
@@ -62,6 +62,6 @@ def test_a_large_tensor_makes_as_many_spans_as_it_has_blocks():
 
 
 def test_few_columns_of_long_rows_do_not_make_all_rows_read():
-    parts = list(spans((0, 4), [3, 1 << 26], [slice(0, 3), slice(5, 15)], 16 << 20))
+    parts = list(spans((0, 4), [3, 1 << 26], [slice(0, 3), slice(5, 15)], 16 << 20, (0, 0)))
 
     assert [(part.start, part.stop) for part in parts] == [(n * (4 << 26) + 20, n * (4 << 26) + 60) for n in range(3)]

@@ -101,7 +101,7 @@ def key_of(manifest: Manifest, rank: int, name: str) -> str:
 
 def read_image(store: SnapshotStore, entry: Entry, out: memoryview, progress: Progress = no_progress) -> Manifest:
     """The file of an entry, verified. Raises: as ``fill``."""
-    manifest, place = store.read_manifest(entry), store.place(entry)
+    manifest, place = store.place(entry).read_manifest(), store.place(entry)
     place.check_sizes(manifest)
 
     def put(at: int, data: memoryview) -> None:
@@ -118,7 +118,7 @@ def read_whole(store: SnapshotStore, entry: Entry, progress: Progress = no_progr
     Raises: FormatError, FileNotFoundError, LevelError: what is allowed of a snapshot that is damaged or gone.
     AssertionError: bytes were given out that are not those that were written.
     """
-    manifest = store.read_manifest(entry)
+    manifest = store.place(entry).read_manifest()
     out = map_anonymous(manifest.size_bytes)
     read_image(store, entry, out, progress)
     meta = manifest.meta

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from lazysnap.data.position import Position, tick
+from lazysnap.data.iteration import tick
+from lazysnap.data.position import Position
 from lazysnap.data.resumable import make_resumable
 from lazysnap.state.wrappers import stepping
 
