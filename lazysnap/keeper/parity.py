@@ -47,7 +47,6 @@ from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
 from lazysnap.peers.messages import PartOf, PeerRefused
 from lazysnap.peers.reader import PeerReader
-from lazysnap.peers.secret import Secret
 
 logger = logging.getLogger(__name__)
 
@@ -254,10 +253,9 @@ class GroupReader:
             self._readers[position] = self._reader(redundancy.members[position])
 
     def _reader(self, node: int) -> PeerReader:
-        secret = Secret(self._context.peers.secret)
         for address in self._context.peers.addresses:
             if address.node == node and address.port:
-                return PeerReader(secret, (address.host, address.port), beat=self._control.beat)
+                return PeerReader(self._context.peers.secret, (address.host, address.port), beat=self._control.beat)
         raise KeeperError(f"node {node} has no address at which others reach its keeper")
 
     def connect(self) -> None:

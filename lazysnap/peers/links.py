@@ -18,7 +18,6 @@ from msgspec import msgpack
 from lazysnap.core.messages import Report
 from lazysnap.peers.listener import Deadlines
 from lazysnap.peers.messages import Hello, LinkMessage, StateMessage
-from lazysnap.peers.secret import Secret
 from lazysnap.peers.streams import Stream
 from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
 
@@ -93,7 +92,7 @@ class Links:
     """
 
     def __init__(
-        self, secret: Secret, me: Hello, nodes: Collection[int], handler: Handler, deadlines: Deadlines
+        self, secret: str, me: Hello, nodes: Collection[int], handler: Handler, deadlines: Deadlines
     ) -> None:
         """Begin without any link. ``nodes``: the numbers of all nodes of the start."""
         self._secret = secret

@@ -20,7 +20,6 @@ from lazysnap.peers.links import Handler, Links
 from lazysnap.peers.listener import ConnectionLimit, Deadlines, listener_at
 from lazysnap.peers.messages import Hello, Read, Refusal, Request, StateMessage
 from lazysnap.peers.reads import ReadThreads, ServedSources, answer_read
-from lazysnap.peers.secret import Secret
 from lazysnap.peers.streams import Stream
 from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
 
@@ -97,7 +96,7 @@ class Peers:
         self._node = node
         nodes = [address.node for address in settings.addresses]
         me = Hello(settings.job, node)
-        self._links = Links(Secret(settings.secret), me, nodes, self._handler, self._deadlines)
+        self._links = Links(settings.secret, me, nodes, self._handler, self._deadlines)
         address = _address_of(settings, node)
         if address is not None:
             self._spawn(self._serve(address), self._tasks)
@@ -216,7 +215,7 @@ class Peers:
             self._streams.add(stream)
             if start is not self._settings:
                 return  # it ended meanwhile
-            await stream.authenticate(Secret(start.secret), is_server=True)
+            await stream.authenticate(start.secret, is_server=True)
             is_known = True
             limit.become_known()
             await self._converse(stream, address)

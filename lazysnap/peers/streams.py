@@ -7,7 +7,7 @@ from typing import TypeVar
 from msgspec import Struct, msgpack
 
 from lazysnap.peers.listener import Deadlines
-from lazysnap.peers.secret import Handshake, Secret, handshake
+from lazysnap.peers.secret import Handshake, handshake
 from lazysnap.peers.wire import HEAD_BYTES, frame, keep_alive, parse_frame, parse_head
 
 _PIECE_BYTES = 1 << 18
@@ -38,7 +38,7 @@ class Stream:
         return cls(reader, writer, deadlines)
 
     @classmethod
-    async def connect(cls, address: tuple[str, int], secret: Secret, deadlines: Deadlines) -> "Stream":
+    async def connect(cls, address: tuple[str, int], secret: str, deadlines: Deadlines) -> "Stream":
         """Connect to a process of the start, and prove both ends to each other."""
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), deadlines.connect_s)
         stream = cls(reader, writer, deadlines)
@@ -50,7 +50,7 @@ class Stream:
             raise
         return stream
 
-    async def authenticate(self, secret: Secret, *, is_server: bool) -> None:
+    async def authenticate(self, secret: str, *, is_server: bool) -> None:
         """Prove both ends to each other. Raises: Violation, if the other end cannot prove itself."""
         await asyncio.wait_for(self._prove(handshake(secret, is_server=is_server)), self._deadlines.connect_s)
 
@@ -69,9 +69,9 @@ class Stream:
         return await asyncio.wait_for(self._receive(decoder), timeout_s)
 
     async def _receive(self, decoder: "msgpack.Decoder[M]") -> M:
-        head = parse_head(await self._reader.readexactly(HEAD_BYTES))
-        data = await self._reader.readexactly(head.length)
-        return parse_frame(head, data, decoder)
+        length, checksum = parse_head(await self._reader.readexactly(HEAD_BYTES))
+        data = await self._reader.readexactly(length)
+        return parse_frame(data, checksum, decoder)
 
     async def send(self, message: Struct, payload: memoryview | None = None) -> None:
         """Send a frame, and behind it the bytes of ``payload``, as fast as the other end takes them."""

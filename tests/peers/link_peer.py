@@ -6,7 +6,6 @@ import sys
 from support.peer_ends import Table, settings_of
 
 from lazysnap.core.messages import Report
-from lazysnap.peers.secret import Secret
 from lazysnap.peers.server import Peers
 
 
@@ -23,7 +22,7 @@ class Answering:
 
 def main():
     port = int(sys.argv[1])
-    settings = settings_of(Secret(sys.stdin.read()), [port, 0])
+    settings = settings_of(sys.stdin.read(), [port, 0])
     loop = asyncio.new_event_loop()
     handler = Answering()
     handler.peers = Peers(loop, handler, Table())

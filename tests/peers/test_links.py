@@ -255,7 +255,7 @@ def test_a_port_that_a_dead_keeper_just_leaves_is_waited_for(loop_thread, secret
 def start_peer(secret, port):
     script = pathlib.Path(__file__).parent / "link_peer.py"
     peer = subprocess.Popen([sys.executable, str(script), str(port)], stdin=subprocess.PIPE)
-    peer.stdin.write(secret.hex.encode())
+    peer.stdin.write(secret.encode())
     peer.stdin.close()
     return peer
 
@@ -280,7 +280,7 @@ def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(make_
             peer.wait()
         first.wait_down(1)
 
-    assert not any(secret.hex in text for text in (*seen, caplog.text, repr(secret)))
+    assert not any(secret in text for text in (*seen, caplog.text))
 
 
 def test_of_two_connections_of_one_node_the_later_one_stays(make_end, address, secret):
@@ -349,7 +349,7 @@ def test_ends_that_are_closed_while_others_connect_leave_nothing(secret):
 def test_settings_that_cannot_be_listened_at_are_logged_and_harm_nobody(loop_thread, secret, caplog):
     address = msgspec.structs.replace(settings_of(secret, [1]).addresses[0], host="0.0.0.0")
     end = End(loop_thread)
-    loop_thread.call(end.peers.begin, PeerSettings("job", 0, secret.hex, (address,)), 0)
+    loop_thread.call(end.peers.begin, PeerSettings("job", 0, secret, (address,)), 0)
     until(lambda: "one interface" in caplog.text)
     assert not loop_thread.call(lambda: end.peers.is_serving)
     end.close()

@@ -12,7 +12,6 @@ from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.peers.listener import Deadlines, ReservedPort
 from lazysnap.peers.messages import Subject
 from lazysnap.peers.reads import PeerSource
-from lazysnap.peers.secret import Secret
 from lazysnap.peers.server import Peers
 from support.waiting import TIMEOUT_S, until
 
@@ -138,7 +137,7 @@ def ports(count: int) -> Iterator[list[int]]:
         yield [port.number for port in reserved]
 
 
-def settings_of(secret: Secret, numbers: list[int], job: str = "job") -> PeerSettings:
+def settings_of(secret: str, numbers: list[int], job: str = "job") -> PeerSettings:
     """Return the settings of nodes that serve at these ports; 0: that node does not serve."""
     addresses = [PeerAddress(node, HOST, port) for node, port in enumerate(numbers)]
-    return PeerSettings(job, 0, secret.hex, tuple(addresses))
+    return PeerSettings(job, 0, secret, tuple(addresses))
