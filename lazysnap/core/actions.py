@@ -138,16 +138,6 @@ class Failed(JobEnded):
 class PeerUp:
     """A link to another node began; what was sent before may be lost."""
 
-    node: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """Another node sent its state."""
-
-    node: int
-    message: Report | Order
-
 
 @dataclass(frozen=True)
 class PeersListening:
@@ -181,12 +171,14 @@ Event = (
     | JobMoved
     | JobEnded
     | PeerUp
-    | Received
     | PeersListening
+    | Report
+    | Order
     | KeeperTrouble
     | TimePassed
     | Terminated
 )
+"""``Report`` and ``Order`` are the states that other nodes sent."""
 
 # Actions
 

@@ -23,7 +23,6 @@ from lazysnap.core.actions import (
     PeersListening,
     PeerUp,
     ProcessDied,
-    Received,
     Release,
     SendToTrainer,
     SetPeers,
@@ -36,7 +35,7 @@ from lazysnap.core.actions import (
 from lazysnap.core.job import JobCore
 from lazysnap.core.jobs import Threads
 from lazysnap.core.lifecycle import Lifecycle, Phase
-from lazysnap.core.messages import KeeperAlert, KeeperState, PeerSettings
+from lazysnap.core.messages import KeeperAlert, KeeperState, Order, PeerSettings, Report
 from lazysnap.core.ranks import Presence, Rank, Ranks
 
 MAX_TROUBLES = 8
@@ -154,8 +153,8 @@ class Core:
                 if self.job is not None:
                     self.job.peer_up(self.now)
                 return False
-            case Received():
-                return self.job is not None and self.job.receive(event.message, self.now)
+            case Report() | Order():
+                return self.job is not None and self.job.receive(event, self.now)
             case PeersListening():
                 self._is_serving_peers = True
             case KeeperTrouble():

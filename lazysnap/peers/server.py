@@ -9,14 +9,15 @@ import asyncio
 import functools
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from msgspec import msgpack
 
+from lazysnap.core.actions import Event, PeersListening
 from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.errors import ConfigError
-from lazysnap.peers.links import Handler, Links
+from lazysnap.peers.links import Links
 from lazysnap.peers.listener import ConnectionLimit, Deadlines, listener_at
 from lazysnap.peers.messages import Hello, Read, Refusal, Request, StateMessage
 from lazysnap.peers.reads import ReadThreads, ServedSources, answer_read
@@ -39,8 +40,8 @@ class Peers:
 
     Example::
 
-        peers = Peers(loop, handler, sources)
-        peers.begin(settings, node=1)  # ``handler.peer_up(0)`` follows
+        peers = Peers(loop, handle, sources)
+        peers.begin(settings)  # ``handle(PeerUp())`` follows
         peers.send(0, report)
         peers.close()
     """
@@ -48,17 +49,24 @@ class Peers:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        handler: Handler,
+        handle: Callable[[Event], None],
         sources: ServedSources,
         deadlines: Deadlines | None = None,
     ) -> None:
+        """Begin without a start.
+
+        Args:
+            loop: the loop of the keeper.
+            handle: takes ``PeersListening``, ``PeerUp`` and the messages of other nodes; it must return at once.
+            sources: what other nodes may read.
+            deadlines: bounds of each wait.
+        """
         self._loop = loop
-        self._handler = handler
+        self._handle = handle
         self._sources = sources
         self._deadlines = deadlines or Deadlines()
         self._threads = ReadThreads(loop)
         self._settings: PeerSettings | None = None
-        self._node = COORDINATOR_NODE
         self._links: Links | None = None
         self._limit = ConnectionLimit()
         self._listener: socket.socket | None = None
@@ -68,40 +76,23 @@ class Peers:
         self._conversations: set[asyncio.Task[None]] = set()
         """Those that end with their streams."""
 
-    @property
-    def is_serving(self) -> bool:
-        """True while it listens for other nodes."""
-        return self._listener is not None
-
-    @property
-    def linked_nodes(self) -> frozenset[int]:
-        """Nodes to which there is a link."""
-        if self._links is None:
-            return frozenset()
-        return self._links.linked_nodes
-
-    def begin(self, settings: PeerSettings, node: int) -> None:
+    def begin(self, settings: PeerSettings) -> None:
         """Serve, and link to, the nodes of a start from now on. Connections of an earlier start end.
 
         Does nothing if these are the settings already. Never raises: what cannot be had is tried again, and logged.
-
-        Args:
-            settings: the start.
-            node: number of this node.
         """
-        if settings == self._settings and node == self._node:
+        if settings == self._settings:
             return
         self._end_start()
         self._settings = settings
-        self._node = node
         nodes = [address.node for address in settings.addresses]
-        me = Hello(settings.job, node)
-        self._links = Links(settings.secret, me, nodes, self._handler, self._deadlines)
-        address = _address_of(settings, node)
+        me = Hello(settings.job, settings.node)
+        self._links = Links(settings.secret, me, nodes, self._handle, self._deadlines)
+        address = _address_of(settings, settings.node)
         if address is not None:
             self._spawn(self._serve(address), self._tasks)
         first = _address_of(settings, COORDINATOR_NODE)
-        if node != COORDINATOR_NODE and first is not None:
+        if settings.node != COORDINATOR_NODE and first is not None:
             self._spawn(self._links.keep_up(COORDINATOR_NODE, first.host, first.port), self._tasks)
 
     def send(self, node: int, message: StateMessage) -> None:
@@ -155,7 +146,7 @@ class Peers:
             return
         self._listener = listener
         self._loop.add_reader(listener, self._accept)
-        self._handler.serving()
+        self._handle(PeersListening())
 
     async def _listen(self, address: PeerAddress) -> socket.socket | None:
         """Return the listener once the port is free; None, if there can be none.

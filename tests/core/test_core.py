@@ -629,7 +629,7 @@ class TestOtherNodes:
             message = Order(digest, 5, (LevelOrder(1, None, None, (), (), (), (), False, True),))
 
         [alert] = driver.sent(driver.pass_time(UNREACHED_S)).alerts
-        done = driver.step(actions.Received(1 - node, message))
+        done = driver.step(message)
 
         assert alert.about == "links"
         assert said in alert.text

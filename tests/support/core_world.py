@@ -417,7 +417,7 @@ class SimNode:
     def _link(self, other: "SimNode") -> None:
         for node, peer in ((self, other), (other, self)):
             if node.keeper is not None and peer.keeper is not None:
-                node.keeper.handle(actions.PeerUp(peer.number))
+                node.keeper.handle(actions.PeerUp())
 
 
 class SimRank:
@@ -751,7 +751,7 @@ class World:
 
     def _deliver(self, sender: SimKeeper, target: SimKeeper, message: object) -> None:
         if target.is_alive and self.nodes[sender.node.number].keeper in (sender, None):
-            target.handle(actions.Received(sender.node.number, message))
+            target.handle(message)
 
     # Promises
 

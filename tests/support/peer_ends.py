@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from msgspec import structs
+
+from lazysnap.core.actions import Event, PeersListening
 from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.peers.listener import Deadlines, ReservedPort
@@ -64,24 +67,21 @@ class Inbox:
     """Keeps what happens, for a test to wait for."""
 
     def __init__(self) -> None:
-        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.events: queue.Queue[Event] = queue.Queue()
         self.is_serving = threading.Event()
 
-    def serving(self) -> None:
-        self.is_serving.set()
+    def handle(self, event: Event) -> None:
+        if isinstance(event, PeersListening):
+            self.is_serving.set()
+        else:
+            self.events.put(event)
 
-    def peer_up(self, node: int) -> None:
-        self.events.put(("up", node))
-
-    def received(self, node: int, message: Any) -> None:
-        self.events.put(("message", node, message))
-
-    def next(self) -> tuple[Any, ...]:
+    def next(self) -> Event:
         return self.events.get(timeout=TIMEOUT_S)
 
-    def until(self, *event: Any) -> None:
+    def until(self, event: Event) -> None:
         """Wait for an event; what comes before is dropped."""
-        while self.next()[: len(event)] != event:
+        while self.next() != event:
             pass
 
 
@@ -109,10 +109,10 @@ class End:
     def __init__(self, thread: LoopThread, sources: Any = None, deadlines: Deadlines = QUICK) -> None:
         self._thread = thread
         self.inbox = Inbox()
-        self.peers: Peers = thread.call(Peers, thread.loop, self.inbox, sources or Table(), deadlines)
+        self.peers: Peers = thread.call(Peers, thread.loop, self.inbox.handle, sources or Table(), deadlines)
 
     def begin(self, settings: PeerSettings, node: int) -> "End":
-        self._thread.call(self.peers.begin, settings, node)
+        self._thread.call(self.peers.begin, structs.replace(settings, node=node))
         if any(address.node == node and address.port for address in settings.addresses):
             assert self.inbox.is_serving.wait(TIMEOUT_S)
         return self
@@ -120,8 +120,15 @@ class End:
     def send(self, node: int, message: Any) -> None:
         self._thread.call(self.peers.send, node, message)
 
+    def linked_nodes(self) -> set[int]:
+        """Return the nodes to which there is a link. On the loop."""
+        links = self.peers._links
+        if links is None:
+            return set()
+        return set(links._links)
+
     def wait_down(self, node: int) -> None:
-        until(lambda: node not in self._thread.call(lambda: self.peers.linked_nodes))
+        until(lambda: node not in self._thread.call(self.linked_nodes))
 
     def close(self) -> None:
         self._thread.call(self.peers.close)
