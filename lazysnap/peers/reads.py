@@ -5,6 +5,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import xxhash
@@ -20,21 +21,22 @@ _THREAD = "lazysnap-peer-reads"
 Result = TypeVar("Result")
 
 
-class PeerSource(BlockSource, Protocol):
-    """What a keeper lets others read. Its methods never wait: they raise NotYet where bytes are missing."""
+@dataclass(frozen=True)
+class OpenedSource:
+    """What a keeper lets others read, once it was opened."""
 
+    data: BlockSource
+    """The bytes. It never waits: where bytes are missing it raises NotYet."""
     identity: int
     """Number of the captures that are read. Another one: other captures of the same step."""
-
-    def check(self) -> None:
-        """Check that all that was viewed so far is of these captures. Raises: CaptureAborted."""
-        ...
+    check: Callable[[], object]
+    """Checks that all that was viewed so far is of these captures. Raises: CaptureAborted."""
 
 
 class ServedSources(Protocol):
     """What a keeper lets others read. Thread-safe."""
 
-    def open(self, subject: Subject) -> PeerSource:
+    def open(self, subject: Subject) -> OpenedSource:
         """Return the source. Raises: NotYet; LazySnapError or OSError, if there is none: the reader gets the text."""
         ...
 
@@ -62,20 +64,21 @@ def answer_read(sources: ServedSources, read: Read) -> Answered:
         return Refusal(f"{type(error).__name__}: {error}"[:MAX_TEXT]), None
 
 
-def _read(source: PeerSource, read: Read) -> Answered:
+def _read(source: OpenedSource, read: Read) -> Answered:
+    data = source.data
     stop = read.offset + read.length
-    if stop > source.size_bytes:
-        text = f"bytes [{read.offset}, {stop}) of {read.subject}, which has {source.size_bytes}"
+    if stop > data.size_bytes:
+        text = f"bytes [{read.offset}, {stop}) of {read.subject}, which has {data.size_bytes}"
         return Refusal(text[:MAX_TEXT]), None
-    if read.length and stop == source.size_bytes:
-        source.finish()
+    if read.length and stop == data.size_bytes:
+        data.finish()
     payload = memoryview(b"")
     if read.length:
-        payload = source.view(read.offset, read.length)[: read.length]
+        payload = data.view(read.offset, read.length)[: read.length]
     checksum = xxhash.xxh3_64_intdigest(payload)
     # Behind the checksum: a capture that was written over meanwhile is not answered with the checksum of a mixture.
     source.check()
-    return Block(read.length, checksum, source.size_bytes, source.identity), payload
+    return Block(read.length, checksum, data.size_bytes, source.identity), payload
 
 
 class ReadThreads:

@@ -14,7 +14,7 @@ from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.peers.listener import Deadlines, ReservedPort
 from lazysnap.peers.messages import Subject
-from lazysnap.peers.reads import PeerSource
+from lazysnap.peers.reads import OpenedSource
 from lazysnap.peers.server import Peers
 from support.waiting import TIMEOUT_S, until
 
@@ -88,16 +88,17 @@ class Inbox:
 class Table:
     """Sources by what they are of."""
 
-    def __init__(self, sources: dict[Subject, PeerSource] | None = None) -> None:
+    def __init__(self, sources: dict[Subject, Any] | None = None) -> None:
         self.sources = sources or {}
         self.opened: list[Subject] = []
         self.forgotten: list[Subject] = []
 
-    def open(self, what: Subject) -> PeerSource:
+    def open(self, what: Subject) -> OpenedSource:
         self.opened.append(what)
         if what not in self.sources:
             raise CaptureAborted(f"there is no {what}")
-        return self.sources[what]
+        source = self.sources[what]
+        return OpenedSource(source, source.identity, source.check)
 
     def forget(self, what: Subject) -> None:
         self.forgotten.append(what)
