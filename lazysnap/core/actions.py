@@ -92,13 +92,15 @@ class Listed(JobEnded):
     """The level was listed."""
 
     stored: tuple[StepKey, ...]
-    """Snapshots of which this node stored its part."""
+    """Snapshots of which this node's part is committed, and has its size."""
     leftovers: tuple[StepKey, ...] = ()
     """Snapshots of which this node has files, and no commit."""
     names: tuple[NamedStep, ...] = ()
-    """Names that are given there."""
+    """Names that the run gave there. Node 0 alone gives names, so on other nodes this is empty."""
     unusable: tuple[StepKey, ...] = ()
-    """Snapshots that do not count, though they were committed: of other nodes, or damaged. They go as old ones do."""
+    """Snapshots with committed files that are this node's to delete, and that do not count: they are of another team
+    and not whole, or damaged. They go as old ones do.
+    """
 
 
 @dataclass(frozen=True)

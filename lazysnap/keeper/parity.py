@@ -33,8 +33,8 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
 from lazysnap.errors import KeeperError, LazySnapError
-from lazysnap.keeper.jobs import JobControl
-from lazysnap.keeper.node_part import NodePart, captures_of, read_index
+from lazysnap.keeper.jobs import JobControl, open_captures
+from lazysnap.keeper.node_part import NodePart, read_index
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.threads import in_threads
@@ -219,8 +219,7 @@ def _protect(
 ) -> StepStored:
     faults.point("keeper.parity.begin")
     began = time.monotonic()
-    captures = captures_of(job.slots, slots, (job.key.start, job.key.step))
-    readers = [CaptureReader(slot, sequence, control.beat) for slot, sequence in captures]
+    readers = open_captures(job, slots, control.beat)
     own_part = NodePart(readers, context.redundancy.most_lost)
     group = GroupReader(context, control)
     try:
