@@ -97,10 +97,6 @@ class Core:
             self._actions += self.job.repeat_state(now)
         return self._actions
 
-    def state_of(self, rank: Rank) -> KeeperState:
-        """Return what the trainer of a rank is to know, also where there is none now."""
-        return self._keeper_state(rank, self._common_state())
-
     def wake_at(self) -> float | None:
         """Return the time at which ``TimePassed`` is wanted; None if only other events matter."""
         times = []
@@ -258,14 +254,14 @@ class Core:
         attached = [rank for rank in self.ranks.all if rank.presence is Presence.ATTACHED]
         if not attached:
             return
-        common = self._common_state()
+        common = self.common_state()
         for rank in attached:
             state = self._keeper_state(rank, common)
             if state != rank.last_sent:
                 rank.last_sent = state
                 self._actions.append(SendToTrainer(rank.connection, rank.number, state))
 
-    def _common_state(self) -> KeeperState:
+    def common_state(self) -> KeeperState:
         """Return what all trainers of the node get to know."""
         alerts = [KeeperAlert("keeper", text) for text in self._troubles]
         if self.job is None:

@@ -66,9 +66,9 @@ from lazysnap.keeper.other_nodes import OtherNodes
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
 from lazysnap.keeper.slot_table import SlotTable
-from lazysnap.keeper.trainer_watch import TrainerWatch
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.keeper.wire import Frame
+from lazysnap.memory.budget import NODE
 from lazysnap.memory.slots import KeeperSlot
 from lazysnap.memory.words import NodePage
 
@@ -76,8 +76,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_ROUNDS = 16
 """Times that the words are read again for one event. What is still to be seen then is seen with the next one."""
-_NOTED_RANK = 0
-"""The rank whose state is noted in the events of the run."""
 
 
 def run_keeper(
@@ -129,7 +127,6 @@ class Keeper:
         self._levels = LevelThreads(self._post, self._job_returned, self._others.parity_job)
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
-        self._trainers = TrainerWatch(self._events)
         self._answers = Answers(self._core, self._slots, self._connections)
         self._sent: dict[int, SendToTrainer] = {}
         """The last state that was sent, by rank."""
@@ -197,9 +194,8 @@ class Keeper:
 
     def _follow_up(self) -> None:
         """Do what has to follow any event."""
-        self._trainers.compare(self._core.ranks.all)
-        self._events.note_ranks(self._core.ranks.all, self._slots.by_rank)
-        self._note_state()
+        NODE.expect(self._core.ranks.growth_bytes())
+        self._events.note(self._core, self._slots.by_rank)
         self._answer_stop()
         self._compute_checksums_at_rest()
         self._set_timer()
@@ -278,7 +274,7 @@ class Keeper:
             case BeginJob():
                 self._levels.begin(action.settings)
                 self._others.begin_job(action.settings)
-                self._events.job_began(action.settings, self._core)
+                self._events.job_began(action.settings)
             case SetPeers():
                 self._others.set_peers(action.peers)
             case Job():
@@ -409,11 +405,6 @@ class Keeper:
             levels = action.state.levels
             if level < len(levels) and levels[level].writing is not None:
                 self._send_state(action)
-
-    def _note_state(self) -> None:
-        """Note the state of the first rank for the events of the run, also while it has no trainer."""
-        if self._core.ranks.all:
-            self._events.state_changed(self._core.state_of(self._core.ranks.all[_NOTED_RANK]))
 
     # Questions
 
