@@ -329,7 +329,7 @@ class Keeper:
 
     def _job_ended(self, control: JobControl, event: JobEnded) -> None:
         job = control.job
-        self._levels.forget(job)
+        self._levels.forget(control)
         self._slots.note_checksums(control.checksums)
         key = job.key if isinstance(job, WriteLevel) else None
         self._events.job_ended(control.level_url, event, key)
