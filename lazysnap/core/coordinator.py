@@ -37,8 +37,8 @@ class Coordinator:
     """
 
     number: int
-    """Random for each keeper, one more with each new training. It tells this coordinator from those before it, which
-    nodes may still answer. The one that a keeper makes when its node stores alone has the same number.
+    """Random for the first one of a keeper, then one more each time. It tells this coordinator from those before it,
+    which nodes may still answer.
     """
     job: int
     """``JobCore.digest``: the settings that all nodes have."""

@@ -7,6 +7,8 @@
 The keeper has memory (``ranks``) before it knows what is to be stored (``job``): trainers restore first.
 """
 
+import itertools
+
 from msgspec import structs
 
 from lazysnap.core.actions import (
@@ -49,7 +51,7 @@ class Core:
         """Begin with nothing.
 
         Args:
-            coordinator_number: random; used where this keeper is a coordinator.
+            coordinator_number: random; the first one of the coordinators that this keeper makes.
             now: seconds of a monotonic clock.
             pid: the process of the keeper, for people.
         """
@@ -61,7 +63,7 @@ class Core:
         self.job_start = 0
         """The newest start of which a trainer came."""
         self._threads = Threads()
-        self._coordinator_number = coordinator_number
+        self._coordinator_numbers = itertools.count(coordinator_number)
         self._pid = pid
         self._peers: PeerSettings | None = None
         self._is_serving_peers = False
@@ -201,8 +203,7 @@ class Core:
             return
         if self.job is not None:
             self._actions += self.job.abandon_all()
-        self.job = JobCore(settings, self._threads, self._coordinator_number, self.now)
-        self._coordinator_number += 1
+        self.job = JobCore(settings, self._threads, self._coordinator_numbers, self.now)
         self._actions.append(BeginJob(settings))
 
     # Decisions

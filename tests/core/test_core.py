@@ -7,7 +7,7 @@ from support.core_world import slot_view
 from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
-from lazysnap.core.job import UNREACHED_S
+from lazysnap.core.job import SILENCE_S, UNREACHED_S
 from lazysnap.core.lifecycle import START_GRACE_S, Phase
 from lazysnap.core.messages import (
     Farewell,
@@ -30,6 +30,8 @@ from lazysnap.memory.slot_choice import SlotPhase, SlotView
 START = 7
 LEVEL = LevelSettings("level", every_n_steps=1)
 SETTINGS = JobSettings("run", (LEVEL,))
+PAIR = structs.replace(SETTINGS, redundancy=RedundancySettings(members=(0, 1, 2), parity=1), world_size=3, num_nodes=3)
+PARITY = RedundancySettings(members=(0, 1, 2), parity=2)
 STATE = TrainerState(local_rank=0, start=START, step=-1, job=SETTINGS, memory=MemoryWish(3, 0, 1))
 
 
@@ -617,6 +619,36 @@ class TestWhatIsStoredFirst:
 
 
 class TestOtherNodes:
+    def test_each_coordinator_of_a_keeper_has_a_number_of_its_own(self):
+        """Another node may still answer the one before: its versions count from 0 again."""
+        driver = Driver()
+        settings = structs.replace(SETTINGS, world_size=2, num_nodes=2)
+        driver.report(structs.replace(STATE, job=settings, linger_s=0.0))
+        driver.see((slot(0, 1), empty(1), empty(2)))
+        numbers = [driver.core.job.coordinator.number]
+
+        driver.step(actions.ProcessDied(100))
+        driver.pass_time(1.0)
+        driver.pass_time(SILENCE_S)
+        assert driver.core.job.coordinator.is_alone
+        numbers.append(driver.core.job.coordinator.number)
+        driver.report(structs.replace(STATE, job=settings), pid=200, connection=2)
+        assert not driver.core.job.coordinator.is_alone
+        numbers.append(driver.core.job.coordinator.number)
+
+        assert len(set(numbers)) == 3
+
+    @pytest.mark.parametrize("change", [{"levels": (structs.replace(LEVEL, is_shared=False),)}, {"redundancy": PARITY}])
+    def test_what_a_keeper_with_other_settings_reports_does_not_count(self, change):
+        """It may serve the start before: it stores only its share, or protects against the loss of fewer nodes."""
+        digests = []
+        for settings in (PAIR, structs.replace(PAIR, **change)):
+            driver = Driver()
+            driver.report(structs.replace(STATE, job=settings))
+            digests.append(driver.core.job.digest)
+
+        assert digests[0] != digests[1]
+
     @pytest.mark.parametrize(("node", "said"), [(0, "the keeper of node 1"), (1, "of rank 0's node")])
     def test_trainers_hear_that_a_node_is_not_reached_and_that_it_is_back(self, node, said):
         """Without a link between keepers nothing is stored."""
