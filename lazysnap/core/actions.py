@@ -251,11 +251,8 @@ class SetPeers:
 
 
 @dataclass(frozen=True)
-class SetGrant:
-    """Tell trainers for which captures the keeper is to be woken: write the word GRANT, then read the slots again.
-
-    It is one number for all levels, and no grant of the coordinator.
-    """
+class SetAwaitedStep:
+    """Tell trainers for which captures the keeper is to be woken: write the word AWAITED, then read the slots again."""
 
     step: int | None
     """The step from which on captures are awaited; None: none is."""
@@ -368,7 +365,7 @@ Action = (
     | VoidSlot
     | BeginJob
     | SetPeers
-    | SetGrant
+    | SetAwaitedStep
     | Hold
     | Release
     | Job

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import xxhash
 from msgspec import json, structs
 
-from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send, SetGrant
+from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send
 from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.jobs import LevelJobs, Threads
 from lazysnap.core.level_grants import LevelGrants
@@ -79,8 +79,8 @@ class JobCore:
         self._coordinator_numbers = numbers
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
-        self._awaited_step: int | None = None
-        self._is_awaited_step_set = False
+        self.awaited_step: int | None = 0
+        """The step from which on captures are awaited; None: none is."""
         self._sent_report: Report | None = None
         self._obeyed: Order | None = None
         """The last order that this node took."""
@@ -234,7 +234,7 @@ class JobCore:
             if order is None:
                 break
             self._obey(order)
-        self._set_awaited_step(self.node.unanswered(wants.required, wants.names), ranks)
+        self.awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
         self._note_protection(ranks, now)
         return self._actions
 
@@ -329,8 +329,8 @@ class JobCore:
             names |= faster.names
         return names
 
-    def _set_awaited_step(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> None:
-        """Tell trainers from which step on the keeper wants to see captures begin.
+    def _first_awaited(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> int | None:
+        """Return the step from which on the keeper wants to see captures begin; None: it awaits none.
 
         It wants to see the first one of a start in any case: users read when training began.
         """
@@ -342,11 +342,7 @@ class JobCore:
                 steps.append(level.grant.step)
         if self.is_preempted or any(rank.awaits_first for rank in ranks):
             steps.append(0)
-        step = min(steps, default=None)
-        if step != self._awaited_step or not self._is_awaited_step_set:
-            self._awaited_step = step
-            self._is_awaited_step_set = True
-            self._actions.append(SetGrant(step))
+        return min(steps, default=None)
 
     def is_idle(self, wants: Wants) -> bool:
         """Return True if no level has anything left to do."""

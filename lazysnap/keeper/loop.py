@@ -43,7 +43,7 @@ from lazysnap.core.actions import (
     Release,
     Send,
     SendToTrainer,
-    SetGrant,
+    SetAwaitedStep,
     SetPeers,
     SlotMade,
     SlotsSeen,
@@ -269,7 +269,7 @@ class Keeper:
                 self._must_observe = True
             case VoidSlot() | Hold() | Release():
                 self._set_word(action)
-            case SetGrant():
+            case SetAwaitedStep():
                 self._set_awaited_step(action.step)
             case BeginJob():
                 self._levels.begin(action.settings)
@@ -294,10 +294,7 @@ class Keeper:
         self._loop.stop()
 
     def _set_awaited_step(self, step: int | None) -> None:
-        if step is None:
-            self._node_page.grant_none()
-        else:
-            self._node_page.grant(step)
+        self._node_page.await_step(step)
         self._must_observe = True  # the step may have begun a moment ago
 
     def _set_word(self, action: VoidSlot | Hold | Release) -> None:

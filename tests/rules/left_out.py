@@ -167,7 +167,6 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core_by_model.py::test_anything_may_happen_in_a_few_examples": [
         ("core/coordinator.py", "Coordinator._lose", "not self._is_stored_somewhere(key)"),
         ("core/job.py", "JobCore._send_state", "self.coordinator is None and self._sent_report is not None"),
-        ("core/job.py", "JobCore._set_awaited_step", "step != self._awaited_step"),
     ],
     "core/test_core_by_model.py::test_storage_is_not_starved_by_slow_redundancy": [
         ("core/coordinator.py", "Coordinator.deadlines", "level.due_at > now"),

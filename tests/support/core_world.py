@@ -260,7 +260,7 @@ class SimKeeper:
         self.node = node
         self.world = node.world
         self.is_alive = True
-        self.grant_step: int | None = 0
+        self.awaited_step: int | None = 0
         self.core = Core(node.world.random.getrandbits(62), node.world.now)
         self.jobs: dict[int, SimJob] = {}
         self.parity = Disk()
@@ -314,8 +314,8 @@ class SimKeeper:
     def _perform(self, action: actions.Action) -> None:
         world = self.world
         match action:
-            case actions.SetGrant():
-                self.grant_step = action.step
+            case actions.SetAwaitedStep():
+                self.awaited_step = action.step
                 self._must_look = True
             case actions.Hold():
                 self._hold(action)
@@ -499,7 +499,7 @@ class SimRank:
         self.world.check(not slot.view.is_held, f"the held slot of step {slot.view.step} is written over")
         slot.begin(StepKey(self.training.start, step), self.world.next_number())
         keeper = self.node.keeper
-        if keeper is not None and keeper.grant_step is not None and step >= keeper.grant_step:
+        if keeper is not None and keeper.awaited_step is not None and step >= keeper.awaited_step:
             self.world.after(self.world.stall_s(), keeper.wake)
         self.world.after(self.world.copy_s(), self._commit, slot)
 
