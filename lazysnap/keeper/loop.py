@@ -29,7 +29,6 @@ from lazysnap.core.actions import (
     BeginJob,
     CancelJob,
     CloseConnection,
-    ConnectionLost,
     Event,
     Finish,
     FreeSlot,
@@ -39,7 +38,6 @@ from lazysnap.core.actions import (
     JobMoved,
     KeeperTrouble,
     MakeSlot,
-    ProcessDied,
     Release,
     Send,
     SendToTrainer,
@@ -119,7 +117,11 @@ class Keeper:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._slots = SlotTable()
         self._connections = TrainerConnections(
-            self._loop, self, (self._node_page.descriptor, self._wake), self._slot_descriptor
+            self._loop,
+            self._handle,
+            self._received,
+            (self._node_page.descriptor, self._wake),
+            self._slot_descriptor,
         )
         self._handed_over: list[int] = []
         """Descriptors of the message that is handled, until ``AdoptSlots`` takes them."""
@@ -349,8 +351,7 @@ class Keeper:
 
     # Connections
 
-    def received(self, connection: TrainerConnection, frame: Frame) -> None:
-        """Take a message."""
+    def _received(self, connection: TrainerConnection, frame: Frame) -> None:
         message = frame.message
         if isinstance(message, TrainerState):
             self._trainer_reported(connection, message, frame)
@@ -369,15 +370,6 @@ class Keeper:
             # Of a trainer that is refused, or that handed over nothing of use.
             frame.descriptors = self._handed_over
             self._handed_over = []
-
-    def connection_lost(self, connection: TrainerConnection) -> None:
-        """Take the end of a connection."""
-        self._answers.forget(connection)
-        self._handle(ConnectionLost(connection.number))
-
-    def process_died(self, pid: int) -> None:
-        """Take the death of a process."""
-        self._handle(ProcessDied(pid))
 
     def _send_state(self, action: SendToTrainer) -> None:
         if not action.state.refusal:
@@ -411,7 +403,7 @@ class Keeper:
         except Exception as error:  # a question must not end the keeper
             logger.exception("a question about %s", question.about)
             text = f"{type(error).__name__}: {error}"
-            self._connections.answer(connection, Answer(number=question.number, is_done=False, text=text))
+            self._connections.answer(connection, Answer(number=question.number, text=text))
 
     def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
         self._handle(TimePassed())  # captures may have begun that nothing woke the keeper for

@@ -55,8 +55,8 @@ def lost_parts(
         num_lost = len(first.members) - len(present)
         if num_lost and not can_rebuild(group, list(present), list(parity_nodes)):
             problems.append(
-                f"step {first.step} in memory: {num_lost} of {len(first.members)} nodes of a group are lost, parity "
-                f"replaces {first.parity}, of which {len(parity_nodes)} holders are left"
+                f"step {first.step} in memory: {num_lost} of {len(first.members)} nodes of a group are lost or not "
+                f"reached, parity replaces {first.parity}, of which {len(parity_nodes)} holders are left"
             )
             continue
         for position, member in enumerate(first.members):
