@@ -233,38 +233,51 @@ class Coordinator:
 
     def _grant_next(self, index: int, ranks: Sequence[RankView], now: float) -> None:
         """Grant a required step that is still there; else the next one that is due."""
-        begun_key = newest_begun(ranks)
-        start = begun_key.start
-        begun = begun_key.step
-        if start == 0:
+        begun = newest_begun(ranks)
+        if begun.start == 0:
             return  # the trainers are still restoring
         level = self.levels[index]
-        ahead = self._grant_required(index, begun_key, ranks)
+        ahead = self._grant_required(index, begun, ranks)
         if level.is_under_way:
             return
         if self._copies_from_faster(index):
-            self._grant_copy(index, start, now)
-            return
+            self._grant_copy(index, begun.start, now)
+        elif not self._follows_reading(level, begun, now):
+            self._grant_due(level, begun, ahead, ranks, now)
+
+    def _follows_reading(self, level: LevelGrants, begun: StepKey, now: float) -> bool:
+        """Grant the step that another level reads from the slots, if it is due here, too.
+
+        Returns: True if no other step may be granted meanwhile. False: one that is due before it may be.
+        """
         reading = self._key_that_is_read()
-        next_step = level.next_step(begun, self.capture_every_n_steps)
-        is_reading_begun = reading is not None and reading.step <= begun
+        if reading is None:
+            return False
+        is_reading_begun = reading.step <= begun.step
         must_wait = level.is_redundancy and self._has_storage_missed()
-        if reading is not None and (is_reading_begun or reading.step <= next_step or must_wait):
-            if self._is_due_along(level, reading, now):
-                self._become_due_grant(level, reading, start, now, is_ahead=not is_reading_begun)
-            return
-        if not level.is_due(start, now) and not ahead:
+        is_next = reading.step <= level.next_step(begun.step, self.capture_every_n_steps)
+        if not (is_reading_begun or is_next or must_wait):
+            return False
+        if self._is_due_along(level, reading, now):
+            self._become_due_grant(level, reading, begun.start, now, is_ahead=not is_reading_begun)
+        return True
+
+    def _grant_due(
+        self, level: LevelGrants, begun: StepKey, ahead: Sequence[int], ranks: Sequence[RankView], now: float
+    ) -> None:
+        """Grant the newest capture or the next one that is due, or a required one (``ahead``) that comes before it."""
+        is_due = level.is_due(begun.start, now)
+        if not is_due and not ahead:
             return
         if self._key_to_read_first(ranks) is not None:
             return  # another level is about to be granted that one
-        if not ahead and self._takes_newest_begun(level, begun_key, ranks):
-            self._become_due_grant(level, begun_key, start, now, is_ahead=False)
+        if not ahead and self._takes_newest_begun(level, begun, ranks):
+            self._become_due_grant(level, begun, begun.start, now, is_ahead=False)
             return
-        if not level.is_due(start, now):
-            next_step = min(ahead)
-        elif ahead:
-            next_step = min(next_step, *ahead)
-        self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
+        steps = list(ahead)
+        if is_due:
+            steps.append(level.next_step(begun.step, self.capture_every_n_steps))
+        self._become_due_grant(level, StepKey(begun.start, min(steps)), begun.start, now, is_ahead=True)
 
     def _has_storage_missed(self) -> bool:
         """Return True if a level reads slots for a step that lies ahead, and missed the one before."""

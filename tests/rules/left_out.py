@@ -33,7 +33,7 @@ class Rule:
 RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestLevelsByTime::test_the_first_capture_is_stored_at_once_and_the_next_one_a_minute_later": [
         ("core/coordinator.py", "Coordinator._grant_level", "not level.is_open"),
-        ("core/coordinator.py", "Coordinator._grant_next", "not level.is_due(start, now) and (not ahead)"),
+        ("core/coordinator.py", "Coordinator._grant_due", "not is_due and (not ahead)"),
         ("core/job.py", "JobCore._with_newest", "not (wants.is_preempted or self.is_preempted)"),
     ],
     "core/test_core.py::TestMemory::test_a_refusal_is_reported_and_tried_again": [
@@ -82,7 +82,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore._hold_slots", "not slot_of_key.is_held"),
     ],
     "core/test_core.py::TestSeveralLevels::test_a_required_step_that_no_level_can_take_does_not_stop_redundancy": [
-        ("core/coordinator.py", "Coordinator._grant_next", "self._is_due_along(level, reading, now)"),
+        ("core/coordinator.py", "Coordinator._follows_reading", "self._is_due_along(level, reading, now)"),
         ("core/coordinator.py", "Coordinator._is_due_along", "level.is_redundancy"),
         ("core/coordinator.py", "Coordinator._key_to_read_first", "not level.is_ready"),
         ("core/coordinator.py", "Coordinator._faster", "self.levels[index].is_redundancy"),
