@@ -133,6 +133,8 @@ class Coordinator:
         if len(self.reports) == self.num_nodes:
             for level in self.levels:
                 self._count_level(level)
+            if ranks and self._is_training_on_all():
+                self._give_up_what_is_gone(ranks)
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
@@ -308,7 +310,7 @@ class Coordinator:
         level.was_granted_at(start, now)
 
     def _grant_required(self, index: int, begun: StepKey, ranks: Sequence[RankView]) -> list[int]:
-        """Grant a required step that was begun, or that a faster level has. Give up those that are gone.
+        """Grant a required step that was begun, or that a faster level has.
 
         Args:
             index: the level.
@@ -327,9 +329,7 @@ class Coordinator:
             if key.start == begun.start and key > begun:
                 ahead.append(key.step)
             elif is_missed(key, ranks):
-                # What is still there may be held once nothing is captured any more.
-                if not is_in_memory(key, ranks):
-                    self._give_up(level, key)
+                continue  # what is still there may be held once nothing is captured any more
             elif not self._copies_from_faster(index) and self._may_read_slots(key):
                 level.become_granted(key, None, is_ahead=False)
                 return []
@@ -451,6 +451,28 @@ class Coordinator:
             if self._source_of(key, index) is not None:
                 required.add(key)
         return required
+
+    def _give_up_what_is_gone(self, ranks: Sequence[RankView]) -> None:
+        """Training goes on: a required step that was begun, and is neither in memory nor at a level, never will be.
+
+        Also while a level is granted another step: who waits for the one that is gone may never begin the other one.
+        """
+        begun = newest_begun(ranks)
+        if begun.start == 0:
+            return  # the trainers are still restoring
+        for index, level in enumerate(self.levels):
+            if not level.is_open:
+                continue  # what it has is not known
+            for key in self._keys_still_required(index):
+                is_ahead = key.start == begun.start and key > begun
+                if is_ahead or not is_missed(key, ranks) or is_in_memory(key, ranks):
+                    continue
+                if self._source_of(key, index) is None and not self._is_being_stored(key, index):
+                    self._give_up(level, key)
+
+    def _is_being_stored(self, key: StepKey, index: int) -> bool:
+        """Return True if a level, or a faster one that it may copy from, is granted this step and not done yet."""
+        return any(level.is_under_way and level.grant == key for level in self.levels[: index + 1])
 
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""

@@ -465,6 +465,21 @@ class TestRequiredSteps:
         [write] = [job for job in of_kind(done, WriteLevel) if job.level == 0]
         return driver, state, driver.step(actions.StepStored(0, write.job))
 
+    def test_one_that_is_gone_is_given_up_also_while_a_step_ahead_is_granted(self):
+        """Training may wait for it, and then never begins the step ahead."""
+        rare = structs.replace(LEVEL, every_n_steps=10)
+        state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(rare,)))
+        driver = Driver()
+        [job] = of_kind(driver.report(state), ListLevel)
+        driver.step(Listed(0, job.job, ()))
+        driver.see((slot(0, 3), slot(1, 4), slot(2, 5)))
+        assert driver.core.job.node.levels[0].grant == StepKey(START, 10)
+
+        done = driver.report(structs.replace(state, required=(2,)))
+
+        assert driver.sent(done).lost == (StepKey(START, 2),)
+        assert driver.core.job.node.levels[0].grant == StepKey(START, 10)
+
     def test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one(self):
         slow = LevelSettings("slow", every_n_steps=5)
         driver, state, done = self.driver_that_stored(JobSettings("run", (LEVEL, slow)))
