@@ -76,15 +76,16 @@ class JobMoved:
     """The job of a level moved some bytes, so it does not hang."""
 
     level: int
-    job: int
+    number: int
+    """That of the job."""
 
 
 @dataclass(frozen=True)
 class JobEnded:
     """The job of a level ended: well, unless this is a ``Missed`` or a ``Failed``."""
 
-    level: int
-    job: int
+    number: int
+    """That of the job."""
 
 
 @dataclass(frozen=True)
@@ -283,8 +284,8 @@ class Job:
     """Begin a job. Exactly one ``JobEnded`` follows, unless the job is abandoned."""
 
     level: int
-    job: int
-    """Number of the job; no number is used twice."""
+    number: int
+    """No number is used twice."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ class CancelJob:
     """The job must not commit any more; it ends soon, as ``Missed``."""
 
     level: int
-    job: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -340,7 +341,7 @@ class AbandonJob:
     """
 
     level: int
-    job: int
+    number: int
 
 
 @dataclass(frozen=True)

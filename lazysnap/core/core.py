@@ -145,7 +145,7 @@ class Core:
                 self.ranks.rank(event.rank).memory_refused(event.text, self.now)
             case JobMoved():
                 if self.job is not None:
-                    self.job.job_moved(event.job, self.now)
+                    self.job.job_moved(event.number, self.now)
                 return False
             case JobEnded():
                 if self.job is not None:

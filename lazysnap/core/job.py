@@ -130,7 +130,7 @@ class JobCore:
         """A job of a level ended, perhaps one of the settings before these."""
         for level in self.level_jobs:
             level.ended(event, now)
-        self._threads.forget(event.job)
+        self._threads.forget(event.number)
 
     def job_moved(self, number: int, now: float) -> None:
         """A job moved some bytes."""

@@ -132,12 +132,12 @@ class LevelJobs:
 
     def _abandon(self, job: Job) -> AbandonJob:
         self.job = None
-        self._abandoned[job.job] = job
-        return AbandonJob(self.index, job.job)
+        self._abandoned[job.number] = job
+        return AbandonJob(self.index, job.number)
 
     def moved(self, number: int, now: float) -> None:
         """The job moved some bytes."""
-        if self.job is not None and self.job.job == number:
+        if self.job is not None and self.job.number == number:
             self._moved_at = now
 
     def ended(self, event: JobEnded, now: float) -> None:
@@ -145,10 +145,10 @@ class LevelJobs:
 
         One that was abandoned counted as failed then. A file that it stored all the same counts now.
         """
-        abandoned = self._abandoned.pop(event.job, None)
+        abandoned = self._abandoned.pop(event.number, None)
         if isinstance(abandoned, WriteLevel) and isinstance(event, StepStored):
             self.level.become_stored(abandoned.key)
-        if self.job is None or self.job.job != event.job:
+        if self.job is None or self.job.number != event.number:
             return
         job = self.job
         self.job = None
@@ -304,7 +304,7 @@ class LevelJobs:
             return [self._abandon(job)]
         if isinstance(job, WriteLevel) and not self._is_cancelled and not self._is_wanted(job, ranks):
             self._is_cancelled = True
-            return [CancelJob(self.index, job.job)]
+            return [CancelJob(self.index, job.number)]
         return []
 
     def _is_wanted(self, job: WriteLevel, ranks: Sequence[RankView]) -> bool:

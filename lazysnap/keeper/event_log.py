@@ -106,7 +106,7 @@ class EventLog:
 
         log = EventLog()
         log.job_began(settings)
-        log.job_ended("/scratch/run", StepStored(level=0, job=1, written_bytes=1000), key)
+        log.job_ended("/scratch/run", StepStored(number=1, written_bytes=1000), key)
         log.note(core, slots)
         log.close()
     """

@@ -83,7 +83,7 @@ class JobControl:
         now = time.monotonic()
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
-            self._post(JobMoved(self.job.level, self.job.job))
+            self._post(JobMoved(self.job.level, self.job.number))
 
     def count(self, num_bytes: int) -> None:
         """Count bytes that were moved, on any thread. See ``levels.source.Progress``."""
@@ -104,9 +104,9 @@ def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobCon
         return _do_job(job, files, slots, control)
     except CaptureAborted as error:
         if not isinstance(job, WriteLevel):
-            return Failed(job.level, job.job, str(error))
+            return Failed(job.number, str(error))
         logger.info("%s: step %d is not stored: %s", files.url, job.key.step, error)
-        return Missed(job.level, job.job, str(error))
+        return Missed(job.number, str(error))
     except Exception as error:
         # The last handler of the thread.
         is_foreseen = isinstance(error, (LazySnapError, OSError))
@@ -114,7 +114,7 @@ def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobCon
             files.reopen()
         text = str(error) or type(error).__name__
         logger.info("%s: %s: %s", files.url, _describe(job), text, exc_info=not is_foreseen)
-        return Failed(job.level, job.job, text)
+        return Failed(job.number, text)
 
 
 def _describe(job: Job) -> str:
@@ -143,10 +143,10 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) 
             files.delete(files.open(control.beat), job.keys)
         case SetNames():
             store = files.open(control.beat)
-            return NamesSet(job.level, job.job, files.set_names(store, job.added, job.released))
+            return NamesSet(job.number, files.set_names(store, job.added, job.released))
         case ProbeLevel():
             files.probe(control.beat)
-    return JobEnded(job.level, job.job)
+    return JobEnded(job.number)
 
 
 def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobControl) -> StepStored:
@@ -167,7 +167,7 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
     read_back_s = _read_back(job, files, store, manifest)
     faults.point("keeper.persist.verified")
     files.end_write(job.key)
-    return StepStored(job.level, job.job, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
+    return StepStored(job.number, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
 
 
 def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:

@@ -171,8 +171,7 @@ class LevelFiles:
         if stored and self.newest_directory is None:
             self.newest_directory = self.directory(max(stored))
         return Listed(
-            job.level,
-            job.job,
+            job.number,
             stored=tuple(sorted(stored)),
             leftovers=tuple(sorted(leftovers)),
             names=tuple(sorted(names)),

@@ -123,13 +123,13 @@ class LevelThreads:
     def cancel(self, level: int, number: int) -> None:
         """Have a job end soon, without a commit."""
         control = self._running.get(level)
-        if control is not None and control.job.job == number:
+        if control is not None and control.job.number == number:
             control.is_cancelled = True
 
     def abandon(self, level: int, number: int) -> None:
         """Leave the thread of a level alone; the next job gets another one."""
         control = self._running.get(level)
-        if control is not None and control.job.job == number:
+        if control is not None and control.job.number == number:
             self._abandon(level)
 
     def _abandon(self, level: int) -> None:

@@ -282,9 +282,9 @@ class Keeper:
             case Job():
                 self._levels.start(action, self._slots.by_rank)
             case CancelJob():
-                self._levels.cancel(action.level, action.job)
+                self._levels.cancel(action.level, action.number)
             case AbandonJob():
-                self._levels.abandon(action.level, action.job)
+                self._levels.abandon(action.level, action.number)
             case Send():
                 self._others.send(action.node, action.message)
             case Finish():

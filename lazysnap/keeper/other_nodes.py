@@ -104,7 +104,7 @@ class OtherNodes:
 
         def work() -> JobEnded:
             if context is None:
-                return Failed(job.level, job.job, "the other nodes of this start are not known yet")
+                return Failed(job.number, "the other nodes of this start are not known yet")
             return run_parity_job(job, context, slots, control)
 
         return work

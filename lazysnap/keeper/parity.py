@@ -180,13 +180,13 @@ def run_parity_job(
         return ended
     except (CaptureAborted, PeerRefused) as error:
         logger.info("%s: %s", _purpose(job), error)
-        return Missed(job.level, job.job, str(error))
+        return Missed(job.number, str(error))
     except Exception as error:  # noqa: BLE001  the last handler of the thread
         text = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
         level = logging.INFO if context.is_failing else logging.WARNING
         context.is_failing = True
         logger.log(level, "%s, tried again: %s", _purpose(job), text)
-        return Failed(job.level, job.job, text)
+        return Failed(job.number, text)
 
 
 def _purpose(job: Job) -> str:
@@ -198,11 +198,11 @@ def _purpose(job: Job) -> str:
 
 def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl) -> JobEnded:
     if isinstance(job, ListLevel):
-        return Listed(job.level, job.job, context.store.keys())
+        return Listed(job.number, context.store.keys())
     if isinstance(job, DeleteFiles):
         context.store.delete(job.keys)
     elif isinstance(job, SetNames):
-        return NamesSet(job.level, job.job)  # names are of storage
+        return NamesSet(job.number)  # names are of storage
     elif isinstance(job, WriteLevel):
         return _protect(job, context, slots, control)
     else:
@@ -211,7 +211,7 @@ def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot
             group.connect()
         finally:
             group.close()
-    return JobEnded(job.level, job.job)
+    return JobEnded(job.number)
 
 
 def _protect(
@@ -232,7 +232,7 @@ def _protect(
     faults.point("keeper.parity.done")
     control.beat()
     context.store.add(parity)
-    return StepStored(job.level, job.job, written_bytes=parity.size_bytes, seconds=time.monotonic() - began)
+    return StepStored(job.number, written_bytes=parity.size_bytes, seconds=time.monotonic() - began)
 
 
 class GroupReader:

@@ -183,7 +183,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore.repeat_state", "now < self._repeat_at"),
         ("core/job.py", "JobCore._hold_slots", "key_of(slot) not in keys"),
         ("core/jobs.py", "LevelJobs.deadlines", "not self.level.is_ready"),
-        ("core/jobs.py", "LevelJobs.ended", "self.job.job != event.job"),
+        ("core/jobs.py", "LevelJobs.ended", "self.job.number != event.number"),
         ("core/jobs.py", "LevelJobs._next_job", "self.level.progress is GrantProgress.LISTING"),
     ],
     "memory/test_slot_choice.py::test_one_capture_that_all_ranks_have_stays": [

@@ -168,7 +168,7 @@ class SimJob:
     def _begin(self) -> None:
         job = self.job
         if self.world.draws_failure():
-            self._end(actions.Failed(job.level, job.job, "simulated"))
+            self._end(actions.Failed(job.number, "simulated"))
         elif isinstance(job, actions.ListLevel):
             self._list()
         elif isinstance(job, actions.DeleteFiles):
@@ -177,12 +177,12 @@ class SimJob:
             names = self.world.names[job.level]
             names.update(job.added)
             names.difference_update(job.released)
-            self._end(actions.NamesSet(job.level, job.job))
+            self._end(actions.NamesSet(job.number))
         elif isinstance(job, actions.WriteLevel):
             self.disk.leftovers.add(job.key)
             self._await_source()
         else:
-            self._end(actions.JobEnded(job.level, job.job))
+            self._end(actions.JobEnded(job.number))
 
     def _list(self) -> None:
         stored = tuple(sorted(self.disk.committed))
@@ -190,11 +190,11 @@ class SimJob:
         names: tuple[NamedStep, ...] = ()
         if self.keeper.node.number == 0:
             names = tuple(sorted(self.world.names[self.job.level]))
-        self._end(actions.Listed(self.job.level, self.job.job, stored, leftovers, names))
+        self._end(actions.Listed(self.job.number, stored, leftovers, names))
 
     def _delete(self, keys: list[StepKey]) -> None:
         if not keys:
-            self._end(actions.JobEnded(self.job.level, self.job.job))
+            self._end(actions.JobEnded(self.job.number))
             return
         self.world.delete(self.keeper, self.job.level, keys[0])
         self._after(self.world.stage_s() / 4, lambda: self._delete(keys[1:]))
@@ -203,7 +203,7 @@ class SimJob:
         """Follow the watermark, then write. Who waits for a trainer does not hang."""
         job = self.job
         if self.is_cancelled:
-            self._withdraw(actions.Missed(job.level, job.job, "cancelled"))
+            self._withdraw(actions.Missed(job.number, "cancelled"))
             return
         if job.source is not None:
             is_there = job.key in self.keeper.disk(job.source).committed
@@ -220,16 +220,16 @@ class SimJob:
             return
         if self.world.now >= self._moved_at + 0.5:
             self._moved_at = self.world.now
-            self.keeper.handle(actions.JobMoved(job.level, job.job))
+            self.keeper.handle(actions.JobMoved(job.level, job.number))
         self._after(self.world.setting.step_s / 10, self._await_source)
 
     def _write(self, seconds_left: float) -> None:
         """Move bytes, and say so now and then. A hang may come at any of these moments."""
-        self.keeper.handle(actions.JobMoved(self.job.level, self.job.job))
+        self.keeper.handle(actions.JobMoved(self.job.level, self.job.number))
         if not self.keeper.is_alive:
             return
         if self.is_cancelled:
-            self._withdraw(actions.Missed(self.job.level, self.job.job, "cancelled"))
+            self._withdraw(actions.Missed(self.job.number, "cancelled"))
         elif seconds_left <= 0:
             self._after(self.world.stage_s(), self._commit)
         else:
@@ -247,10 +247,10 @@ class SimJob:
 
     def _verify(self) -> None:
         if self.world.draws_failure():
-            failed = actions.Failed(self.job.level, self.job.job, "read back other bytes")
+            failed = actions.Failed(self.job.number, "read back other bytes")
             self._withdraw(failed, is_damaged=True)
             return
-        self._end(actions.StepStored(self.job.level, self.job.job))
+        self._end(actions.StepStored(self.job.number))
 
 
 class SimKeeper:

@@ -152,14 +152,14 @@ class FedKeeper:
     def finish(self, job: Job) -> None:
         """The job ends."""
         assert self.settings is not None
-        ended = JobEnded(job.level, job.job)
+        ended = JobEnded(job.number)
         key = None
         if job.level in self.failing:
-            ended = Failed(job.level, job.job, self.failing[job.level])
+            ended = Failed(job.number, self.failing[job.level])
         elif isinstance(job, ListLevel):
-            ended = Listed(job.level, job.job, tuple(StepKey(start, step) for start, step in self.listed))
+            ended = Listed(job.number, tuple(StepKey(start, step) for start, step in self.listed))
         elif isinstance(job, WriteLevel):
-            ended = StepStored(job.level, job.job, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
+            ended = StepStored(job.number, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
         if isinstance(job, WriteLevel):
             key = job.key
         assert not isinstance(job, DeleteFiles) or job.keys
