@@ -252,10 +252,10 @@ class GroupReader:
             self._readers[position] = self._reader(redundancy.members[position])
 
     def _reader(self, node: int) -> PeerReader:
-        for address in self._context.peers.addresses:
-            if address.node == node and address.port:
-                return PeerReader(self._context.peers.secret, (address.host, address.port), beat=self._control.beat)
-        raise KeeperError(f"node {node} has no address at which others reach its keeper")
+        address = self._context.peers.addresses[node]
+        if not address.port:
+            raise KeeperError(f"node {node} has no address at which others reach its keeper")
+        return PeerReader(self._context.peers.secret, (address.host, address.port), beat=self._control.beat)
 
     def connect(self) -> None:
         """Reach all of the group. Blocks. Raises: LazySnapError, naming a node that cannot be reached."""

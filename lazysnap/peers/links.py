@@ -10,7 +10,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from msgspec import msgpack
 
@@ -79,21 +79,21 @@ class Links:
     """
 
     def __init__(
-        self, secret: str, me: Hello, nodes: Collection[int], handle: Callable[[Event], None], deadlines: Deadlines
+        self, secret: str, me: Hello, num_nodes: int, handle: Callable[[Event], None], deadlines: Deadlines
     ) -> None:
         """Begin without any link.
 
         Args:
             secret: that of the start.
             me: this node.
-            nodes: the numbers of all nodes of the start.
+            num_nodes: nodes of the start.
             handle: takes a new link, and the messages of other nodes. It must return at once. Nothing of an earlier
                 connection of a node comes behind a later one.
             deadlines: bounds of each wait.
         """
         self._secret = secret
         self._me = me
-        self._nodes = frozenset(nodes)
+        self._num_nodes = num_nodes
         self._handle = handle
         self._deadlines = deadlines
         self._links: dict[int, _Link] = {}
@@ -119,7 +119,7 @@ class Links:
         Raises: Violation, if it belongs to another job, or connects to the wrong node; OSError; EOFError.
         """
         self._check(hello)
-        if self._me.node != 0 or hello.node not in self._nodes or hello.node == 0:
+        if self._me.node != 0 or not 0 < hello.node < self._num_nodes:
             raise Violation(f"node {hello.node} wants a link to node {self._me.node}; all nodes connect to node 0")
         await stream.send(self._me)
         await self._use(hello.node, stream, address)

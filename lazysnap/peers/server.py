@@ -85,14 +85,13 @@ class Peers:
             return
         self._end_start()
         self._settings = settings
-        nodes = [address.node for address in settings.addresses]
         me = Hello(settings.job, settings.node)
-        self._links = Links(settings.secret, me, nodes, self._handle, self._deadlines)
-        address = _address_of(settings, settings.node)
-        if address is not None:
-            self._spawn(self._serve(address), self._tasks)
-        first = _address_of(settings, COORDINATOR_NODE)
-        if settings.node != COORDINATOR_NODE and first is not None:
+        self._links = Links(settings.secret, me, len(settings.addresses), self._handle, self._deadlines)
+        own = settings.addresses[settings.node]
+        if own.port:
+            self._spawn(self._serve(own), self._tasks)
+        first = settings.addresses[COORDINATOR_NODE]
+        if settings.node != COORDINATOR_NODE and first.port:
             self._spawn(self._links.keep_up(COORDINATOR_NODE, first.host, first.port), self._tasks)
 
     def send(self, node: int, message: StateMessage) -> None:
@@ -247,11 +246,3 @@ class Peers:
         if isinstance(answer, Refusal) and not answer.is_not_yet:
             logger.debug("peers: a read of %s failed: %s", address, answer.text)
         await stream.send(answer, payload)
-
-
-def _address_of(settings: PeerSettings, node: int) -> PeerAddress | None:
-    """Return where the keeper of a node serves others; None if it does not."""
-    for address in settings.addresses:
-        if address.node == node and address.port:
-            return address
-    return None

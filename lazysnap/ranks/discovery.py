@@ -86,8 +86,8 @@ def discover_keepers(
     endpoints = _exchange_endpoints(world, client, first_node_addresses)
     addresses = []
     reads = {}
-    for number, (node, endpoint) in enumerate(endpoints.items()):
-        addresses.append(PeerAddress(number, endpoint.host, endpoint.port))
+    for node, endpoint in endpoints.items():
+        addresses.append(PeerAddress(endpoint.host, endpoint.port))
         if endpoint.port:
             reads[node] = (endpoint.host, endpoint.port)
     peers = PeerSettings(

@@ -61,7 +61,9 @@ class Restart:
                 entries.append(
                     Entry("memory", 0, RUN, TEXT, step, captures.rank, captures.world_size, location, node=where)
                 )
-        addresses = {f"n{address.node}": (address.host, address.port) for address in group.peers.addresses}
+        addresses = {}
+        for node, address in enumerate(group.peers.addresses):
+            addresses[f"n{node}"] = (address.host, address.port)
         for node in lost:
             del addresses[f"n{node}"]
         self.connections = PeerConnections(SimpleNamespace(secret=group.secret, reads=addresses))

@@ -207,7 +207,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "peers/test_listener.py::test_a_guess_is_no_proof": [
         ("peers/reader.py", "PeerReader._read", "not answer.is_not_yet"),
         ("peers/secret.py", "handshake", "not hmac.compare_digest(proof, expected_proof)"),
-        ("peers/server.py", "_address_of", "address.node == node and address.port"),
+        ("peers/server.py", "Peers.begin", "own.port"),
     ],
     "peers/test_listener.py::test_a_proof_that_is_sent_back_proves_nothing": [],
     "peers/test_listener.py::test_every_interface_is_refused": [

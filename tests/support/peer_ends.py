@@ -114,7 +114,7 @@ class End:
 
     def begin(self, settings: PeerSettings, node: int) -> "End":
         self._thread.call(self.peers.begin, structs.replace(settings, node=node))
-        if any(address.node == node and address.port for address in settings.addresses):
+        if settings.addresses[node].port:
             assert self.inbox.is_serving.wait(TIMEOUT_S)
         return self
 
@@ -147,5 +147,5 @@ def ports(count: int) -> Iterator[list[int]]:
 
 def settings_of(secret: str, numbers: list[int], job: str = "job") -> PeerSettings:
     """Return the settings of nodes that serve at these ports; 0: that node does not serve."""
-    addresses = [PeerAddress(node, HOST, port) for node, port in enumerate(numbers)]
+    addresses = [PeerAddress(HOST, port) for port in numbers]
     return PeerSettings(job, 0, secret, tuple(addresses))
