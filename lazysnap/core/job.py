@@ -47,7 +47,8 @@ UNREACHED_S = 10.0
 UNPROTECTED_S = 60.0
 """Time after which the user gets to know that nothing was protected that was due."""
 MAX_ROUNDS = 8
-"""Rounds of ``decide`` for one event, as a bound. Each order follows from what changed; what is left then comes next.
+"""Most rounds of ``decide`` for one event: an order leads to a report, and that to the next order. Two or three are
+usual; what would be left after all of them is decided with the next event.
 """
 COORDINATOR_NODE = 0
 
@@ -70,7 +71,7 @@ class JobCore:
         self.settings = settings
         self._threads = threads
         self.digest = _digest(settings)
-        self.node = Node(settings.node, _storage_levels(settings), _redundancy_level(settings))
+        self.node = Node(_storage_levels(settings), _redundancy_level(settings))
         self.level_jobs = [LevelJobs(index, self.node, threads) for index in range(len(self.node.levels))]
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
@@ -260,8 +261,25 @@ class JobCore:
         return max(of_start, default=None)
 
     def _report(self, ranks: Sequence[RankView], wants: Wants) -> Report:
-        report = self.node.report(ranks, wants.required, wants.names)
-        return structs.replace(report, job=self.digest, protect=wants.protect, is_preempted=wants.is_preempted)
+        """Return the whole state of this node for the coordinator."""
+        node = self.settings.node
+        if self._is_alone:
+            node = 0  # the only node that its coordinator knows
+        captures_left = None
+        if not any(rank.is_capturing for rank in ranks):
+            captures_left = tuple(sorted(whole_on_all(ranks)))
+        return Report(
+            node=node,
+            job=self.digest,
+            coordinator=self.node.coordinator,
+            levels=tuple(level.report() for level in self.node.levels),
+            required=wants.required,
+            names=wants.names,
+            protect=wants.protect,
+            is_preempted=wants.is_preempted,
+            left=captures_left,
+            knows_drained=self.node.is_drained,
+        )
 
     def _exchange(self, report: Report, ranks: Sequence[RankView], now: float) -> Order | None:
         """Send what is new to the other nodes. Returns: the order that this node is to obey, if there is a new one."""
@@ -270,8 +288,6 @@ class JobCore:
                 self._sent_report = report
                 self._actions += self._send_state(now)
             return None
-        if self.coordinator.is_alone:
-            report = structs.replace(report, node=0)  # the only node that its coordinator knows
         self.coordinator.receive(report)
         order = self.coordinator.decide(ranks, now)
         if order is not None and not self.coordinator.is_alone:
