@@ -73,8 +73,8 @@ def node_state(
     core: Core,
     slots: Slots,
     parity_bytes: int,
-    history: NodeHistory | None = None,
-    moved_bytes: Mapping[int, int] | None = None,
+    history: NodeHistory,
+    moved_bytes: Mapping[int, int],
 ) -> NodeState | None:
     """Return the state of the node; None before the first start. Does not block.
 
@@ -82,16 +82,12 @@ def node_state(
         core: the decisions of the keeper.
         slots: all slots of the node.
         parity_bytes: memory that protects other nodes.
-        history: times by the wall clock; None: they are not known.
+        history: times by the wall clock.
         moved_bytes: by index of a level, the bytes that its present job moved.
     """
     job = core.job
     if job is None:
         return None
-    if history is None:
-        history = NodeHistory()
-    if moved_bytes is None:
-        moved_bytes = {}
     settings = job.settings
     common = None
     ranks = []
