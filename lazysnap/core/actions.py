@@ -6,6 +6,7 @@ A *connection* is a number that the loop gives. A *job* of a level is slow work 
 more level, after those of storage: its job computes parity, its files are the parity in memory.
 """
 
+import enum
 from dataclasses import dataclass
 
 from lazysnap.core.messages import (
@@ -138,30 +139,23 @@ class Failed(JobEnded):
 
 
 @dataclass(frozen=True)
-class PeerUp:
-    """A link to another node began; what was sent before may be lost."""
-
-
-@dataclass(frozen=True)
-class PeersListening:
-    """The keeper listens for other nodes, as ``SetPeers`` said."""
-
-
-@dataclass(frozen=True)
 class KeeperTrouble:
     """An error was logged that the user should know of."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class TimePassed:
+class PlainEvent(enum.Enum):
+    """Events of which there is nothing more to say."""
+
+    TIME_PASSED = "time passed"
     """The time that the core asked to be woken at has come."""
-
-
-@dataclass(frozen=True)
-class Terminated:
+    TERMINATED = "terminated"
     """SIGTERM: store the newest capture and end, as soon as no trainer is left."""
+    PEER_UP = "peer up"
+    """A link to another node began; what was sent before may be lost."""
+    PEERS_LISTENING = "peers listening"
+    """The keeper listens for other nodes, as ``SetPeers`` said."""
 
 
 Event = (
@@ -173,13 +167,10 @@ Event = (
     | MemoryRefused
     | JobMoved
     | JobEnded
-    | PeerUp
-    | PeersListening
     | Report
     | Order
     | KeeperTrouble
-    | TimePassed
-    | Terminated
+    | PlainEvent
 )
 """``Report`` and ``Order`` are the states that other nodes sent."""
 
@@ -188,9 +179,8 @@ Event = (
 
 @dataclass(frozen=True)
 class AdoptSlots:
-    """Take over the slots whose descriptors came with the last message of this connection."""
+    """Take over the slots whose descriptors came with the message of its trainer that is handled now."""
 
-    connection: int
     rank: int
 
 

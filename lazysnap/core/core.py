@@ -22,8 +22,7 @@ from lazysnap.core.actions import (
     JobMoved,
     KeeperTrouble,
     MemoryRefused,
-    PeersListening,
-    PeerUp,
+    PlainEvent,
     ProcessDied,
     Release,
     SendToTrainer,
@@ -31,8 +30,6 @@ from lazysnap.core.actions import (
     SetPeers,
     SlotMade,
     SlotsSeen,
-    Terminated,
-    TimePassed,
     TrainerReported,
 )
 from lazysnap.core.job import JobCore
@@ -103,7 +100,7 @@ class Core:
         return self._actions
 
     def wake_at(self) -> float | None:
-        """Return the time at which ``TimePassed`` is wanted; None if only other events matter."""
+        """Return the time at which ``PlainEvent.TIME_PASSED`` is wanted; None if only other events matter."""
         times = []
         if self._decide_at is not None:
             times.append(self._decide_at)
@@ -150,19 +147,19 @@ class Core:
             case JobEnded():
                 if self.job is not None:
                     self.job.job_ended(event, self.now)
-            case PeerUp():
+            case PlainEvent.PEER_UP:
                 if self.job is not None:
                     self.job.peer_up(self.now)
                 return False
             case Report() | Order():
                 return self.job is not None and self.job.receive(event, self.now)
-            case PeersListening():
+            case PlainEvent.PEERS_LISTENING:
                 self._is_serving_peers = True
             case KeeperTrouble():
                 self._troubles = [*self._troubles, event.text][-MAX_TROUBLES:]
-            case Terminated():
+            case PlainEvent.TERMINATED:
                 self.lifecycle.is_terminated = True
-            case TimePassed():
+            case PlainEvent.TIME_PASSED:
                 return self._decide_at is not None and self.now >= self._decide_at
         return True
 

@@ -254,7 +254,7 @@ class Ranks:
         rank.state = event.state
         if is_new_connection and event.state.slots:  # their descriptors come with the first state
             rank.is_adopting = True
-            actions.append(AdoptSlots(event.connection, rank.number))
+            actions.append(AdoptSlots(rank.number))
         if event.state.farewell is not Farewell.NONE:
             actions += self._part(rank)
         self._gather()

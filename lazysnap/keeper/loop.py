@@ -38,6 +38,7 @@ from lazysnap.core.actions import (
     JobMoved,
     KeeperTrouble,
     MakeSlot,
+    PlainEvent,
     Release,
     Send,
     SendToTrainer,
@@ -45,8 +46,6 @@ from lazysnap.core.actions import (
     SetPeers,
     SlotMade,
     SlotsSeen,
-    Terminated,
-    TimePassed,
     TrainerReported,
     VoidSlot,
     WriteLevel,
@@ -144,7 +143,7 @@ class Keeper:
     def run(self) -> int:
         """Serve the job until it is over. Returns: the exit status."""
         self._loop.add_reader(self._wake, self._woken)
-        self._loop.add_signal_handler(signal.SIGTERM, self._handle, Terminated())
+        self._loop.add_signal_handler(signal.SIGTERM, self._handle, PlainEvent.TERMINATED)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
         self._loop.call_later(REFRESH_S, self._refresh_lock)
@@ -225,7 +224,7 @@ class Keeper:
             self._timer = None
         wake_at = self._core.wake_at()
         if wake_at is not None and not self._is_ending:
-            self._timer = self._loop.call_at(wake_at, self._handle, TimePassed())
+            self._timer = self._loop.call_at(wake_at, self._handle, PlainEvent.TIME_PASSED)
 
     def _trouble_came(self) -> None:
         """An error was logged. Called on any thread."""
@@ -406,7 +405,7 @@ class Keeper:
             self._connections.answer(connection, Answer(number=question.number, text=text))
 
     def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
-        self._handle(TimePassed())  # captures may have begun that nothing woke the keeper for
+        self._handle(PlainEvent.TIME_PASSED)  # captures may have begun that nothing woke the keeper for
         history = self._events.history
         match question.about:
             case "memory":
@@ -429,4 +428,4 @@ class Keeper:
     def _answer_stop(self) -> None:
         """Answer the question whether the keeper can end, once that is known; end it if so."""
         if self._answers.settle_stop():
-            self._loop.call_soon(self._handle, Terminated())
+            self._loop.call_soon(self._handle, PlainEvent.TERMINATED)

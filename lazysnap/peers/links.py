@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from msgspec import msgpack
 
-from lazysnap.core.actions import Event, PeerUp
+from lazysnap.core.actions import Event, PlainEvent
 from lazysnap.core.messages import Report
 from lazysnap.peers.listener import Deadlines
 from lazysnap.peers.messages import Hello, LinkMessage, StateMessage
@@ -102,7 +102,7 @@ class Links:
         self._is_closed = False
 
     def send(self, node: int, message: StateMessage) -> None:
-        """Send soon, if there is a link; else it is dropped: ``PeerUp`` asks for the state. Never blocks."""
+        """Send soon, if there is a link; else it is dropped: ``PlainEvent.PEER_UP`` asks for the state. Never blocks."""
         link = self._links.get(node)
         if link is not None:
             link.put(message)
@@ -171,7 +171,7 @@ class Links:
         self._become_up(node, address)
         sender = asyncio.get_running_loop().create_task(link.send_all(self._deadlines.alive_s))
         try:
-            self._handle(PeerUp())
+            self._handle(PlainEvent.PEER_UP)
             await self._receive_all(node, link)
         except FAILURES as error:
             if self._links.get(node) is link:

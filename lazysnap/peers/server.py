@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import msgpack
 
-from lazysnap.core.actions import Event, PeersListening
+from lazysnap.core.actions import Event, PlainEvent
 from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.errors import ConfigError
 from lazysnap.peers.links import Links
@@ -41,7 +41,7 @@ class Peers:
     Example::
 
         peers = Peers(loop, handle, sources)
-        peers.begin(settings)  # ``handle(PeerUp())`` follows
+        peers.begin(settings)  # ``PlainEvent.PEER_UP`` follows
         peers.send(0, report)
         peers.close()
     """
@@ -57,7 +57,7 @@ class Peers:
 
         Args:
             loop: the loop of the keeper.
-            handle: takes ``PeersListening``, ``PeerUp`` and the messages of other nodes; it must return at once.
+            handle: takes the messages of other nodes, new links, and that others are served. It must return at once.
             sources: what other nodes may read.
             deadlines: bounds of each wait.
         """
@@ -145,7 +145,7 @@ class Peers:
             return
         self._listener = listener
         self._loop.add_reader(listener, self._accept)
-        self._handle(PeersListening())
+        self._handle(PlainEvent.PEERS_LISTENING)
 
     async def _listen(self, address: PeerAddress) -> socket.socket | None:
         """Return the listener once the port is free; None, if there can be none.

@@ -69,7 +69,7 @@ class Driver:
 
     def pass_time(self, seconds: float) -> list[actions.Action]:
         self.now += seconds
-        return self.step(actions.TimePassed())
+        return self.step(actions.PlainEvent.TIME_PASSED)
 
 
 def of_kind(done: list[actions.Action], kind: type) -> list:
@@ -202,7 +202,7 @@ class TestMemory:
 
         done = driver.report(TrainerState(local_rank=0, slots=(5,)))
 
-        assert actions.AdoptSlots(1, 0) in done
+        assert actions.AdoptSlots(0) in done
         assert driver.core.job is None
 
 

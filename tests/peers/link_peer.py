@@ -6,7 +6,7 @@ import sys
 from msgspec import structs
 from support.peer_ends import Table, settings_of
 
-from lazysnap.core.actions import PeerUp
+from lazysnap.core.actions import PlainEvent
 from lazysnap.core.messages import Order, Report
 from lazysnap.peers.server import Peers
 
@@ -19,7 +19,7 @@ def main():
 
     def handle(event):
         match event:
-            case PeerUp():
+            case PlainEvent.PEER_UP:
                 peers.send(0, Report(1, 0, 0, ()))
             case Order():
                 peers.send(0, Report(1, 0, event.coordinator, ()))

@@ -28,7 +28,7 @@ from raw_peer import (
 from support.peer_ends import HOST, QUICK, End, LoopThread, ports, settings_of
 from support.waiting import until
 
-from lazysnap.core.actions import PeerUp
+from lazysnap.core.actions import PlainEvent
 from lazysnap.core.messages import GrantProgress, LevelOrder, LevelReport, Order, PeerSettings, Report, StepKey
 from lazysnap.peers.messages import Hello, SlotOf
 from lazysnap.peers.secret import draw_secret
@@ -57,8 +57,8 @@ def damaged(data):
 def test_messages_go_both_ways_and_arrive_as_they_were(make_end):
     first = make_end(0)
     other = make_end(1)
-    assert first.inbox.next() == PeerUp()
-    assert other.inbox.next() == PeerUp()
+    assert first.inbox.next() == PlainEvent.PEER_UP
+    assert other.inbox.next() == PlainEvent.PEER_UP
 
     other.send(0, report(1))
     first.send(1, order(2))
@@ -71,7 +71,7 @@ def test_several_nodes_are_told_apart(make_end):
     first = make_end(0)
     others = [make_end(node) for node in (1, 2)]
     for other in others:
-        other.inbox.until(PeerUp())
+        other.inbox.until(PlainEvent.PEER_UP)
     for node in (1, 2):
         first.send(node, order(node))
     for node, other in enumerate(others, start=1):
@@ -81,7 +81,7 @@ def test_several_nodes_are_told_apart(make_end):
 def test_only_the_newest_message_of_each_kind_waits(make_end, loop_thread):
     first = make_end(0)
     other = make_end(1)
-    other.inbox.until(PeerUp())
+    other.inbox.until(PlainEvent.PEER_UP)
 
     def send_many():
         for number in range(100):
@@ -160,7 +160,7 @@ def test_a_peer_that_sends_what_is_no_message_is_dropped(make_end, address, secr
         peer.sendall(frame(hello(1)) + frame(report(3)) + sent)
         assert is_closed(peer)
 
-    assert first.inbox.next() == PeerUp()
+    assert first.inbox.next() == PlainEvent.PEER_UP
     assert first.inbox.next() == report(3)
     first.wait_down(1)
     assert HOST in caplog.text
@@ -183,7 +183,7 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(make_end, addr
 
     with authenticated(address, secret) as peer:
         peer.sendall(frame(hello(1)))
-        assert first.inbox.next() == PeerUp()
+        assert first.inbox.next() == PlainEvent.PEER_UP
         before_kib = peak_kib(since_now=True)
         until(lambda: loop_thread.call(send_large))
 
@@ -195,7 +195,7 @@ def test_a_silent_peer_is_dropped(make_end, address, secret, caplog):
     first = make_end(0, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
     with authenticated(address, secret) as peer:
         peer.sendall(frame(hello(1)))
-        assert first.inbox.next() == PeerUp()
+        assert first.inbox.next() == PlainEvent.PEER_UP
         assert is_closed(peer)
     assert "does not answer in time" in caplog.text
 
@@ -203,8 +203,8 @@ def test_a_silent_peer_is_dropped(make_end, address, secret, caplog):
 def test_a_link_on_which_nothing_is_said_lives_on(make_end, loop_thread):
     first = make_end(0, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
     other = make_end(1, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
-    other.inbox.until(PeerUp())
-    first.inbox.until(PeerUp())
+    other.inbox.until(PlainEvent.PEER_UP)
+    first.inbox.until(PlainEvent.PEER_UP)
     with pytest.raises(AssertionError):
         until(lambda: not first.inbox.events.empty(), timeout_s=2.5)
     assert loop_thread.call(first.linked_nodes) == {1}
@@ -214,7 +214,7 @@ def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(make_end, ad
     caplog.set_level(logging.INFO)
     first = make_end(0)
     other = make_end(1)
-    other.inbox.until(PeerUp())
+    other.inbox.until(PlainEvent.PEER_UP)
 
     first.close()
     other.wait_down(0)
@@ -222,8 +222,8 @@ def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(make_end, ad
         for _ in range(3):
             nobody.accept()[0].close()
     again = make_end(0)
-    again.inbox.until(PeerUp())
-    other.inbox.until(PeerUp())
+    again.inbox.until(PlainEvent.PEER_UP)
+    other.inbox.until(PlainEvent.PEER_UP)
     other.send(0, report(5))
 
     assert again.inbox.next() == report(5)
@@ -268,7 +268,7 @@ def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(make_
     for number in (1, 2):
         peer = start_peer(secret, port)
         try:
-            first.inbox.until(PeerUp())
+            first.inbox.until(PlainEvent.PEER_UP)
             first.send(1, order(number))
             first.inbox.until(Report(1, 0, number, ()))
             process = pathlib.Path("/proc") / str(peer.pid)
@@ -289,12 +289,12 @@ def test_of_two_connections_of_one_node_the_later_one_stays(make_end, address, s
     first = make_end(0)
     with authenticated(address, secret) as earlier:
         earlier.sendall(frame(hello(1)))
-        first.inbox.until(PeerUp())
+        first.inbox.until(PlainEvent.PEER_UP)
         later = make_end(1)
-        first.inbox.until(PeerUp())
+        first.inbox.until(PlainEvent.PEER_UP)
 
         assert is_closed(earlier)
-    later.inbox.until(PeerUp())
+    later.inbox.until(PlainEvent.PEER_UP)
     first.send(1, order(1))
     assert later.inbox.next() == order(1)
     assert first.inbox.events.empty()
@@ -313,13 +313,13 @@ def test_a_link_to_another_node_than_0_is_refused(loop_thread, secret, port, add
 def test_the_next_start_has_links_of_its_own_and_those_of_the_earlier_one_end(make_end, loop_thread, secret, port):
     first = make_end(0)
     other = make_end(1)
-    other.inbox.until(PeerUp())
+    other.inbox.until(PlainEvent.PEER_UP)
     next_settings = settings_of(draw_secret(), [port, 0, 0])
 
     first.begin(next_settings, 0)
     other.wait_down(0)
     other.begin(next_settings, 1)
-    other.inbox.until(PeerUp())
+    other.inbox.until(PlainEvent.PEER_UP)
     other.send(0, report(9))
     first.inbox.until(report(9))
 

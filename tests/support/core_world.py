@@ -366,7 +366,7 @@ class SimKeeper:
     def _time_passed(self, wake_at: float) -> None:
         if self.is_alive and wake_at == self._timer_at:
             self._timer_at = None
-            self.handle(actions.TimePassed())
+            self.handle(actions.PlainEvent.TIME_PASSED)
 
 
 class SimNode:
@@ -417,7 +417,7 @@ class SimNode:
     def _link(self, other: "SimNode") -> None:
         for node, peer in ((self, other), (other, self)):
             if node.keeper is not None and peer.keeper is not None:
-                node.keeper.handle(actions.PeerUp())
+                node.keeper.handle(actions.PlainEvent.PEER_UP)
 
 
 class SimRank:

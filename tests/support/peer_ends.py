@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from lazysnap.core.actions import Event, PeersListening
+from lazysnap.core.actions import Event, PlainEvent
 from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.peers.listener import Deadlines, ReservedPort
@@ -71,7 +71,7 @@ class Inbox:
         self.is_serving = threading.Event()
 
     def handle(self, event: Event) -> None:
-        if isinstance(event, PeersListening):
+        if event is PlainEvent.PEERS_LISTENING:
             self.is_serving.set()
         else:
             self.events.put(event)
