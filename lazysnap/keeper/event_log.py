@@ -11,9 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, ParamSpec
 
 from lazysnap import events, faults
@@ -23,7 +22,7 @@ from lazysnap.core.core import Core
 from lazysnap.core.messages import Farewell, JobSettings, KeeperAlert, KeeperState, LevelState, StepKey
 from lazysnap.core.ranks import Rank
 from lazysnap.keeper.event_file import EventFileWriter
-from lazysnap.keeper.node_state import NodeHistory, Slots, captured_ns, reached_step
+from lazysnap.keeper.node_state import LevelHistory, NodeHistory, Slots, captured_ns, reached_step
 from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.levels.redaction import Redaction
 from lazysnap.memory.slot_choice import SlotView, newest_whole
@@ -41,8 +40,6 @@ _MOST_S = 30.0
 _SHARE = 1000
 """Seconds between two notes about a trainer: the thousandth of those that it has trained, within these bounds."""
 _CLOSE_S = 5.0
-_REMEMBERED = 64
-"""Stored snapshots per level that are remembered until they are complete."""
 # Not by import: what imports the package itself may import torch.
 _VERSION: str = sys.modules["lazysnap"].__version__
 
@@ -87,18 +84,6 @@ class _Trainer:
         return abs(now - self.noted_s) >= pause_s  # a clock that was set back holds up nothing
 
 
-@dataclass
-class _LevelNotes:
-    """One level of the job, as far as events need to know it."""
-
-    stored: deque[StepKey] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """Snapshots of which this keeper stored the part of the node."""
-    complete: set[StepKey] = field(default_factory=set)
-    """Complete snapshots that are noted."""
-    state: LevelState = field(default_factory=LevelState)
-    """The state that was noted last."""
-
-
 class EventLog:
     """The events of one keeper. Used on the thread of the loop; nothing but ``close`` blocks.
 
@@ -114,8 +99,6 @@ class EventLog:
     def __init__(self) -> None:
         self.history = NodeHistory()
         self._settings: JobSettings | None = None
-        self._levels: dict[str, _LevelNotes] = {}
-        """By URL."""
         self._protected: StepKey | None = None
         self._alerts: tuple[KeeperAlert, ...] = ()
         self._is_preempted = False
@@ -131,10 +114,10 @@ class EventLog:
         """Note that the keeper serves a job from now on, or the same one with other settings."""
         before = self._settings
         self._settings = settings
-        self._levels = {level.url: _LevelNotes() for level in settings.levels}
         self._protected = None
         options: dict[str, object] = {}
         for level in settings.levels:
+            self.history.level(level.url).begin_job()
             options[level.url] = level.storage_options or {}
         self._redaction = Redaction(options)
         if before is None or _file_key(before) != _file_key(settings):
@@ -266,10 +249,8 @@ class EventLog:
             event: how it ended. A failure is noted from the state of the level: a job may also hang.
             key: the step that the job was to store; None if it was another job.
         """
-        notes = self._levels.get(level_url)
-        if notes is None:
-            return
-        if isinstance(event, StepStored) and key is not None:
+        notes = self.history.levels.get(level_url)
+        if notes is not None and isinstance(event, StepStored) and key is not None:
             notes.stored.append(key)
             stored = events.Stored(
                 t=time.time(),
@@ -296,30 +277,32 @@ class EventLog:
         if state.is_preempted and not self._is_preempted:
             self._add(events.Preempted(t=now))
         self._is_preempted = state.is_preempted
-        for (url, notes), level_state in zip(self._levels.items(), state.levels, strict=True):
-            self._note_failure(url, notes, level_state, now)
-            self._note_complete(url, notes, level_state, now)
+        settings = () if self._settings is None else self._settings.levels
+        for level, level_state in zip(settings, state.levels, strict=True):
+            notes = self.history.level(level.url)
+            self._note_failure(level.url, notes, level_state, now)
+            self._note_complete(level.url, notes, level_state, now)
             notes.state = level_state
         self._note_protected(state.protected, now)
 
-    def _note_failure(self, url: str, notes: _LevelNotes, state: LevelState, now: float) -> None:
+    def _note_failure(self, url: str, notes: LevelHistory, state: LevelState, now: float) -> None:
         has_lost_step = state.num_failures > notes.state.num_failures
         has_begun_to_fail = bool(state.failure) and not notes.state.failure
         if not state.failure or not (has_lost_step or has_begun_to_fail):
             return  # the same failure again, while nothing is stored
         text = self._text(state.failure)
-        self.history.level(url).note_failure(text, now)
+        notes.note_failure(text, now)
         step = -1 if state.failed_step is None else state.failed_step
         self._add(events.LevelFailed(t=now, level=self._text(url), step=step, text=text))
 
-    def _note_complete(self, url: str, notes: _LevelNotes, state: LevelState, now: float) -> None:
+    def _note_complete(self, url: str, notes: LevelHistory, state: LevelState, now: float) -> None:
         starts = {trainer.start for trainer in self._trainers.values()}
         steps: dict[int, list[int]] = {}
         for key in sorted(state.complete):
             # A listing also shows what was complete before this keeper came, or before this start.
             is_own = key in notes.stored
             if is_own:
-                self.history.level(url).note_complete(key, now)
+                notes.note_complete(key, now)
             if key not in notes.complete and (is_own or key.start in starts):
                 notes.complete.add(key)
                 steps.setdefault(key.start, []).append(key.step)

@@ -102,7 +102,7 @@ class Links:
         self._is_closed = False
 
     def send(self, node: int, message: StateMessage) -> None:
-        """Send soon, if there is a link; else it is dropped: ``PlainEvent.PEER_UP`` asks for the state. Never blocks."""
+        """Send soon, if there is a link; else it is dropped: a new link asks for the state. Never blocks."""
         link = self._links.get(node)
         if link is not None:
             link.put(message)
