@@ -10,17 +10,15 @@ import xxhash
 from msgspec import msgpack
 
 from lazysnap.errors import ConfigError, FormatError, KeeperError
+from lazysnap.peers.blocking import left_s, receive_exactly, receive_message
 from lazysnap.peers.messages import MAX_READ_BYTES, Answer, Block, PeerRefused, Read, Subject
 from lazysnap.peers.secret import handshake
 from lazysnap.peers.wire import (
     FAILURES,
-    HEAD_BYTES,
     TIMEOUTS,
     Violation,
     frame,
     keep_alive,
-    parse_frame,
-    parse_head,
     reason,
 )
 
@@ -178,7 +176,7 @@ class PeerReader:
         try:
             connection.settimeout(self._timeout_s)
             connection.sendall(frame(read))
-            answer = self._receive(connection)
+            answer = receive_message(connection, _decoder, self._timeout_s)
             if isinstance(answer, Block):
                 if answer.length != len(out):
                     raise Violation(f"the answer to a read of {len(out)} bytes is {answer}")
@@ -187,11 +185,6 @@ class PeerReader:
         except BaseException:  # nobody knows which bytes would come next
             self.close()
             raise
-
-    def _receive(self, connection: socket.socket) -> Answer:
-        deadline = time.monotonic() + self._timeout_s
-        length, checksum = parse_head(_receive_exactly(connection, HEAD_BYTES, deadline))
-        return parse_frame(_receive_exactly(connection, length, deadline), checksum, _decoder)
 
     def _receive_into(self, connection: socket.socket, out: memoryview) -> None:
         """Fill ``out``. Blocks: while bytes arrive, at most ``timeout_s`` without any."""
@@ -230,9 +223,9 @@ class PeerReader:
         steps = handshake(self._secret, is_server=False)
         outgoing, expected_bytes = next(steps)
         while True:
-            connection.settimeout(_left_s(deadline))
+            connection.settimeout(left_s(deadline))
             connection.sendall(outgoing)
-            received = bytes(_receive_exactly(connection, expected_bytes, deadline))
+            received = bytes(receive_exactly(connection, expected_bytes, deadline))
             try:
                 outgoing, expected_bytes = steps.send(received)
             except StopIteration:
@@ -240,19 +233,3 @@ class PeerReader:
 
     def _unreachable(self, error: BaseException) -> KeeperError:
         return KeeperError(f"{self._peer} cannot be read from: {reason(error)}")
-
-
-def _receive_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytearray:
-    data = bytearray(size_bytes)
-    num_received = 0
-    while num_received < size_bytes:
-        connection.settimeout(_left_s(deadline))
-        count = connection.recv_into(memoryview(data)[num_received:])
-        if not count:
-            raise EOFError
-        num_received += count
-    return data
-
-
-def _left_s(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)

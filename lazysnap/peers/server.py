@@ -1,8 +1,8 @@
 """A keeper's connections to the other nodes of its start: links between keepers, and reads of this node's memory.
 
 Both come to one port. The first message of a connection says what it is for: a ``Hello`` begins a link
-(``peers.links``), a ``Read`` begins reads. All runs on the keeper's asyncio loop; the bytes of reads are made on two
-threads (``peers.reads``).
+(``peers.links``), a ``Read`` begins reads. All runs on the keeper's asyncio loop, except reads: each reader is served
+on a thread of its own (``peers.reads``).
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.errors import ConfigError
 from lazysnap.peers.links import Links
 from lazysnap.peers.listener import ConnectionLimit, Deadlines, listener_at
-from lazysnap.peers.messages import Hello, Read, Refusal, Request, StateMessage
-from lazysnap.peers.reads import ReadThreads, ServedSources, answer_read
+from lazysnap.peers.messages import Hello, Read, Request, StateMessage
+from lazysnap.peers.reads import ServedSources, serve_reads
 from lazysnap.peers.streams import Stream
-from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
+from lazysnap.peers.wire import FAILURES, Violation, reason
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _PORT_AGAIN_S = 0.1
 """Seconds between two tries to have a port that is taken."""
 _ACCEPT_AGAIN_S = 1.0
 """Seconds until connections are accepted again where that failed: no descriptors are left, for example."""
-_BUSY = Refusal("this keeper is busy", is_not_yet=True)
 _decoder: "msgpack.Decoder[Request]" = msgpack.Decoder(Request)
 
 
@@ -65,7 +64,6 @@ class Peers:
         self._handle = handle
         self._sources = sources
         self._deadlines = deadlines or Deadlines()
-        self._threads = ReadThreads(loop)
         self._settings: PeerSettings | None = None
         self._links: Links | None = None
         self._limit = ConnectionLimit()
@@ -102,7 +100,6 @@ class Peers:
     def close(self) -> None:
         """End all connections, and accept nothing more. Sockets are closed in the next turn of the loop."""
         self._end_start()
-        self._threads.close()
 
     # The start
 
@@ -180,7 +177,6 @@ class Peers:
             self._loop.remove_reader(self._listener)
             self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_again, self._listener)
             return
-        connection.setblocking(False)
         if self._limit.enter():
             welcome = self._welcome(connection, (host, port), self._limit, self._settings)
             self._spawn(welcome, self._conversations)
@@ -201,7 +197,7 @@ class Peers:
         is_known = False
         stream: Stream | None = None
         try:
-            stream = await Stream.adopt(connection, self._deadlines)
+            stream = Stream(connection, self._deadlines)
             self._streams.add(stream)
             if start is not self._settings:
                 return  # it ended meanwhile
@@ -230,19 +226,7 @@ class Peers:
             assert self._links is not None
             await self._links.serve(stream, message, address)
             return
-        while isinstance(message, Read):
-            await self._answer(stream, message, address)
-            message = await stream.receive(_decoder, self._deadlines.idle_s)
-        raise Violation(f"{type(message).__name__} instead of a read")
-
-    async def _answer(self, stream: Stream, read: Read, address: str) -> None:
-        made = self._threads.run(functools.partial(answer_read, self._sources, read))
-        try:
-            answer, payload = await asyncio.wait_for(made, self._deadlines.answer_s)
-        except TIMEOUTS:
-            answer = _BUSY
-            payload = None
-        del made  # a view that is kept would keep memory mapped
-        if isinstance(answer, Refusal) and not answer.is_not_yet:
-            logger.debug("peers: a read of %s failed: %s", address, answer.text)
-        await stream.send(answer, payload)
+        if not isinstance(message, Read):
+            raise Violation(f"{type(message).__name__} instead of a read")
+        serve = functools.partial(serve_reads, sources=self._sources, read=message, deadlines=self._deadlines)
+        await stream.lend(serve)

@@ -18,7 +18,7 @@ from lazysnap.peers.reads import OpenedSource
 from lazysnap.peers.server import Peers
 from support.waiting import TIMEOUT_S, until
 
-QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0, idle_s=60.0, answer_s=60.0)
+QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0, idle_s=60.0)
 """Messages follow fast; nothing fails by time, except what a test has shortened."""
 HOST = "127.0.0.1"
 
