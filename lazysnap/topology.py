@@ -14,7 +14,6 @@ class Place:
     """The place where one rank runs."""
 
     rank: int
-    world_size: int
     node: str
     """Equal for ranks that share memory."""
     local_rank: int
@@ -28,39 +27,9 @@ def places(nodes: Sequence[str]) -> list[Place]:
     ranks_so_far = Counter[str]()
     all_places = []
     for rank, node in enumerate(nodes):
-        all_places.append(Place(rank, len(nodes), node, ranks_so_far[node], local_world_sizes[node]))
+        all_places.append(Place(rank, node, ranks_so_far[node], local_world_sizes[node]))
         ranks_so_far[node] += 1
     return all_places
-
-
-@dataclass(frozen=True)
-class Team:
-    """One rank's place among all ranks and nodes."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    node: int = 0
-    """Nodes are numbered in the order of their first ranks, so rank 0 is on node 0."""
-    nodes: int = 1
-    node_ranks: tuple[int, ...] = (0,)
-    """The ranks of the node, in order."""
-
-    @classmethod
-    def of(cls, places: Sequence[Place], rank: int) -> "Team":
-        """Return the team from the places of all ranks."""
-        place = places[rank]
-        ranks_by_node: dict[str, list[int]] = {}
-        for other in places:
-            ranks_by_node.setdefault(other.node, []).append(other.rank)
-        return cls(
-            rank,
-            len(places),
-            place.local_rank,
-            node=list(ranks_by_node).index(place.node),
-            nodes=len(ranks_by_node),
-            node_ranks=tuple(ranks_by_node[place.node]),
-        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ The device writes no control words, and no call here waits for it.
 import ctypes
 import logging
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
@@ -46,15 +45,6 @@ Transfer = tuple[int, torch.Tensor, torch.Tensor]
 """Start in the image, its place in the slot, source on the device."""
 
 
-@dataclass(frozen=True)
-class _CopyRun:
-    """Adjacent tensors in the file that are one copy, to ``[start, end)`` of the image."""
-
-    start: int
-    end: int
-    members: tuple[int, ...]
-
-
 class DeviceCopier:
     """Copies for one device. Methods are called on the training thread.
 
@@ -65,11 +55,11 @@ class DeviceCopier:
         self._device = device
         self._side = torch.Stream(device)
         self._plan: CapturePlan | None = None
-        self._runs: list[_CopyRun] = []
+        self._runs: list[tuple[int, torch.Tensor]] = []
+        """Tensors that are adjacent in the file, and one copy: their start in the image, and their staging buffer."""
         self._large: dict[bool, list[int]] = {}
         """Tensors that are copied without staging, the lazy ones under ``True``."""
         self._staging: dict[int, torch.Tensor] = {}
-        self._run_buffers: list[torch.Tensor] = []
         self._frozen: FrozenTensors | None = None
         self._done: torch.Event | None = None
         self._has_warned = False
@@ -142,7 +132,6 @@ class DeviceCopier:
         self._large = {True: [], False: []}
         self._runs = []
         self._staging = {}
-        self._run_buffers = []
         self._frozen = FrozenTensors(plan, self._device)
         members: list[int] = []
         eager_room = STAGED_BYTES
@@ -184,17 +173,16 @@ class DeviceCopier:
     def _close_run(self, plan: CapturePlan, members: list[int]) -> None:
         first = plan.records[members[0]]
         last = plan.records[members[-1]]
-        run = _CopyRun(first.offset, last.offset + last.nbytes, tuple(members))
         # Offsets in the file are multiples of the item size, so the same offsets modulo 16 keep views aligned.
-        lead = run.start % 16
-        buffer = torch.empty(lead + run.end - run.start, dtype=torch.uint8, device=self._device)
+        lead = first.offset % 16
+        num_bytes = last.offset + last.nbytes - first.offset
+        buffer = torch.empty(lead + num_bytes, dtype=torch.uint8, device=self._device)
         for index in members:
             record = plan.records[index]
-            start = lead + record.offset - run.start
+            start = lead + record.offset - first.offset
             place = buffer[start : start + record.nbytes]
             self._staging[index] = place.view(record.stored_dtype).view(record.stored_shape)
-        self._runs.append(run)
-        self._run_buffers.append(buffer[lead:])
+        self._runs.append((first.offset, buffer[lead:]))
 
     def _stage(self, capture: Capture, *, lazy: bool) -> None:
         places = []
@@ -236,9 +224,9 @@ class DeviceCopier:
                 host = capture.plan.view(capture.slot, index)
                 transfers.append((capture.plan.records[index].offset, host, capture.sources[index].detach()))
         if lazy:
-            for run, buffer in zip(self._runs, self._run_buffers, strict=True):
-                host = view_of(capture.slot.image, run.start, torch.uint8, (run.end - run.start,))
-                transfers.append((run.start, host, buffer))
+            for start, buffer in self._runs:
+                host = view_of(capture.slot.image, start, torch.uint8, (buffer.nbytes,))
+                transfers.append((start, host, buffer))
         return sorted(transfers, key=itemgetter(0))
 
 

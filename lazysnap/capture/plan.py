@@ -9,7 +9,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -90,29 +90,6 @@ class TensorRecord:
     """It is a parameter without gradient: see ``capture.frozen``."""
 
 
-class Likeness:
-    """Types, shapes, strides, dtypes and devices of some tensors, and whether a conjugation or a sign is pending.
-
-    Comparing 10,000 tensors takes 2 ms in one call, and 8 ms fact by fact in Python.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._guards: Any = None
-        if _TensorGuards is None or not tensors:
-            return
-        shapes = []
-        strides = []
-        for tensor in tensors:
-            shapes.append(list(tensor.shape))
-            strides.append(list(tensor.stride()))
-        with contextlib.suppress(Exception):  # another release of torch may take other arguments
-            self._guards = _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-
-    def holds_for(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if all facts are the same. ``False`` means that they may differ: compare them one by one. Hot."""
-        return self._guards is not None and self._guards.check(*tensors) is True
-
-
 @dataclass(frozen=True)
 class CapturePlan:
     """The place of every tensor of the state. ``records`` are in the order of the walk, ``order`` in file order."""
@@ -130,8 +107,8 @@ class CapturePlan:
     """See ``CaptureMeta``."""
     outline: dict[str, list[Any]] = field(default_factory=dict, repr=False)
     """See ``outline_of``, of the walk that the plan was made from."""
-    likeness: Likeness | None = field(default=None, repr=False)
-    """A faster comparison of the facts in ``outline``, except addresses."""
+    guards: Any = field(default=None, repr=False)
+    """See ``_guards_of``."""
     _views: "weakref.WeakKeyDictionary[TrainerSlot, dict[int, torch.Tensor]]" = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
@@ -232,7 +209,7 @@ class CapturePlan:
         tensors = walk.tensors
         if walk.names is not self.names and walk.names != self.names:
             return "the structure of the state changed"
-        if self.likeness is not None and self.likeness.holds_for(tensors):
+        if self.is_alike(tensors):
             if [tensors[index].data_ptr() for index in self.lazy] != self.lazy_pointers:
                 return "a tensor changed its place"
         else:
@@ -245,6 +222,10 @@ class CapturePlan:
             if tensors[record.primary].data_ptr() != tensors[index].data_ptr():
                 return f"tensor {record.name} is no longer tied to another one"
         return None
+
+    def is_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if the facts in ``outline`` but addresses are the same; ``False`` means that they may differ. Hot."""
+        return self.guards is not None and self.guards.check(*tensors) is True
 
     def view(self, slot: TrainerSlot, index: int) -> torch.Tensor:
         """Return the record's place in the image of ``slot`` as a tensor, made once per slot."""
@@ -263,6 +244,23 @@ def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[in
     nbytes = count * dtype.itemsize
     flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
     return flat.view(dtype).view(shape)
+
+
+def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:
+    """Return torch's own check of types, shapes, strides, dtypes, devices, pending conjugations and signs; or None.
+
+    Comparing 10,000 tensors takes 2 ms in one call, and 8 ms fact by fact in Python.
+    """
+    if _TensorGuards is None or not tensors:
+        return None
+    shapes = []
+    strides = []
+    for tensor in tensors:
+        shapes.append(list(tensor.shape))
+        strides.append(list(tensor.stride()))
+    with contextlib.suppress(Exception):  # another release of torch may take other arguments
+        return _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+    return None
 
 
 def optimizer_signature(source: StateSource) -> object:
@@ -392,34 +390,32 @@ def make_plan(
         lazy = lazy_keys(source)
     if frozen is None:
         frozen = frozen_keys(source)
-    all_traits = _traits_of(walk, lazy, frozen)
+    unplaced = _records_of(walk, lazy, frozen)
     primaries = []
     aliases = {}
-    for index, traits in enumerate(all_traits):
-        if traits.primary == index:
+    for index, record in enumerate(unplaced):
+        if record.primary == index:
             primaries.append(index)
         else:
-            aliases[walk.names[index]] = walk.names[traits.primary]
+            aliases[record.name] = unplaced[record.primary].name
     for name, primary_name in (tied or {}).items():
         aliases[name] = aliases.get(primary_name, primary_name)
-    primaries.sort(key=lambda index: all_traits[index].file_order)
+    primaries.sort(key=lambda index: _file_order(unplaced[index]))
     specs = []
     logical = {}
     for index in primaries:
-        name = walk.names[index]
-        stored = stored_form(walk.tensors[index])
-        specs.append(TensorSpec(name, DTYPE_NAMES[stored.dtype], tuple(stored.shape)))
-        facts = _manifest_facts(walk.tensors[index], is_frozen=all_traits[index].is_frozen)
+        record = unplaced[index]
+        specs.append(TensorSpec(record.name, DTYPE_NAMES[record.stored_dtype], record.stored_shape))
+        facts = _manifest_facts(walk.tensors[index], is_frozen=record.is_frozen)
         if facts:
-            logical[name] = facts
+            logical[record.name] = facts
     layout = Layout.plan(specs, aliases)
-    places = {}
+    offsets = {}
     for spec, offset in zip(layout.specs, layout.offsets, strict=True):
-        places[spec.name] = (offset, spec.nbytes)
+        offsets[spec.name] = offset
     records = []
-    for index, traits in enumerate(all_traits):
-        place = places.get(walk.names[traits.primary], (0, 0))
-        records.append(_record(walk.names[index], walk.tensors[index], traits, place))
+    for record in unplaced:
+        records.append(replace(record, offset=offsets[unplaced[record.primary].name]))
     plan = CapturePlan(
         walk.names,
         records,
@@ -428,44 +424,48 @@ def make_plan(
         logical,
         aliases,
         optimizer_signature(source),
-        likeness=Likeness(walk.tensors),
+        guards=_guards_of(walk.tensors),
     )
     plan.outline.update(plan.outline_of(walk.tensors))
     return plan
 
 
-@dataclass(frozen=True)
-class _Traits:
-    """The facts about a tensor that decide on its place in the file."""
+def _file_order(record: TensorRecord) -> tuple[bool, bool, int]:
+    """Return a key to sort by.
 
-    is_frozen: bool
-    lazy: bool
-    nbytes: int
-    primary: int
-    """Index of the tensor whose bytes it shares; its own index otherwise."""
-
-    @property
-    def file_order(self) -> tuple[bool, bool, int]:
-        """A key to sort by.
-
-        Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early. Frozen tensors
-        last: whole blocks of the file hold nothing else, and a level stores those once.
-        """
-        return self.is_frozen, self.lazy, self.nbytes
+    Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early. Frozen tensors
+    last: whole blocks of the file hold nothing else, and a level stores those once.
+    """
+    return record.is_frozen, record.lazy, record.nbytes
 
 
-def _traits_of(walk: Walk, lazy: Collection[Key], frozen: Collection[Key]) -> list[_Traits]:
-    """Return the traits of each tensor, in the order of the walk."""
+def _records_of(walk: Walk, lazy: Collection[Key], frozen: Collection[Key]) -> list[TensorRecord]:
+    """Return the record of each tensor, in the order of the walk; their offsets are not known yet."""
     primaries: dict[object, int] = {}
-    traits = []
-    for index, tensor in enumerate(walk.tensors):
+    records = []
+    for index, (name, tensor) in enumerate(zip(walk.names, walk.tensors, strict=True)):
         key = key_of(tensor)
         primary = index
         if key[1]:
             primary = primaries.setdefault((key, tensor.shape, tensor.dtype, tensor.stride()), index)
-        is_lazy = key in lazy and not is_converted(tensor)
-        traits.append(_Traits(key in frozen, is_lazy, tensor.nbytes, primary))
-    return traits
+        stored = stored_form(tensor)
+        record = TensorRecord(
+            name=name,
+            lazy=key in lazy and not is_converted(tensor),
+            primary=primary,
+            pointer=tensor.data_ptr(),
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            device=tensor.device,
+            offset=0,
+            nbytes=tensor.nbytes,
+            stored_shape=tuple(stored.shape),
+            stored_dtype=stored.dtype,
+            is_dense=stored.is_contiguous() and not stored.is_conj() and not stored.is_neg(),
+            is_frozen=key in frozen,
+        )
+        records.append(record)
+    return records
 
 
 def _manifest_facts(tensor: torch.Tensor, *, is_frozen: bool) -> dict[str, Any]:
@@ -480,23 +480,3 @@ def _manifest_facts(tensor: torch.Tensor, *, is_frozen: bool) -> dict[str, Any]:
     if is_frozen:
         facts["frozen"] = True
     return facts
-
-
-def _record(name: str, tensor: torch.Tensor, traits: _Traits, place: tuple[int, int]) -> TensorRecord:
-    stored = stored_form(tensor)
-    offset, nbytes = place
-    return TensorRecord(
-        name=name,
-        lazy=traits.lazy,
-        primary=traits.primary,
-        pointer=tensor.data_ptr(),
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        device=tensor.device,
-        offset=offset,
-        nbytes=nbytes,
-        stored_shape=tuple(stored.shape),
-        stored_dtype=stored.dtype,
-        is_dense=stored.is_contiguous() and not stored.is_conj() and not stored.is_neg(),
-        is_frozen=traits.is_frozen,
-    )

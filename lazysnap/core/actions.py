@@ -6,6 +6,7 @@ A *connection* is a number that the loop gives. A *job* of a level is slow work 
 more level, after those of storage: its job computes parity, its files are the parity in memory.
 """
 
+import enum
 from dataclasses import dataclass
 
 from lazysnap.core.messages import (
@@ -76,15 +77,16 @@ class JobMoved:
     """The job of a level moved some bytes, so it does not hang."""
 
     level: int
-    job: int
+    number: int
+    """That of the job."""
 
 
 @dataclass(frozen=True)
 class JobEnded:
     """The job of a level ended: well, unless this is a ``Missed`` or a ``Failed``."""
 
-    level: int
-    job: int
+    number: int
+    """That of the job."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,15 @@ class Listed(JobEnded):
     """The level was listed."""
 
     stored: tuple[StepKey, ...]
-    """Snapshots of which this node stored its part."""
+    """Snapshots of which this node's part is committed, and has its size."""
     leftovers: tuple[StepKey, ...] = ()
     """Snapshots of which this node has files, and no commit."""
     names: tuple[NamedStep, ...] = ()
-    """Names that are given there."""
+    """Names that the run gave there. Node 0 alone gives names, so on other nodes this is empty."""
     unusable: tuple[StepKey, ...] = ()
-    """Snapshots that do not count, though they were committed: of other nodes, or damaged. They go as old ones do."""
+    """Snapshots with committed files that are this node's to delete, and that do not count: they are of another team
+    and not whole, or damaged. They go as old ones do.
+    """
 
 
 @dataclass(frozen=True)
@@ -135,40 +139,23 @@ class Failed(JobEnded):
 
 
 @dataclass(frozen=True)
-class PeerUp:
-    """A link to another node began; what was sent before may be lost."""
-
-    node: int
-
-
-@dataclass(frozen=True)
-class Received:
-    """Another node sent its state."""
-
-    node: int
-    message: Report | Order
-
-
-@dataclass(frozen=True)
-class PeersListening:
-    """The keeper listens for other nodes, as ``SetPeers`` said."""
-
-
-@dataclass(frozen=True)
 class KeeperTrouble:
     """An error was logged that the user should know of."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class TimePassed:
+class PlainEvent(enum.Enum):
+    """Events of which there is nothing more to say."""
+
+    TIME_PASSED = "time passed"
     """The time that the core asked to be woken at has come."""
-
-
-@dataclass(frozen=True)
-class Terminated:
+    TERMINATED = "terminated"
     """SIGTERM: store the newest capture and end, as soon as no trainer is left."""
+    PEER_UP = "peer up"
+    """A link to another node began; what was sent before may be lost."""
+    PEERS_LISTENING = "peers listening"
+    """The keeper listens for other nodes, as ``SetPeers`` said."""
 
 
 Event = (
@@ -180,22 +167,20 @@ Event = (
     | MemoryRefused
     | JobMoved
     | JobEnded
-    | PeerUp
-    | Received
-    | PeersListening
+    | Report
+    | Order
     | KeeperTrouble
-    | TimePassed
-    | Terminated
+    | PlainEvent
 )
+"""``Report`` and ``Order`` are the states that other nodes sent."""
 
 # Actions
 
 
 @dataclass(frozen=True)
 class AdoptSlots:
-    """Take over the slots whose descriptors came with the last message of this connection."""
+    """Take over the slots whose descriptors came with the message of its trainer that is handled now."""
 
-    connection: int
     rank: int
 
 
@@ -257,11 +242,8 @@ class SetPeers:
 
 
 @dataclass(frozen=True)
-class SetGrant:
-    """Tell trainers for which captures the keeper is to be woken: write the word GRANT, then read the slots again.
-
-    It is one number for all levels, and no grant of the coordinator.
-    """
+class SetAwaitedStep:
+    """Tell trainers for which captures the keeper is to be woken: write the word AWAITED, then read the slots again."""
 
     step: int | None
     """The step from which on captures are awaited; None: none is."""
@@ -292,8 +274,8 @@ class Job:
     """Begin a job. Exactly one ``JobEnded`` follows, unless the job is abandoned."""
 
     level: int
-    job: int
-    """Number of the job; no number is used twice."""
+    number: int
+    """No number is used twice."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +319,7 @@ class CancelJob:
     """The job must not commit any more; it ends soon, as ``Missed``."""
 
     level: int
-    job: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -349,7 +331,7 @@ class AbandonJob:
     """
 
     level: int
-    job: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -374,7 +356,7 @@ Action = (
     | VoidSlot
     | BeginJob
     | SetPeers
-    | SetGrant
+    | SetAwaitedStep
     | Hold
     | Release
     | Job

@@ -37,8 +37,8 @@ class Coordinator:
     """
 
     number: int
-    """Random for each keeper, one more with each new training. It tells this coordinator from those before it, which
-    nodes may still answer. The one that a keeper makes when its node stores alone has the same number.
+    """Random for the first one of a keeper, then one more each time. It tells this coordinator from those before it,
+    which nodes may still answer.
     """
     job: int
     """``JobCore.digest``: the settings that all nodes have."""
@@ -133,6 +133,8 @@ class Coordinator:
         if len(self.reports) == self.num_nodes:
             for level in self.levels:
                 self._count_level(level)
+            if ranks and self._is_training_on_all():
+                self._give_up_what_is_gone(ranks)
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
@@ -233,38 +235,51 @@ class Coordinator:
 
     def _grant_next(self, index: int, ranks: Sequence[RankView], now: float) -> None:
         """Grant a required step that is still there; else the next one that is due."""
-        begun_key = newest_begun(ranks)
-        start = begun_key.start
-        begun = begun_key.step
-        if start == 0:
+        begun = newest_begun(ranks)
+        if begun.start == 0:
             return  # the trainers are still restoring
         level = self.levels[index]
-        ahead = self._grant_required(index, begun_key, ranks)
+        ahead = self._grant_required(index, begun, ranks)
         if level.is_under_way:
             return
         if self._copies_from_faster(index):
-            self._grant_copy(index, start, now)
-            return
+            self._grant_copy(index, begun.start, now)
+        elif not self._follows_reading(level, begun, now):
+            self._grant_due(level, begun, ahead, ranks, now)
+
+    def _follows_reading(self, level: LevelGrants, begun: StepKey, now: float) -> bool:
+        """Grant the step that another level reads from the slots, if it is due here, too.
+
+        Returns: True if no other step may be granted meanwhile. False: one that is due before it may be.
+        """
         reading = self._key_that_is_read()
-        next_step = level.next_step(begun, self.capture_every_n_steps)
-        is_reading_begun = reading is not None and reading.step <= begun
+        if reading is None:
+            return False
+        is_reading_begun = reading.step <= begun.step
         must_wait = level.is_redundancy and self._has_storage_missed()
-        if reading is not None and (is_reading_begun or reading.step <= next_step or must_wait):
-            if self._is_due_along(level, reading, now):
-                self._become_due_grant(level, reading, start, now, is_ahead=not is_reading_begun)
-            return
-        if not level.is_due(start, now) and not ahead:
+        is_next = reading.step <= level.next_step(begun.step, self.capture_every_n_steps)
+        if not (is_reading_begun or is_next or must_wait):
+            return False
+        if self._is_due_along(level, reading, now):
+            self._become_due_grant(level, reading, begun.start, now, is_ahead=not is_reading_begun)
+        return True
+
+    def _grant_due(
+        self, level: LevelGrants, begun: StepKey, ahead: Sequence[int], ranks: Sequence[RankView], now: float
+    ) -> None:
+        """Grant the newest capture or the next one that is due, or a required one (``ahead``) that comes before it."""
+        is_due = level.is_due(begun.start, now)
+        if not is_due and not ahead:
             return
         if self._key_to_read_first(ranks) is not None:
             return  # another level is about to be granted that one
-        if not ahead and self._takes_newest_begun(level, begun_key, ranks):
-            self._become_due_grant(level, begun_key, start, now, is_ahead=False)
+        if not ahead and self._takes_newest_begun(level, begun, ranks):
+            self._become_due_grant(level, begun, begun.start, now, is_ahead=False)
             return
-        if not level.is_due(start, now):
-            next_step = min(ahead)
-        elif ahead:
-            next_step = min(next_step, *ahead)
-        self._become_due_grant(level, StepKey(start, next_step), start, now, is_ahead=True)
+        steps = list(ahead)
+        if is_due:
+            steps.append(level.next_step(begun.step, self.capture_every_n_steps))
+        self._become_due_grant(level, StepKey(begun.start, min(steps)), begun.start, now, is_ahead=True)
 
     def _has_storage_missed(self) -> bool:
         """Return True if a level reads slots for a step that lies ahead, and missed the one before."""
@@ -295,7 +310,7 @@ class Coordinator:
         level.was_granted_at(start, now)
 
     def _grant_required(self, index: int, begun: StepKey, ranks: Sequence[RankView]) -> list[int]:
-        """Grant a required step that was begun, or that a faster level has. Give up those that are gone.
+        """Grant a required step that was begun, or that a faster level has.
 
         Args:
             index: the level.
@@ -314,9 +329,7 @@ class Coordinator:
             if key.start == begun.start and key > begun:
                 ahead.append(key.step)
             elif is_missed(key, ranks):
-                # What is still there may be held once nothing is captured any more.
-                if not is_in_memory(key, ranks):
-                    self._give_up(level, key)
+                continue  # what is still there may be held once nothing is captured any more
             elif not self._copies_from_faster(index) and self._may_read_slots(key):
                 level.become_granted(key, None, is_ahead=False)
                 return []
@@ -438,6 +451,28 @@ class Coordinator:
             if self._source_of(key, index) is not None:
                 required.add(key)
         return required
+
+    def _give_up_what_is_gone(self, ranks: Sequence[RankView]) -> None:
+        """Training goes on: a required step that was begun, and is neither in memory nor at a level, never will be.
+
+        Also while a level is granted another step: who waits for the one that is gone may never begin the other one.
+        """
+        begun = newest_begun(ranks)
+        if begun.start == 0:
+            return  # the trainers are still restoring
+        for index, level in enumerate(self.levels):
+            if not level.is_open:
+                continue  # what it has is not known
+            for key in self._keys_still_required(index):
+                is_ahead = key.start == begun.start and key > begun
+                if is_ahead or not is_missed(key, ranks) or is_in_memory(key, ranks):
+                    continue
+                if self._source_of(key, index) is None and not self._is_being_stored(key, index):
+                    self._give_up(level, key)
+
+    def _is_being_stored(self, key: StepKey, index: int) -> bool:
+        """Return True if a level, or a faster one that it may copy from, is granted this step and not done yet."""
+        return any(level.is_under_way and level.grant == key for level in self.levels[: index + 1])
 
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""

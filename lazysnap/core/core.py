@@ -7,6 +7,8 @@
 The keeper has memory (``ranks``) before it knows what is to be stored (``job``): trainers restore first.
 """
 
+import itertools
+
 from msgspec import structs
 
 from lazysnap.core.actions import (
@@ -20,23 +22,20 @@ from lazysnap.core.actions import (
     JobMoved,
     KeeperTrouble,
     MemoryRefused,
-    PeersListening,
-    PeerUp,
+    PlainEvent,
     ProcessDied,
-    Received,
     Release,
     SendToTrainer,
+    SetAwaitedStep,
     SetPeers,
     SlotMade,
     SlotsSeen,
-    Terminated,
-    TimePassed,
     TrainerReported,
 )
 from lazysnap.core.job import JobCore
 from lazysnap.core.jobs import Threads
 from lazysnap.core.lifecycle import Lifecycle, Phase
-from lazysnap.core.messages import KeeperAlert, KeeperState, PeerSettings
+from lazysnap.core.messages import KeeperAlert, KeeperState, Order, PeerSettings, Report
 from lazysnap.core.ranks import Presence, Rank, Ranks
 
 MAX_TROUBLES = 8
@@ -50,7 +49,7 @@ class Core:
         """Begin with nothing.
 
         Args:
-            coordinator_number: random; used where this keeper is a coordinator.
+            coordinator_number: random; the first one of the coordinators that this keeper makes.
             now: seconds of a monotonic clock.
             pid: the process of the keeper, for people.
         """
@@ -62,10 +61,12 @@ class Core:
         self.job_start = 0
         """The newest start of which a trainer came."""
         self._threads = Threads()
-        self._coordinator_number = coordinator_number
+        self._coordinator_numbers = itertools.count(coordinator_number)
         self._pid = pid
         self._peers: PeerSettings | None = None
         self._is_serving_peers = False
+        self._awaited_step: int | None = 0
+        """As the node page has it. A new page awaits every capture."""
         self._troubles: list[str] = []
         self._decide_at: float | None = min(self.lifecycle.deadlines())
         """Time at which something is to be decided without any other event."""
@@ -85,7 +86,7 @@ class Core:
         """Take an event and decide.
 
         Returns: actions, to be carried out in order. ``Hold``, ``VoidSlot``, ``FreeSlot``, ``AdoptSlots`` and
-            ``SetGrant`` want a ``SlotsSeen`` afterwards.
+            ``SetAwaitedStep`` want a ``SlotsSeen`` afterwards.
         """
         self.now = now
         self._actions = []
@@ -98,12 +99,8 @@ class Core:
             self._actions += self.job.repeat_state(now)
         return self._actions
 
-    def state_of(self, rank: Rank) -> KeeperState:
-        """Return what the trainer of a rank is to know, also where there is none now."""
-        return self._keeper_state(rank, self._common_state())
-
     def wake_at(self) -> float | None:
-        """Return the time at which ``TimePassed`` is wanted; None if only other events matter."""
+        """Return the time at which ``PlainEvent.TIME_PASSED`` is wanted; None if only other events matter."""
         times = []
         if self._decide_at is not None:
             times.append(self._decide_at)
@@ -145,24 +142,24 @@ class Core:
                 self.ranks.rank(event.rank).memory_refused(event.text, self.now)
             case JobMoved():
                 if self.job is not None:
-                    self.job.job_moved(event.job, self.now)
+                    self.job.job_moved(event.number, self.now)
                 return False
             case JobEnded():
                 if self.job is not None:
                     self.job.job_ended(event, self.now)
-            case PeerUp():
+            case PlainEvent.PEER_UP:
                 if self.job is not None:
                     self.job.peer_up(self.now)
                 return False
-            case Received():
-                return self.job is not None and self.job.receive(event.message, self.now)
-            case PeersListening():
+            case Report() | Order():
+                return self.job is not None and self.job.receive(event, self.now)
+            case PlainEvent.PEERS_LISTENING:
                 self._is_serving_peers = True
             case KeeperTrouble():
                 self._troubles = [*self._troubles, event.text][-MAX_TROUBLES:]
-            case Terminated():
+            case PlainEvent.TERMINATED:
                 self.lifecycle.is_terminated = True
-            case TimePassed():
+            case PlainEvent.TIME_PASSED:
                 return self._decide_at is not None and self.now >= self._decide_at
         return True
 
@@ -206,8 +203,7 @@ class Core:
             return
         if self.job is not None:
             self._actions += self.job.abandon_all()
-        self.job = JobCore(settings, self._threads, self._coordinator_number, self.now)
-        self._coordinator_number += 1
+        self.job = JobCore(settings, self._threads, self._coordinator_numbers, self.now)
         self._actions.append(BeginJob(settings))
 
     # Decisions
@@ -220,6 +216,9 @@ class Core:
             is_draining = self.phase is Phase.DRAINING
             self.job.find_coordinator(self.now, is_served=self.is_served, is_draining=is_draining)
             self._actions += self.job.decide(self.ranks.views(self.job.settings), self.ranks.wants, self.now)
+            if self.job.awaited_step != self._awaited_step:
+                self._awaited_step = self.job.awaited_step
+                self._actions.append(SetAwaitedStep(self._awaited_step))
             self._release_former(self.job)
         for rank in self.ranks.all:
             make_slot = rank.slot_to_make(self.now)
@@ -259,14 +258,14 @@ class Core:
         attached = [rank for rank in self.ranks.all if rank.presence is Presence.ATTACHED]
         if not attached:
             return
-        common = self._common_state()
+        common = self.common_state()
         for rank in attached:
             state = self._keeper_state(rank, common)
             if state != rank.last_sent:
                 rank.last_sent = state
                 self._actions.append(SendToTrainer(rank.connection, rank.number, state))
 
-    def _common_state(self) -> KeeperState:
+    def common_state(self) -> KeeperState:
         """Return what all trainers of the node get to know."""
         alerts = [KeeperAlert("keeper", text) for text in self._troubles]
         if self.job is None:

@@ -14,14 +14,14 @@ One rank alone on one node is the case of a coordinator whose only node is its o
 that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import xxhash
 from msgspec import json, structs
 
-from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send, SetGrant
+from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send
 from lazysnap.core.coordinator import Coordinator
-from lazysnap.core.jobs import LevelJobs, NameWishes, Threads
+from lazysnap.core.jobs import LevelJobs, Threads
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
     GrantProgress,
@@ -47,6 +47,9 @@ UNREACHED_S = 10.0
 UNPROTECTED_S = 60.0
 """Time after which the user gets to know that nothing was protected that was due."""
 MAX_ROUNDS = 8
+"""Most rounds of ``decide`` for one event: an order leads to a report, and that to the next order. Two or three are
+usual; what would be left after all of them is decided with the next event.
+"""
 COORDINATOR_NODE = 0
 
 
@@ -56,29 +59,29 @@ class JobCore:
     There is a new one when a start has other settings than the one before.
     """
 
-    def __init__(self, settings: JobSettings, threads: Threads, coordinator: int, now: float) -> None:
+    def __init__(self, settings: JobSettings, threads: Threads, numbers: Iterator[int], now: float) -> None:
         """Begin with nothing known.
 
         Args:
             settings: those of all ranks of the node.
             threads: of the keeper, also those of settings before these.
-            coordinator: random number; used where this keeper is a coordinator.
+            numbers: of the coordinators that this keeper makes, each used once.
             now: seconds of a monotonic clock.
         """
         self.settings = settings
         self._threads = threads
         self.digest = _digest(settings)
-        self.node = Node(settings.node, _storage_levels(settings), _redundancy_level(settings))
+        self.node = Node(_storage_levels(settings), _redundancy_level(settings))
         self.level_jobs = [LevelJobs(index, self.node, threads) for index in range(len(self.node.levels))]
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
         self.is_preempted = False
         """True if the processes of some rank of some node are about to be killed."""
-        self._coordinator_number = coordinator
+        self._coordinator_numbers = numbers
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
-        self._awaited_step: int | None = None
-        self._is_awaited_step_set = False
+        self.awaited_step: int | None = 0
+        """The step from which on captures are awaited; None: none is."""
         self._sent_report: Report | None = None
         self._obeyed: Order | None = None
         """The last order that this node took."""
@@ -128,7 +131,7 @@ class JobCore:
         """A job of a level ended, perhaps one of the settings before these."""
         for level in self.level_jobs:
             level.ended(event, now)
-        self._threads.forget(event.job)
+        self._threads.forget(event.number)
 
     def job_moved(self, number: int, now: float) -> None:
         """A job moved some bytes."""
@@ -169,7 +172,7 @@ class JobCore:
         if self.settings.redundancy is not None:
             levels.append(LevelGrants.of_redundancy(self.settings.redundancy))
         return Coordinator(
-            self._coordinator_number,
+            next(self._coordinator_numbers),
             self.digest,
             num_nodes,
             tuple(levels),
@@ -227,12 +230,12 @@ class JobCore:
             self.node.find_missed(ranks, unanswered)
             self._hold_slots(ranks, unanswered)
             for index, level in enumerate(self.level_jobs):
-                self._actions += level.decide(ranks, self.wishes(index, wants), now)
+                self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
                 break
             self._obey(order)
-        self._set_awaited_step(self.node.unanswered(wants.required, wants.names), ranks)
+        self.awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
         self._note_protection(ranks, now)
         return self._actions
 
@@ -258,8 +261,25 @@ class JobCore:
         return max(of_start, default=None)
 
     def _report(self, ranks: Sequence[RankView], wants: Wants) -> Report:
-        report = self.node.report(ranks, wants.required, wants.names)
-        return structs.replace(report, job=self.digest, protect=wants.protect, is_preempted=wants.is_preempted)
+        """Return the whole state of this node for the coordinator."""
+        node = self.settings.node
+        if self._is_alone:
+            node = 0  # the only node that its coordinator knows
+        captures_left = None
+        if not any(rank.is_capturing for rank in ranks):
+            captures_left = tuple(sorted(whole_on_all(ranks)))
+        return Report(
+            node=node,
+            job=self.digest,
+            coordinator=self.node.coordinator,
+            levels=tuple(level.report() for level in self.node.levels),
+            required=wants.required,
+            names=wants.names,
+            protect=wants.protect,
+            is_preempted=wants.is_preempted,
+            left=captures_left,
+            knows_drained=self.node.is_drained,
+        )
 
     def _exchange(self, report: Report, ranks: Sequence[RankView], now: float) -> Order | None:
         """Send what is new to the other nodes. Returns: the order that this node is to obey, if there is a new one."""
@@ -268,8 +288,6 @@ class JobCore:
                 self._sent_report = report
                 self._actions += self._send_state(now)
             return None
-        if self.coordinator.is_alone:
-            report = structs.replace(report, node=0)  # the only node that its coordinator knows
         self.coordinator.receive(report)
         order = self.coordinator.decide(ranks, now)
         if order is not None and not self.coordinator.is_alone:
@@ -315,20 +333,20 @@ class JobCore:
                         num_kept = rank.num_kept
                     self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence, num_kept))
 
-    def wishes(self, index: int, wants: Wants) -> NameWishes:
+    def _names_at(self, index: int, wants: Wants) -> set[NamedStep]:
         """Return the names that a level is to have: the first those of trainers, slower ones those of faster ones.
 
-        Node 0 alone gives names, so that no two nodes write the same file.
+        Node 0 alone gives names, so that no two nodes write the same file. Other nodes know none, and take none away.
         """
         if self.settings.node != COORDINATOR_NODE or self.node.levels[index].is_redundancy:
-            return NameWishes()
+            return set()
         names = set(wants.names)
         for faster in self.node.levels[:index]:
             names |= faster.names
-        return NameWishes(frozenset(names), wants.released)
+        return names
 
-    def _set_awaited_step(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> None:
-        """Tell trainers from which step on the keeper wants to see captures begin.
+    def _first_awaited(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> int | None:
+        """Return the step from which on the keeper wants to see captures begin; None: it awaits none.
 
         It wants to see the first one of a start in any case: users read when training began.
         """
@@ -340,15 +358,14 @@ class JobCore:
                 steps.append(level.grant.step)
         if self.is_preempted or any(rank.awaits_first for rank in ranks):
             steps.append(0)
-        step = min(steps, default=None)
-        if step != self._awaited_step or not self._is_awaited_step_set:
-            self._awaited_step = step
-            self._is_awaited_step_set = True
-            self._actions.append(SetGrant(step))
+        return min(steps, default=None)
 
     def is_idle(self, wants: Wants) -> bool:
         """Return True if no level has anything left to do."""
-        return all(level.is_idle(self.wishes(index, wants)) for index, level in enumerate(self.level_jobs))
+        for index, level in enumerate(self.level_jobs):
+            if not level.is_idle(self._names_at(index, wants), wants.released):
+                return False
+        return True
 
     # What trainers get to know
 
@@ -484,11 +501,18 @@ def _digest(settings: JobSettings) -> int:
     """Return a number that is the same on all nodes of a job, and another one where what they agree on differs."""
     levels = []
     for level in settings.levels:
-        levels.append((level.every_s, level.every_n_steps, level.keep_last, level.keep_every_n_steps))
-    redundancy = settings.redundancy
-    every = None
-    if redundancy is not None:
-        every = redundancy.every_n_steps
-    agreed = (settings.run, levels, every, settings.capture_every_n_steps, settings.world_size, settings.num_nodes)
+        retention = (level.keep_last, level.keep_every_n_steps)
+        levels.append((level.every_s, level.every_n_steps, retention, level.is_shared))
+    redundancy = None
+    if settings.redundancy is not None:
+        redundancy = (settings.redundancy.every_n_steps, settings.redundancy.parity, settings.redundancy.most_lost)
+    agreed = (
+        settings.run,
+        levels,
+        redundancy,
+        settings.capture_every_n_steps,
+        settings.world_size,
+        settings.num_nodes,
+    )
     # A message has signed integers of 64 bits.
     return xxhash.xxh3_64_intdigest(json.encode(agreed)) >> 1

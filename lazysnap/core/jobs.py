@@ -16,7 +16,7 @@ a grant of it ends as MISSED.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from lazysnap.core.actions import (
@@ -42,15 +42,6 @@ from lazysnap.core.node import Node, NodeLevel, RankView, is_in_memory
 MAX_HANGING = 3
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-
-
-@dataclass(frozen=True)
-class NameWishes:
-    """What trainers want of names at a level, now."""
-
-    names: frozenset[NamedStep] = frozenset()
-    """Names that the level is to have, of snapshots that it has or gets."""
-    released: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -113,14 +104,18 @@ class LevelJobs:
             return [self._retry_at]
         return []
 
-    def is_idle(self, wishes: NameWishes) -> bool:
+    def is_idle(self, names: Set[NamedStep], released: Set[str]) -> bool:
         """Return True if nothing is left to do, or the level does not work and so nothing can be done.
 
         What a thread that hangs works on is left alone: waiting for it could keep the process for ever.
+
+        Args:
+            names: see ``decide``.
+            released: see ``decide``.
         """
         if not self.level.is_ready:
             return True
-        return self.job is None and not self._keys_to_delete() and self._names_to_set(wishes) is None
+        return self.job is None and not self._keys_to_delete() and self._names_to_set(names, released) is None
 
     @property
     def writing(self) -> StepKey | None:
@@ -137,12 +132,12 @@ class LevelJobs:
 
     def _abandon(self, job: Job) -> AbandonJob:
         self.job = None
-        self._abandoned[job.job] = job
-        return AbandonJob(self.index, job.job)
+        self._abandoned[job.number] = job
+        return AbandonJob(self.index, job.number)
 
     def moved(self, number: int, now: float) -> None:
         """The job moved some bytes."""
-        if self.job is not None and self.job.job == number:
+        if self.job is not None and self.job.number == number:
             self._moved_at = now
 
     def ended(self, event: JobEnded, now: float) -> None:
@@ -150,10 +145,10 @@ class LevelJobs:
 
         One that was abandoned counted as failed then. A file that it stored all the same counts now.
         """
-        abandoned = self._abandoned.pop(event.job, None)
+        abandoned = self._abandoned.pop(event.number, None)
         if isinstance(abandoned, WriteLevel) and isinstance(event, StepStored):
             self.level.become_stored(abandoned.key)
-        if self.job is None or self.job.job != event.job:
+        if self.job is None or self.job.number != event.number:
             return
         job = self.job
         self.job = None
@@ -208,19 +203,22 @@ class LevelJobs:
         self.level.leftovers.update(_keys_of(job))
         self.level.leftovers -= self.level.stored
 
-    def decide(self, ranks: Sequence[RankView], wishes: NameWishes, now: float) -> list[Action]:
+    def decide(
+        self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float
+    ) -> list[Action]:
         """Return what to do about the job that runs, or the next job.
 
         Args:
             ranks: those of the node.
-            wishes: names that the level is to have.
+            names: names that the level is to have, of snapshots that it has or gets.
+            released: names that are to be taken away.
             now: seconds of a monotonic clock.
         """
         if self.job is not None:
             return self._watch(self.job, ranks, now)
         if len(self._abandoned) >= MAX_HANGING:
             return []
-        job = self._next_job(ranks, wishes, now)
+        job = self._next_job(ranks, names, released, now)
         if job is None:
             return []
         self.job = job
@@ -228,7 +226,9 @@ class LevelJobs:
         self._is_cancelled = False
         return [job]
 
-    def _next_job(self, ranks: Sequence[RankView], wishes: NameWishes, now: float) -> Job | None:
+    def _next_job(
+        self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float
+    ) -> Job | None:
         if not self.level.is_ready:
             if now < self._retry_at:
                 return None
@@ -238,10 +238,10 @@ class LevelJobs:
         write = self._write(ranks)
         if write is not None:
             return write
-        names = self._names_to_set(wishes)
-        if names is not None:
-            added, released = names
-            return SetNames(self.index, next(self.threads.numbers), added, released)
+        names_to_set = self._names_to_set(names, released)
+        if names_to_set is not None:
+            added, taken_away = names_to_set
+            return SetNames(self.index, next(self.threads.numbers), added, taken_away)
         expired = self._keys_to_delete()
         if expired:
             self.level.forget(expired)
@@ -265,20 +265,22 @@ class LevelJobs:
         level.become_writing()
         return WriteLevel(self.index, next(self.threads.numbers), key, slots, level.source)
 
-    def _names_to_set(self, wishes: NameWishes) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
+    def _names_to_set(
+        self, names: Set[NamedStep], released: Set[str]
+    ) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
         """Return the names to give and to take away; None if all is as it should be."""
         level = self.level
         added = []
-        for named in sorted(wishes.names - level.names):
-            if named.name not in wishes.released and self.may_give(named):
+        for named in sorted(names - level.names):
+            if named.name not in released and self.may_give(named):
                 added.append(named)
-        released = []
+        taken_away = []
         for named in sorted(level.names):
-            if named.name in wishes.released:
-                released.append(named)
-        if not added and not released:
+            if named.name in released:
+                taken_away.append(named)
+        if not added and not taken_away:
             return None
-        return tuple(added), tuple(released)
+        return tuple(added), tuple(taken_away)
 
     def may_give(self, named: NamedStep) -> bool:
         """Return True if the level has the step, and did not refuse the name."""
@@ -302,7 +304,7 @@ class LevelJobs:
             return [self._abandon(job)]
         if isinstance(job, WriteLevel) and not self._is_cancelled and not self._is_wanted(job, ranks):
             self._is_cancelled = True
-            return [CancelJob(self.index, job.job)]
+            return [CancelJob(self.index, job.number)]
         return []
 
     def _is_wanted(self, job: WriteLevel, ranks: Sequence[RankView]) -> bool:

@@ -13,7 +13,6 @@ from lazysnap.core.messages import (
     RedundancySettings,
     StepKey,
 )
-from lazysnap.core.retention import Retention
 
 MAX_MARGIN_STEPS = 64
 MAX_REMEMBERED = 256
@@ -24,7 +23,7 @@ MAX_REMEMBERED = 256
 class LevelGrants:
     """The coordinator's state of one level, or of redundancy."""
 
-    retention: Retention
+    keep_last: int
     every_n_steps: int | None
     every_s: float
     is_redundancy: bool = False
@@ -70,12 +69,12 @@ class LevelGrants:
     @classmethod
     def of_level(cls, settings: LevelSettings) -> "LevelGrants":
         """Return the state of a storage level."""
-        return cls(Retention.of_level(settings), settings.every_n_steps, settings.every_s, is_shared=settings.is_shared)
+        return cls(settings.keep_last, settings.every_n_steps, settings.every_s, is_shared=settings.is_shared)
 
     @classmethod
     def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
         """Return the state of redundancy."""
-        return cls(Retention(keep_last=1), settings.every_n_steps, 0.0, is_redundancy=True)
+        return cls(1, settings.every_n_steps, 0.0, is_redundancy=True)
 
     @property
     def is_under_way(self) -> bool:
@@ -182,7 +181,7 @@ class LevelGrants:
             required: steps that somebody wants stored.
             named: snapshots that have a name there, or are to get one.
         """
-        newest = sorted(self.complete)[-max(MAX_IN_MESSAGE, self.retention.keep_last + 1) :]
+        newest = sorted(self.complete)[-max(MAX_IN_MESSAGE, self.keep_last + 1) :]
         answered = self.complete & {*required, *named}
         self.cancelled = set(sorted(self.cancelled)[-MAX_IN_MESSAGE:])
         return LevelOrder(

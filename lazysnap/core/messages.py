@@ -119,7 +119,6 @@ class JobSettings(Struct, frozen=True):
 class PeerAddress(Struct, frozen=True, array_like=True):
     """Where the keeper of a node serves the others."""
 
-    node: int
     host: str
     port: int
     """0: it does not."""

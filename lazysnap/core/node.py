@@ -16,7 +16,6 @@ from lazysnap.core.messages import (
     LevelReport,
     NamedStep,
     Order,
-    Report,
     StepKey,
 )
 from lazysnap.core.retention import Retention
@@ -328,7 +327,6 @@ class NodeLevel:
 class Node:
     """The node's side of the grants."""
 
-    number: int
     storage: tuple[NodeLevel, ...]
     """The levels that are storage, fast to slow."""
     redundancy: NodeLevel | None = None
@@ -388,28 +386,6 @@ class Node:
         self.may_delete = False
         for level in self.levels:
             level.forget_orders()
-
-    def report(self, ranks: Sequence[RankView], required: Sequence[StepKey], names: Sequence[NamedStep]) -> Report:
-        """Return the whole state for the coordinator.
-
-        Args:
-            ranks: those of the node.
-            required: steps that trainers want stored at every level.
-            names: names that trainers want.
-        """
-        captures_left = None
-        if not any(rank.is_capturing for rank in ranks):
-            captures_left = tuple(sorted(whole_on_all(ranks)))
-        return Report(
-            node=self.number,
-            job=0,
-            coordinator=self.coordinator,
-            levels=tuple(level.report() for level in self.levels),
-            required=tuple(required),
-            names=tuple(names),
-            left=captures_left,
-            knows_drained=self.is_drained,
-        )
 
     def unanswered(self, required: Sequence[StepKey], names: Sequence[NamedStep]) -> list[StepKey]:
         """Return the steps that somebody waits for.

@@ -199,6 +199,14 @@ class Ranks:
         dead = [rank for rank in self.all if rank.presence is Presence.DEAD]
         return any(slot.is_whole for rank in dead for slot in rank.slots)
 
+    def growth_bytes(self) -> int:
+        """Return the memory that the trainers themselves are still going to take."""
+        total_bytes = 0
+        for rank in self.all:
+            if rank.is_served and rank.state is not None and rank.state.memory is not None:
+                total_bytes += rank.state.memory.growth_bytes
+        return total_bytes
+
     def views(self, job: JobSettings) -> list[RankView]:
         """Return what the grants need to know of each rank of a job."""
         views = []
@@ -246,7 +254,7 @@ class Ranks:
         rank.state = event.state
         if is_new_connection and event.state.slots:  # their descriptors come with the first state
             rank.is_adopting = True
-            actions.append(AdoptSlots(event.connection, rank.number))
+            actions.append(AdoptSlots(rank.number))
         if event.state.farewell is not Farewell.NONE:
             actions += self._part(rank)
         self._gather()

@@ -6,7 +6,6 @@ from lazysnap.config import STORE_EVERY_S, PersistentLevel, SnapshotConfig
 from lazysnap.core.messages import JobSettings, LevelSettings, RedundancySettings
 from lazysnap.memory.slot_choice import kept_whole, slots_needed
 from lazysnap.ranks.world import World
-from lazysnap.topology import Team
 
 
 def job_settings(
@@ -26,10 +25,10 @@ def job_settings(
         redundancy: protection by other nodes; ``None``: there is none.
         shared: URLs of the levels that are one place for all nodes.
     """
-    team = Team.of(world.places, world.rank)
+    nodes = list(dict.fromkeys(world.nodes))  # in the order of their first ranks, so rank 0 is on node 0
     levels = []
     for level in config.levels:
-        is_shared = team.nodes == 1 or level.url in shared
+        is_shared = len(nodes) == 1 or level.url in shared
         levels.append(_level_settings(level, is_shared=is_shared))
     return JobSettings(
         run=run_id,
@@ -37,10 +36,10 @@ def job_settings(
         redundancy=redundancy,
         capture_every_n_steps=config.every_n_steps,
         num_kept=num_kept(config, world),
-        ranks=team.node_ranks,
-        world_size=team.world_size,
-        node=team.node,
-        num_nodes=team.nodes,
+        ranks=tuple(world.node_ranks),
+        world_size=world.size,
+        node=nodes.index(world.place.node),
+        num_nodes=len(nodes),
     )
 
 

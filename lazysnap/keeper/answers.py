@@ -27,11 +27,6 @@ class Answers:
         self._must_end = False
         """True once the keeper was told to end because of that question."""
 
-    def forget(self, connection: TrainerConnection) -> None:
-        """Note that nobody waits at a connection any more. The keeper then ends, or stays, as it is."""
-        if self._stop is not None and self._stop[0] is connection:
-            self._stop = None
-
     # Memory and state
 
     def answer_memory(
@@ -77,12 +72,14 @@ class Answers:
 
         Returns: True, once, if the keeper is to end. ``finish`` answers then.
         """
+        if self._stop is not None and not self._connections.is_open(self._stop[0]):
+            self._stop = None  # nobody waits any more: the keeper ends, or stays, as it is
         if self._stop is None or self._must_end:
             self._answer_arrival()
             return False
         text = self._reason_to_stay()
         if text:
-            self._answer_stop(Answer(is_done=False, text=text))
+            self._answer_stop(Answer(text=text))
             return False
         self._must_end = self._is_all_stored()
         return self._must_end
@@ -92,7 +89,7 @@ class Answers:
         if self._must_end and self._core.is_served:
             self._must_end = False
             if self._stop is not None:
-                self._answer_stop(Answer(is_done=False, text=self._text_of_training()))
+                self._answer_stop(Answer(text=self._text_of_training()))
 
     def finish(self) -> None:
         """Answer that the keeper ends, and which step is durable."""

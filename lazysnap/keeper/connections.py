@@ -10,10 +10,10 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from msgspec import structs
 
+from lazysnap.core.actions import ConnectionLost, Event, ProcessDied
 from lazysnap.core.messages import KeeperState
 from lazysnap.keeper.questions import Answer
 from lazysnap.keeper.wire import Channel, Frame, OtherVersion, WireError
@@ -24,19 +24,6 @@ _ACCEPT_AGAIN_S = 1.0
 """Pause after no connection could be accepted, for want of descriptors."""
 _MAX_ANSWERS = 16
 """Answers that wait for a process. One that asks more, and reads none, is disconnected."""
-
-
-class Owner(Protocol):
-    """Takes what happens at the connections."""
-
-    def received(self, connection: "TrainerConnection", frame: Frame) -> None:
-        """A message came. Its descriptors belong to the frame."""
-
-    def connection_lost(self, connection: "TrainerConnection") -> None:
-        """The other end is gone."""
-
-    def process_died(self, pid: int) -> None:
-        """A process that was connected ended. Of one that cannot be watched the end of a connection counts."""
 
 
 class TrainerConnection:
@@ -69,7 +56,8 @@ class TrainerConnections:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        owner: Owner,
+        handle: Callable[[Event], None],
+        received: Callable[[TrainerConnection, Frame], None],
         first_descriptors: tuple[int, int],
         slot_descriptor: Callable[[int, int], int | None],
     ) -> None:
@@ -77,12 +65,15 @@ class TrainerConnections:
 
         Args:
             loop: the loop of the keeper.
-            owner: takes what happens.
+            handle: takes ``ConnectionLost``, and ``ProcessDied`` of each process that was connected. Of one that cannot
+                be watched the end of a connection counts as its death.
+            received: takes a message. Its descriptors belong to the frame.
             first_descriptors: node page and eventfd, which each trainer gets.
             slot_descriptor: returns the descriptor of a slot by rank and id; None if it was freed.
         """
         self._loop = loop
-        self._owner = owner
+        self._handle = handle
+        self._received = received
         self._first_descriptors = first_descriptors
         self._slot_descriptor = slot_descriptor
         self._listener: socket.socket | None = None
@@ -147,7 +138,7 @@ class TrainerConnections:
         for frame in frames:
             try:
                 if connection.number in self._connections:
-                    self._owner.received(connection, frame)
+                    self._received(connection, frame)
             finally:
                 frame.close()
 
@@ -164,10 +155,10 @@ class TrainerConnections:
         return None
 
     def _lose(self, connection: TrainerConnection) -> None:
-        self._owner.connection_lost(connection)
         self._close_now(connection)
+        self._handle(ConnectionLost(connection.number))
         if connection.pid not in self._pidfds:
-            self._owner.process_died(connection.pid)
+            self._handle(ProcessDied(connection.pid))
 
     def _process_exited(self, pid: int) -> None:
         """Take the last words of a process that ended: it may have reported that it ends."""
@@ -177,9 +168,13 @@ class TrainerConnections:
         of_process = [connection for connection in self._connections.values() if connection.pid == pid]
         for connection in of_process:
             self._read(connection)
-        self._owner.process_died(pid)
+        self._handle(ProcessDied(pid))
         for connection in of_process:
             self._close_now(connection)
+
+    def is_open(self, connection: TrainerConnection) -> bool:
+        """True as long as the other end is there."""
+        return connection.number in self._connections
 
     # Sending
 

@@ -1,6 +1,6 @@
 """The notes of a keeper for the reports of its run (``lazysnap.events``), and for people who ask for its state.
 
-The loop calls the methods when something happened; nothing is polled. It decides nothing, and may fail.
+The loop calls ``note`` after each event; nothing is polled. It decides nothing, and may fail.
 ``keeper.event_file`` writes the events down.
 """
 
@@ -11,36 +11,35 @@ import os
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal, ParamSpec
 
-from lazysnap import events
+from lazysnap import events, faults
 from lazysnap.config import PersistentLevel, is_path
 from lazysnap.core.actions import JobEnded, StepStored
 from lazysnap.core.core import Core
-from lazysnap.core.messages import JobSettings, KeeperAlert, KeeperState, LevelState, StepKey
+from lazysnap.core.messages import Farewell, JobSettings, KeeperAlert, KeeperState, LevelState, StepKey
 from lazysnap.core.ranks import Rank
 from lazysnap.keeper.event_file import EventFileWriter
-from lazysnap.keeper.node_state import NodeHistory, captured_ns, reached_step
+from lazysnap.keeper.node_state import LevelHistory, NodeHistory, Slots, captured_ns, reached_step
 from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.levels.redaction import Redaction
 from lazysnap.memory.slot_choice import SlotView, newest_whole
-from lazysnap.memory.slots import Slot
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
-HowEnded = Literal["goodbye", "left", "died"]
-
+_HOW_ENDED: dict[Farewell, Literal["goodbye", "left", "died"]] = {
+    Farewell.NONE: "died",
+    Farewell.LEFT: "left",
+    Farewell.OVER: "goodbye",
+}
 _LEAST_S = 1.0
 _MOST_S = 30.0
 _SHARE = 1000
 """Seconds between two notes about a trainer: the thousandth of those that it has trained, within these bounds."""
 _CLOSE_S = 5.0
-_REMEMBERED = 64
-"""Stored snapshots per level that are remembered until they are complete."""
 # Not by import: what imports the package itself may import torch.
 _VERSION: str = sys.modules["lazysnap"].__version__
 
@@ -85,67 +84,45 @@ class _Trainer:
         return abs(now - self.noted_s) >= pause_s  # a clock that was set back holds up nothing
 
 
-@dataclass
-class _LevelNotes:
-    """One level of the job, as far as events need to know it."""
-
-    stored: deque[StepKey] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """Snapshots of which this keeper stored the part of the node."""
-    complete: set[StepKey] = field(default_factory=set)
-    """Complete snapshots that are noted."""
-    state: LevelState = field(default_factory=LevelState)
-    """The state that was noted last."""
-
-
 class EventLog:
     """The events of one keeper. Used on the thread of the loop; nothing but ``close`` blocks.
 
     Example::
 
         log = EventLog()
-        log.job_began(settings, core)
-        log.trainer_came(core.ranks.all[0])
-        log.job_ended("/scratch/run", StepStored(level=0, job=1, written_bytes=1000), key)
+        log.job_began(settings)
+        log.job_ended("/scratch/run", StepStored(number=1, written_bytes=1000), key)
+        log.note(core, slots)
         log.close()
     """
 
     def __init__(self) -> None:
         self.history = NodeHistory()
         self._settings: JobSettings | None = None
-        self._levels: dict[str, _LevelNotes] = {}
-        """By URL."""
-        self._core: Core | None = None
         self._protected: StepKey | None = None
         self._alerts: tuple[KeeperAlert, ...] = ()
         self._is_preempted = False
-        self._slots: Mapping[int, Mapping[int, Slot]] = {}
         self._file: EventFileWriter | None = None
+        self._pids: dict[int, int] = {}
+        """Process that trains, by local rank; only of ranks that have one."""
         self._trainers: dict[int, _Trainer] = {}
-        """By local rank."""
+        """By local rank, also those that ended."""
         self._redaction = Redaction({})
 
     @_guarded
-    def job_began(self, settings: JobSettings, core: Core) -> None:
-        """Note that the keeper serves a job from now on, or the same one with other settings.
-
-        Args:
-            settings: those of the job.
-            core: the decisions of the keeper. They are read again when something happens.
-        """
+    def job_began(self, settings: JobSettings) -> None:
+        """Note that the keeper serves a job from now on, or the same one with other settings."""
         before = self._settings
         self._settings = settings
-        self._core = core
-        self._levels = {level.url: _LevelNotes() for level in settings.levels}
         self._protected = None
         options: dict[str, object] = {}
         for level in settings.levels:
+            self.history.level(level.url).begin_job()
             options[level.url] = level.storage_options or {}
         self._redaction = Redaction(options)
         if before is None or _file_key(before) != _file_key(settings):
             self._end_file(0.0)
             self._begin_file(settings)
-        for rank in core.ranks.all:
-            self._note_start(rank)
 
     def _begin_file(self, settings: JobSettings) -> None:
         if not settings.levels:
@@ -168,33 +145,35 @@ class EventLog:
     # Trainers
 
     @_guarded
-    def trainer_came(self, rank: Rank) -> None:
-        """Note a trainer, when it comes or when it reports its start. It may be reported more than once."""
-        self._note_start(rank)
+    def note(self, core: Core, slots: Slots) -> None:
+        """Note what is new: who came and who ended, how far the first rank is, and the state that trainers get.
 
-    @_guarded
-    def note_ranks(self, ranks: Sequence[Rank], slots: Mapping[int, Mapping[int, Slot]]) -> None:
-        """Note how far the first rank is. Called after the words of all slots were read.
+        Called after each event, and after the words of all slots were read.
 
         Args:
-            ranks: all ranks of the node.
-            slots: their slots, by local rank and slot id. The mapping is used again at the end of a trainer.
+            core: the decisions of the keeper.
+            slots: all slots of the node.
         """
-        self._slots = slots
         now = time.time()
-        for rank in ranks:
-            self._note_start(rank)
+        for rank in core.ranks.all:
+            known_pid = self._pids.get(rank.number)
+            if known_pid is not None and (not rank.is_served or rank.pid != known_pid):
+                self._note_end(rank, slots, now)
+            if rank.is_served and rank.number not in self._pids:
+                self._pids[rank.number] = rank.pid
+                faults.point("keeper.attached")
+            self._note_start(rank, now)
             trainer = self._trainers.get(rank.number)
             if trainer is None or trainer.has_ended or rank.number != min(self._trainers):
                 continue
             if trainer.is_due(now):
-                self._note_progress(rank, trainer, now)
-        self._note_job()
+                self._note_progress(rank, trainer, slots, now)
+        self.note_state(core.common_state())
 
-    @_guarded
-    def trainer_ended(self, rank: Rank, how: HowEnded) -> None:
-        """Note the end of a trainer, once its process is dead or reported that it ends."""
-        now = time.time()
+    def _note_end(self, rank: Rank, slots: Slots, now: float) -> None:
+        """Note the end of a trainer: its process is dead or reported that it ends, or another one took its place."""
+        del self._pids[rank.number]
+        faults.point("keeper.trainer_died")
         state = rank.state
         reached = None
         if state is not None and state.job is not None:
@@ -205,20 +184,27 @@ class EventLog:
         if trainer is None or trainer.has_ended:
             return
         if rank.number == min(self._trainers):
-            self._note_progress(rank, trainer, now)
+            self._note_progress(rank, trainer, slots, now)
         if reached is not None:
             trainer.step = max(trainer.step, reached)
         trainer.has_ended = True
+        farewell = Farewell.NONE
+        if state is not None and not rank.is_served:
+            farewell = state.farewell
         ended = events.TrainerEnded(
-            t=now, rank=trainer.rank, pid=trainer.pid, start=_text_of(trainer.start), step=trainer.step, how=how
+            t=now,
+            rank=trainer.rank,
+            pid=trainer.pid,
+            start=_text_of(trainer.start),
+            step=trainer.step,
+            how=_HOW_ENDED[farewell],
         )
         self._add(ended)
 
-    def _note_start(self, rank: Rank) -> None:
+    def _note_start(self, rank: Rank, now: float) -> None:
         state = rank.state
         if state is None:
             return
-        now = time.time()
         self.history.note_process(rank.number, rank.pid, now)
         if self._file is None or self._settings is None or state.job is None or state.start == 0:
             return
@@ -243,42 +229,14 @@ class EventLog:
         )
         self._add(started)
 
-    def _note_progress(self, rank: Rank, trainer: _Trainer, now: float) -> None:
+    def _note_progress(self, rank: Rank, trainer: _Trainer, slots: Slots, now: float) -> None:
         trainer.noted_s = now
-        progress = self._progress(rank, trainer, now)
+        progress = _progress_of(rank, trainer, slots, now)
         if progress is None or progress.step == trainer.step:
             return
         trainer.step = progress.step
         trainer.has_passed = True
         self._add(progress)
-
-    def _progress(self, rank: Rank, trainer: _Trainer, now: float) -> events.Progress | None:
-        views = _views_of(rank, trainer.start)
-        step = reached_step(views)
-        state = rank.state
-        if step is None or state is None or state.job is None:
-            return None
-        captured_step = -1
-        taken_ns = 0
-        copied_ns = 0
-        for view in newest_whole(views, 1):
-            slot = self._slots.get(rank.number, {}).get(view.slot_id)
-            began_ns = None if slot is None else captured_ns(slot, view.sequence)
-            if view.step is not None and began_ns is not None:
-                captured_step = view.step
-                taken_ns = began_ns
-                copied_ns = view.copied_ns
-        return events.Progress(
-            t=now,
-            rank=trainer.rank,
-            start=_text_of(trainer.start),
-            step=step,
-            every=state.job.capture_every_n_steps,
-            waited_s=state.waited_s,
-            captured=captured_step,
-            taken=taken_ns / 1e9,
-            copy_s=copied_ns / 1e9,
-        )
 
     # Levels
 
@@ -291,10 +249,8 @@ class EventLog:
             event: how it ended. A failure is noted from the state of the level: a job may also hang.
             key: the step that the job was to store; None if it was another job.
         """
-        notes = self._levels.get(level_url)
-        if notes is None:
-            return
-        if isinstance(event, StepStored) and key is not None:
+        notes = self.history.levels.get(level_url)
+        if notes is not None and isinstance(event, StepStored) and key is not None:
             notes.stored.append(key)
             stored = events.Stored(
                 t=time.time(),
@@ -306,11 +262,10 @@ class EventLog:
                 read_back_s=event.read_back_s,
             )
             self._add(stored)
-        self._note_job()
 
     @_guarded
-    def state_changed(self, state: KeeperState) -> None:
-        """Note what is new in the state that trainers get. Call it with the states of one rank, or of all."""
+    def note_state(self, state: KeeperState) -> None:
+        """Note what is new in the state that trainers get, also while there is none."""
         now = time.time()
         for alert in state.alerts:
             if alert not in self._alerts:
@@ -322,39 +277,32 @@ class EventLog:
         if state.is_preempted and not self._is_preempted:
             self._add(events.Preempted(t=now))
         self._is_preempted = state.is_preempted
-        self._note_job()
+        settings = () if self._settings is None else self._settings.levels
+        for level, level_state in zip(settings, state.levels, strict=True):
+            notes = self.history.level(level.url)
+            self._note_failure(level.url, notes, level_state, now)
+            self._note_complete(level.url, notes, level_state, now)
+            notes.state = level_state
+        self._note_protected(state.protected, now)
 
-    def _note_job(self) -> None:
-        """Note what the core knows of levels and protection: also after the last trainer ended."""
-        job = None if self._core is None else self._core.job
-        if job is None or job.settings != self._settings:
-            return
-        now = time.time()
-        states = job.level_states(has_progress=False)
-        for (url, notes), state in zip(self._levels.items(), states, strict=True):
-            self._note_failure(url, notes, state, now)
-            self._note_complete(url, notes, state, now)
-            notes.state = state
-        self._note_protected(job.protected, now)
-
-    def _note_failure(self, url: str, notes: _LevelNotes, state: LevelState, now: float) -> None:
+    def _note_failure(self, url: str, notes: LevelHistory, state: LevelState, now: float) -> None:
         has_lost_step = state.num_failures > notes.state.num_failures
         has_begun_to_fail = bool(state.failure) and not notes.state.failure
         if not state.failure or not (has_lost_step or has_begun_to_fail):
             return  # the same failure again, while nothing is stored
         text = self._text(state.failure)
-        self.history.level(url).note_failure(text, now)
+        notes.note_failure(text, now)
         step = -1 if state.failed_step is None else state.failed_step
         self._add(events.LevelFailed(t=now, level=self._text(url), step=step, text=text))
 
-    def _note_complete(self, url: str, notes: _LevelNotes, state: LevelState, now: float) -> None:
+    def _note_complete(self, url: str, notes: LevelHistory, state: LevelState, now: float) -> None:
         starts = {trainer.start for trainer in self._trainers.values()}
         steps: dict[int, list[int]] = {}
         for key in sorted(state.complete):
             # A listing also shows what was complete before this keeper came, or before this start.
             is_own = key in notes.stored
             if is_own:
-                self.history.level(url).note_complete(key, now)
+                notes.note_complete(key, now)
             if key not in notes.complete and (is_own or key.start in starts):
                 notes.complete.add(key)
                 steps.setdefault(key.start, []).append(key.step)
@@ -381,12 +329,7 @@ class EventLog:
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Write what is left. Blocks: at most ``timeout_s``."""
-        self._note_last()
         self._end_file(timeout_s)
-
-    @_guarded
-    def _note_last(self) -> None:
-        self._note_job()
 
     @_guarded
     def _end_file(self, timeout_s: float) -> None:
@@ -406,6 +349,36 @@ def _file_key(settings: JobSettings) -> tuple[object, ...]:
 def _views_of(rank: Rank, start: int) -> list[SlotView]:
     """Return the slots that have a capture of a start, or had one."""
     return [view for view in rank.slots if view.start == start]
+
+
+def _progress_of(rank: Rank, trainer: _Trainer, slots: Slots, now: float) -> events.Progress | None:
+    """Return how far a trainer is; None if it passed no boundary."""
+    views = _views_of(rank, trainer.start)
+    step = reached_step(views)
+    state = rank.state
+    if step is None or state is None or state.job is None:
+        return None
+    captured_step = -1
+    taken_ns = 0
+    copied_ns = 0
+    for view in newest_whole(views, 1):
+        slot = slots.get(rank.number, {}).get(view.slot_id)
+        began_ns = None if slot is None else captured_ns(slot, view.sequence)
+        if view.step is not None and began_ns is not None:
+            captured_step = view.step
+            taken_ns = began_ns
+            copied_ns = view.copied_ns
+    return events.Progress(
+        t=now,
+        rank=trainer.rank,
+        start=_text_of(trainer.start),
+        step=step,
+        every=state.job.capture_every_n_steps,
+        waited_s=state.waited_s,
+        captured=captured_step,
+        taken=taken_ns / 1e9,
+        copy_s=copied_ns / 1e9,
+    )
 
 
 def _text_of(start: int) -> str:

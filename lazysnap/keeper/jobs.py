@@ -13,7 +13,6 @@ that is cancelled after its commit ends as ``Missed``, too; the core has its fil
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,6 @@ from lazysnap.core.actions import (
     Job,
     JobEnded,
     JobMoved,
-    Listed,
     ListLevel,
     Missed,
     NamesSet,
@@ -85,7 +83,7 @@ class JobControl:
         now = time.monotonic()
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
-            self._post(JobMoved(self.job.level, self.job.job))
+            self._post(JobMoved(self.job.level, self.job.number))
 
     def count(self, num_bytes: int) -> None:
         """Count bytes that were moved, on any thread. See ``levels.source.Progress``."""
@@ -106,9 +104,9 @@ def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobCon
         return _do_job(job, files, slots, control)
     except CaptureAborted as error:
         if not isinstance(job, WriteLevel):
-            return Failed(job.level, job.job, str(error))
+            return Failed(job.number, str(error))
         logger.info("%s: step %d is not stored: %s", files.url, job.key.step, error)
-        return Missed(job.level, job.job, str(error))
+        return Missed(job.number, str(error))
     except Exception as error:
         # The last handler of the thread.
         is_foreseen = isinstance(error, (LazySnapError, OSError))
@@ -116,7 +114,7 @@ def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobCon
             files.reopen()
         text = str(error) or type(error).__name__
         logger.info("%s: %s: %s", files.url, _describe(job), text, exc_info=not is_foreseen)
-        return Failed(job.level, job.job, text)
+        return Failed(job.number, text)
 
 
 def _describe(job: Job) -> str:
@@ -140,16 +138,15 @@ def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) 
         case WriteLevel():
             return _write(job, files, slots, control)
         case ListLevel():
-            contents = files.find(files.open(control.beat))
-            return Listed(job.level, job.job, contents.stored, contents.leftovers, contents.names, contents.unusable)
+            return files.find(files.open(control.beat), job)
         case DeleteFiles():
             files.delete(files.open(control.beat), job.keys)
         case SetNames():
             store = files.open(control.beat)
-            return NamesSet(job.level, job.job, files.set_names(store, job.added, job.released))
+            return NamesSet(job.number, files.set_names(store, job.added, job.released))
         case ProbeLevel():
             files.probe(control.beat)
-    return JobEnded(job.level, job.job)
+    return JobEnded(job.number)
 
 
 def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobControl) -> StepStored:
@@ -159,7 +156,7 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
     files.begin_write(job.key)
     if job.source is None:
         faults.point("keeper.persist.begin")
-        manifest = _SlotWriter(job, files, slots, control).write(store)
+        manifest = _write_slots(job, files, slots, store, control)
     else:
         faults.point("keeper.persist.copy")
         manifest = _copy(job, files, files.faster[job.source], store, control)
@@ -170,7 +167,7 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
     read_back_s = _read_back(job, files, store, manifest)
     faults.point("keeper.persist.verified")
     files.end_write(job.key)
-    return StepStored(job.level, job.job, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
+    return StepStored(job.number, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
 
 
 def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:
@@ -186,79 +183,57 @@ def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifes
     return time.monotonic() - began
 
 
-class _SlotWriter:
-    """Writes the shards of all ranks of the node out of their slots. For one job."""
+def open_captures(job: WriteLevel, slots: NodeSlots, beat: Callable[[], None]) -> list[CaptureReader]:
+    """Return a reader of each capture that a job stores, by rank. A slot that the loop frees meanwhile stays readable.
 
-    def __init__(self, job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobControl) -> None:
-        self._job = job
-        self._files = files
-        self._slots = slots
-        self._control = control
+    Args:
+        job: names rank and slot of each capture.
+        slots: the slots of the node.
+        beat: see ``CaptureReader``.
 
-    def write(self, store: SnapshotStore) -> Manifest:
-        """Write and commit the node's file. Blocks: also until the captures are whole.
-
-        Raises: CaptureAborted, if a slot does not hold the capture; LevelError; FormatError.
-        """
-        with contextlib.ExitStack() as attached:
-            readers = self._open_captures(attached)
-            self._files.use_run(self._job.key, readers[0].meta.run_id)
-            shards = [_stored_part(reader.meta, reader, self._files) for reader in readers]
-            manifest = _write_shards(store, self._files, shards, self._control)
-        first = readers[0]
-        if shards == [(first.meta, first)]:  # the file is what is in memory
-            slot_id = dict(self._job.slots)[0]
-            self._control.checksums[slot_id, first.sequence] = manifest.checksums
-        return manifest
-
-    def _open_captures(self, attached: contextlib.ExitStack) -> list[CaptureReader]:
-        slot_ids = dict(self._job.slots)
-        readers: list[CaptureReader] = []
-        for local_rank in range(self._files.settings.num_ranks):
-            slot = self._find_slot(local_rank, slot_ids.get(local_rank))
-            own_slot = _attach(slot)
-            attached.callback(own_slot.close)
-            reader = self._open_capture(own_slot)
-            self._check_owner(local_rank, reader.meta)
-            readers.append(reader)
-        if len({reader.meta.run_id for reader in readers}) > 1:
-            raise CaptureAborted(f"the ranks captured step {self._job.key.step} in different runs")
-        return readers
-
-    def _find_slot(self, local_rank: int, slot_id: int | None) -> Slot:
-        slot = None
-        if slot_id is not None:
-            slot = self._slots.get(local_rank, {}).get(slot_id)
-        if slot is None:
-            raise CaptureAborted(f"step {self._job.key.step} is not in memory any more")
-        return slot
-
-    def _open_capture(self, slot: Slot) -> CaptureReader:
-        key = self._job.key
-        view = slot.view()
-        if (view.start, view.step) != (key.start, key.step):
-            raise CaptureAborted(f"step {key.step} is not in memory any more")
-        return CaptureReader(slot, view.sequence, self._control.beat)
-
-    def _check_owner(self, local_rank: int, meta: CaptureMeta) -> None:
-        """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
-        settings = self._files.settings
-        key = self._job.key
-        captured = (int(meta.start, 16), meta.step, meta.rank, meta.world_size)
-        expected = (key.start, key.step, settings.ranks[local_rank], settings.world_size)
-        if captured != expected:
-            raise CaptureAborted(
-                f"a slot: holds rank {meta.rank} of {meta.world_size} of {meta.name.directory}, "
-                f"expected rank {expected[2]} of {expected[3]} of {self._files.directory(key)}"
-            )
+    Raises: CaptureAborted, if a slot does not hold the step; FormatError.
+    """
+    readers = []
+    for rank, slot_id in job.slots:
+        slot = slots.get(rank, {}).get(slot_id)
+        view = None if slot is None else slot.view()
+        if slot is None or view is None or (view.start, view.step) != (job.key.start, job.key.step):
+            raise CaptureAborted(f"step {job.key.step} is not in memory any more")
+        readers.append(CaptureReader(slot, view.sequence, beat))
+    return readers
 
 
-def _attach(slot: Slot) -> Slot:
-    """Return the slot once more: it stays readable when the loop closes its own. Raises: CaptureAborted."""
-    try:
-        return Slot.attach(os.dup(slot.descriptor))
-    except (OSError, FormatError) as error:
-        raise CaptureAborted(f"a slot was closed, or cannot be mapped: {error}") from error
+def _write_slots(
+    job: WriteLevel, files: LevelFiles, slots: NodeSlots, store: SnapshotStore, control: JobControl
+) -> Manifest:
+    """Write the shards of all ranks of the node out of their slots. Blocks: also until the captures are whole.
+
+    Raises: CaptureAborted, if a slot does not hold the capture; LevelError; FormatError.
+    """
+    readers = open_captures(job, slots, control.beat)
+    for rank, reader in zip(files.settings.ranks, readers, strict=True):
+        _check_owner(job, files, rank, reader.meta)
+    if len({reader.meta.run_id for reader in readers}) > 1:
+        raise CaptureAborted(f"the ranks captured step {job.key.step} in different runs")
+    first = readers[0]
+    files.use_run(job.key, first.meta.run_id)
+    shards = [_stored_part(reader.meta, reader, files) for reader in readers]
+    manifest = _write_shards(store, files, shards, control)
+    if shards == [(first.meta, first)]:  # the file is what is in memory
+        _, slot_id = job.slots[0]
+        control.checksums[slot_id, first.sequence] = manifest.checksums
+    return manifest
+
+
+def _check_owner(job: WriteLevel, files: LevelFiles, rank: int, meta: CaptureMeta) -> None:
+    """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
+    world_size = files.settings.world_size
+    captured = (int(meta.start, 16), meta.step, meta.rank, meta.world_size)
+    if captured != (job.key.start, job.key.step, rank, world_size):
+        raise CaptureAborted(
+            f"a slot: holds rank {meta.rank} of {meta.world_size} of {meta.name.directory}, "
+            f"expected rank {rank} of {world_size} of {files.directory(job.key)}"
+        )
 
 
 def _copy(

@@ -8,9 +8,9 @@ that each is read and deleted once.
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lazysnap import faults
+from lazysnap.core.actions import Listed, ListLevel
 from lazysnap.core.messages import JobSettings, NamedStep, NameRefusal, StepKey
 from lazysnap.errors import ConfigError, FormatError
 from lazysnap.levels import SnapshotStore, open_store
@@ -27,21 +27,6 @@ from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name, parse_
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LevelContents:
-    """The snapshots of a run that a node found at a level."""
-
-    stored: tuple[StepKey, ...]
-    """Snapshots of which this node's part is committed, and has its size."""
-    leftovers: tuple[StepKey, ...]
-    """Snapshots of which this node has a file, and no manifest."""
-    unusable: tuple[StepKey, ...]
-    """Snapshots with committed files that are this node's to delete, and that do not count: they are of another team
-    and not whole, or damaged."""
-    names: tuple[NamedStep, ...]
-    """Names that a run gave. Node 0 alone gives names, so on other nodes this is empty."""
-
-
 class LevelFiles:
     """The files of one node at one level, for one job. All methods but the constructor block, on the level's thread.
 
@@ -52,7 +37,7 @@ class LevelFiles:
 
         files = LevelFiles(settings, index=0, faster=())
         store = files.open(control.beat)
-        contents = files.find(store)
+        listed = files.find(store, job)
     """
 
     def __init__(self, settings: JobSettings, index: int, faster: Sequence["LevelFiles"]) -> None:
@@ -164,7 +149,7 @@ class LevelFiles:
 
     # Listing
 
-    def find(self, store: SnapshotStore) -> LevelContents:
+    def find(self, store: SnapshotStore, job: ListLevel) -> Listed:
         """Return the snapshots of the run, by their manifests and the sizes of their files. Raises: LevelError."""
         stored: list[StepKey] = []
         leftovers: list[StepKey] = []
@@ -185,11 +170,12 @@ class LevelFiles:
                 names += self._names_given(store.storage, directory, key, file_names)
         if stored and self.newest_directory is None:
             self.newest_directory = self.directory(max(stored))
-        return LevelContents(
+        return Listed(
+            job.number,
             stored=tuple(sorted(stored)),
             leftovers=tuple(sorted(leftovers)),
-            unusable=tuple(sorted(unusable)),
             names=tuple(sorted(names)),
+            unusable=tuple(sorted(unusable)),
         )
 
     def _is_uncommitted(self, file_names: Sequence[str]) -> bool:

@@ -76,11 +76,10 @@ class LevelThreads:
         self._ended = ended
         self._parity_job = parity_job
         self._files: list[LevelFiles] = []
-        self._urls: list[str] = []
+        """By storage level. Redundancy, the level behind them, has none."""
         self._workers: dict[int, Worker] = {}
-        self._controls: dict[int, JobControl] = {}
-        """Of the job that was begun last at each level."""
-        self._running: dict[int, Job] = {}
+        self._running: dict[int, JobControl] = {}
+        """The job of each level that runs, and was not abandoned."""
 
     @property
     def is_busy(self) -> bool:
@@ -91,14 +90,13 @@ class LevelThreads:
         """Return the bytes that the job of a level moved so far."""
         if level not in self._running:
             return 0
-        return self._controls[level].moved_bytes
+        return self._running[level].moved_bytes
 
     def begin(self, settings: JobSettings) -> None:
         """Work for these settings from now on. Jobs of earlier ones are abandoned."""
         for level in list(self._workers):
             self._abandon(level)
         self._files = []
-        self._urls = [level.url for level in settings.levels]
         for index in range(len(settings.levels)):
             self._files.append(LevelFiles(settings, index, tuple(self._files)))
 
@@ -106,43 +104,39 @@ class LevelThreads:
         """Begin a job on the thread of its level."""
         if job.level not in self._workers:
             self._workers[job.level] = Worker(f"level-{job.level}")
-        control = JobControl(job, self._post, self._url(job.level))
-        self._controls[job.level] = control
-        self._running[job.level] = job
-        work = self._work_of(job, _slots_of_job(job, slots), control)
+        slots_of_job = _slots_of_job(job, slots)
+        if job.level < len(self._files):
+            files = self._files[job.level]
+            control = JobControl(job, self._post, files.url)
+            work: Callable[[], JobEnded] = functools.partial(run_level_job, job, files, slots_of_job, control)
+        else:
+            control = JobControl(job, self._post)
+            work = self._parity_job(job, slots_of_job, control)
+        self._running[job.level] = control
         self._workers[job.level].submit(functools.partial(self._run, work, control))
 
-    def forget(self, job: Job) -> None:
+    def forget(self, control: JobControl) -> None:
         """Note that a job ended."""
-        if self._running.get(job.level) is job:
-            del self._running[job.level]
+        if self._running.get(control.job.level) is control:
+            del self._running[control.job.level]
 
     def cancel(self, level: int, number: int) -> None:
         """Have a job end soon, without a commit."""
-        job = self._running.get(level)
-        if job is not None and job.job == number:
-            self._controls[level].is_cancelled = True
+        control = self._running.get(level)
+        if control is not None and control.job.number == number:
+            control.is_cancelled = True
 
     def abandon(self, level: int, number: int) -> None:
         """Leave the thread of a level alone; the next job gets another one."""
-        job = self._running.get(level)
-        if job is not None and job.job == number:
+        control = self._running.get(level)
+        if control is not None and control.job.number == number:
             self._abandon(level)
 
     def _abandon(self, level: int) -> None:
-        control = self._controls.pop(level, None)
+        control = self._running.pop(level, None)
         if control is not None:
             control.is_cancelled = True
-        self._running.pop(level, None)
         self._workers.pop(level).leave()
-
-    def _work_of(self, job: Job, slots: NodeSlots, control: JobControl) -> Callable[[], JobEnded]:
-        if job.level < len(self._files):
-            return functools.partial(run_level_job, job, self._files[job.level], slots, control)
-        return self._parity_job(job, slots, control)
-
-    def _url(self, level: int) -> str:
-        return self._urls[level] if level < len(self._urls) else ""
 
     def _run(self, work: Callable[[], JobEnded], control: JobControl) -> None:
         """Do a job. On the thread of its level."""

@@ -29,7 +29,6 @@ from lazysnap.core.actions import (
     BeginJob,
     CancelJob,
     CloseConnection,
-    ConnectionLost,
     Event,
     Finish,
     FreeSlot,
@@ -39,16 +38,14 @@ from lazysnap.core.actions import (
     JobMoved,
     KeeperTrouble,
     MakeSlot,
-    ProcessDied,
+    PlainEvent,
     Release,
     Send,
     SendToTrainer,
-    SetGrant,
+    SetAwaitedStep,
     SetPeers,
     SlotMade,
     SlotsSeen,
-    Terminated,
-    TimePassed,
     TrainerReported,
     VoidSlot,
     WriteLevel,
@@ -66,9 +63,9 @@ from lazysnap.keeper.other_nodes import OtherNodes
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
 from lazysnap.keeper.slot_table import SlotTable
-from lazysnap.keeper.trainer_watch import TrainerWatch
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.keeper.wire import Frame
+from lazysnap.memory.budget import NODE
 from lazysnap.memory.slots import KeeperSlot
 from lazysnap.memory.words import NodePage
 
@@ -76,8 +73,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_ROUNDS = 16
 """Times that the words are read again for one event. What is still to be seen then is seen with the next one."""
-_NOTED_RANK = 0
-"""The rank whose state is noted in the events of the run."""
 
 
 def run_keeper(
@@ -121,7 +116,11 @@ class Keeper:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._slots = SlotTable()
         self._connections = TrainerConnections(
-            self._loop, self, (self._node_page.descriptor, self._wake), self._slot_descriptor
+            self._loop,
+            self._handle,
+            self._received,
+            (self._node_page.descriptor, self._wake),
+            self._slot_descriptor,
         )
         self._handed_over: list[int] = []
         """Descriptors of the message that is handled, until ``AdoptSlots`` takes them."""
@@ -129,7 +128,6 @@ class Keeper:
         self._levels = LevelThreads(self._post, self._job_returned, self._others.parity_job)
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
-        self._trainers = TrainerWatch(self._events)
         self._answers = Answers(self._core, self._slots, self._connections)
         self._sent: dict[int, SendToTrainer] = {}
         """The last state that was sent, by rank."""
@@ -145,7 +143,7 @@ class Keeper:
     def run(self) -> int:
         """Serve the job until it is over. Returns: the exit status."""
         self._loop.add_reader(self._wake, self._woken)
-        self._loop.add_signal_handler(signal.SIGTERM, self._handle, Terminated())
+        self._loop.add_signal_handler(signal.SIGTERM, self._handle, PlainEvent.TERMINATED)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
         self._loop.call_later(REFRESH_S, self._refresh_lock)
@@ -197,9 +195,8 @@ class Keeper:
 
     def _follow_up(self) -> None:
         """Do what has to follow any event."""
-        self._trainers.compare(self._core.ranks.all)
-        self._events.note_ranks(self._core.ranks.all, self._slots.by_rank)
-        self._note_state()
+        NODE.expect(self._core.ranks.growth_bytes())
+        self._events.note(self._core, self._slots.by_rank)
         self._answer_stop()
         self._compute_checksums_at_rest()
         self._set_timer()
@@ -227,7 +224,7 @@ class Keeper:
             self._timer = None
         wake_at = self._core.wake_at()
         if wake_at is not None and not self._is_ending:
-            self._timer = self._loop.call_at(wake_at, self._handle, TimePassed())
+            self._timer = self._loop.call_at(wake_at, self._handle, PlainEvent.TIME_PASSED)
 
     def _trouble_came(self) -> None:
         """An error was logged. Called on any thread."""
@@ -273,20 +270,20 @@ class Keeper:
                 self._must_observe = True
             case VoidSlot() | Hold() | Release():
                 self._set_word(action)
-            case SetGrant():
+            case SetAwaitedStep():
                 self._set_awaited_step(action.step)
             case BeginJob():
                 self._levels.begin(action.settings)
                 self._others.begin_job(action.settings)
-                self._events.job_began(action.settings, self._core)
+                self._events.job_began(action.settings)
             case SetPeers():
                 self._others.set_peers(action.peers)
             case Job():
                 self._levels.start(action, self._slots.by_rank)
             case CancelJob():
-                self._levels.cancel(action.level, action.job)
+                self._levels.cancel(action.level, action.number)
             case AbandonJob():
-                self._levels.abandon(action.level, action.job)
+                self._levels.abandon(action.level, action.number)
             case Send():
                 self._others.send(action.node, action.message)
             case Finish():
@@ -298,10 +295,7 @@ class Keeper:
         self._loop.stop()
 
     def _set_awaited_step(self, step: int | None) -> None:
-        if step is None:
-            self._node_page.grant_none()
-        else:
-            self._node_page.grant(step)
+        self._node_page.await_step(step)
         self._must_observe = True  # the step may have begun a moment ago
 
     def _set_word(self, action: VoidSlot | Hold | Release) -> None:
@@ -333,7 +327,7 @@ class Keeper:
 
     def _job_ended(self, control: JobControl, event: JobEnded) -> None:
         job = control.job
-        self._levels.forget(job)
+        self._levels.forget(control)
         self._slots.note_checksums(control.checksums)
         key = job.key if isinstance(job, WriteLevel) else None
         self._events.job_ended(control.level_url, event, key)
@@ -356,8 +350,7 @@ class Keeper:
 
     # Connections
 
-    def received(self, connection: TrainerConnection, frame: Frame) -> None:
-        """Take a message."""
+    def _received(self, connection: TrainerConnection, frame: Frame) -> None:
         message = frame.message
         if isinstance(message, TrainerState):
             self._trainer_reported(connection, message, frame)
@@ -376,15 +369,6 @@ class Keeper:
             # Of a trainer that is refused, or that handed over nothing of use.
             frame.descriptors = self._handed_over
             self._handed_over = []
-
-    def connection_lost(self, connection: TrainerConnection) -> None:
-        """Take the end of a connection."""
-        self._answers.forget(connection)
-        self._handle(ConnectionLost(connection.number))
-
-    def process_died(self, pid: int) -> None:
-        """Take the death of a process."""
-        self._handle(ProcessDied(pid))
 
     def _send_state(self, action: SendToTrainer) -> None:
         if not action.state.refusal:
@@ -410,11 +394,6 @@ class Keeper:
             if level < len(levels) and levels[level].writing is not None:
                 self._send_state(action)
 
-    def _note_state(self) -> None:
-        """Note the state of the first rank for the events of the run, also while it has no trainer."""
-        if self._core.ranks.all:
-            self._events.state_changed(self._core.state_of(self._core.ranks.all[_NOTED_RANK]))
-
     # Questions
 
     def _answer(self, connection: TrainerConnection, question: Question) -> None:
@@ -423,10 +402,10 @@ class Keeper:
         except Exception as error:  # a question must not end the keeper
             logger.exception("a question about %s", question.about)
             text = f"{type(error).__name__}: {error}"
-            self._connections.answer(connection, Answer(number=question.number, is_done=False, text=text))
+            self._connections.answer(connection, Answer(number=question.number, text=text))
 
     def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
-        self._handle(TimePassed())  # captures may have begun that nothing woke the keeper for
+        self._handle(PlainEvent.TIME_PASSED)  # captures may have begun that nothing woke the keeper for
         history = self._events.history
         match question.about:
             case "memory":
@@ -449,4 +428,4 @@ class Keeper:
     def _answer_stop(self) -> None:
         """Answer the question whether the keeper can end, once that is known; end it if so."""
         if self._answers.settle_stop():
-            self._loop.call_soon(self._handle, Terminated())
+            self._loop.call_soon(self._handle, PlainEvent.TERMINATED)

@@ -6,7 +6,7 @@ the tensors are there that no more nodes hold than may be lost: of others there 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lazysnap.errors import FormatError
@@ -107,28 +107,6 @@ def find_capture(slots: Iterable[Slot], start: int, step: int) -> tuple[Slot, Sl
     if newest is None and is_passed:
         raise CaptureAborted(f"step {step} is not in memory any more")
     return newest
-
-
-def captures_of(
-    places: Iterable[tuple[int, int]], slots: Mapping[int, Mapping[int, Slot]], key: tuple[int, int]
-) -> list[tuple[Slot, int]]:
-    """Return slot and sequence number of the captures at these places.
-
-    Args:
-        places: local rank and slot id of each.
-        slots: by local rank and slot id.
-        key: start and step that they must be of.
-
-    Raises: CaptureAborted, if one is not there.
-    """
-    captures = []
-    for rank, slot_id in places:
-        slot = slots.get(rank, {}).get(slot_id)
-        view = None if slot is None else slot.view()
-        if slot is None or view is None or (view.start, view.step) != key:
-            raise CaptureAborted(f"step {key[1]} is not in memory any more")
-        captures.append((slot, view.sequence))
-    return captures
 
 
 def read_index(read: ReadBytes, size_bytes: int) -> list[tuple[int, int, int]]:

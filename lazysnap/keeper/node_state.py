@@ -1,6 +1,7 @@
 """The state of a job on one node, collected for people. Only the core, words and metadata of slots are read."""
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from lazysnap.core.actions import WriteLevel
 from lazysnap.core.core import Core
 from lazysnap.core.job import JobCore
 from lazysnap.core.lifecycle import Phase
-from lazysnap.core.messages import StepKey
+from lazysnap.core.messages import LevelState, StepKey
 from lazysnap.core.node import whole_on_all
 from lazysnap.core.ranks import Presence, Rank
 from lazysnap.errors import FormatError
@@ -20,20 +21,34 @@ from lazysnap.levels.redaction import Redaction
 from lazysnap.memory.slot_choice import SlotView, newest_whole
 from lazysnap.memory.slots import Slot
 
+_REMEMBERED = 64
+"""Stored snapshots per level that are remembered until they are complete."""
 Slots = Mapping[int, Mapping[int, Slot]]
 """All slots of a node, by local rank and slot id."""
 
 
 @dataclass
 class LevelHistory:
-    """Times of one level by the wall clock, which the core does not know."""
+    """One level as far as events need to know it, and times by the wall clock, which the core does not know."""
 
+    stored: deque[StepKey] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """Snapshots of which this keeper stored the part of the node, since the job began."""
+    complete: set[StepKey] = field(default_factory=set)
+    """Complete snapshots that are noted, since the job began."""
+    state: LevelState = field(default_factory=LevelState)
+    """The state that was noted last, since the job began."""
     completed: StepKey | None = None
     """The newest snapshot that became complete while this keeper looked on."""
     completed_ns: int | None = None
     failure: str = ""
     """The last failure, also if the level works again. It has no secrets."""
     failed_ns: int | None = None
+
+    def begin_job(self) -> None:
+        """Forget the notes of the job before; what is for people stays."""
+        self.stored.clear()
+        self.complete.clear()
+        self.state = LevelState()
 
     def note_complete(self, key: StepKey, now_s: float) -> None:
         """Note that a snapshot is complete."""
@@ -73,8 +88,8 @@ def node_state(
     core: Core,
     slots: Slots,
     parity_bytes: int,
-    history: NodeHistory | None = None,
-    moved_bytes: Mapping[int, int] | None = None,
+    history: NodeHistory,
+    moved_bytes: Mapping[int, int],
 ) -> NodeState | None:
     """Return the state of the node; None before the first start. Does not block.
 
@@ -82,16 +97,12 @@ def node_state(
         core: the decisions of the keeper.
         slots: all slots of the node.
         parity_bytes: memory that protects other nodes.
-        history: times by the wall clock; None: they are not known.
+        history: times by the wall clock.
         moved_bytes: by index of a level, the bytes that its present job moved.
     """
     job = core.job
     if job is None:
         return None
-    if history is None:
-        history = NodeHistory()
-    if moved_bytes is None:
-        moved_bytes = {}
     settings = job.settings
     common = None
     ranks = []

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from lazysnap.core.actions import Event, Failed, Job, JobEnded, PeersListening, PeerUp, Received
+from lazysnap.core.actions import Event, Failed, Job, JobEnded
 from lazysnap.core.messages import JobSettings, Order, PeerSettings, Report
 from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.questions import HeldParity
@@ -62,7 +62,7 @@ class OtherNodes:
         self._context = None
         if self._peers is None:
             self._peers = self._make_peers()
-        self._peers.begin(settings, settings.node)
+        self._peers.begin(settings)
 
     def _make_peers(self) -> "Peers":
         from lazysnap.keeper.parity import ParityStore
@@ -71,7 +71,7 @@ class OtherNodes:
 
         self._parity = ParityStore()
         self._sources = KeeperSources(self._slots.snapshot, self._num_ranks, self._parity)
-        return Peers(self._loop, self, self._sources)
+        return Peers(self._loop, self._handle, self._sources)
 
     def send(self, node: int, message: Report | Order) -> None:
         """Send a message to another node, if there is a link."""
@@ -104,7 +104,7 @@ class OtherNodes:
 
         def work() -> JobEnded:
             if context is None:
-                return Failed(job.level, job.job, "the other nodes of this start are not known yet")
+                return Failed(job.number, "the other nodes of this start are not known yet")
             return run_parity_job(job, context, slots, control)
 
         return work
@@ -124,17 +124,3 @@ class OtherNodes:
         """End all connections."""
         if self._peers is not None:
             self._peers.close()
-
-    # What the other nodes do: see ``peers.links.Handler``
-
-    def serving(self) -> None:
-        """Take that other nodes can be served."""
-        self._handle(PeersListening())
-
-    def peer_up(self, node: int) -> None:
-        """Take a new link."""
-        self._handle(PeerUp(node))
-
-    def received(self, node: int, message: Report | Order) -> None:
-        """Take the state of another node."""
-        self._handle(Received(node, message))

@@ -33,8 +33,8 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
 from lazysnap.errors import KeeperError, LazySnapError
-from lazysnap.keeper.jobs import JobControl
-from lazysnap.keeper.node_part import NodePart, captures_of, read_index
+from lazysnap.keeper.jobs import JobControl, open_captures
+from lazysnap.keeper.node_part import NodePart, read_index
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.threads import in_threads
@@ -47,7 +47,6 @@ from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
 from lazysnap.peers.messages import PartOf, PeerRefused
 from lazysnap.peers.reader import PeerReader
-from lazysnap.peers.secret import Secret
 
 logger = logging.getLogger(__name__)
 
@@ -181,13 +180,13 @@ def run_parity_job(
         return ended
     except (CaptureAborted, PeerRefused) as error:
         logger.info("%s: %s", _purpose(job), error)
-        return Missed(job.level, job.job, str(error))
+        return Missed(job.number, str(error))
     except Exception as error:  # noqa: BLE001  the last handler of the thread
         text = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
         level = logging.INFO if context.is_failing else logging.WARNING
         context.is_failing = True
         logger.log(level, "%s, tried again: %s", _purpose(job), text)
-        return Failed(job.level, job.job, text)
+        return Failed(job.number, text)
 
 
 def _purpose(job: Job) -> str:
@@ -199,11 +198,11 @@ def _purpose(job: Job) -> str:
 
 def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl) -> JobEnded:
     if isinstance(job, ListLevel):
-        return Listed(job.level, job.job, context.store.keys())
+        return Listed(job.number, context.store.keys())
     if isinstance(job, DeleteFiles):
         context.store.delete(job.keys)
     elif isinstance(job, SetNames):
-        return NamesSet(job.level, job.job)  # names are of storage
+        return NamesSet(job.number)  # names are of storage
     elif isinstance(job, WriteLevel):
         return _protect(job, context, slots, control)
     else:
@@ -212,7 +211,7 @@ def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot
             group.connect()
         finally:
             group.close()
-    return JobEnded(job.level, job.job)
+    return JobEnded(job.number)
 
 
 def _protect(
@@ -220,8 +219,7 @@ def _protect(
 ) -> StepStored:
     faults.point("keeper.parity.begin")
     began = time.monotonic()
-    captures = captures_of(job.slots, slots, (job.key.start, job.key.step))
-    readers = [CaptureReader(slot, sequence, control.beat) for slot, sequence in captures]
+    readers = open_captures(job, slots, control.beat)
     own_part = NodePart(readers, context.redundancy.most_lost)
     group = GroupReader(context, control)
     try:
@@ -234,7 +232,7 @@ def _protect(
     faults.point("keeper.parity.done")
     control.beat()
     context.store.add(parity)
-    return StepStored(job.level, job.job, written_bytes=parity.size_bytes, seconds=time.monotonic() - began)
+    return StepStored(job.number, written_bytes=parity.size_bytes, seconds=time.monotonic() - began)
 
 
 class GroupReader:
@@ -254,11 +252,10 @@ class GroupReader:
             self._readers[position] = self._reader(redundancy.members[position])
 
     def _reader(self, node: int) -> PeerReader:
-        secret = Secret(self._context.peers.secret)
-        for address in self._context.peers.addresses:
-            if address.node == node and address.port:
-                return PeerReader(secret, (address.host, address.port), beat=self._control.beat)
-        raise KeeperError(f"node {node} has no address at which others reach its keeper")
+        address = self._context.peers.addresses[node]
+        if not address.port:
+            raise KeeperError(f"node {node} has no address at which others reach its keeper")
+        return PeerReader(self._context.peers.secret, (address.host, address.port), beat=self._control.beat)
 
     def connect(self) -> None:
         """Reach all of the group. Blocks. Raises: LazySnapError, naming a node that cannot be reached."""

@@ -1,51 +1,28 @@
-"""What a keeper lets others read: slots, its node's part of a snapshot, and parity that it holds for other nodes."""
+"""What a keeper lets others read: slots, its node's part of a snapshot, and parity that it holds for other nodes.
 
-import os
+A source keeps its slots: one that the loop frees meanwhile stays mapped until the source is let go.
+"""
+
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import xxhash
 
-from lazysnap.errors import LazySnapError
 from lazysnap.keeper.node_part import NodePart, find_capture
 from lazysnap.keeper.parity import ParityStore
-from lazysnap.levels.source import BlockSource, MemorySource
+from lazysnap.levels.source import MemorySource
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.memory.slots import Slot
 from lazysnap.peers.messages import NotYet, ParityOf, PartOf, SlotOf, Subject
-from lazysnap.peers.reads import PeerSource
+from lazysnap.peers.reads import OpenedSource
 
 MAX_OPENED = 16
 """Sources that stay open between two reads."""
 
 PresentSlots = Callable[[], Mapping[int, Mapping[int, Slot]]]
 """Returns the slots that the keeper has now, by local rank and slot id. Called on any thread."""
-
-
-class OpenedSource:
-    """A source that was opened. See ``peers.reads.PeerSource``."""
-
-    def __init__(self, source: BlockSource, identity: int, check: Callable[[], None]) -> None:
-        """``check``: see ``PeerSource.check``."""
-        self.size_bytes = source.size_bytes
-        self.identity = identity
-        self._source = source
-        self._check = check
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``."""
-        return self._source.view(offset, length)
-
-    def check(self) -> None:
-        """See ``PeerSource.check``."""
-        self._check()
-
-    def finish(self) -> None:
-        """See ``BlockSource.finish``."""
-        self._source.finish()
 
 
 class KeeperSources:
@@ -55,7 +32,7 @@ class KeeperSources:
         """Open nothing yet.
 
         Args:
-            slots: the present slots; a slot that is closed meanwhile is noticed.
+            slots: the present slots.
             num_ranks: returns the ranks of the node in the start of that id; 0 if it is not the present one: then the
                 ranks that have a capture of it count.
             store: the parity that the keeper holds.
@@ -63,12 +40,12 @@ class KeeperSources:
         self._slots = slots
         self._num_ranks = num_ranks
         self._store = store
-        self._opened: OrderedDict[Subject, PeerSource] = OrderedDict()
+        self._opened: OrderedDict[Subject, OpenedSource] = OrderedDict()
         """The one that was read last is last."""
         self._lock = threading.Lock()
 
-    def open(self, subject: Subject) -> PeerSource:
-        """See ``Sources.open``."""
+    def open(self, subject: Subject) -> OpenedSource:
+        """See ``ServedSources.open``."""
         if isinstance(subject, ParityOf):
             return self._parity(subject)
         with self._lock:
@@ -84,7 +61,7 @@ class KeeperSources:
         return source
 
     def forget(self, subject: Subject) -> None:
-        """See ``Sources.forget``."""
+        """See ``ServedSources.forget``."""
         with self._lock:
             self._opened.pop(subject, None)
 
@@ -93,17 +70,12 @@ class KeeperSources:
         with self._lock:
             self._opened.clear()
 
-    def _open(self, subject: PartOf | SlotOf) -> PeerSource:
-        try:
-            if isinstance(subject, PartOf):
-                return self._part(subject)
-            return self._slot(subject)
-        except LazySnapError:
-            raise
-        except ValueError as error:  # the loop closed a slot, or the start is no number
-            raise CaptureAborted(f"{subject} is not in memory any more: {error}") from error
+    def _open(self, subject: PartOf | SlotOf) -> OpenedSource:
+        if isinstance(subject, PartOf):
+            return self._part(subject)
+        return self._slot(subject)
 
-    def _parity(self, subject: ParityOf) -> PeerSource:
+    def _parity(self, subject: ParityOf) -> OpenedSource:
         parity = self._store.find(subject.start, subject.step)
         file = None if parity is None else parity.files.get(subject.stripe)
         if parity is None or file is None:
@@ -117,22 +89,17 @@ class KeeperSources:
 
         return OpenedSource(MemorySource(file, len(file)), parity.identity, check)
 
-    def _part(self, subject: PartOf) -> PeerSource:
-        captures = self._captures(int(subject.start, 16), subject.step)
-        owned: list[Slot] = []
+    def _part(self, subject: PartOf) -> OpenedSource:
         try:
-            readers = []
-            for slot, sequence in captures:
-                owned.append(_own(slot))
-                readers.append(CaptureReader(owned[-1], sequence, _raise_not_yet))
-            part = NodePart(readers, subject.most_lost)
-        except BaseException:
-            _close_all(owned)
-            raise
+            start = int(subject.start, 16)
+        except ValueError as error:
+            raise CaptureAborted(f"{subject} is not in memory any more: {error}") from error
+        readers = []
+        for slot, sequence in self._captures(start, subject.step):
+            readers.append(CaptureReader(slot, sequence, _raise_not_yet))
+        part = NodePart(readers, subject.most_lost)
         sequences = [(reader.meta.rank, reader.sequence) for reader in readers]
-        source = OpenedSource(part, xxhash.xxh3_64_intdigest(repr(sequences).encode()), part.check)
-        _close_with(source, owned)
-        return source
+        return OpenedSource(part, xxhash.xxh3_64_intdigest(repr(sequences).encode()), part.check)
 
     def _captures(self, start: int, step: int) -> list[tuple[Slot, int]]:
         """Return slot and sequence number of that step, of all ranks. Raises: NotYet; CaptureAborted."""
@@ -151,48 +118,22 @@ class KeeperSources:
             raise CaptureAborted(f"step {step} is not in memory: this keeper has no slots")
         return captures
 
-    def _slot(self, subject: SlotOf) -> PeerSource:
+    def _slot(self, subject: SlotOf) -> OpenedSource:
         for slot in self._slots().get(subject.local_rank, {}).values():
             view = slot.view()
             if view.sequence == subject.sequence and view.phase is SlotPhase.WHOLE:
-                return _open_slot(_own(slot), subject)
+                return _open_slot(slot, subject)
         raise CaptureAborted(f"capture {subject.sequence} of local rank {subject.local_rank} is not in memory any more")
 
 
-def _open_slot(slot: Slot, subject: SlotOf) -> PeerSource:
-    """Return the source of a whole capture in this slot, which it owns from then on."""
-    try:
-        reader = CaptureReader(slot, subject.sequence, _raise_not_yet)
-        source: BlockSource = reader
-        if subject.part == "meta":
-            meta = slot.read_meta()
-            source = MemorySource(memoryview(meta), len(meta))
-            reader.check()
-    except BaseException:
-        slot.close()
-        raise
-    opened = OpenedSource(source, slot.slot_id, reader.check)
-    _close_with(opened, [slot])
-    return opened
-
-
-def _own(slot: Slot) -> Slot:
-    """Return another mapping of a slot, which stays when the loop closes its own. Raises: CaptureAborted; OSError."""
-    mapping = Slot.attach(os.dup(slot.descriptor))
-    if mapping.slot_id != slot.slot_id:  # it was closed, and its descriptor is another slot's now
-        mapping.close()
-        raise CaptureAborted("the slot was freed")
-    return mapping
-
-
-def _close_with(source: OpenedSource, slots: Sequence[Slot]) -> None:
-    """Close these slots when nobody has the source any more: a thread may still read from it when it is forgotten."""
-    weakref.finalize(source, _close_all, slots).atexit = False
-
-
-def _close_all(slots: Sequence[Slot]) -> None:
-    for slot in slots:
-        slot.close()
+def _open_slot(slot: Slot, subject: SlotOf) -> OpenedSource:
+    """Return the source of a whole capture in this slot."""
+    reader = CaptureReader(slot, subject.sequence, _raise_not_yet)
+    if subject.part == "image":
+        return OpenedSource(reader, slot.slot_id, reader.check)
+    meta = slot.read_meta()
+    reader.check()
+    return OpenedSource(MemorySource(memoryview(meta), len(meta)), slot.slot_id, reader.check)
 
 
 def _raise_not_yet() -> None:

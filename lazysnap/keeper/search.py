@@ -40,21 +40,6 @@ _REAP_S = 1.0
 
 
 @dataclass(frozen=True)
-class SearchRequest:
-    """The trainer that a search is for."""
-
-    identity: JobIdentity
-    local_rank: int
-    io_timeout_s: float
-    hand_over: Callable[[], tuple[TrainerState, tuple[TrainerSlot, ...]]]
-    """Returns the trainer's state, and its slots in the order of ``state.slots``."""
-    is_leaving: Callable[[], bool]
-    """True once no keeper is wanted any more."""
-    wake_descriptor: int
-    """An eventfd that is written when that may have changed."""
-
-
-@dataclass(frozen=True)
 class ServingKeeper:
     """A connection to a keeper that serves this trainer."""
 
@@ -72,14 +57,33 @@ class KeeperSearch:
 
     Example::
 
-        served = KeeperSearch(seeker).run()
+        served = KeeperSearch(identity, 60.0, hand_over, is_leaving, wake_descriptor).run()
     """
 
-    def __init__(self, seeker: SearchRequest) -> None:
+    def __init__(
+        self,
+        identity: JobIdentity,
+        io_timeout_s: float,
+        hand_over: Callable[[], tuple[TrainerState, tuple[TrainerSlot, ...]]],
+        is_leaving: Callable[[], bool],
+        wake_descriptor: int,
+    ) -> None:
+        """Begin nothing yet; the time counts from now on.
+
+        Args:
+            identity: identity of the job.
+            io_timeout_s: seconds after which the search fails.
+            hand_over: returns the trainer's state, and its slots in the order of ``state.slots``.
+            is_leaving: returns True once no keeper is wanted any more.
+            wake_descriptor: an eventfd that is written when that may have changed.
+        """
         now = time.monotonic()
-        self._seeker = seeker
-        self._identity = seeker.identity
-        self._deadline_s = now + seeker.io_timeout_s
+        self._identity = identity
+        self._io_timeout_s = io_timeout_s
+        self._hand_over = hand_over
+        self._is_leaving = is_leaving
+        self._wake_descriptor = wake_descriptor
+        self._deadline_s = now + io_timeout_s
         self._busy_until_s = now + _BUSY_GRACE_S
         self._report_busy_at_s = now + _REPORT_BUSY_S
         self._start_at_s = now
@@ -88,7 +92,7 @@ class KeeperSearch:
         """The last keeper that was started here."""
         self._outcome = ""
         """Why that one did not serve, in brackets."""
-        self._sent = TrainerState(seeker.local_rank)
+        self._sent = TrainerState(local_rank=0)
         """The last state that was sent."""
         self._silent_pid: int | None = None
         """The process that listens, and does not answer."""
@@ -101,7 +105,7 @@ class KeeperSearch:
         Returns: the connection; None if the trainer leaves first.
         Raises: JobBusy, if another trainer is attached; KeeperError.
         """
-        while not self._seeker.is_leaving():
+        while not self._is_leaving():
             self._silent_pid = None
             self._retry_s = _RETRY_S
             channel = self._connect()
@@ -111,7 +115,7 @@ class KeeperSearch:
                     return served
                 if self._sent.farewell is not Farewell.NONE:
                     break  # it received that training is over, and ends without an answer
-            if time.monotonic() > self._deadline_s and not self._seeker.is_leaving():
+            if time.monotonic() > self._deadline_s and not self._is_leaving():
                 raise KeeperError(self._why_none())
             time.sleep(self._retry_s)
         self._reap()
@@ -123,7 +127,7 @@ class KeeperSearch:
         if channel is None:
             return self._start()
         self._silent_pid = channel.peer_pid
-        state, slots = self._seeker.hand_over()
+        state, slots = self._hand_over()
         try:
             channel.send(state, _descriptors(slots))
         except OSError:  # the other end is gone again
@@ -143,7 +147,7 @@ class KeeperSearch:
             return None
         if self._starting is not None:
             self._outcome = self._starting.failure()
-        state, slots = self._seeker.hand_over()
+        state, slots = self._hand_over()
         try:
             self._starting = start_keeper(self._identity, state, _descriptors(slots))
         except KeeperBusy as error:  # the process that has the lock dies, or listens, in a moment
@@ -171,10 +175,10 @@ class KeeperSearch:
         is_done = False
         try:
             while state is None and not is_done:
-                is_done = time.monotonic() > self._deadline_s or self._seeker.is_leaving()
+                is_done = time.monotonic() > self._deadline_s or self._is_leaving()
                 if not is_done:
-                    channel.wait(self._deadline_s - time.monotonic(), self._seeker.wake_descriptor)
-                    drain(self._seeker.wake_descriptor)
+                    channel.wait(self._deadline_s - time.monotonic(), self._wake_descriptor)
+                    drain(self._wake_descriptor)
                 arrived = self._exchange(channel)
                 if arrived is None:  # the keeper died, or another one is just taking over
                     self._silent_pid = None
@@ -233,7 +237,7 @@ class KeeperSearch:
             )
         if now > self._report_busy_at_s:
             self._report_busy_at_s = float("inf")
-            if self._seeker.local_rank == 0:
+            if self._sent.local_rank == 0:
                 say(
                     f"waiting {_BUSY_GRACE_S:g} s for another training of job {self._identity.job_id!r} on "
                     f"{self._identity.node} to end: {refusal}, also where they are left over from a launcher that "
@@ -247,7 +251,7 @@ class KeeperSearch:
         if self._silent_pid:
             pid = self._silent_pid
             return (
-                f"the keeper of job {job_id!r} (process {pid}) did not answer within {self._seeker.io_timeout_s:g} s "
+                f"the keeper of job {job_id!r} (process {pid}) did not answer within {self._io_timeout_s:g} s "
                 f"(io_timeout_s): it is stopped, or the machine is overloaded; `kill -CONT {pid}` lets a stopped one "
                 "go on"
             )

@@ -26,7 +26,7 @@ from lazysnap.errors import FormatError, JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.mapped_slots import Doorbell, MappedSlots
 from lazysnap.keeper.questions import Answer, Question
-from lazysnap.keeper.search import KeeperSearch, SearchRequest, ServingKeeper, drain
+from lazysnap.keeper.search import KeeperSearch, ServingKeeper, drain
 from lazysnap.keeper.silence import Silence
 from lazysnap.keeper.trainer_requests import without_answered
 from lazysnap.keeper.wire import MAX_DESCRIPTORS, Channel, Frame, WireError
@@ -220,21 +220,16 @@ class TrainerLink:
 
     def _keep_connected(self) -> None:
         """Search a keeper, exchange states until it is lost, search the next one; until this trainer leaves."""
-        seeker = SearchRequest(
-            identity=self.identity,
-            local_rank=self.trainer.local_rank,
-            io_timeout_s=self._io_timeout_s,
-            hand_over=self._hand_over,
-            is_leaving=self._must_end,
-            wake_descriptor=self._wake_descriptor,
-        )
         num_early = 0
         while not self._must_end():
             if num_early > 1:  # the first successor comes at once, for memory's sake
                 pause_s = min(_REPLACE_S * 2 ** min(num_early, _MOST_DOUBLINGS), _REPLACE_AT_MOST_S)
                 with self._changed:
                     self._changed.wait_for(self._must_end, pause_s)
-            served = KeeperSearch(seeker).run()
+            search = KeeperSearch(
+                self.identity, self._io_timeout_s, self._hand_over, self._must_end, self._wake_descriptor
+            )
+            served = search.run()
             if served is None:
                 return
             began_at_s = time.monotonic()

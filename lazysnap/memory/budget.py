@@ -27,17 +27,12 @@ class Budget:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reserved = 0
-        self._expected: dict[object, int] = {}
+        self._expected = 0
 
-    def expect(self, trainer: object, growth_bytes: int) -> None:
-        """Leave room for memory that a ``trainer`` (any key) is going to take. Replaces its former expectation."""
+    def expect(self, growth_bytes: int) -> None:
+        """Leave room for memory that all trainers together are still going to take."""
         with self._lock:
-            self._expected[trainer] = growth_bytes
-
-    def forget(self, trainer: object) -> None:
-        """Expect nothing more of a trainer that ended."""
-        with self._lock:
-            self._expected.pop(trainer, None)
+            self._expected = growth_bytes
 
     def free_bytes(self) -> int:
         """Return the bytes that slots may still take."""
@@ -45,7 +40,7 @@ class Budget:
             return self._free_bytes()
 
     def _free_bytes(self) -> int:
-        return max(0, available_bytes() - _RESERVE_BYTES - self._reserved - sum(self._expected.values()))
+        return max(0, available_bytes() - _RESERVE_BYTES - self._reserved - self._expected)
 
     def check(self, size_bytes: int, purpose: str) -> None:
         """Check that so much memory is free. ``purpose``: its use, for the message. Raises: MemoryBoundExceeded."""

@@ -45,11 +45,11 @@ class CaptureReader:
         self._slot = slot
         self._beat = beat
         self.sequence = sequence
-        view = self._check()
+        view = self.check()
         try:
             text = slot.read_meta()
         finally:
-            self._check()  # metadata that was written over is not damaged
+            self.check()  # metadata that was written over is not damaged
         self.size_bytes = view.image_bytes
         self.meta = CaptureMeta.from_bytes(text, "a slot")
         names = (int(self.meta.start, 16), self.meta.step)
@@ -68,9 +68,12 @@ class CaptureReader:
         self._wait(lambda view: view.watermark_bytes >= needed_bytes)
         return self._slot.read(offset, length)
 
-    def check(self) -> None:
-        """Check that all that was viewed so far is of this capture. Raises: CaptureAborted."""
-        self._check()
+    def check(self) -> SlotView:
+        """Return the words of the slot: all that was viewed so far is of this capture. Raises: CaptureAborted."""
+        view = self._slot.view()
+        if view.sequence != self.sequence or view.phase not in (SlotPhase.CAPTURING, SlotPhase.WHOLE):
+            raise CaptureAborted(f"capture {self.sequence} was discarded, or its slot was written over")
+        return view
 
     def finish(self) -> None:
         """Check the capture after its last byte was read: it is whole, and still the same.
@@ -79,18 +82,11 @@ class CaptureReader:
         """
         self._wait(lambda view: view.phase is SlotPhase.WHOLE)
 
-    def _check(self) -> SlotView:
-        """Return the words of the slot. Raises: CaptureAborted, if they are not of this capture any more."""
-        view = self._slot.view()
-        if view.sequence != self.sequence or view.phase not in (SlotPhase.CAPTURING, SlotPhase.WHOLE):
-            raise CaptureAborted(f"capture {self.sequence} was discarded, or its slot was written over")
-        return view
-
     def _wait(self, is_ready: Callable[[SlotView], bool]) -> None:
         watermark_bytes = -1
         deadline = 0.0
         while True:
-            view = self._check()
+            view = self.check()
             if is_ready(view):
                 return
             if view.watermark_bytes != watermark_bytes:

@@ -24,7 +24,7 @@ word of a slot      writer    meaning
 ``REPEATABLE``      trainer   1: a restart may train the step of the capture again, to prove itself
 ==================  ========  =========================================================================================
 
-The node page has one word, ``GRANT``, written by the keeper: see ``NodePage``.
+The node page has one word, ``AWAITED``, written by the keeper: see ``NodePage``.
 
 ``HELD`` and ``VOID`` name a capture by its sequence number, not by its step: after a rollback or a restart the same
 step may be captured again in the same slot, and a hold or a void must never apply to the later capture.
@@ -182,29 +182,23 @@ class SlotPage(WordPage):
         return SlotPhase.CAPTURING
 
 
-class NodeWord(enum.IntEnum):
-    """Index of each word in the page of a node."""
-
-    MAGIC = 0
-    GRANT = 1
-
-
-GRANT_NONE = (1 << 64) - 1
-"""GRANT: no capture is awaited."""
+AWAITED = 1
+"""Index of the word AWAITED in the page of a node. The word before it is the magic number."""
+_AWAITED_NONE = (1 << 64) - 1
 
 
 class NodePage(WordPage):
-    """The page of a node. Its word GRANT says which captures the keeper wants to be woken for.
+    """The page of a node. Its word AWAITED says which captures the keeper wants to be woken for.
 
-    GRANT is step + 1 of the first step that any level waits for, or ``GRANT_NONE``; in a new page every capture is
-    awaited. It is no grant of the coordinator: later captures wake the keeper, too. A trainer that begins a capture
-    stores its words first and loads GRANT then; the keeper stores GRANT first and looks at the slots then. So at least
-    one of the two sees what the other stored, and no capture that a level waits for goes unnoticed.
+    AWAITED is step + 1 of the first step that any level waits for, or the greatest number if none is awaited; in a new
+    page every capture is awaited. Later captures wake the keeper, too. A trainer that begins a capture stores its words
+    first and loads AWAITED then; the keeper stores AWAITED first and looks at the slots then. So at least one of the
+    two sees what the other stored, and no capture that a level waits for goes unnoticed.
 
     Example::
 
         page = NodePage.create()
-        page.grant(step=7)
+        page.await_step(7)
         trainer_page = NodePage.attach(os.dup(page.descriptor))
         trainer_page.is_awaited(7)  # True
     """
@@ -244,19 +238,18 @@ class NodePage(WordPage):
 
     # The keeper
 
-    def grant(self, step: int) -> None:
-        """Await the capture of ``step``, and later ones."""
-        self.store(NodeWord.GRANT, step + 1)
-
-    def grant_none(self) -> None:
-        """Await no capture."""
-        self.store(NodeWord.GRANT, GRANT_NONE)
+    def await_step(self, step: int | None) -> None:
+        """Await the capture of ``step``, and later ones. None: await no capture."""
+        word = _AWAITED_NONE
+        if step is not None:
+            word = step + 1
+        self.store(AWAITED, word)
 
     # The trainers
 
     def is_awaited(self, step: int) -> bool:
         """True if the keeper is to be woken for the capture of ``step``, whose words were stored before this call."""
-        return step + 1 >= self.load(NodeWord.GRANT)
+        return step + 1 >= self.load(AWAITED)
 
     def close(self) -> None:
         """Unmap and close. The page lives as long as another process has it."""

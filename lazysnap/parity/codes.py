@@ -8,7 +8,7 @@ therefore any k pieces are enough. The weight of a parity and a column is the sa
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lazysnap.errors import ConfigError
 
@@ -164,17 +164,9 @@ def library() -> str:
     return _arithmetic().name
 
 
-class Arithmetic(Protocol):
-    """Multiplies and adds buffers of equal, positive length; the weight is not 0."""
-
-    name: str
-
-    def multiply_add(self, weight: int, source: memoryview, target: memoryview) -> None:
-        """Add ``weight`` times ``source`` to ``target``."""
-
-
 @cache
-def _arithmetic() -> Arithmetic:
+def _arithmetic() -> "IsaL | Numpy":
+    """Return what multiplies and adds buffers of equal, positive length; the weight is not 0."""
     for path in isal_paths():
         try:
             return IsaL(path)
@@ -229,7 +221,8 @@ class IsaL:
 
         table = self._table(weight)
         if source.readonly:
-            # ctypes gives the address of read-only memory for bytes alone: so it is copied.
+            # ctypes gives the address of read-only memory for bytes alone: so it is copied. ``copy`` keeps those bytes
+            # alive until the calls below are over; the address alone would not.
             copy = cast(c_char_p(bytes(source)), c_void_p)
             source_address = copy.value or 0
         else:

@@ -10,15 +10,14 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable
 
 from msgspec import msgpack
 
+from lazysnap.core.actions import Event, PlainEvent
 from lazysnap.core.messages import Report
 from lazysnap.peers.listener import Deadlines
 from lazysnap.peers.messages import Hello, LinkMessage, StateMessage
-from lazysnap.peers.secret import Secret
 from lazysnap.peers.streams import Stream
 from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
 
@@ -30,19 +29,6 @@ _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 """Seconds between two tries to connect: the pause doubles from the first to the second."""
 _decoder: "msgpack.Decoder[LinkMessage]" = msgpack.Decoder(LinkMessage)
-
-
-class Handler(Protocol):
-    """Called on the loop; it must return at once."""
-
-    def serving(self) -> None:
-        """This keeper listens for other nodes now."""
-
-    def peer_up(self, node: int) -> None:
-        """A link to that node began; send the whole state, for earlier messages may be lost."""
-
-    def received(self, node: int, message: StateMessage) -> None:
-        """A message of that node arrived. Nothing of an earlier connection comes behind a later one."""
 
 
 class _Link:
@@ -93,26 +79,30 @@ class Links:
     """
 
     def __init__(
-        self, secret: Secret, me: Hello, nodes: Collection[int], handler: Handler, deadlines: Deadlines
+        self, secret: str, me: Hello, num_nodes: int, handle: Callable[[Event], None], deadlines: Deadlines
     ) -> None:
-        """Begin without any link. ``nodes``: the numbers of all nodes of the start."""
+        """Begin without any link.
+
+        Args:
+            secret: that of the start.
+            me: this node.
+            num_nodes: nodes of the start.
+            handle: takes a new link, and the messages of other nodes. It must return at once. Nothing of an earlier
+                connection of a node comes behind a later one.
+            deadlines: bounds of each wait.
+        """
         self._secret = secret
         self._me = me
-        self._nodes = frozenset(nodes)
-        self._handler = handler
+        self._num_nodes = num_nodes
+        self._handle = handle
         self._deadlines = deadlines
         self._links: dict[int, _Link] = {}
         self._down: set[int] = set()
         """Nodes of which it was logged that they are not reached."""
         self._is_closed = False
 
-    @property
-    def linked_nodes(self) -> frozenset[int]:
-        """Nodes to which there is a link."""
-        return frozenset(self._links)
-
     def send(self, node: int, message: StateMessage) -> None:
-        """Send soon, if there is a link; else it is dropped: ``peer_up`` asks for the state. Never blocks."""
+        """Send soon, if there is a link; else it is dropped: a new link asks for the state. Never blocks."""
         link = self._links.get(node)
         if link is not None:
             link.put(message)
@@ -129,7 +119,7 @@ class Links:
         Raises: Violation, if it belongs to another job, or connects to the wrong node; OSError; EOFError.
         """
         self._check(hello)
-        if self._me.node != 0 or hello.node not in self._nodes or hello.node == 0:
+        if self._me.node != 0 or not 0 < hello.node < self._num_nodes:
             raise Violation(f"node {hello.node} wants a link to node {self._me.node}; all nodes connect to node 0")
         await stream.send(self._me)
         await self._use(hello.node, stream, address)
@@ -181,7 +171,7 @@ class Links:
         self._become_up(node, address)
         sender = asyncio.get_running_loop().create_task(link.send_all(self._deadlines.alive_s))
         try:
-            self._handler.peer_up(node)
+            self._handle(PlainEvent.PEER_UP)
             await self._receive_all(node, link)
         except FAILURES as error:
             if self._links.get(node) is link:
@@ -201,7 +191,7 @@ class Links:
                 raise Violation(f"a report of node {message.node}, expected node {node}")
             is_newest = self._links.get(node) is link and not self._is_closed
             if is_newest:
-                self._handler.received(node, message)
+                self._handle(message)
 
     def _become_up(self, node: int, address: str) -> None:
         if node in self._down:

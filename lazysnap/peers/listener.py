@@ -35,8 +35,6 @@ class Deadlines:
     """A link on which nothing is received for so long is dropped."""
     idle_s: float = 300.0
     """A reader that asks nothing for so long is dropped."""
-    answer_s: float = 3.0
-    """A read that takes longer is answered with "not yet", so that no reader takes a busy keeper for a dead one."""
     port_warning_s: float = 30.0
     """For so long a new keeper waits silently for the port of the dead one."""
 

@@ -5,23 +5,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import xxhash
 from msgspec import msgpack
 
 from lazysnap.errors import ConfigError, FormatError, KeeperError
+from lazysnap.peers.blocking import left_s, receive_exactly, receive_message
 from lazysnap.peers.messages import MAX_READ_BYTES, Answer, Block, PeerRefused, Read, Subject
-from lazysnap.peers.secret import Secret, handshake
+from lazysnap.peers.secret import handshake
 from lazysnap.peers.wire import (
     FAILURES,
-    HEAD_BYTES,
     TIMEOUTS,
     Violation,
     frame,
     keep_alive,
-    parse_frame,
-    parse_head,
     reason,
 )
 
@@ -31,13 +28,6 @@ _SHORTEST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.2
 """Seconds until bytes that were not there yet are asked for again: the pause doubles from the first to the second."""
 _decoder: "msgpack.Decoder[Answer]" = msgpack.Decoder(Answer)
-
-
-class AgreedFacts(NamedTuple):
-    """What all answers about one thing must agree on."""
-
-    size_bytes: int
-    identity: int
 
 
 def do_nothing() -> None:
@@ -60,7 +50,7 @@ class PeerReader:
 
     def __init__(
         self,
-        secret: Secret,
+        secret: str,
         address: tuple[str, int],
         *,
         beat: Callable[[], None] = do_nothing,
@@ -83,7 +73,8 @@ class PeerReader:
         self._patience_s = patience_s
         self._peer = f"{address[0]}:{address[1]}"
         self._connection: socket.socket | None = None
-        self._facts: dict[Subject, AgreedFacts] = {}
+        self._facts: dict[Subject, tuple[int, int]] = {}
+        """Size and identity of what was read. All answers about one subject must agree on them."""
         self._lock = threading.Lock()
         """Held while the connection is replaced: ``interrupt`` comes from any thread."""
         self._is_interrupted = False
@@ -153,7 +144,7 @@ class PeerReader:
         while True:
             answer = self._exchange(read, out)
             if isinstance(answer, Block):
-                self._check_facts(read.subject, AgreedFacts(answer.size_bytes, answer.identity))
+                self._check_facts(read.subject, answer)
                 return answer
             if not answer.is_not_yet or time.monotonic() >= give_up_at:
                 raise PeerRefused(f"{self._peer}: {answer.text}")
@@ -161,9 +152,9 @@ class PeerReader:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _check_facts(self, subject: Subject, facts: AgreedFacts) -> None:
-        first_facts = self._facts.setdefault(subject, facts)
-        if first_facts != facts:
+    def _check_facts(self, subject: Subject, block: Block) -> None:
+        facts = (block.size_bytes, block.identity)
+        if self._facts.setdefault(subject, facts) != facts:
             raise PeerRefused(f"{self._peer}: {subject} was captured again while it was read")
 
     def _exchange(self, read: Read, out: memoryview) -> Answer:
@@ -185,7 +176,7 @@ class PeerReader:
         try:
             connection.settimeout(self._timeout_s)
             connection.sendall(frame(read))
-            answer = self._receive(connection)
+            answer = receive_message(connection, _decoder, self._timeout_s)
             if isinstance(answer, Block):
                 if answer.length != len(out):
                     raise Violation(f"the answer to a read of {len(out)} bytes is {answer}")
@@ -194,11 +185,6 @@ class PeerReader:
         except BaseException:  # nobody knows which bytes would come next
             self.close()
             raise
-
-    def _receive(self, connection: socket.socket) -> Answer:
-        deadline = time.monotonic() + self._timeout_s
-        head = parse_head(_receive_exactly(connection, HEAD_BYTES, deadline))
-        return parse_frame(head, _receive_exactly(connection, head.length, deadline), _decoder)
 
     def _receive_into(self, connection: socket.socket, out: memoryview) -> None:
         """Fill ``out``. Blocks: while bytes arrive, at most ``timeout_s`` without any."""
@@ -237,9 +223,9 @@ class PeerReader:
         steps = handshake(self._secret, is_server=False)
         outgoing, expected_bytes = next(steps)
         while True:
-            connection.settimeout(_left_s(deadline))
+            connection.settimeout(left_s(deadline))
             connection.sendall(outgoing)
-            received = bytes(_receive_exactly(connection, expected_bytes, deadline))
+            received = bytes(receive_exactly(connection, expected_bytes, deadline))
             try:
                 outgoing, expected_bytes = steps.send(received)
             except StopIteration:
@@ -247,19 +233,3 @@ class PeerReader:
 
     def _unreachable(self, error: BaseException) -> KeeperError:
         return KeeperError(f"{self._peer} cannot be read from: {reason(error)}")
-
-
-def _receive_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytearray:
-    data = bytearray(size_bytes)
-    num_received = 0
-    while num_received < size_bytes:
-        connection.settimeout(_left_s(deadline))
-        count = connection.recv_into(memoryview(data)[num_received:])
-        if not count:
-            raise EOFError
-        num_received += count
-    return data
-
-
-def _left_s(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)

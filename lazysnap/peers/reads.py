@@ -1,40 +1,50 @@
-"""Answers to reads: the bytes of a source, with their checksum, made on threads beside the keeper's loop."""
+"""Reads that a keeper serves: the bytes of a source, with their checksum. Each reader has a thread beside the loop."""
 
 import asyncio
+import contextlib
+import functools
 import logging
-import queue
+import socket
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import xxhash
+from msgspec import msgpack
 
 from lazysnap.errors import LazySnapError
 from lazysnap.levels.source import BlockSource
-from lazysnap.peers.messages import MAX_TEXT, Block, NotYet, Read, Refusal, Subject
+from lazysnap.peers.blocking import receive_message
+from lazysnap.peers.listener import Deadlines
+from lazysnap.peers.messages import MAX_TEXT, Block, NotYet, Read, Refusal, Request, Subject
+from lazysnap.peers.wire import Violation, frame
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 2
 _THREAD = "lazysnap-peer-reads"
-Result = TypeVar("Result")
+_PIECE_BYTES = 1 << 18
+"""A reader that takes no piece of so many bytes within the deadline is dropped."""
+_NOTHING = memoryview(b"")
+_decoder: "msgpack.Decoder[Request]" = msgpack.Decoder(Request)
 
 
-class PeerSource(BlockSource, Protocol):
-    """What a keeper lets others read. Its methods never wait: they raise NotYet where bytes are missing."""
+@dataclass(frozen=True)
+class OpenedSource:
+    """What a keeper lets others read, once it was opened."""
 
+    data: BlockSource
+    """The bytes. It never waits: where bytes are missing it raises NotYet."""
     identity: int
     """Number of the captures that are read. Another one: other captures of the same step."""
-
-    def check(self) -> None:
-        """Check that all that was viewed so far is of these captures. Raises: CaptureAborted."""
-        ...
+    check: Callable[[], object]
+    """Checks that all that was viewed so far is of these captures. Raises: CaptureAborted."""
 
 
 class ServedSources(Protocol):
     """What a keeper lets others read. Thread-safe."""
 
-    def open(self, subject: Subject) -> PeerSource:
+    def open(self, subject: Subject) -> OpenedSource:
         """Return the source. Raises: NotYet; LazySnapError or OSError, if there is none: the reader gets the text."""
         ...
 
@@ -43,96 +53,83 @@ class ServedSources(Protocol):
         ...
 
 
-Answered = tuple[Block | Refusal, memoryview | None]
-"""An answer, and the bytes behind it."""
+async def serve_reads(connection: socket.socket, sources: ServedSources, read: Read, deadlines: Deadlines) -> None:
+    """Answer this read, and those that follow, until the connection ends. Raises: one of ``wire.FAILURES``.
+
+    It is done on a daemon thread. The interpreter would join those of ``ThreadPoolExecutor`` at exit, and a source that
+    hangs would keep the process alive.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    work = functools.partial(_serve, connection, sources, read, deadlines)
+    thread = threading.Thread(target=_run, args=(work, loop, ended), name=_THREAD, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:  # the machine has no thread left
+        raise ConnectionAbortedError(str(error)) from error
+    await ended
 
 
-def answer_read(sources: ServedSources, read: Read) -> Answered:
-    """Return the answer to a read. Blocks: while the bytes are read from memory. Never raises."""
+def _run(work: Callable[[], None], loop: asyncio.AbstractEventLoop, ended: "asyncio.Future[None]") -> None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001  raised where the end is awaited
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(_fail, ended, error)
+
+
+def _fail(ended: "asyncio.Future[None]", error: BaseException) -> None:
+    if not ended.done():
+        ended.set_exception(error)
+
+
+def _serve(connection: socket.socket, sources: ServedSources, read: Read, deadlines: Deadlines) -> None:
+    """Answer reads. Blocks: until the connection ends. Raises: one of ``wire.FAILURES``."""
+    while True:
+        _answer(connection, sources, read, deadlines.send_s)
+        message = receive_message(connection, _decoder, deadlines.idle_s)
+        if not isinstance(message, Read):
+            raise Violation(f"{type(message).__name__} instead of a read")
+        read = message
+
+
+def _answer(connection: socket.socket, sources: ServedSources, read: Read, send_s: float) -> None:
+    answer, payload = _answer_of(sources, read)
+    if isinstance(answer, Refusal) and not answer.is_not_yet:
+        logger.debug("peers: a read failed: %s", answer.text)
+    connection.settimeout(send_s)
+    connection.sendall(frame(answer))
+    for start in range(0, len(payload), _PIECE_BYTES):
+        connection.sendall(payload[start : start + _PIECE_BYTES])
+
+
+def _answer_of(sources: ServedSources, read: Read) -> tuple[Block | Refusal, memoryview]:
+    """Return the answer to a read, and the bytes behind it."""
     try:
         return _read(sources.open(read.subject), read)
     except NotYet as error:
-        return Refusal(str(error)[:MAX_TEXT], is_not_yet=True), None
+        return Refusal(str(error)[:MAX_TEXT], is_not_yet=True), _NOTHING
     except (LazySnapError, OSError) as error:
         sources.forget(read.subject)
-        return Refusal(str(error)[:MAX_TEXT]), None
+        return Refusal(str(error)[:MAX_TEXT]), _NOTHING
     except Exception as error:  # a read must not end the keeper
         logger.exception("peers: a read of %s failed", read.subject)
         sources.forget(read.subject)
-        return Refusal(f"{type(error).__name__}: {error}"[:MAX_TEXT]), None
+        return Refusal(f"{type(error).__name__}: {error}"[:MAX_TEXT]), _NOTHING
 
 
-def _read(source: PeerSource, read: Read) -> Answered:
+def _read(source: OpenedSource, read: Read) -> tuple[Block | Refusal, memoryview]:
+    data = source.data
     stop = read.offset + read.length
-    if stop > source.size_bytes:
-        text = f"bytes [{read.offset}, {stop}) of {read.subject}, which has {source.size_bytes}"
-        return Refusal(text[:MAX_TEXT]), None
-    if read.length and stop == source.size_bytes:
-        source.finish()
-    payload = memoryview(b"")
+    if stop > data.size_bytes:
+        text = f"bytes [{read.offset}, {stop}) of {read.subject}, which has {data.size_bytes}"
+        return Refusal(text[:MAX_TEXT]), _NOTHING
+    if read.length and stop == data.size_bytes:
+        data.finish()
+    payload = _NOTHING
     if read.length:
-        payload = source.view(read.offset, read.length)[: read.length]
+        payload = data.view(read.offset, read.length)[: read.length]
     checksum = xxhash.xxh3_64_intdigest(payload)
     # Behind the checksum: a capture that was written over meanwhile is not answered with the checksum of a mixture.
     source.check()
-    return Block(read.length, checksum, source.size_bytes, source.identity), payload
-
-
-class ReadThreads:
-    """A few daemon threads that do work for the loop. Not ``ThreadPoolExecutor``: the interpreter joins its threads at
-    exit, and a source that hangs would keep the process alive.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self._num_threads = 0
-        self._is_closed = False
-
-    def run(self, work: Callable[[], Result]) -> "asyncio.Future[Result]":
-        """Return a future of what ``work`` returns. If it is cancelled before its turn, the work is not done.
-
-        Raises: ConnectionAbortedError, after ``close``: nothing would end a thread that is started then.
-        """
-        if self._is_closed:
-            raise ConnectionAbortedError("this keeper serves no reads any more")
-        future: asyncio.Future[Result] = self._loop.create_future()
-        if self._num_threads < NUM_THREADS:
-            self._num_threads += 1
-            threading.Thread(target=self._run, name=_THREAD, daemon=True).start()
-        self._work.put((work, future))
-        return future
-
-    def close(self) -> None:
-        """End the threads when their work has ended, whenever that is."""
-        self._is_closed = True
-        for _ in range(self._num_threads):
-            self._work.put(None)
-        self._num_threads = 0
-
-    def _run(self) -> None:
-        while True:
-            item = self._work.get()
-            if item is None:
-                return
-            self._do(*item)
-            del item  # a view that is kept would keep memory mapped
-
-    def _do(self, work: Callable[[], Any], future: "asyncio.Future[Any]") -> None:
-        if future.cancelled():
-            return
-        try:
-            set_outcome = future.set_result
-            outcome = work()
-        except Exception as error:  # noqa: BLE001  raised where the future is awaited
-            set_outcome = future.set_exception
-            outcome = error
-        try:
-            self._loop.call_soon_threadsafe(_settle, future, set_outcome, outcome)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
-
-
-def _settle(future: "asyncio.Future[Any]", set_outcome: Callable[[Any], None], outcome: Any) -> None:
-    if not future.done():
-        set_outcome(outcome)
+    return Block(read.length, checksum, data.size_bytes, source.identity), payload

@@ -1,5 +1,7 @@
 """The secret of a start, and the handshake by which two processes prove that they have it.
 
+All processes of one start share the secret, a text of hexadecimal digits. Whoever has it belongs to that start.
+
 Both ends do the same at the same time::
 
     letters (8 bytes), protocol number (2 bytes, big-endian), nonce (32 random bytes)
@@ -15,7 +17,6 @@ import hmac
 import secrets
 import struct
 from collections.abc import Generator
-from dataclasses import dataclass, field
 
 from lazysnap.peers.wire import PROTOCOL, Violation
 
@@ -25,23 +26,16 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 
 
-@dataclass(frozen=True)
-class Secret:
-    """The secret that all processes of one start share. Whoever has it belongs to that start."""
-
-    hex: str = field(repr=False)
-
-
-def draw_secret() -> Secret:
+def draw_secret() -> str:
     """Return a new secret: rank 0 draws it, and the process group hands it over."""
-    return Secret(secrets.token_hex(_SECRET_BYTES))
+    return secrets.token_hex(_SECRET_BYTES)
 
 
 Handshake = Generator[tuple[bytes, int], bytes, None]
 """Yields the bytes to send and how many bytes to read then; these are sent into it. It ends when all is proven."""
 
 
-def handshake(secret: Secret, *, is_server: bool) -> Handshake:
+def handshake(secret: str, *, is_server: bool) -> Handshake:
     """Prove this end to the other one, and have the other one prove itself.
 
     Raises: Violation, if the other end speaks another protocol or lacks the secret.
@@ -67,5 +61,5 @@ def handshake(secret: Secret, *, is_server: bool) -> Handshake:
         raise Violation("it does not have the secret of this start")
 
 
-def _proof(secret: Secret, role: bytes, signed: bytes) -> bytes:
-    return hmac.digest(bytes.fromhex(secret.hex), role + signed, "sha256")
+def _proof(secret: str, role: bytes, signed: bytes) -> bytes:
+    return hmac.digest(bytes.fromhex(secret), role + signed, "sha256")

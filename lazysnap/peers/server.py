@@ -1,28 +1,28 @@
 """A keeper's connections to the other nodes of its start: links between keepers, and reads of this node's memory.
 
 Both come to one port. The first message of a connection says what it is for: a ``Hello`` begins a link
-(``peers.links``), a ``Read`` begins reads. All runs on the keeper's asyncio loop; the bytes of reads are made on two
-threads (``peers.reads``).
+(``peers.links``), a ``Read`` begins reads. All runs on the keeper's asyncio loop, except reads: each reader is served
+on a thread of its own (``peers.reads``).
 """
 
 import asyncio
 import functools
 import logging
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from msgspec import msgpack
 
+from lazysnap.core.actions import Event, PlainEvent
 from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.errors import ConfigError
-from lazysnap.peers.links import Handler, Links
+from lazysnap.peers.links import Links
 from lazysnap.peers.listener import ConnectionLimit, Deadlines, listener_at
-from lazysnap.peers.messages import Hello, Read, Refusal, Request, StateMessage
-from lazysnap.peers.reads import ReadThreads, ServedSources, answer_read
-from lazysnap.peers.secret import Secret
+from lazysnap.peers.messages import Hello, Read, Request, StateMessage
+from lazysnap.peers.reads import ServedSources, serve_reads
 from lazysnap.peers.streams import Stream
-from lazysnap.peers.wire import FAILURES, TIMEOUTS, Violation, reason
+from lazysnap.peers.wire import FAILURES, Violation, reason
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ _PORT_AGAIN_S = 0.1
 """Seconds between two tries to have a port that is taken."""
 _ACCEPT_AGAIN_S = 1.0
 """Seconds until connections are accepted again where that failed: no descriptors are left, for example."""
-_BUSY = Refusal("this keeper is busy", is_not_yet=True)
 _decoder: "msgpack.Decoder[Request]" = msgpack.Decoder(Request)
 
 
@@ -40,8 +39,8 @@ class Peers:
 
     Example::
 
-        peers = Peers(loop, handler, sources)
-        peers.begin(settings, node=1)  # ``handler.peer_up(0)`` follows
+        peers = Peers(loop, handle, sources)
+        peers.begin(settings)  # ``PlainEvent.PEER_UP`` follows
         peers.send(0, report)
         peers.close()
     """
@@ -49,17 +48,23 @@ class Peers:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        handler: Handler,
+        handle: Callable[[Event], None],
         sources: ServedSources,
         deadlines: Deadlines | None = None,
     ) -> None:
+        """Begin without a start.
+
+        Args:
+            loop: the loop of the keeper.
+            handle: takes the messages of other nodes, new links, and that others are served. It must return at once.
+            sources: what other nodes may read.
+            deadlines: bounds of each wait.
+        """
         self._loop = loop
-        self._handler = handler
+        self._handle = handle
         self._sources = sources
         self._deadlines = deadlines or Deadlines()
-        self._threads = ReadThreads(loop)
         self._settings: PeerSettings | None = None
-        self._node = COORDINATOR_NODE
         self._links: Links | None = None
         self._limit = ConnectionLimit()
         self._listener: socket.socket | None = None
@@ -69,40 +74,22 @@ class Peers:
         self._conversations: set[asyncio.Task[None]] = set()
         """Those that end with their streams."""
 
-    @property
-    def is_serving(self) -> bool:
-        """True while it listens for other nodes."""
-        return self._listener is not None
-
-    @property
-    def linked_nodes(self) -> frozenset[int]:
-        """Nodes to which there is a link."""
-        if self._links is None:
-            return frozenset()
-        return self._links.linked_nodes
-
-    def begin(self, settings: PeerSettings, node: int) -> None:
+    def begin(self, settings: PeerSettings) -> None:
         """Serve, and link to, the nodes of a start from now on. Connections of an earlier start end.
 
         Does nothing if these are the settings already. Never raises: what cannot be had is tried again, and logged.
-
-        Args:
-            settings: the start.
-            node: number of this node.
         """
-        if settings == self._settings and node == self._node:
+        if settings == self._settings:
             return
         self._end_start()
         self._settings = settings
-        self._node = node
-        nodes = [address.node for address in settings.addresses]
-        me = Hello(settings.job, node)
-        self._links = Links(Secret(settings.secret), me, nodes, self._handler, self._deadlines)
-        address = _address_of(settings, node)
-        if address is not None:
-            self._spawn(self._serve(address), self._tasks)
-        first = _address_of(settings, COORDINATOR_NODE)
-        if node != COORDINATOR_NODE and first is not None:
+        me = Hello(settings.job, settings.node)
+        self._links = Links(settings.secret, me, len(settings.addresses), self._handle, self._deadlines)
+        own = settings.addresses[settings.node]
+        if own.port:
+            self._spawn(self._serve(own), self._tasks)
+        first = settings.addresses[COORDINATOR_NODE]
+        if settings.node != COORDINATOR_NODE and first.port:
             self._spawn(self._links.keep_up(COORDINATOR_NODE, first.host, first.port), self._tasks)
 
     def send(self, node: int, message: StateMessage) -> None:
@@ -113,7 +100,6 @@ class Peers:
     def close(self) -> None:
         """End all connections, and accept nothing more. Sockets are closed in the next turn of the loop."""
         self._end_start()
-        self._threads.close()
 
     # The start
 
@@ -156,7 +142,7 @@ class Peers:
             return
         self._listener = listener
         self._loop.add_reader(listener, self._accept)
-        self._handler.serving()
+        self._handle(PlainEvent.PEERS_LISTENING)
 
     async def _listen(self, address: PeerAddress) -> socket.socket | None:
         """Return the listener once the port is free; None, if there can be none.
@@ -191,7 +177,6 @@ class Peers:
             self._loop.remove_reader(self._listener)
             self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_again, self._listener)
             return
-        connection.setblocking(False)
         if self._limit.enter():
             welcome = self._welcome(connection, (host, port), self._limit, self._settings)
             self._spawn(welcome, self._conversations)
@@ -212,11 +197,11 @@ class Peers:
         is_known = False
         stream: Stream | None = None
         try:
-            stream = await Stream.adopt(connection, self._deadlines)
+            stream = Stream(connection, self._deadlines)
             self._streams.add(stream)
             if start is not self._settings:
                 return  # it ended meanwhile
-            await stream.authenticate(Secret(start.secret), is_server=True)
+            await stream.authenticate(start.secret, is_server=True)
             is_known = True
             limit.become_known()
             await self._converse(stream, address)
@@ -241,27 +226,7 @@ class Peers:
             assert self._links is not None
             await self._links.serve(stream, message, address)
             return
-        while isinstance(message, Read):
-            await self._answer(stream, message, address)
-            message = await stream.receive(_decoder, self._deadlines.idle_s)
-        raise Violation(f"{type(message).__name__} instead of a read")
-
-    async def _answer(self, stream: Stream, read: Read, address: str) -> None:
-        made = self._threads.run(functools.partial(answer_read, self._sources, read))
-        try:
-            answer, payload = await asyncio.wait_for(made, self._deadlines.answer_s)
-        except TIMEOUTS:
-            answer = _BUSY
-            payload = None
-        del made  # a view that is kept would keep memory mapped
-        if isinstance(answer, Refusal) and not answer.is_not_yet:
-            logger.debug("peers: a read of %s failed: %s", address, answer.text)
-        await stream.send(answer, payload)
-
-
-def _address_of(settings: PeerSettings, node: int) -> PeerAddress | None:
-    """Return where the keeper of a node serves others; None if it does not."""
-    for address in settings.addresses:
-        if address.node == node and address.port:
-            return address
-    return None
+        if not isinstance(message, Read):
+            raise Violation(f"{type(message).__name__} instead of a read")
+        serve = functools.partial(serve_reads, sources=self._sources, read=message, deadlines=self._deadlines)
+        await stream.lend(serve)

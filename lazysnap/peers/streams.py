@@ -1,18 +1,22 @@
-"""One connection of a keeper to another process of the start, on the keeper's asyncio loop."""
+"""One connection of a keeper to another process of the start, on the keeper's asyncio loop.
+
+Nothing is received ahead of what is asked for. So a connection can be lent to a thread between two messages.
+"""
 
 import asyncio
+import contextlib
 import socket
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 
 from msgspec import Struct, msgpack
 
 from lazysnap.peers.listener import Deadlines
-from lazysnap.peers.secret import Handshake, Secret, handshake
+from lazysnap.peers.secret import Handshake, handshake
 from lazysnap.peers.wire import HEAD_BYTES, frame, keep_alive, parse_frame, parse_head
 
-_PIECE_BYTES = 1 << 18
-"""A peer that takes no piece of so many bytes within the deadline is dropped."""
 M = TypeVar("M")
+Result = TypeVar("Result")
 
 
 class Stream:
@@ -21,46 +25,44 @@ class Stream:
     At most one coroutine receives at a time, and at most one sends.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, deadlines: Deadlines) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, connection: socket.socket, deadlines: Deadlines) -> None:
+        """Own a connection that is made. Raises: OSError, and it is closed."""
+        self._loop = asyncio.get_running_loop()
+        self._connection = connection
         self._deadlines = deadlines
-
-    @classmethod
-    async def adopt(cls, connection: socket.socket, deadlines: Deadlines) -> "Stream":
-        """Return the stream of a connection that was accepted, which it owns from then on. Raises: OSError."""
+        self._num_users = 0
+        """Coroutines that receive, send or lend."""
+        self._is_closed = False
         try:
             keep_alive(connection)
-            reader, writer = await asyncio.open_connection(sock=connection)
+            connection.setblocking(False)
         except OSError:
             connection.close()
             raise
-        return cls(reader, writer, deadlines)
 
     @classmethod
-    async def connect(cls, address: tuple[str, int], secret: Secret, deadlines: Deadlines) -> "Stream":
+    async def connect(cls, address: tuple[str, int], secret: str, deadlines: Deadlines) -> "Stream":
         """Connect to a process of the start, and prove both ends to each other."""
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), deadlines.connect_s)
-        stream = cls(reader, writer, deadlines)
+        connection = await asyncio.wait_for(_connect(*address), deadlines.connect_s)
+        stream = cls(connection, deadlines)
         try:
-            keep_alive(writer.get_extra_info("socket"))
             await stream.authenticate(secret, is_server=False)
         except BaseException:
             stream.close()
             raise
         return stream
 
-    async def authenticate(self, secret: Secret, *, is_server: bool) -> None:
+    async def authenticate(self, secret: str, *, is_server: bool) -> None:
         """Prove both ends to each other. Raises: Violation, if the other end cannot prove itself."""
         await asyncio.wait_for(self._prove(handshake(secret, is_server=is_server)), self._deadlines.connect_s)
 
     async def _prove(self, steps: Handshake) -> None:
         outgoing, expected_bytes = next(steps)
         while True:
-            self._writer.write(outgoing)
-            received = await self._reader.readexactly(expected_bytes)
+            await self._send(outgoing)
+            received = await self._receive_exactly(expected_bytes)
             try:
-                outgoing, expected_bytes = steps.send(received)
+                outgoing, expected_bytes = steps.send(bytes(received))
             except StopIteration:
                 return
 
@@ -69,26 +71,66 @@ class Stream:
         return await asyncio.wait_for(self._receive(decoder), timeout_s)
 
     async def _receive(self, decoder: "msgpack.Decoder[M]") -> M:
-        head = parse_head(await self._reader.readexactly(HEAD_BYTES))
-        data = await self._reader.readexactly(head.length)
-        return parse_frame(head, data, decoder)
+        length, checksum = parse_head(await self._receive_exactly(HEAD_BYTES))
+        data = await self._receive_exactly(length)
+        return parse_frame(data, checksum, decoder)
 
-    async def send(self, message: Struct, payload: memoryview | None = None) -> None:
-        """Send a frame, and behind it the bytes of ``payload``, as fast as the other end takes them."""
-        await self._write(frame(message))
-        if payload is None:
-            return
-        for start in range(0, len(payload), _PIECE_BYTES):
-            await self._write(payload[start : start + _PIECE_BYTES])
-            await asyncio.sleep(0)  # other connections have their turn, too
+    async def _receive_exactly(self, size_bytes: int) -> bytearray:
+        data = bytearray(size_bytes)
+        num_received = 0
+        with self._used():
+            while num_received < size_bytes:
+                count = await self._loop.sock_recv_into(self._connection, memoryview(data)[num_received:])
+                if not count:
+                    raise EOFError
+                num_received += count
+        return data
 
-    async def _write(self, data: bytes | memoryview) -> None:
-        self._writer.write(data)
-        if self._writer.transport.get_write_buffer_size() == 0:
-            await self._writer.drain()
-        else:
-            await asyncio.wait_for(self._writer.drain(), self._deadlines.send_s)
+    async def send(self, message: Struct) -> None:
+        """Send a frame."""
+        await asyncio.wait_for(self._send(frame(message)), self._deadlines.send_s)
+
+    async def _send(self, data: bytes) -> None:
+        with self._used():
+            await self._loop.sock_sendall(self._connection, data)
+
+    async def lend(self, work: "Callable[[socket.socket], Coroutine[Any, Any, Result]]") -> Result:
+        """Return what ``work`` returns. Only it uses the connection meanwhile, which ``close`` shuts down."""
+        with self._used():
+            return await work(self._connection)
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        """Nobody closes the descriptor while it is used: the loop, or a thread, would use that of another file."""
+        if self._is_closed:
+            raise EOFError
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self._is_closed and not self._num_users:
+            self._connection.close()
 
     def close(self) -> None:
         """End the connection at once; what was not sent yet is lost. May be called again."""
-        self._writer.transport.abort()
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # whoever uses it fails now
+        self._close_unused()
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    """Return a connection. ``host`` is an address: a name would be looked up on a thread that is joined at exit."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, (host, port))
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -8,7 +8,7 @@ allocated for a frame that is too long. The raw bytes of a block follow behind i
 import asyncio
 import socket
 import struct
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import xxhash
 from msgspec import DecodeError, Struct, msgpack
@@ -32,13 +32,6 @@ FAILURES = (OSError, EOFError, Violation, asyncio.TimeoutError)
 """What ends a connection."""
 
 
-class Head(NamedTuple):
-    """The beginning of a frame."""
-
-    length: int
-    checksum: int
-
-
 def frame(message: Struct) -> bytes:
     """Return the bytes of a message. Raises: Violation, if it is too long for the other end."""
     data = msgpack.encode(message)
@@ -47,20 +40,20 @@ def frame(message: Struct) -> bytes:
     return _HEAD.pack(len(data), xxhash.xxh3_64_intdigest(data)) + data
 
 
-def parse_head(data: bytes | bytearray) -> Head:
+def parse_head(data: bytes | bytearray) -> tuple[int, int]:
     """Return length and checksum of the frame that begins here. Raises: Violation, if it is too long."""
-    head = Head(*_HEAD.unpack(data))
-    if head.length > MAX_FRAME_BYTES:
-        raise Violation(f"a frame of {head.length} bytes, expected at most {MAX_FRAME_BYTES}")
-    return head
+    length, checksum = _HEAD.unpack(data)
+    if length > MAX_FRAME_BYTES:
+        raise Violation(f"a frame of {length} bytes, expected at most {MAX_FRAME_BYTES}")
+    return length, checksum
 
 
-def parse_frame(head: Head, data: bytes | bytearray, decoder: "msgpack.Decoder[M]") -> M:
+def parse_frame(data: bytes | bytearray, expected_checksum: int, decoder: "msgpack.Decoder[M]") -> M:
     """Return the message of a frame. Raises: Violation, if it is damaged or no message."""
     checksum = xxhash.xxh3_64_intdigest(data)
-    if checksum != head.checksum:
+    if checksum != expected_checksum:
         raise Violation(
-            f"a damaged message: xxh3_64 of {head.length} bytes is {checksum:016x}, expected {head.checksum:016x}"
+            f"a damaged message: xxh3_64 of {len(data)} bytes is {checksum:016x}, expected {expected_checksum:016x}"
         )
     try:
         return decoder.decode(data)

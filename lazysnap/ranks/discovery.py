@@ -15,7 +15,7 @@ from lazysnap.errors import ConfigError, LazySnapError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.parity.codes import library
 from lazysnap.parity.groups import groups_of
-from lazysnap.peers.secret import Secret, draw_secret
+from lazysnap.peers.secret import draw_secret
 from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
@@ -43,10 +43,10 @@ class Discovery:
         return (len(self.redundancy.members), self.redundancy.parity)
 
     @property
-    def secret(self) -> Secret:
+    def secret(self) -> str:
         """The secret of the start; only if there are ``peers``."""
         assert self.peers is not None
-        return Secret(self.peers.secret)
+        return self.peers.secret
 
 
 NOBODY = Discovery()
@@ -86,14 +86,14 @@ def discover_keepers(
     endpoints = _exchange_endpoints(world, client, first_node_addresses)
     addresses = []
     reads = {}
-    for number, (node, endpoint) in enumerate(endpoints.items()):
-        addresses.append(PeerAddress(number, endpoint.host, endpoint.port))
+    for node, endpoint in endpoints.items():
+        addresses.append(PeerAddress(endpoint.host, endpoint.port))
         if endpoint.port:
             reads[node] = (endpoint.host, endpoint.port)
     peers = PeerSettings(
         job=job_id,
         node=nodes.index(world.place.node),
-        secret=secret.hex,
+        secret=secret,
         addresses=tuple(addresses),
     )
     silences = _begin_serving(world, client, peers, config.io_timeout_s)
@@ -106,16 +106,16 @@ def discover_keepers(
     return Discovery(peers, redundancy, reads)
 
 
-def _agree_on_secret(world: World, *, is_first_node: bool) -> tuple[Secret, list[str]]:
+def _agree_on_secret(world: World, *, is_first_node: bool) -> tuple[str, list[str]]:
     """Return the secret of this start, and the addresses at which other nodes reach the node of rank 0. Collective."""
     # Rank 0 gives the secret. The address of its node comes from other nodes: its own name may mean 127.0.1.1 to it.
     contribution: Any = None
     if not is_first_node:
         contribution = address_of(os.environ.get("MASTER_ADDR"))
     if world.rank == 0:
-        contribution = draw_secret().hex
-    secret_hex, *answers = world.exchange("linking keepers", contribution)
-    return Secret(secret_hex), [address for address in dict.fromkeys(answers) if address is not None]
+        contribution = draw_secret()
+    secret, *answers = world.exchange("linking keepers", contribution)
+    return secret, [address for address in dict.fromkeys(answers) if address is not None]
 
 
 def _exchange_endpoints(

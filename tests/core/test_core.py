@@ -7,7 +7,7 @@ from support.core_world import slot_view
 from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
-from lazysnap.core.job import UNREACHED_S
+from lazysnap.core.job import SILENCE_S, UNREACHED_S
 from lazysnap.core.lifecycle import START_GRACE_S, Phase
 from lazysnap.core.messages import (
     Farewell,
@@ -30,6 +30,8 @@ from lazysnap.memory.slot_choice import SlotPhase, SlotView
 START = 7
 LEVEL = LevelSettings("level", every_n_steps=1)
 SETTINGS = JobSettings("run", (LEVEL,))
+PAIR = structs.replace(SETTINGS, redundancy=RedundancySettings(members=(0, 1, 2), parity=1), world_size=3, num_nodes=3)
+PARITY = RedundancySettings(members=(0, 1, 2), parity=2)
 STATE = TrainerState(local_rank=0, start=START, step=-1, job=SETTINGS, memory=MemoryWish(3, 0, 1))
 
 
@@ -67,7 +69,7 @@ class Driver:
 
     def pass_time(self, seconds: float) -> list[actions.Action]:
         self.now += seconds
-        return self.step(actions.TimePassed())
+        return self.step(actions.PlainEvent.TIME_PASSED)
 
 
 def of_kind(done: list[actions.Action], kind: type) -> list:
@@ -80,7 +82,7 @@ def driver_with_a_grant() -> tuple[Driver, int]:
     done = driver.report(STATE)
     driver.see(THREE_EMPTY)
     [job] = of_kind(done, ListLevel)
-    driver.step(Listed(0, job.job, ()))
+    driver.step(Listed(job.number, ()))
     grant = driver.core.job.node.levels[0].grant
     assert grant is not None
     return driver, grant.step
@@ -200,7 +202,7 @@ class TestMemory:
 
         done = driver.report(TrainerState(local_rank=0, slots=(5,)))
 
-        assert actions.AdoptSlots(1, 0) in done
+        assert actions.AdoptSlots(0) in done
         assert driver.core.job is None
 
 
@@ -223,11 +225,11 @@ class TestStarts:
 
         done = driver.report(structs.replace(STATE, start=START + 1, job=other), pid=200, connection=2)
 
-        assert actions.AbandonJob(0, before.job) in done
+        assert actions.AbandonJob(0, before.number) in done
         assert actions.BeginJob(other) in done
         [after] = of_kind(done, ListLevel)
-        assert after.job > before.job
-        driver.step(Listed(0, before.job, (StepKey(1, 1),)))
+        assert after.number > before.number
+        driver.step(Listed(before.number, (StepKey(1, 1),)))
         assert driver.core.job.node.levels[0].stored == set()
 
     def test_a_thread_that_returns_is_no_more_waited_for_though_its_level_is_gone(self):
@@ -236,7 +238,7 @@ class TestStarts:
         other = structs.replace(SETTINGS, levels=(structs.replace(LEVEL, url="other"),))
         driver.report(structs.replace(STATE, start=START + 1, job=other), pid=100, connection=1)
 
-        driver.step(Listed(0, hanging.job, ()))
+        driver.step(Listed(hanging.number, ()))
 
         assert not driver.core._threads.abandoned[LEVEL.url]
 
@@ -271,7 +273,7 @@ class TestStarts:
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)), (old,))
         job = driver.core.job.level_jobs[0].job
         assert isinstance(job, WriteLevel)
-        done = driver.step(actions.StepStored(0, job.job))
+        done = driver.step(actions.StepStored(job.number))
 
         assert actions.FreeSlot(1, 9) in done
 
@@ -282,11 +284,11 @@ class TestNames:
         named = NamedStep("mine", StepKey(START, step))
         driver.report(structs.replace(STATE, names=(named,)))
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
-        done = driver.step(actions.StepStored(0, driver.core.job.level_jobs[0].job.job))
+        done = driver.step(actions.StepStored(driver.core.job.level_jobs[0].job.number))
         [job] = of_kind(done, actions.SetNames)
 
         refusal = NameRefusal("level", "mine", "a file of somebody else")
-        done = driver.step(actions.NamesSet(0, job.job, (refusal,)))
+        done = driver.step(actions.NamesSet(job.number, (refusal,)))
 
         assert driver.sent(done).name_refusals == (refusal,)
         assert not of_kind(done, actions.SetNames)
@@ -298,14 +300,14 @@ class TestNames:
         driver = Driver()
         listing = of_kind(driver.report(structs.replace(STATE, job=two_levels, names=(named,))), ListLevel)
         driver.see(THREE_EMPTY)
-        done = driver.step(Listed(1, listing[1].job, (key,)))
+        done = driver.step(Listed(listing[1].number, (key,)))
         [slower] = of_kind(done, actions.SetNames)
-        driver.step(actions.NamesSet(1, slower.job))
+        driver.step(actions.NamesSet(slower.number))
         assert driver.core.state_of(driver.core.ranks.rank(0)).names == ()
 
-        done = driver.step(Listed(0, listing[0].job, (key,)))
+        done = driver.step(Listed(listing[0].number, (key,)))
         [faster] = of_kind(done, actions.SetNames)
-        done = driver.step(actions.NamesSet(0, faster.job))
+        done = driver.step(actions.NamesSet(faster.number))
 
         assert driver.sent(done).names == (named,)
 
@@ -322,7 +324,7 @@ class TestTheEnd:
         driver = Driver()
         [job] = of_kind(driver.report(state), ListLevel)
         driver.see((slot(0, 5), empty(1), empty(2)))
-        driver.step(Listed(0, job.job, ()))
+        driver.step(Listed(job.number, ()))
 
         done = driver.report(structs.replace(state, is_preempted=True))
 
@@ -345,7 +347,7 @@ class TestTheEnd:
         done = driver.report(sealed)
         assert driver.sent(done).lost == ()
         [job] = of_kind(done, ListLevel)
-        done = driver.step(Listed(0, job.job, ()))
+        done = driver.step(Listed(job.number, ()))
         assert not of_kind(done, WriteLevel)
         assert not driver.core.job.node.lost
 
@@ -360,7 +362,7 @@ class TestTheEnd:
         driver.see((slot(0, 7), empty(1), empty(2)))
         assert not driver.core.job.node.lost
 
-        driver.step(Listed(0, job.job, (StepKey(START, 4),)))
+        driver.step(Listed(job.number, (StepKey(START, 4),)))
 
         assert not driver.core.job.node.lost
 
@@ -369,19 +371,19 @@ class TestTheEnd:
         state = structs.replace(STATE, job=JobSettings("run", (LEVEL, slow)), required=(4,))
         driver = Driver()
         first, second = of_kind(driver.report(state), ListLevel)
-        driver.step(Listed(0, first.job, (StepKey(START, 4),)))
+        driver.step(Listed(first.number, (StepKey(START, 4),)))
         driver.report(structs.replace(state, is_sealed=True))
         driver.see((slot(0, 7), empty(1), empty(2)))
         done = driver.see((slot(0, 7, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
-        driver.step(actions.StepStored(0, write.job))
+        driver.step(actions.StepStored(write.number))
 
-        done = driver.step(Listed(1, second.job, ()))
+        done = driver.step(Listed(second.number, ()))
         copied = []
         while writes := of_kind(done, WriteLevel):
             [write] = writes
             copied.append((write.key.step, write.source))
-            done = driver.step(actions.StepStored(write.level, write.job))
+            done = driver.step(actions.StepStored(write.number))
 
         assert sorted(copied) == [(4, 0), (7, 0)]
 
@@ -394,11 +396,11 @@ class TestSeveralLevels:
         state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(LEVEL, slow)))
         driver = Driver()
         for job in of_kind(driver.report(state), ListLevel):
-            driver.step(Listed(job.level, job.job, ()))
+            driver.step(Listed(job.number, ()))
         driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
         [write] = [level.job for level in driver.core.job.level_jobs[:1]]
 
-        done = driver.step(actions.StepStored(0, write.job))
+        done = driver.step(actions.StepStored(write.number))
 
         assert [job.source for job in of_kind(done, WriteLevel) if job.level == 1] == ([0] if copies else [])
         if not copies:
@@ -410,11 +412,11 @@ class TestSeveralLevels:
         state = structs.replace(STATE, job=settings, memory=MemoryWish(4, 0, 1), required=(1,))
         driver = Driver()
         for job in of_kind(driver.report(state), ListLevel):
-            driver.step(Listed(job.level, job.job, ()))
+            driver.step(Listed(job.number, ()))
         driver.see((slot(0, 1, is_held=True), empty(1), empty(2), empty(3)))
         write, parity = [level.job for level in driver.core.job.level_jobs]
-        driver.step(actions.StepStored(1, parity.job))
-        driver.step(actions.Failed(0, write.job, "the disk is away"))
+        driver.step(actions.StepStored(parity.number))
+        driver.step(actions.Failed(write.number, "the disk is away"))
         redundancy = driver.core.job.node.levels[1]
         version = redundancy.version
         assert redundancy.grant == StepKey(START, 3)
@@ -432,8 +434,8 @@ class TestSeveralLevels:
         state = structs.replace(STATE, step=0, job=JobSettings("run", (first, second)))
         lists = of_kind(driver.report(state), ListLevel)
         driver.see(THREE_EMPTY)
-        driver.step(Listed(1, lists[1].job, ()))
-        driver.step(Listed(0, lists[0].job, ()))
+        driver.step(Listed(lists[1].number, ()))
+        driver.step(Listed(lists[0].number, ()))
         levels = driver.core.job.node.levels
         assert [level.grant.step for level in levels] == [3, 5]
         driver.see((slot(0, 3), empty(1), empty(2)))
@@ -457,11 +459,26 @@ class TestRequiredSteps:
         done = driver.report(state)
         driver.see((empty(0), *self.EMPTY))
         for job in of_kind(done, ListLevel):
-            driver.step(Listed(job.level, job.job, ()))
+            driver.step(Listed(job.number, ()))
         driver.see((slot(0, 4), *self.EMPTY))
         done = driver.see((slot(0, 4, is_held=True), *self.EMPTY))
         [write] = [job for job in of_kind(done, WriteLevel) if job.level == 0]
-        return driver, state, driver.step(actions.StepStored(0, write.job))
+        return driver, state, driver.step(actions.StepStored(write.number))
+
+    def test_one_that_is_gone_is_given_up_also_while_a_step_ahead_is_granted(self):
+        """Training may wait for it, and then never begins the step ahead."""
+        rare = structs.replace(LEVEL, every_n_steps=10)
+        state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(rare,)))
+        driver = Driver()
+        [job] = of_kind(driver.report(state), ListLevel)
+        driver.step(Listed(job.number, ()))
+        driver.see((slot(0, 3), slot(1, 4), slot(2, 5)))
+        assert driver.core.job.node.levels[0].grant == StepKey(START, 10)
+
+        done = driver.report(structs.replace(state, required=(2,)))
+
+        assert driver.sent(done).lost == (StepKey(START, 2),)
+        assert driver.core.job.node.levels[0].grant == StepKey(START, 10)
 
     def test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one(self):
         slow = LevelSettings("slow", every_n_steps=5)
@@ -522,11 +539,11 @@ class TestLevelsByTime:
         [job] = of_kind(driver.report(structs.replace(STATE, job=JobSettings("run", (self.LEVEL,)))), ListLevel)
         driver.see((slot(0, 1), empty(1), empty(2)))
 
-        done = driver.step(Listed(0, job.job, ()))
+        done = driver.step(Listed(job.number, ()))
         assert Hold(0, 0, sequence=2, num_kept=1) in done
         done = driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
-        driver.step(actions.StepStored(0, write.job))
+        driver.step(actions.StepStored(write.number))
         driver.now += 30.0
         assert not of_kind(driver.see((slot(0, 1), slot(1, 2), empty(2))), Hold)
 
@@ -542,7 +559,7 @@ def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_req
 
     done = driver.step(actions.ProcessDied(100))
     [job] = of_kind(done, ListLevel) or [driver.core.job.level_jobs[0].job]
-    done = driver.step(Listed(0, job.job, ()))
+    done = driver.step(Listed(job.number, ()))
 
     held = [action.sequence for action in of_kind(done, Hold)]
     assert held
@@ -561,7 +578,7 @@ class TestWhatIsStoredFirst:
         named = NamedStep("mine", StepKey(START, step + 1))
         done = driver.report(structs.replace(STATE, names=(named,)))
 
-        assert actions.CancelJob(0, write.job) in done
+        assert actions.CancelJob(0, write.number) in done
         assert Hold(0, 1, sequence=step + 2, num_kept=1) in done
 
     def test_the_end_of_a_cancelled_write_does_not_give_up_the_next_grant_of_its_step(self):
@@ -571,11 +588,11 @@ class TestWhatIsStoredFirst:
         driver.see((slot(0, step, is_whole=False, is_held=True), older, empty(2)))
         cancelled = driver.core.job.level_jobs[0].job
         state = structs.replace(STATE, names=(NamedStep("mine", StepKey(START, step - 1)),))
-        assert actions.CancelJob(0, cancelled.job) in driver.report(state)
+        assert actions.CancelJob(0, cancelled.number) in driver.report(state)
         driver.see((slot(0, step, is_held=True), older, empty(2)))
         driver.report(structs.replace(state, is_sealed=True))
 
-        done = driver.step(actions.Missed(0, cancelled.job, "cancelled"))
+        done = driver.step(actions.Missed(cancelled.number, "cancelled"))
 
         [write] = of_kind(done, WriteLevel)
         assert write.key.step == step
@@ -585,7 +602,7 @@ class TestWhatIsStoredFirst:
         settings = JobSettings("run", (rare,), RedundancySettings(every_n_steps=10))
         driver = Driver()
         for job in of_kind(driver.report(structs.replace(STATE, job=settings)), ListLevel):
-            driver.step(Listed(job.level, job.job, ()))
+            driver.step(Listed(job.number, ()))
         driver.see(THREE_EMPTY)
 
         level, redundancy = driver.core.job.node.levels
@@ -596,7 +613,7 @@ class TestWhatIsStoredFirst:
         settings = JobSettings("run", (LEVEL,), RedundancySettings(every_n_steps=50))
         driver = Driver()
         for job in of_kind(driver.report(structs.replace(STATE, step=60, job=settings)), ListLevel):
-            driver.step(Listed(job.level, job.job, (StepKey(START, 55),) if job.level == 1 else ()))
+            driver.step(Listed(job.number, (StepKey(START, 55),) if job.level == 1 else ()))
         driver.see(THREE_EMPTY)
 
         level, redundancy = driver.core.job.node.levels
@@ -611,12 +628,42 @@ class TestWhatIsStoredFirst:
         assert level.progress is GrantProgress.WAITING
         driver.core.job.level_jobs[0].job = actions.DeleteFiles(0, 77, (StepKey(1, 1),))
 
-        driver.step(actions.Failed(0, 77, "the disk is away"))
+        driver.step(actions.Failed(77, "the disk is away"))
 
         assert driver.core.job.node.levels[0].wanted_key is None
 
 
 class TestOtherNodes:
+    def test_each_coordinator_of_a_keeper_has_a_number_of_its_own(self):
+        """Another node may still answer the one before: its versions count from 0 again."""
+        driver = Driver()
+        settings = structs.replace(SETTINGS, world_size=2, num_nodes=2)
+        driver.report(structs.replace(STATE, job=settings, linger_s=0.0))
+        driver.see((slot(0, 1), empty(1), empty(2)))
+        numbers = [driver.core.job.coordinator.number]
+
+        driver.step(actions.ProcessDied(100))
+        driver.pass_time(1.0)
+        driver.pass_time(SILENCE_S)
+        assert driver.core.job.coordinator.is_alone
+        numbers.append(driver.core.job.coordinator.number)
+        driver.report(structs.replace(STATE, job=settings), pid=200, connection=2)
+        assert not driver.core.job.coordinator.is_alone
+        numbers.append(driver.core.job.coordinator.number)
+
+        assert len(set(numbers)) == 3
+
+    @pytest.mark.parametrize("change", [{"levels": (structs.replace(LEVEL, is_shared=False),)}, {"redundancy": PARITY}])
+    def test_what_a_keeper_with_other_settings_reports_does_not_count(self, change):
+        """It may serve the start before: it stores only its share, or protects against the loss of fewer nodes."""
+        digests = []
+        for settings in (PAIR, structs.replace(PAIR, **change)):
+            driver = Driver()
+            driver.report(structs.replace(STATE, job=settings))
+            digests.append(driver.core.job.digest)
+
+        assert digests[0] != digests[1]
+
     @pytest.mark.parametrize(("node", "said"), [(0, "the keeper of node 1"), (1, "of rank 0's node")])
     def test_trainers_hear_that_a_node_is_not_reached_and_that_it_is_back(self, node, said):
         """Without a link between keepers nothing is stored."""
@@ -629,7 +676,7 @@ class TestOtherNodes:
             message = Order(digest, 5, (LevelOrder(1, None, None, (), (), (), (), False, True),))
 
         [alert] = driver.sent(driver.pass_time(UNREACHED_S)).alerts
-        done = driver.step(actions.Received(1 - node, message))
+        done = driver.step(message)
 
         assert alert.about == "links"
         assert said in alert.text

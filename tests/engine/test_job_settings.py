@@ -12,8 +12,9 @@ from lazysnap.topology import places
 
 def world_of(nodes, rank=0, *, runs_ahead=False):
     found = places(nodes)
+    node_ranks = [place.rank for place in found if place.node == nodes[rank]]
     return SimpleNamespace(
-        places=found, rank=rank, size=len(found), place=found[rank], runs_ahead=runs_ahead, is_alone=len(found) == 1
+        nodes=nodes, node_ranks=node_ranks, size=len(found), place=found[rank], runs_ahead=runs_ahead
     )
 
 

@@ -431,12 +431,12 @@ def test_sequence_numbers_grow_beyond_all_that_memory_holds(client, peer, slot):
 
 
 def test_the_keeper_is_woken_for_the_steps_that_it_awaits(client, peer):
-    peer.page.grant(7)
+    peer.page.await_step(7)
     client.wake(6)
     assert not peer.is_awake()
     client.wake(7)
     assert peer.is_awake()
-    peer.page.grant_none()
+    peer.page.await_step(None)
     client.wake(8)
     assert not peer.is_awake()
 

@@ -11,7 +11,7 @@ from support.waiting import until
 
 from lazysnap import events
 from lazysnap.config import PersistentLevel
-from lazysnap.core.messages import JobSettings, KeeperAlert, KeeperState, LevelSettings
+from lazysnap.core.messages import Farewell, JobSettings, KeeperAlert, LevelSettings
 from lazysnap.keeper.event_file import EventFileWriter
 from lazysnap.shard.names import events_file_name, parse_events_file_name
 
@@ -61,12 +61,12 @@ def test_starts_steps_and_ends_of_a_run_are_in_one_file(keeper, job, noted):
     keeper.report(first)
     for step in (1, 2, 3):
         keeper.capture(first, step)
-    keeper.die(first)
+    keeper.die()
     second = replace(trainer_state(job, SECOND, step=3), source="memory")
     keeper.report(second, OTHER_PID)
     for step in (4, 5):  # a grant lies two steps ahead
         keeper.capture(second, step)
-    keeper.log.trainer_ended(keeper.core.ranks.all[0], "goodbye")
+    keeper.report(replace(second, farewell=Farewell.OVER), OTHER_PID)
 
     lines = noted()
 
@@ -101,7 +101,7 @@ def test_the_step_that_a_trainer_died_in_is_its_last(keeper, job, noted):
     keeper.report(state)
     keeper.capture(state, 1)
     keeper.capture(state, 2, is_whole=False)
-    keeper.die(state)
+    keeper.die()
 
     [ended] = of_kind(noted(), events.TrainerEnded)
 
@@ -113,7 +113,7 @@ def test_what_becomes_complete_after_the_last_trainer_is_noted(keeper, job, note
     keeper.report(state)
     keeper.is_writing_held = True
     keeper.capture(state, 1)
-    keeper.die(state)
+    keeper.die()
     keeper.is_writing_held = False
     keeper.finish(keeper.held_writes[0])
 
@@ -124,8 +124,9 @@ def test_a_run_that_stores_nothing_leaves_no_file(keeper, tmp_path):
     level = LevelSettings(str(tmp_path / "level"), every_n_steps=1000)
     state = trainer_state(JobSettings(RUN, (level,)), FIRST)
     keeper.report(state)
+    keeper.is_writing_held = True
     keeper.capture(state, 1)
-    keeper.log.trainer_ended(keeper.core.ranks.all[0], "goodbye")
+    keeper.report(replace(state, farewell=Farewell.OVER))
     keeper.log.close()
 
     assert not list(tmp_path.rglob("*.jsonl"))
@@ -162,7 +163,7 @@ def test_trouble_is_noted_when_it_begins_and_when_it_is_over(keeper, job, noted)
     keeper.capture(state, 1)
     trouble = KeeperAlert("links", "no link to the keeper of node 1")
     for alerts, is_preempted in (((trouble,), False), ((trouble,), True), ((), True)):
-        keeper.log.state_changed(KeeperState(alerts=alerts, is_preempted=is_preempted))
+        keeper.log.note_state(replace(keeper.core.common_state(), alerts=alerts, is_preempted=is_preempted))
 
     lines = noted()
 
@@ -182,8 +183,8 @@ def test_a_keeper_that_takes_over_does_not_note_what_earlier_starts_stored(keepe
 
 
 def test_an_error_in_the_notes_is_logged_and_what_follows_is_noted(keeper, job, noted, caplog):
-    keeper.log.note_ranks(None, None)
-    assert [record.exc_info[0] for record in caplog.records] == [TypeError]
+    keeper.log.note(None, None)
+    assert [record.exc_info[0] for record in caplog.records] == [AttributeError]
 
     state = trainer_state(job, FIRST)
     keeper.report(state)

@@ -36,8 +36,8 @@ def nodes():
 
 def begin(trainers, **settings):
     """Begin one start on all nodes."""
-    addresses = tuple(PeerAddress(node, "127.0.0.1", free_port()) for node in range(2))
-    secret = draw_secret().hex
+    addresses = tuple(PeerAddress("127.0.0.1", free_port()) for _ in range(2))
+    secret = draw_secret()
     for node, trainer in enumerate(trainers):
         trainer.until_state(lambda state: len(state.slots) == 4)
         job = structs.replace(JOB, ranks=(node,), world_size=2, node=node, num_nodes=2, **settings)

@@ -6,7 +6,7 @@ import pytest
 from support.parity_group import LAYOUT, START, Captures, image_of
 
 from lazysnap.errors import FormatError
-from lazysnap.keeper.node_part import NodePart, captures_of, find_capture, find_shard, read_index
+from lazysnap.keeper.node_part import NodePart, find_capture, find_shard, read_index
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
@@ -89,22 +89,6 @@ def test_the_newest_capture_of_a_step_is_meant_and_a_later_start_does_not_count(
     assert view.sequence == 2
     with pytest.raises(CaptureAborted, match="not in memory any more"):
         find_capture(captures.keeper.values(), START, 5)
-
-
-def test_a_place_must_hold_what_it_is_said_to_hold(ranks):
-    captures = ranks[0]
-    captures.capture(4)
-    slot_id, sequence = captures.place(4)
-    slots = {0: captures.keeper}
-    assert captures_of([(0, slot_id)], slots, (START, 4)) == [(captures.keeper[slot_id], sequence)]
-    for places, key in [
-        ([(0, slot_id)], (START, 5)),
-        ([(0, slot_id)], (START + 1, 4)),
-        ([(0, 1)], (START, 4)),
-        ([(1, slot_id)], (START, 4)),
-    ]:
-        with pytest.raises(CaptureAborted):
-            captures_of(places, slots, key)
 
 
 @pytest.mark.parametrize(("most_lost", "names"), [(1, ["own"]), (2, ["own"]), (3, ["many", "own"])])

@@ -84,7 +84,7 @@ def test_a_level_that_fails_is_told_without_its_secrets(keeper, trainer):
 def test_after_the_death_of_its_trainer_memory_waits(keeper, trainer):
     keeper.capture(trainer, 1)
     keeper.capture(trainer, 2, is_whole=False)
-    keeper.die(trainer)
+    keeper.die()
 
     state = keeper.state()
 

@@ -61,7 +61,9 @@ class Restart:
                 entries.append(
                     Entry("memory", 0, RUN, TEXT, step, captures.rank, captures.world_size, location, node=where)
                 )
-        addresses = {f"n{address.node}": (address.host, address.port) for address in group.peers.addresses}
+        addresses = {}
+        for node, address in enumerate(group.peers.addresses):
+            addresses[f"n{node}"] = (address.host, address.port)
         for node in lost:
             del addresses[f"n{node}"]
         self.connections = PeerConnections(SimpleNamespace(secret=group.secret, reads=addresses))
@@ -141,7 +143,7 @@ def test_what_is_stored_says_what_it_is_of(make_group):
         assert [member.ranks for member in held.members] == [[0, 1], [2, 3], [4, 5]]
         assert (held.parity, held.most_lost, held.position) == (1, 1, node.number)
         assert event.written_bytes == node.store.size_bytes > 0
-        assert (event.level, event.job) == (LEVEL, 1)
+        assert event.number == 1
 
 
 def test_parity_is_listed_deleted_and_its_memory_used_again(group):
@@ -149,10 +151,10 @@ def test_parity_is_listed_deleted_and_its_memory_used_again(group):
     group.protect(STEP + 1)
     node = group.nodes[0]
     keys = (StepKey(START, STEP + 1), StepKey(START, STEP))
-    assert node.run(ListLevel(LEVEL, 7)) == Listed(LEVEL, 7, keys)
+    assert node.run(ListLevel(LEVEL, 7)) == Listed(7, keys)
     size_bytes = node.store.size_bytes
-    assert node.run(DeleteFiles(LEVEL, 8, keys[1:])) == JobEnded(LEVEL, 8)
-    assert node.run(ListLevel(LEVEL, 9)) == Listed(LEVEL, 9, keys[:1])
+    assert node.run(DeleteFiles(LEVEL, 8, keys[1:])) == JobEnded(8)
+    assert node.run(ListLevel(LEVEL, 9)) == Listed(9, keys[:1])
     assert node.store.size_bytes == size_bytes, "it waits for the next parity"
     group.protect(STEP + 2)
     assert node.store.size_bytes == size_bytes
@@ -276,7 +278,7 @@ def test_a_job_that_is_cancelled_is_missed_and_holds_nothing(group):
 
     control = Control(cancel)
     ended = group.nodes[0].run(group.nodes[0].write(STEP), control)
-    assert ended == Missed(LEVEL, 1, "the job was cancelled")
+    assert ended == Missed(1, "the job was cancelled")
     assert group.nodes[0].store.keys() == ()
 
 
@@ -294,7 +296,7 @@ def test_a_node_that_is_dead_is_named_once_and_probed(group, caplog):
 
     assert isinstance(group.nodes[0].run(ProbeLevel(LEVEL, 2)), Failed)
     group.nodes[1].come_back(group.peers)
-    assert group.nodes[0].run(ProbeLevel(LEVEL, 3)) == JobEnded(LEVEL, 3)
+    assert group.nodes[0].run(ProbeLevel(LEVEL, 3)) == JobEnded(3)
     assert isinstance(group.nodes[0].run(job), StepStored)
     group.nodes[1].die()
     group.nodes[0].run(job)

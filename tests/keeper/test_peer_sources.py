@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 from support.parity_group import START, Captures, image_of
@@ -40,8 +41,9 @@ def sources(ranks, store):
 
 
 def content(source):
-    source.finish()
-    data = bytes(source.view(0, source.size_bytes)[: source.size_bytes])
+    source.data.finish()
+    size_bytes = source.data.size_bytes
+    data = bytes(source.data.view(0, size_bytes)[:size_bytes])
     source.check()
     return data
 
@@ -82,11 +84,11 @@ def test_a_part_that_is_not_there_yet_is_asked_for_again(ranks, sources):
     ranks[0].capture(4)
     slot = ranks[1].begin(4)
     source = sources.open(what)
-    read_index(source.view, source.size_bytes)
+    read_index(source.data.view, source.data.size_bytes)
     with pytest.raises(NotYet, match="not copied yet"):
-        source.finish()
+        source.data.finish()
     with pytest.raises(NotYet, match="not copied yet"):
-        source.view(0, source.size_bytes)
+        source.data.view(0, source.data.size_bytes)
     source.check()
     ranks[1].fill(slot).commit(copied_ns=1)
     assert image_of(4, 1) in content(source)
@@ -109,11 +111,11 @@ def test_a_capture_that_is_written_over_is_noticed_and_one_that_comes_again_has_
     for captures in ranks:
         captures.capture(4)
     source = sources.open(what)
-    source.view(0, 100)
+    source.data.view(0, 100)
     for captures in ranks:
         for step in (5, 6, 4):
             captures.capture(step)
-    for call in (source.check, source.finish):
+    for call in (source.check, source.data.finish):
         with pytest.raises(CaptureAborted):
             call()
     assert sources.open(what) is source
@@ -123,15 +125,16 @@ def test_a_capture_that_is_written_over_is_noticed_and_one_that_comes_again_has_
     assert again.identity != source.identity
 
 
-def test_a_slot_that_the_keeper_closes_is_refused_and_what_was_opened_stays_readable(ranks, sources):
+def test_a_slot_that_the_keeper_frees_is_refused_and_what_was_opened_stays_readable(ranks, sources):
     ranks[0].capture(4)
     slot_id, sequence = ranks[0].place(4)
     source = sources.open(SlotOf(0, sequence, "image"))
-    ranks[0].keeper[slot_id].close()
+    slot = ranks[0].keeper.pop(slot_id)
+    weakref.finalize(slot, os.close, slot.descriptor)  # as ``SlotTable.free`` does
+    del slot
     assert content(source) == image_of(4, 0)
     with pytest.raises(CaptureAborted):
         sources.open(SlotOf(0, sequence, "meta"))
-    del ranks[0].keeper[slot_id]
 
 
 def test_few_sources_stay_open_and_their_slots_are_let_go(ranks, sources):

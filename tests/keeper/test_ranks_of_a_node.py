@@ -187,7 +187,7 @@ def test_other_nodes_read_what_an_earlier_start_left_as_of_the_ranks_that_it_had
         trainer.begin_start()
         assert 3 in steps(trainer) or before == 1  # its keeper heard of the later start by now
     secret = draw_secret()
-    port = later[0].serve_peers(secret=secret.hex)
+    port = later[0].serve_peers(secret=secret)
 
     with contextlib.closing(PeerReader(secret, ("127.0.0.1", port))) as reader:
         what = PartOf(START, 3, 1)

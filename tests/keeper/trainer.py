@@ -210,7 +210,7 @@ class Trainer:
     def serve_peers(self, secret):
         """Return the port at which the keeper lets others read."""
         port = self.client.reserve_port("127.0.0.1")
-        self.client.set_peers(PeerSettings("a job", 0, secret, (PeerAddress(0, "127.0.0.1", port),)))
+        self.client.set_peers(PeerSettings("a job", 0, secret, (PeerAddress("127.0.0.1", port),)))
 
         def is_serving(state):
             return state.is_serving_peers

@@ -22,7 +22,7 @@ from lazysnap.memory import capture_reader
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.memory.slots import KeeperSlot, Slot, TrainerSlot, make_slot
-from lazysnap.memory.words import GRANT_NONE, PAGE_BYTES, NodePage, SlotWord
+from lazysnap.memory.words import PAGE_BYTES, NodePage, SlotWord
 
 MIB = 1 << 20
 IMAGE_BYTES = NUM_PIECES * PIECE_BYTES
@@ -388,7 +388,7 @@ def test_what_refuses_further_memory_ends_the_making_of_a_slot():
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_trainer_wakes_the_keeper_from_the_granted_step_on():
+def test_a_trainer_wakes_the_keeper_from_the_awaited_step_on():
     keeper_page = NodePage.create()
     page = NodePage.attach(os.dup(keeper_page.descriptor))
 
@@ -396,11 +396,10 @@ def test_a_trainer_wakes_the_keeper_from_the_granted_step_on():
         return [step for step in (0, 6, 7, 8) if page.is_awaited(step)]
 
     assert awaited() == [0, 6, 7, 8]
-    keeper_page.grant(7)
+    keeper_page.await_step(7)
     assert awaited() == [7, 8]
-    keeper_page.grant_none()
+    keeper_page.await_step(None)
     assert awaited() == []
-    assert GRANT_NONE > 7
     page.close()
     keeper_page.close()
 

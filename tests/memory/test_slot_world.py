@@ -53,7 +53,7 @@ RULES = {
     ),
     "metadata that was written over is not damaged": (
         "capture_reader",
-        "            self._check()  # metadata",
+        "            self.check()  # metadata",
         "            pass  # metadata",
     ),
     # The choice of a slot, and holds.

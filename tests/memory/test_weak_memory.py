@@ -108,7 +108,7 @@ def test_without_a_fence_a_reader_gets_bytes_of_another_capture(fence):
 
 
 def is_noticed(modules, seed, moment):
-    """True if the keeper that grants a step hears of its capture, which begins at the same time.
+    """True if the keeper that awaits a step hears of its capture, which begins at the same time.
 
     ``moment``: the load of the trainer after which the keeper acts; -1 for before it begins.
     """
@@ -117,15 +117,15 @@ def is_noticed(modules, seed, moment):
     running = [trainer]
     modules.words.fence = lambda: memory.fence(running[-1])
     pages = [modules.words.WordPage(memoryview(bytearray(4096))) for _ in range(2)]
-    begin, grant = modules.words.SlotWord.BEGIN, modules.words.NodeWord.GRANT
+    begin, awaited = modules.words.SlotWord.BEGIN, modules.words.AWAITED
     node = modules.words.NodePage.create()
     seen = []
 
     def act():
-        """Grant step 7 to a node whose levels were busy, then look at the slot."""
+        """Await step 7 on a node whose levels were busy, then look at the slot."""
         running.append(keeper)
         node._cells = WeakWords(memory, keeper, "node")
-        node.grant(7)
+        node.await_step(7)
         seen.append(pages[1].load(begin) == 8)
         node._cells = WeakWords(memory, trainer, "node", after_load)
         running.pop()
@@ -139,7 +139,7 @@ def is_noticed(modules, seed, moment):
         num_loads += 1
 
     keeper_node = WeakWords(memory, keeper, "node")
-    keeper_node[grant] = modules.words.GRANT_NONE
+    keeper_node[awaited] = modules.words._AWAITED_NONE
     memory.fence(keeper)
     memory.fence(trainer)
     pages[0]._cells = WeakWords(memory, trainer, "slot")
@@ -154,11 +154,11 @@ def is_noticed(modules, seed, moment):
 
 
 @pytest.mark.parametrize("moment", [-1, 0])
-def test_no_granted_capture_goes_unnoticed(modules, moment):
+def test_no_awaited_capture_goes_unnoticed(modules, moment):
     assert all(is_noticed(modules, seed, moment) for seed in range(40))
 
 
-def test_without_a_fence_a_granted_capture_goes_unnoticed():
+def test_without_a_fence_an_awaited_capture_goes_unnoticed():
     modules = mutants.load(*FENCE_OF_LOADS)
 
     assert not all(is_noticed(modules, seed, 0) for seed in range(40))

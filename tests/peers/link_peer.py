@@ -3,31 +3,29 @@
 import asyncio
 import sys
 
+from msgspec import structs
 from support.peer_ends import Table, settings_of
 
-from lazysnap.core.messages import Report
-from lazysnap.peers.secret import Secret
+from lazysnap.core.actions import PlainEvent
+from lazysnap.core.messages import Order, Report
 from lazysnap.peers.server import Peers
-
-
-class Answering:
-    def serving(self):
-        pass
-
-    def peer_up(self, node):
-        self.peers.send(node, Report(1, 0, 0, ()))
-
-    def received(self, node, message):
-        self.peers.send(node, Report(1, 0, message.coordinator, ()))
 
 
 def main():
     port = int(sys.argv[1])
-    settings = settings_of(Secret(sys.stdin.read()), [port, 0])
+    settings = settings_of(sys.stdin.read(), [port, 0])
     loop = asyncio.new_event_loop()
-    handler = Answering()
-    handler.peers = Peers(loop, handler, Table())
-    loop.call_soon(handler.peers.begin, settings, 1)
+
+
+    def handle(event):
+        match event:
+            case PlainEvent.PEER_UP:
+                peers.send(0, Report(1, 0, 0, ()))
+            case Order():
+                peers.send(0, Report(1, 0, event.coordinator, ()))
+
+    peers = Peers(loop, handle, Table())
+    loop.call_soon(peers.begin, structs.replace(settings, node=1))
     loop.run_forever()
 
 

@@ -37,7 +37,7 @@ def prove(connection, secret, *, is_server=False, nonce=None):
     nonces = theirs[10:] + nonce if is_server else nonce + theirs[10:]
 
     def proof(role):
-        return hmac.new(bytes.fromhex(secret.hex), role + opening + nonces, hashlib.sha256).digest()
+        return hmac.new(bytes.fromhex(secret), role + opening + nonces, hashlib.sha256).digest()
 
     connection.sendall(proof(b"server" if is_server else b"client"))
     return exactly(connection, 32) == proof(b"client" if is_server else b"server")

@@ -28,6 +28,7 @@ from raw_peer import (
 from support.peer_ends import HOST, QUICK, End, LoopThread, ports, settings_of
 from support.waiting import until
 
+from lazysnap.core.actions import PlainEvent
 from lazysnap.core.messages import GrantProgress, LevelOrder, LevelReport, Order, PeerSettings, Report, StepKey
 from lazysnap.peers.messages import Hello, SlotOf
 from lazysnap.peers.secret import draw_secret
@@ -56,38 +57,38 @@ def damaged(data):
 def test_messages_go_both_ways_and_arrive_as_they_were(make_end):
     first = make_end(0)
     other = make_end(1)
-    assert first.inbox.next() == ("up", 1)
-    assert other.inbox.next() == ("up", 0)
+    assert first.inbox.next() == PlainEvent.PEER_UP
+    assert other.inbox.next() == PlainEvent.PEER_UP
 
     other.send(0, report(1))
     first.send(1, order(2))
 
-    assert first.inbox.next() == ("message", 1, report(1))
-    assert other.inbox.next() == ("message", 0, order(2))
+    assert first.inbox.next() == report(1)
+    assert other.inbox.next() == order(2)
 
 
 def test_several_nodes_are_told_apart(make_end):
     first = make_end(0)
     others = [make_end(node) for node in (1, 2)]
     for other in others:
-        other.inbox.until("up", 0)
+        other.inbox.until(PlainEvent.PEER_UP)
     for node in (1, 2):
         first.send(node, order(node))
     for node, other in enumerate(others, start=1):
-        assert other.inbox.next() == ("message", 0, order(node))
+        assert other.inbox.next() == order(node)
 
 
 def test_only_the_newest_message_of_each_kind_waits(make_end, loop_thread):
     first = make_end(0)
     other = make_end(1)
-    other.inbox.until("up", 0)
+    other.inbox.until(PlainEvent.PEER_UP)
 
     def send_many():
         for number in range(100):
             first.peers.send(1, order(number))
 
     loop_thread.call(send_many)
-    assert other.inbox.next() == ("message", 0, order(99))
+    assert other.inbox.next() == order(99)
 
 
 def test_another_secret_is_refused_by_both_sides(make_end, caplog):
@@ -159,8 +160,8 @@ def test_a_peer_that_sends_what_is_no_message_is_dropped(make_end, address, secr
         peer.sendall(frame(hello(1)) + frame(report(3)) + sent)
         assert is_closed(peer)
 
-    assert first.inbox.next() == ("up", 1)
-    assert first.inbox.next() == ("message", 1, report(3))
+    assert first.inbox.next() == PlainEvent.PEER_UP
+    assert first.inbox.next() == report(3)
     first.wait_down(1)
     assert HOST in caplog.text
     assert first.inbox.events.empty()
@@ -178,11 +179,11 @@ def test_a_peer_that_stops_reading_is_dropped_and_costs_no_memory(make_end, addr
                 keys = tuple(StepKey(1 << 60, step) for step in range(500))
                 levels.append(LevelOrder(1, None, None, keys, (), (), (), False, True))
             first.peers.send(1, Order(7, 1, tuple(levels)))
-        return 1 not in first.peers.linked_nodes
+        return 1 not in first.linked_nodes()
 
     with authenticated(address, secret) as peer:
         peer.sendall(frame(hello(1)))
-        assert first.inbox.next() == ("up", 1)
+        assert first.inbox.next() == PlainEvent.PEER_UP
         before_kib = peak_kib(since_now=True)
         until(lambda: loop_thread.call(send_large))
 
@@ -194,7 +195,7 @@ def test_a_silent_peer_is_dropped(make_end, address, secret, caplog):
     first = make_end(0, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
     with authenticated(address, secret) as peer:
         peer.sendall(frame(hello(1)))
-        assert first.inbox.next() == ("up", 1)
+        assert first.inbox.next() == PlainEvent.PEER_UP
         assert is_closed(peer)
     assert "does not answer in time" in caplog.text
 
@@ -202,18 +203,18 @@ def test_a_silent_peer_is_dropped(make_end, address, secret, caplog):
 def test_a_link_on_which_nothing_is_said_lives_on(make_end, loop_thread):
     first = make_end(0, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
     other = make_end(1, deadlines=dataclasses.replace(QUICK, silence_s=1.0))
-    other.inbox.until("up", 0)
-    first.inbox.until("up", 1)
+    other.inbox.until(PlainEvent.PEER_UP)
+    first.inbox.until(PlainEvent.PEER_UP)
     with pytest.raises(AssertionError):
         until(lambda: not first.inbox.events.empty(), timeout_s=2.5)
-    assert loop_thread.call(lambda: first.peers.linked_nodes) == {1}
+    assert loop_thread.call(first.linked_nodes) == {1}
 
 
 def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(make_end, address, caplog):
     caplog.set_level(logging.INFO)
     first = make_end(0)
     other = make_end(1)
-    other.inbox.until("up", 0)
+    other.inbox.until(PlainEvent.PEER_UP)
 
     first.close()
     other.wait_down(0)
@@ -221,11 +222,11 @@ def test_a_link_comes_back_by_itself_and_each_change_is_logged_once(make_end, ad
         for _ in range(3):
             nobody.accept()[0].close()
     again = make_end(0)
-    again.inbox.until("up", 1)
-    other.inbox.until("up", 0)
+    again.inbox.until(PlainEvent.PEER_UP)
+    other.inbox.until(PlainEvent.PEER_UP)
     other.send(0, report(5))
 
-    assert again.inbox.next() == ("message", 1, report(5))
+    assert again.inbox.next() == report(5)
     of_node_0 = [record.getMessage() for record in caplog.records if "node 0" in record.getMessage()]
     assert len([text for text in of_node_0 if "not reached" in text]) == 1
     assert len([text for text in of_node_0 if "is back" in text]) == 1
@@ -244,7 +245,7 @@ def test_a_port_that_a_dead_keeper_just_leaves_is_waited_for(loop_thread, secret
         first = End(loop_thread, deadlines=dataclasses.replace(QUICK, port_warning_s=0.3))
         stack.callback(first.close)
         settings = settings_of(secret, [port])
-        loop_thread.call(first.peers.begin, settings, 0)
+        loop_thread.call(first.peers.begin, settings)
         until(lambda: "other nodes cannot reach this keeper" in caplog.text)
         assert not first.inbox.is_serving.is_set()
         earlier.close()
@@ -255,7 +256,7 @@ def test_a_port_that_a_dead_keeper_just_leaves_is_waited_for(loop_thread, secret
 def start_peer(secret, port):
     script = pathlib.Path(__file__).parent / "link_peer.py"
     peer = subprocess.Popen([sys.executable, str(script), str(port)], stdin=subprocess.PIPE)
-    peer.stdin.write(secret.hex.encode())
+    peer.stdin.write(secret.encode())
     peer.stdin.close()
     return peer
 
@@ -267,9 +268,9 @@ def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(make_
     for number in (1, 2):
         peer = start_peer(secret, port)
         try:
-            first.inbox.until("up", 1)
+            first.inbox.until(PlainEvent.PEER_UP)
             first.send(1, order(number))
-            first.inbox.until("message", 1, Report(1, 0, number, ()))
+            first.inbox.until(Report(1, 0, number, ()))
             process = pathlib.Path("/proc") / str(peer.pid)
             seen += [(process / name).read_bytes().decode(errors="replace") for name in ("cmdline", "environ")]
             for descriptor in (process / "fd").iterdir():
@@ -280,7 +281,7 @@ def test_a_killed_peers_successor_is_linked_and_the_secret_is_seen_nowhere(make_
             peer.wait()
         first.wait_down(1)
 
-    assert not any(secret.hex in text for text in (*seen, caplog.text, repr(secret)))
+    assert not any(secret in text for text in (*seen, caplog.text))
 
 
 def test_of_two_connections_of_one_node_the_later_one_stays(make_end, address, secret):
@@ -288,14 +289,14 @@ def test_of_two_connections_of_one_node_the_later_one_stays(make_end, address, s
     first = make_end(0)
     with authenticated(address, secret) as earlier:
         earlier.sendall(frame(hello(1)))
-        first.inbox.until("up", 1)
+        first.inbox.until(PlainEvent.PEER_UP)
         later = make_end(1)
-        first.inbox.until("up", 1)
+        first.inbox.until(PlainEvent.PEER_UP)
 
         assert is_closed(earlier)
-    later.inbox.until("up", 0)
+    later.inbox.until(PlainEvent.PEER_UP)
     first.send(1, order(1))
-    assert later.inbox.next() == ("message", 0, order(1))
+    assert later.inbox.next() == order(1)
     assert first.inbox.events.empty()
 
 
@@ -312,19 +313,19 @@ def test_a_link_to_another_node_than_0_is_refused(loop_thread, secret, port, add
 def test_the_next_start_has_links_of_its_own_and_those_of_the_earlier_one_end(make_end, loop_thread, secret, port):
     first = make_end(0)
     other = make_end(1)
-    other.inbox.until("up", 0)
+    other.inbox.until(PlainEvent.PEER_UP)
     next_settings = settings_of(draw_secret(), [port, 0, 0])
 
     first.begin(next_settings, 0)
     other.wait_down(0)
     other.begin(next_settings, 1)
-    other.inbox.until("up", 0)
+    other.inbox.until(PlainEvent.PEER_UP)
     other.send(0, report(9))
-    first.inbox.until("message", 1, report(9))
+    first.inbox.until(report(9))
 
     first.begin(next_settings, 0)  # the same again: nothing ends
     other.send(0, report(10))
-    assert first.inbox.next() == ("message", 1, report(10))
+    assert first.inbox.next() == report(10)
 
 
 def test_ends_that_are_closed_while_others_connect_leave_nothing(secret):
@@ -349,9 +350,9 @@ def test_ends_that_are_closed_while_others_connect_leave_nothing(secret):
 def test_settings_that_cannot_be_listened_at_are_logged_and_harm_nobody(loop_thread, secret, caplog):
     address = msgspec.structs.replace(settings_of(secret, [1]).addresses[0], host="0.0.0.0")
     end = End(loop_thread)
-    loop_thread.call(end.peers.begin, PeerSettings("job", 0, secret.hex, (address,)), 0)
+    loop_thread.call(end.peers.begin, PeerSettings("job", 0, secret, (address,)))
     until(lambda: "one interface" in caplog.text)
-    assert not loop_thread.call(lambda: end.peers.is_serving)
+    assert not end.inbox.is_serving.is_set()
     end.close()
 
 

@@ -227,19 +227,16 @@ def test_a_reader_does_not_wait_for_ever(serve, connect):
         connect(patience_s=0.3).read_into(SLOT, 0, memoryview(bytearray(1)))
 
 
-def test_a_server_whose_threads_are_busy_says_so_in_time(serve, connect, address, secret):
+def test_a_source_that_hangs_holds_up_its_reader_alone(serve, connect, address, secret):
     slow = whole()
     slow.goes_on.clear()
-    other = PartOf("s1", 8, 1)
-    serve({SLOT: whole(), PART: slow, other: slow}, dataclasses.replace(QUICK, answer_s=0.2))
-    with authenticated(address, secret) as first, authenticated(address, secret) as second:
-        first.sendall(frame(Read(PART, 0, 1)))
-        second.sendall(frame(Read(other, 0, 1)))
-        until(lambda: slow.num_asked >= 2)
-        with pytest.raises(PeerRefused, match="busy"):
-            connect(patience_s=0.3).size(SLOT)
-        slow.goes_on.set()
+    serve({SLOT: whole(), PART: slow})
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(authenticated(address, secret)).sendall(frame(Read(PART, 0, 1)))
+        until(lambda: slow.num_asked >= 5)
         assert_still_serves(connect)
+        slow.goes_on.set()
 
 
 def test_each_thing_is_its_own(serve, connect):
@@ -454,8 +451,7 @@ def test_the_secret_is_in_no_log(connect, served, secret, caplog):
         assert is_closed(peer)
     until(lambda: refusals(caplog))
 
-    assert secret.hex not in caplog.text
-    assert secret.hex not in repr(secret)
+    assert secret not in caplog.text
 
 
 # --- servers that fail ---
@@ -620,7 +616,7 @@ def test_a_server_that_answers_what_is_no_answer_is_left(impostor, connect, sent
 
 
 def read_threads():
-    """The threads of this process that make the bytes of reads."""
+    """The threads of this process that serve reads."""
     return {thread for thread in threading.enumerate() if thread.name.startswith("lazysnap-peer")}
 
 
@@ -633,7 +629,7 @@ def test_close_leaves_no_thread_and_no_socket(serve, connect, address):
         reader.size(SLOT)
     plain = socket.create_connection(address)
     threads = read_threads() - threads_before
-    assert len(threads) == 2
+    assert len(threads) == len(readers)
     assert len(sockets_at(address[1]) - sockets_before) >= 1 + len(readers)
 
     end.close()
@@ -695,7 +691,7 @@ def test_a_reader_that_asks_nothing_holds_no_view(serve, connect):
 def test_close_does_not_wait_for_a_source_that_hangs(serve, connect):
     source = whole()
     source.goes_on.clear()
-    end = serve({SLOT: source}, dataclasses.replace(QUICK, answer_s=1.0))
+    end = serve({SLOT: source})
     errors = []
 
     def read():

@@ -33,7 +33,7 @@ class Rule:
 RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestLevelsByTime::test_the_first_capture_is_stored_at_once_and_the_next_one_a_minute_later": [
         ("core/coordinator.py", "Coordinator._grant_level", "not level.is_open"),
-        ("core/coordinator.py", "Coordinator._grant_next", "not level.is_due(start, now) and (not ahead)"),
+        ("core/coordinator.py", "Coordinator._grant_due", "not is_due and (not ahead)"),
         ("core/job.py", "JobCore._with_newest", "not (wants.is_preempted or self.is_preempted)"),
     ],
     "core/test_core.py::TestMemory::test_a_refusal_is_reported_and_tried_again": [
@@ -82,7 +82,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore._hold_slots", "not slot_of_key.is_held"),
     ],
     "core/test_core.py::TestSeveralLevels::test_a_required_step_that_no_level_can_take_does_not_stop_redundancy": [
-        ("core/coordinator.py", "Coordinator._grant_next", "self._is_due_along(level, reading, now)"),
+        ("core/coordinator.py", "Coordinator._follows_reading", "self._is_due_along(level, reading, now)"),
         ("core/coordinator.py", "Coordinator._is_due_along", "level.is_redundancy"),
         ("core/coordinator.py", "Coordinator._key_to_read_first", "not level.is_ready"),
         ("core/coordinator.py", "Coordinator._faster", "self.levels[index].is_redundancy"),
@@ -167,7 +167,6 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core_by_model.py::test_anything_may_happen_in_a_few_examples": [
         ("core/coordinator.py", "Coordinator._lose", "not self._is_stored_somewhere(key)"),
         ("core/job.py", "JobCore._send_state", "self.coordinator is None and self._sent_report is not None"),
-        ("core/job.py", "JobCore._set_awaited_step", "step != self._awaited_step"),
     ],
     "core/test_core_by_model.py::test_storage_is_not_starved_by_slow_redundancy": [
         ("core/coordinator.py", "Coordinator.deadlines", "level.due_at > now"),
@@ -184,7 +183,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore.repeat_state", "now < self._repeat_at"),
         ("core/job.py", "JobCore._hold_slots", "key_of(slot) not in keys"),
         ("core/jobs.py", "LevelJobs.deadlines", "not self.level.is_ready"),
-        ("core/jobs.py", "LevelJobs.ended", "self.job.job != event.job"),
+        ("core/jobs.py", "LevelJobs.ended", "self.job.number != event.number"),
         ("core/jobs.py", "LevelJobs._next_job", "self.level.progress is GrantProgress.LISTING"),
     ],
     "memory/test_slot_choice.py::test_one_capture_that_all_ranks_have_stays": [
@@ -208,7 +207,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "peers/test_listener.py::test_a_guess_is_no_proof": [
         ("peers/reader.py", "PeerReader._read", "not answer.is_not_yet"),
         ("peers/secret.py", "handshake", "not hmac.compare_digest(proof, expected_proof)"),
-        ("peers/server.py", "_address_of", "address.node == node and address.port"),
+        ("peers/server.py", "Peers.begin", "own.port"),
     ],
     "peers/test_listener.py::test_a_proof_that_is_sent_back_proves_nothing": [],
     "peers/test_listener.py::test_every_interface_is_refused": [

@@ -168,7 +168,7 @@ class SimJob:
     def _begin(self) -> None:
         job = self.job
         if self.world.draws_failure():
-            self._end(actions.Failed(job.level, job.job, "simulated"))
+            self._end(actions.Failed(job.number, "simulated"))
         elif isinstance(job, actions.ListLevel):
             self._list()
         elif isinstance(job, actions.DeleteFiles):
@@ -177,12 +177,12 @@ class SimJob:
             names = self.world.names[job.level]
             names.update(job.added)
             names.difference_update(job.released)
-            self._end(actions.NamesSet(job.level, job.job))
+            self._end(actions.NamesSet(job.number))
         elif isinstance(job, actions.WriteLevel):
             self.disk.leftovers.add(job.key)
             self._await_source()
         else:
-            self._end(actions.JobEnded(job.level, job.job))
+            self._end(actions.JobEnded(job.number))
 
     def _list(self) -> None:
         stored = tuple(sorted(self.disk.committed))
@@ -190,11 +190,11 @@ class SimJob:
         names: tuple[NamedStep, ...] = ()
         if self.keeper.node.number == 0:
             names = tuple(sorted(self.world.names[self.job.level]))
-        self._end(actions.Listed(self.job.level, self.job.job, stored, leftovers, names))
+        self._end(actions.Listed(self.job.number, stored, leftovers, names))
 
     def _delete(self, keys: list[StepKey]) -> None:
         if not keys:
-            self._end(actions.JobEnded(self.job.level, self.job.job))
+            self._end(actions.JobEnded(self.job.number))
             return
         self.world.delete(self.keeper, self.job.level, keys[0])
         self._after(self.world.stage_s() / 4, lambda: self._delete(keys[1:]))
@@ -203,7 +203,7 @@ class SimJob:
         """Follow the watermark, then write. Who waits for a trainer does not hang."""
         job = self.job
         if self.is_cancelled:
-            self._withdraw(actions.Missed(job.level, job.job, "cancelled"))
+            self._withdraw(actions.Missed(job.number, "cancelled"))
             return
         if job.source is not None:
             is_there = job.key in self.keeper.disk(job.source).committed
@@ -220,16 +220,16 @@ class SimJob:
             return
         if self.world.now >= self._moved_at + 0.5:
             self._moved_at = self.world.now
-            self.keeper.handle(actions.JobMoved(job.level, job.job))
+            self.keeper.handle(actions.JobMoved(job.level, job.number))
         self._after(self.world.setting.step_s / 10, self._await_source)
 
     def _write(self, seconds_left: float) -> None:
         """Move bytes, and say so now and then. A hang may come at any of these moments."""
-        self.keeper.handle(actions.JobMoved(self.job.level, self.job.job))
+        self.keeper.handle(actions.JobMoved(self.job.level, self.job.number))
         if not self.keeper.is_alive:
             return
         if self.is_cancelled:
-            self._withdraw(actions.Missed(self.job.level, self.job.job, "cancelled"))
+            self._withdraw(actions.Missed(self.job.number, "cancelled"))
         elif seconds_left <= 0:
             self._after(self.world.stage_s(), self._commit)
         else:
@@ -247,10 +247,10 @@ class SimJob:
 
     def _verify(self) -> None:
         if self.world.draws_failure():
-            failed = actions.Failed(self.job.level, self.job.job, "read back other bytes")
+            failed = actions.Failed(self.job.number, "read back other bytes")
             self._withdraw(failed, is_damaged=True)
             return
-        self._end(actions.StepStored(self.job.level, self.job.job))
+        self._end(actions.StepStored(self.job.number))
 
 
 class SimKeeper:
@@ -260,7 +260,7 @@ class SimKeeper:
         self.node = node
         self.world = node.world
         self.is_alive = True
-        self.grant_step: int | None = 0
+        self.awaited_step: int | None = 0
         self.core = Core(node.world.random.getrandbits(62), node.world.now)
         self.jobs: dict[int, SimJob] = {}
         self.parity = Disk()
@@ -314,8 +314,8 @@ class SimKeeper:
     def _perform(self, action: actions.Action) -> None:
         world = self.world
         match action:
-            case actions.SetGrant():
-                self.grant_step = action.step
+            case actions.SetAwaitedStep():
+                self.awaited_step = action.step
                 self._must_look = True
             case actions.Hold():
                 self._hold(action)
@@ -366,7 +366,7 @@ class SimKeeper:
     def _time_passed(self, wake_at: float) -> None:
         if self.is_alive and wake_at == self._timer_at:
             self._timer_at = None
-            self.handle(actions.TimePassed())
+            self.handle(actions.PlainEvent.TIME_PASSED)
 
 
 class SimNode:
@@ -417,7 +417,7 @@ class SimNode:
     def _link(self, other: "SimNode") -> None:
         for node, peer in ((self, other), (other, self)):
             if node.keeper is not None and peer.keeper is not None:
-                node.keeper.handle(actions.PeerUp(peer.number))
+                node.keeper.handle(actions.PlainEvent.PEER_UP)
 
 
 class SimRank:
@@ -499,7 +499,7 @@ class SimRank:
         self.world.check(not slot.view.is_held, f"the held slot of step {slot.view.step} is written over")
         slot.begin(StepKey(self.training.start, step), self.world.next_number())
         keeper = self.node.keeper
-        if keeper is not None and keeper.grant_step is not None and step >= keeper.grant_step:
+        if keeper is not None and keeper.awaited_step is not None and step >= keeper.awaited_step:
             self.world.after(self.world.stall_s(), keeper.wake)
         self.world.after(self.world.copy_s(), self._commit, slot)
 
@@ -751,7 +751,7 @@ class World:
 
     def _deliver(self, sender: SimKeeper, target: SimKeeper, message: object) -> None:
         if target.is_alive and self.nodes[sender.node.number].keeper in (sender, None):
-            target.handle(actions.Received(sender.node.number, message))
+            target.handle(message)
 
     # Promises
 

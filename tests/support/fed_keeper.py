@@ -19,7 +19,6 @@ from lazysnap.core.actions import (
     MakeSlot,
     ProcessDied,
     Release,
-    SendToTrainer,
     SlotMade,
     SlotsSeen,
     StepStored,
@@ -63,7 +62,6 @@ class FedKeeper:
     def report(self, state: TrainerState, pid: int = 0) -> None:
         """A trainer reports its state on its connection."""
         self.feed(TrainerReported(state.local_rank + 1, pid or os.getpid(), state))
-        self.log.trainer_came(self.core.ranks.all[state.local_rank])
 
     def capture(self, state: TrainerState, step: int, *, is_whole: bool = True) -> None:
         """The trainer captures a step, in the slot that the oldest capture is in."""
@@ -80,10 +78,9 @@ class FedKeeper:
             slot.commit(copied_ns=1_000_000)
         self.see()
 
-    def die(self, state: TrainerState, pid: int = 0) -> None:
-        """The trainer dies."""
+    def die(self, pid: int = 0) -> None:
+        """A process dies."""
         self.feed(ProcessDied(pid or os.getpid()))
-        self.log.trainer_ended(self.core.ranks.all[state.local_rank], "died")
 
     def see(self) -> None:
         """The keeper reads the words of all slots."""
@@ -91,11 +88,10 @@ class FedKeeper:
         for rank, slots in self.slots.items():
             seen[rank] = tuple(slot.view() for slot in slots.values())
         self.feed(SlotsSeen(seen))
-        self.log.note_ranks(self.core.ranks.all, self.slots)
 
     def state(self) -> NodeState | None:
         """What people get to know."""
-        return node_state(self.core, self.slots, 0, self.log.history)
+        return node_state(self.core, self.slots, 0, self.log.history, {})
 
     def close(self) -> None:
         """End it."""
@@ -115,15 +111,14 @@ class FedKeeper:
             self._is_busy = True
             for action in self.core.step(self._events.popleft(), time.monotonic()):
                 self._carry_out(action)
+            self.log.note(self.core, self.slots)
             self._is_busy = False
 
     def _carry_out(self, action: Action) -> None:
         match action:
             case BeginJob():
                 self.settings = action.settings
-                self.log.job_began(action.settings, self.core)
-            case SendToTrainer():
-                self.log.state_changed(action.state)
+                self.log.job_began(action.settings)
             case MakeSlot():
                 self._make_slot(action)
             case Hold():
@@ -157,19 +152,19 @@ class FedKeeper:
     def finish(self, job: Job) -> None:
         """The job ends."""
         assert self.settings is not None
-        ended = JobEnded(job.level, job.job)
+        ended = JobEnded(job.number)
         key = None
         if job.level in self.failing:
-            ended = Failed(job.level, job.job, self.failing[job.level])
+            ended = Failed(job.number, self.failing[job.level])
         elif isinstance(job, ListLevel):
-            ended = Listed(job.level, job.job, tuple(StepKey(start, step) for start, step in self.listed))
+            ended = Listed(job.number, tuple(StepKey(start, step) for start, step in self.listed))
         elif isinstance(job, WriteLevel):
-            ended = StepStored(job.level, job.job, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
+            ended = StepStored(job.number, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
         if isinstance(job, WriteLevel):
             key = job.key
         assert not isinstance(job, DeleteFiles) or job.keys
-        self.feed(ended)
         self.log.job_ended(self.settings.levels[job.level].url, ended, key)
+        self.feed(ended)
 
 
 def trainer_state(job: JobSettings, start: int, step: int = 0, local_rank: int = 0) -> TrainerState:

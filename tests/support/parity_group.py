@@ -13,7 +13,7 @@ from lazysnap.keeper.parity import ParityContext, ParityStore, run_parity_job
 from lazysnap.keeper.peer_sources import KeeperSources
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.slots import KeeperSlot, TrainerSlot, make_slot
-from lazysnap.peers.secret import Secret, draw_secret
+from lazysnap.peers.secret import draw_secret
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from support.peer_ends import End, LoopThread, ports, settings_of
@@ -154,7 +154,7 @@ class ParityGroup:
         self._stack = contextlib.ExitStack()
         self.thread = LoopThread()
         self._stack.callback(self.thread.close)
-        self.secret: Secret = draw_secret()
+        self.secret = draw_secret()
         self.peers = settings_of(self.secret, self._stack.enter_context(ports(nodes)))
         redundancy = RedundancySettings(
             members=tuple(range(nodes)), parity=parity, most_lost=parity, block_bytes=block_bytes

@@ -7,16 +7,18 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from msgspec import structs
+
+from lazysnap.core.actions import Event, PlainEvent
 from lazysnap.core.messages import PeerAddress, PeerSettings
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.peers.listener import Deadlines, ReservedPort
 from lazysnap.peers.messages import Subject
-from lazysnap.peers.reads import PeerSource
-from lazysnap.peers.secret import Secret
+from lazysnap.peers.reads import OpenedSource
 from lazysnap.peers.server import Peers
 from support.waiting import TIMEOUT_S, until
 
-QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0, idle_s=60.0, answer_s=60.0)
+QUICK = Deadlines(connect_s=60.0, send_s=60.0, alive_s=0.2, silence_s=60.0, idle_s=60.0)
 """Messages follow fast; nothing fails by time, except what a test has shortened."""
 HOST = "127.0.0.1"
 
@@ -65,40 +67,38 @@ class Inbox:
     """Keeps what happens, for a test to wait for."""
 
     def __init__(self) -> None:
-        self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
+        self.events: queue.Queue[Event] = queue.Queue()
         self.is_serving = threading.Event()
 
-    def serving(self) -> None:
-        self.is_serving.set()
+    def handle(self, event: Event) -> None:
+        if event is PlainEvent.PEERS_LISTENING:
+            self.is_serving.set()
+        else:
+            self.events.put(event)
 
-    def peer_up(self, node: int) -> None:
-        self.events.put(("up", node))
-
-    def received(self, node: int, message: Any) -> None:
-        self.events.put(("message", node, message))
-
-    def next(self) -> tuple[Any, ...]:
+    def next(self) -> Event:
         return self.events.get(timeout=TIMEOUT_S)
 
-    def until(self, *event: Any) -> None:
+    def until(self, event: Event) -> None:
         """Wait for an event; what comes before is dropped."""
-        while self.next()[: len(event)] != event:
+        while self.next() != event:
             pass
 
 
 class Table:
     """Sources by what they are of."""
 
-    def __init__(self, sources: dict[Subject, PeerSource] | None = None) -> None:
+    def __init__(self, sources: dict[Subject, Any] | None = None) -> None:
         self.sources = sources or {}
         self.opened: list[Subject] = []
         self.forgotten: list[Subject] = []
 
-    def open(self, what: Subject) -> PeerSource:
+    def open(self, what: Subject) -> OpenedSource:
         self.opened.append(what)
         if what not in self.sources:
             raise CaptureAborted(f"there is no {what}")
-        return self.sources[what]
+        source = self.sources[what]
+        return OpenedSource(source, source.identity, source.check)
 
     def forget(self, what: Subject) -> None:
         self.forgotten.append(what)
@@ -110,19 +110,26 @@ class End:
     def __init__(self, thread: LoopThread, sources: Any = None, deadlines: Deadlines = QUICK) -> None:
         self._thread = thread
         self.inbox = Inbox()
-        self.peers: Peers = thread.call(Peers, thread.loop, self.inbox, sources or Table(), deadlines)
+        self.peers: Peers = thread.call(Peers, thread.loop, self.inbox.handle, sources or Table(), deadlines)
 
     def begin(self, settings: PeerSettings, node: int) -> "End":
-        self._thread.call(self.peers.begin, settings, node)
-        if any(address.node == node and address.port for address in settings.addresses):
+        self._thread.call(self.peers.begin, structs.replace(settings, node=node))
+        if settings.addresses[node].port:
             assert self.inbox.is_serving.wait(TIMEOUT_S)
         return self
 
     def send(self, node: int, message: Any) -> None:
         self._thread.call(self.peers.send, node, message)
 
+    def linked_nodes(self) -> set[int]:
+        """Return the nodes to which there is a link. On the loop."""
+        links = self.peers._links
+        if links is None:
+            return set()
+        return set(links._links)
+
     def wait_down(self, node: int) -> None:
-        until(lambda: node not in self._thread.call(lambda: self.peers.linked_nodes))
+        until(lambda: node not in self._thread.call(self.linked_nodes))
 
     def close(self) -> None:
         self._thread.call(self.peers.close)
@@ -138,7 +145,7 @@ def ports(count: int) -> Iterator[list[int]]:
         yield [port.number for port in reserved]
 
 
-def settings_of(secret: Secret, numbers: list[int], job: str = "job") -> PeerSettings:
+def settings_of(secret: str, numbers: list[int], job: str = "job") -> PeerSettings:
     """Return the settings of nodes that serve at these ports; 0: that node does not serve."""
-    addresses = [PeerAddress(node, HOST, port) for node, port in enumerate(numbers)]
-    return PeerSettings(job, 0, secret.hex, tuple(addresses))
+    addresses = [PeerAddress(HOST, port) for port in numbers]
+    return PeerSettings(job, 0, secret, tuple(addresses))
