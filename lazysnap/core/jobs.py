@@ -203,9 +203,7 @@ class LevelJobs:
         self.level.leftovers.update(_keys_of(job))
         self.level.leftovers -= self.level.stored
 
-    def decide(
-        self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float
-    ) -> list[Action]:
+    def decide(self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float) -> list[Action]:
         """Return what to do about the job that runs, or the next job.
 
         Args:
@@ -226,9 +224,7 @@ class LevelJobs:
         self._is_cancelled = False
         return [job]
 
-    def _next_job(
-        self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float
-    ) -> Job | None:
+    def _next_job(self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float) -> Job | None:
         if not self.level.is_ready:
             if now < self._retry_at:
                 return None

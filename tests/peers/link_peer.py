@@ -16,7 +16,6 @@ def main():
     settings = settings_of(sys.stdin.read(), [port, 0])
     loop = asyncio.new_event_loop()
 
-
     def handle(event):
         match event:
             case PlainEvent.PEER_UP:
