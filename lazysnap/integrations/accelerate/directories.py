@@ -181,10 +181,10 @@ class Directories:
 
     # ---------------------------------------------------------------- waiting
 
-    def wait_stored(self, engine: SnapshotEngine, timeout_s: float) -> None:
-        """Block until the level has stored all snapshots that directories name, at most ``timeout_s``."""
+    def wait_stored(self, engine: SnapshotEngine) -> None:
+        """Block until the level has stored all snapshots that directories name, at most ``drain_timeout_s``."""
         engine.gate()
-        self._wait(engine, timeout_s, self._all_stored)
+        self._wait(engine, engine._config.drain_timeout_s, self._all_stored)
 
     def wait_complete(self, engine: SnapshotEngine, timeout_s: float) -> bool:
         """Block until every directory has its checkpoint; ``False`` after the deadline, or if one cannot be made.

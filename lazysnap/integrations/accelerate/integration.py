@@ -29,11 +29,15 @@ logger = logging.getLogger(__name__)
 
 Snapshots = str | os.PathLike[str] | SnapshotConfig | None
 
-_STOCK = {
-    "XLA": "its tensors are evaluated lazily on another device",
-    "MEGATRON_LM": "Megatron-LM keeps the training state in objects of its own",
+_REFUSED = {
+    "DEEPSPEED": "DeepSpeed cannot be captured: each process holds a part of weights and optimizer state that no "
+    "state_dict() tells of. Use FSDP2 (fsdp_version: 2) or DDP, or stock accelerate.Accelerator",
+    "MEGATRON_LM": "Megatron-LM cannot be captured: it keeps the training state in objects of its own. Use stock "
+    "accelerate.Accelerator",
+    "XLA": "XLA cannot be captured: its tensors are evaluated lazily on another device. Use stock "
+    "accelerate.Accelerator",
 }
-"""Kinds of training that save and load as Accelerate does, each with the reason."""
+"""Kinds of training that cannot be captured, each with the reason and advice."""
 
 
 class AcceleratorIntegration(WithEngine):
@@ -50,7 +54,7 @@ class AcceleratorIntegration(WithEngine):
         """The argument of the constructor, for copies of this accelerator."""
         # The accelerator holds this object.
         self._accelerator = weakref.proxy(accelerator)
-        self._stock_reason = _reason_for_stock(accelerator)
+        _check(accelerator)
         self._is_main_process = accelerator.is_main_process
         self._is_place_guessed = False
         self._is_refused = False
@@ -59,7 +63,7 @@ class AcceleratorIntegration(WithEngine):
         self._directory_beside: str | None = None
         """The directory of the program that holds the default place, once it exists."""
         self._config: SnapshotConfig | None = None
-        if snapshots is not None and self._stock_reason is None:
+        if snapshots is not None:
             self._config = config_at(snapshots)
         self._choose_place()
         self.boundaries = BoundaryWatch(self._at_boundary, self._gate, self._counted_epochs)
@@ -100,7 +104,7 @@ class AcceleratorIntegration(WithEngine):
             directory = project_directory
         if self._default_url is None and directory is not None:
             self._default_url = place_beside(directory)
-        if self._config is not None or self._stock_reason is not None or self._default_url is None:
+        if self._config is not None or self._default_url is None:
             return
         self._config = config_at(self._default_url)
         self._is_place_guessed = project_directory is None
@@ -111,14 +115,6 @@ class AcceleratorIntegration(WithEngine):
             )
 
     # ---------------------------------------------------------------- objects
-
-    @property
-    def is_stock(self) -> bool:
-        """True if this accelerator saves and loads as Accelerate does. Logs the reason at the first call."""
-        if self._stock_reason is None:
-            return False
-        self._report_once("%s: saving and loading as Accelerate does, without snapshots", self._stock_reason)
-        return True
 
     def opened(self) -> Session:
         """Return the session. Its state has everything that is prepared by now.
@@ -133,10 +129,9 @@ class AcceleratorIntegration(WithEngine):
         return self._session
 
     def _begin_session(self) -> None:
-        if self._config is None and self._stock_reason is None:
-            self._choose_place(".")
         if self._config is None:
-            raise ConfigError(f"LazyAccelerator: there is no engine: {self._stock_reason}")
+            self._choose_place(".")
+        assert self._config is not None
         self._make_directory_beside(self._config)
         engine = SnapshotEngine._of_integration(self._config, self._state, default_url=self._default_url)
         self._session = Session(engine, self._last_step)
@@ -182,16 +177,6 @@ class AcceleratorIntegration(WithEngine):
         if not self._end.alive:
             return {}
         return counted_epochs(self._state.custom_objects())
-
-    def add_loader(self, loader: Any) -> None:
-        """Watch a loader that was prepared."""
-        if self._stock_reason is None:
-            self.boundaries.watch_loader(loader)
-
-    def add_optimizers(self) -> None:
-        """Watch the optimizers that were prepared."""
-        if self._stock_reason is None:
-            self.boundaries.watch_optimizers(list(self._accelerator._optimizers))
 
     def add_model(self, prepared: Any) -> None:
         """Remember the wrapper that a model was prepared to, if Accelerate does not list the wrapper."""
@@ -303,7 +288,7 @@ class AcceleratorIntegration(WithEngine):
         return place
 
     def _reason_to_save_by_stock(self, *, has_more: bool) -> str | None:
-        """Return the reason for which a directory cannot name a snapshot now; ``None`` if it can.
+        """Return why a directory cannot name a snapshot now; ``None`` if it can.
 
         Collective, as ``opened``.
         """
@@ -356,7 +341,7 @@ class AcceleratorIntegration(WithEngine):
         session = self.opened()
         if named.place not in [level.url for level in session.engine._config.levels]:
             return None
-        self.directories.wait_stored(session.engine, session.engine._config.drain_timeout_s)
+        self.directories.wait_stored(session.engine)
         self._state.run_load_hooks(directory)
         try:
             return self._restore(session, named.which)
@@ -398,7 +383,7 @@ class AcceleratorIntegration(WithEngine):
             )
             session.engine._preemption.listen()
             return None
-        self.directories.wait_stored(session.engine, session.engine._config.drain_timeout_s)
+        self.directories.wait_stored(session.engine)
         return self._restore(session, which)
 
     def _restore(self, session: Session, which: int | str) -> Snapshot | None:
@@ -497,20 +482,13 @@ def _last_error_id() -> int | None:
     return id(error)
 
 
-def _reason_for_stock(accelerator: Any) -> str | None:
-    """Return the reason for which this accelerator has no snapshots; ``None`` if it has.
-
-    Raises: ConfigError, for DeepSpeed and FSDP 1.
-    """
+def _check(accelerator: Any) -> None:
+    """Raises: ConfigError, for an accelerator that cannot be captured."""
     kind = accelerator.distributed_type.name
-    if kind == "DEEPSPEED":
-        raise ConfigError(
-            "LazyAccelerator: DeepSpeed cannot be captured: each process holds a part of weights and optimizer state "
-            "that no state_dict() tells of. Use FSDP2 (fsdp_version: 2) or DDP, or stock accelerate.Accelerator"
-        )
+    if kind in _REFUSED:
+        raise ConfigError(f"LazyAccelerator: {_REFUSED[kind]}")
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise ConfigError(
             "LazyAccelerator: FSDP 1 cannot be captured: its parameters are pieces of one flat tensor. Set "
             "fsdp_version: 2, or use stock accelerate.Accelerator"
         )
-    return _STOCK.get(kind)
