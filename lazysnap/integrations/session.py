@@ -9,7 +9,7 @@ from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments, place_beside
-from lazysnap.integrations.progress_bar import Bar, shown_later
+from lazysnap.integrations.progress_bar import shown_later
 from lazysnap.restore.known_run import newest_run
 from lazysnap.runs import means_snapshot
 from lazysnap.shard.names import new_id
@@ -141,9 +141,12 @@ class Session:
         self._rollback_steps = 0
         self.step = self.engine.rollback(steps=steps).step
 
-    def close(self, bar: Bar | None) -> None:
-        """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows the progress after a second."""
-        with shown_later(bar) as show:
+    def close(self, *, shows_bar: bool) -> None:
+        """End well: see ``SnapshotEngine.close``. Blocks; a bar may show the progress after a second."""
+        if not shows_bar:
+            self.engine.close(drain=True)
+            return
+        with shown_later() as show:
             self.engine.close(drain=True, progress=show)
 
     def report_start(self, checkpoint: Any, how: str, step: int = 0) -> None:

@@ -20,7 +20,6 @@ from lazysnap.integrations.accelerate.boundaries import BoundaryWatch
 from lazysnap.integrations.accelerate.directories import Directories
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
 from lazysnap.integrations.arguments import place_beside
-from lazysnap.integrations.progress_bar import rich_bar
 from lazysnap.integrations.session import Session, WithEngine
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.wrappers import unwrapped
@@ -418,10 +417,7 @@ class AcceleratorIntegration(WithEngine):
             self._finish_step(session)
             if session.step:
                 session.capture(is_last=True)
-        bar = None
-        if self._is_main_process:
-            bar = rich_bar
-        session.close(bar)
+        session.close(shows_bar=self._is_main_process)
         self._end_session(session, session.engine._config.drain_timeout_s)
 
     def forget(self) -> None:

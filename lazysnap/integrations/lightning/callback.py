@@ -7,10 +7,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
-
-from rich.progress import BarColumn
 
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.engine import SnapshotEngine
@@ -22,7 +19,6 @@ from lazysnap.integrations.lightning.framework import callback_bases, class_of_p
 from lazysnap.integrations.lightning.latest import HOW, Latest
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
-from lazysnap.integrations.progress_bar import Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import Session, WithEngine
 
 logger = logging.getLogger(__name__)
@@ -203,10 +199,10 @@ class LazySnapshotCallback(WithEngine, Callback):
         """
         try:
             if self._session is not None and stage == "fit":
-                bar = None
-                if trainer.is_global_zero:
-                    bar = functools.partial(_bar_of, trainer)
-                self._session.close(bar)
+                rich_display = getattr(trainer.progress_bar_callback, "progress", None)
+                if rich_display is not None:
+                    rich_display.stop()  # two live displays of rich disturb each other
+                self._session.close(shows_bar=trainer.is_global_zero)
             elif self.engine is not None:
                 self.engine.abandon()  # an evaluation only reads: the memory for a later fit stays
         finally:
@@ -267,21 +263,6 @@ class LazySnapshotCallback(WithEngine, Callback):
                 self._failed_loggers.add(id(target))
                 text = f"{type(error).__name__}: {error}"
                 logger.warning("%s takes no figures of snapshots: %s", type(target).__name__, text)
-
-
-def _bar_of(trainer: Any) -> AbstractContextManager[Show]:
-    """Return the bar for the end of a fit: in the style of the trainer's own, if it shows one."""
-    callback = trainer.progress_bar_callback
-    if callback is None or callback.is_disabled:
-        return rich_bar()
-    if hasattr(callback, "init_train_tqdm"):
-        return tqdm_bar(callback.init_train_tqdm())
-    if not hasattr(callback, "theme"):
-        return rich_bar()
-    callback.progress.stop()  # two live displays of rich disturb each other
-    theme = callback.theme
-    column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
-    return rich_bar(callback._console, column)
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:
