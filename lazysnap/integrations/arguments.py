@@ -22,6 +22,7 @@ class Arguments:
     every_n_steps: int | None
     persist_every_n_steps: int | None
     config: SnapshotConfig | None
+    keep_best: KeepBest | None
     owner: str
     """The class of the callback, for messages."""
 
@@ -29,6 +30,10 @@ class Arguments:
         config = self.config
         if config is not None and not isinstance(config, SnapshotConfig):
             raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {config!r}")
+        if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
+            raise ConfigError(
+                f'{self.owner}.keep_best must be KeepBest("val_loss", ...) or None, got {self.keep_best!r}'
+            )
         try:
             short_form = self._short_form(".")
         except ConfigError as error:
@@ -80,13 +85,6 @@ class Arguments:
         if default_url is None and self.config is None and self.dirpath is None:
             return None
         return self.config_for(default_url or "")
-
-
-def checked_keep_best(keep_best: KeepBest | None, owner: str) -> KeepBest | None:
-    """Return the argument ``keep_best`` of a callback. Raises: ConfigError, for a value of another type."""
-    if keep_best is not None and not isinstance(keep_best, KeepBest):
-        raise ConfigError(f'{owner}.keep_best must be KeepBest("val_loss", ...) or None, got {keep_best!r}')
-    return keep_best
 
 
 def check_path(which: Any, framework: str, how: str, export: str, exported: str = "such a checkpoint") -> None:

@@ -186,7 +186,7 @@ class _WithSnapshots:
         self._lazysnap_integration.rollback(steps)
 
     def log(self, values: dict[str, Any], step: int | None = None, *args: Any, **kwargs: Any) -> None:
-        """Like Accelerate's; trackers also get figures of snapshots, under ``lazysnap/…``: see ``Figures.values``."""
+        """Like Accelerate's; trackers also get figures of snapshots, under ``lazysnap/…``: see ``logged_figures``."""
         super().log({**values, **self._lazysnap_integration.figures()}, step, *args, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:

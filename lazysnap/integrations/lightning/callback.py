@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.arguments import Arguments, checked_keep_best
+from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.lightning.boundaries import FitBoundaries
 from lazysnap.integrations.lightning.framework import callback_bases, class_of_program, extended, new_of_class
@@ -61,8 +61,9 @@ class LazySnapshotCallback(WithEngine, Callback):
         # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.
         self.__class__ = extended(type(self))
         super().__init__()
-        self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazySnapshotCallback")
-        self._keep_best = checked_keep_best(keep_best, "LazySnapshotCallback")
+        self._arguments = Arguments(
+            dirpath, every_n_steps, persist_every_n_steps, config, keep_best, "LazySnapshotCallback"
+        )
         self._reset()
 
     def _reset(self) -> None:
@@ -75,7 +76,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         """Loggers that raised: each is named once, and gets no more figures."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_arguments": self._arguments, "_keep_best": self._keep_best, "_new_run_id": self._new_run_id}
+        return {"_arguments": self._arguments, "_new_run_id": self._new_run_id}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return new_of_class, (class_of_program(self),), self.__getstate__()
@@ -174,7 +175,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._keep_if_best(trainer)
 
     def _keep_if_best(self, trainer: Any) -> None:
-        setting = self._keep_best
+        setting = self._arguments.keep_best
         if self._session is None or setting is None or not self._is_fit:
             return
         metrics = trainer.callback_metrics

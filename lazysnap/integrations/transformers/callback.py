@@ -18,7 +18,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.integrations.arguments import Arguments, check_path, checked_keep_best, place_beside
+from lazysnap.integrations.arguments import Arguments, check_path, place_beside
 from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
@@ -73,8 +73,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         keep_best: KeepBest | None = None,
     ) -> None:
         super().__init__()
-        self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazyTrainerCallback")
-        self._keep_best = checked_keep_best(keep_best, "LazyTrainerCallback")
+        self._arguments = Arguments(
+            dirpath, every_n_steps, persist_every_n_steps, config, keep_best, "LazyTrainerCallback"
+        )
         self._trainer: Any = None
         self._is_running = False
         self._patches = Patches()
@@ -138,7 +139,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, for an unknown metric."""
-        setting = self._keep_best
+        setting = self._arguments.keep_best
         if setting is None or self._session is None:
             return
         values = metrics or {}
