@@ -124,17 +124,19 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
-        if self._state is not None and not trainer.fast_dev_run:
-            session = self._opened(trainer)
-            state = self._state
-            _listen(trainer, session.engine)
+        if not self._is_fit:
+            return
+        session = self._opened(trainer)
+        state = self._state
+        assert state is not None
+        _listen(trainer, session.engine)
 
-            def prepare() -> None:
-                check_parts(trainer)
-                state.start()
-                session.report_start(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
+        def prepare() -> None:
+            check_parts(trainer)
+            state.start()
+            session.report_start(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
 
-            session.start(trainer.global_step, prepare)
+        session.start(trainer.global_step, prepare)
 
     def rollback(self, steps: int = 1) -> None:
         """Go back in place to the newest snapshot at least ``steps`` older than the running step.
@@ -199,7 +201,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
         """
         try:
-            if self._session is not None and stage == "fit":
+            if self._session is not None and self._is_fit:
                 rich_display = getattr(trainer.progress_bar_callback, "progress", None)
                 if rich_display is not None:
                     rich_display.stop()  # two live displays of rich disturb each other
@@ -228,7 +230,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             super()._leave()
         self._patches.undo()
         if self._state is not None:
-            self._state.leave()
+            self._state.loaders.forget()
         self._reset()
 
     def _gate(self) -> None:

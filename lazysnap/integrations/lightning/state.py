@@ -10,7 +10,7 @@ schedule that StochasticWeightAveraging swaps in; masks that ModelPruning omits 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class LightningState(StateSource):
         self._resumed: dict[str, Any] | None = None
         """The part of a restored state that waits for its step boundary."""
         self._loads_checked = False
-        self.has_ended = False
+        self._is_finished = False
         """True if the restored fit has nothing left to train."""
         self._reported_paths: set[Path] = set()
         """Paths that a warning has named."""
@@ -285,12 +285,12 @@ class LightningState(StateSource):
             return
         reason = reason_of_end(self._trainer, state)
         if reason:
-            self._become_ended(reason)
+            self._become_finished(reason)
 
-    def _become_ended(self, reason: str) -> None:
+    def _become_finished(self, reason: str) -> None:
         """Train nothing: the restored fit had ended."""
         self._trainer.should_stop = True  # Lightning checks it before the first epoch
-        self.has_ended = True
+        self._is_finished = True
         logger.warning(
             "nothing is left to train: %s. Hooks for the end of training do not run again; averaged weights are "
             "put into the model as they were then",
@@ -299,7 +299,7 @@ class LightningState(StateSource):
 
     def is_finished(self) -> bool:
         """See ``StateSource.is_finished``."""
-        return self.has_ended
+        return self._is_finished
 
     @property
     def is_resuming(self) -> bool:
@@ -381,22 +381,17 @@ class LightningState(StateSource):
 
     def averages(self) -> dict[str, torch.nn.Module]:
         """Return the averaged models of the WeightAveraging callbacks."""
-        averages = {}
-        for callback in self._trainer.callbacks:
-            average = getattr(callback, "_average_model", None)
-            if isinstance(average, torch.nn.Module):
-                averages[key_of(callback)] = average
-        return averages
+        return {key_of(callback): callback._average_model for callback in self._averaging_callbacks()}
 
     def put_averages_into_model(self) -> None:
         """Call WeightAveraging's hook for the end of a fit: Lightning calls none if nothing is trained."""
+        for callback in self._averaging_callbacks():
+            callback.on_train_end(self._trainer, self._trainer.lightning_module)
+
+    def _averaging_callbacks(self) -> Iterator[Any]:
         for callback in self._trainer.callbacks:
             if isinstance(getattr(callback, "_average_model", None), torch.nn.Module):
-                callback.on_train_end(self._trainer, self._trainer.lightning_module)
-
-    def leave(self) -> None:
-        """Leave the loaders as they were before the fit."""
-        self.loaders.forget()
+                yield callback
 
     def start(self) -> None:
         """Begin the fit: buffers count as changed from here on."""
