@@ -14,6 +14,8 @@ import pytest
 from support.waiting import until
 from warm_place import LAZYSNAP
 
+from lazysnap.warm import place as places
+
 HANDLES = """
 import json, os, signal, sys
 received = []
@@ -397,7 +399,15 @@ def test_a_directory_that_others_can_write_to_is_refused(place):
     (place.directory / "lazysnap-warm").chmod(0o777)
     code, _, err = place.warm(sys.executable, "-c", "")
     assert code == 2
-    assert "must be a directory of user" in err
+    assert "lazysnap-warm cannot be the runtime directory" in err
+    assert "its mode is 0777, expected 0700" in err
+
+
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    """A client that was stopped while it started a parent would stop all other starts."""
+    monkeypatch.setattr(places, "_LOCK_S", 0.1)
+    with places.locked(str(tmp_path)), pytest.raises(TimeoutError, match="lock"), places.locked(str(tmp_path)):
+        pass
 
 
 def test_a_logout_does_not_delete_the_directory(place):
