@@ -303,13 +303,11 @@ def _add(subparsers: Any, name: str, command: Command) -> None:
 # ---------------------------------------------------------------- running
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one command. Return its exit code: 0 good, 1 something bad was found, 2 could not look, 130 interrupted.
 
     Blocks. Raises: SystemExit, for arguments that argparse refuses (code 2), ``--help`` and ``--version``.
     """
-    if arguments is None:
-        arguments = sys.argv[1:]
     args, unknown = parser(as_json="--json" in arguments).parse_known_args(arguments)
     if unknown:
         args.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of this command
@@ -343,12 +341,11 @@ def run_again(args: argparse.Namespace, output: Output) -> int:
     from lazysnap.warm.client import end_as
     from lazysnap.warm.supervisor import supervise
 
-    words = command_words(args, "python train.py")
-    end_as(supervise(words, args.max_restarts))
+    end_as(supervise(command_words(args), args.max_restarts))
 
 
 def run_worker(args: argparse.Namespace, output: Output) -> int:
     """Become a worker (``cli.main`` starts most without this parser). Does not return. Raises: ConfigError."""
     from lazysnap.warm.client import main as worker
 
-    worker(command_words(args, "python train.py"))
+    worker(command_words(args))
