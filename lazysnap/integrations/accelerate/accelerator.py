@@ -213,8 +213,7 @@ class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
 
     Args:
         snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``, else in the logging
-            directory. Without these it is beside the first directory that ``save_state`` names, else ``./lazysnap``,
-            and one line on the console names it.
+            directory, else ``./lazysnap``, which one line on the console names.
 
     All other arguments are Accelerate's. Raises: ConfigError, for DeepSpeed, FSDP 1, XLA and Megatron-LM.
     """

@@ -44,7 +44,6 @@ class AcceleratorIntegration(WithEngine):
 
     It has a method for each call of the accelerator that concerns snapshots. A script makes these calls in any order.
 
-    If the program names no place for snapshots, one is chosen when it is needed: see ``_choose_place``.
     Raises: ConfigError, for an accelerator that cannot be captured.
     """
 
@@ -55,16 +54,24 @@ class AcceleratorIntegration(WithEngine):
         self._accelerator = weakref.proxy(accelerator)
         _check(accelerator)
         self._is_main_process = accelerator.is_main_process
-        self._is_place_guessed = False
+        project = accelerator.project_configuration
+        directory = project.project_dir or project.logging_dir
+        self._is_place_guessed = snapshots is None and directory is None
+        """True if the program names no place: it is below the working directory."""
         self._is_refused = False
         """True if another program uses a place that was guessed."""
+        if self._is_place_guessed:
+            directory = "."
         self._default_url: str | None = None
+        if directory is not None:
+            self._default_url = place_beside(directory)
+        place = snapshots
+        if place is None:
+            place = self._default_url
+        assert place is not None
+        self._config = config_at(place)
         self._directory_beside: str | None = None
         """The directory of the program that holds the default place, once it exists."""
-        self._config: SnapshotConfig | None = None
-        if snapshots is not None:
-            self._config = config_at(snapshots)
-        self._choose_place()
         self.boundaries = BoundaryWatch(self._at_boundary, self._gate, self._counted_epochs)
         self._state = AcceleratorState(self._accelerator, self.boundaries)
         self.directories = Directories(self._accelerator, self._state)
@@ -90,29 +97,6 @@ class AcceleratorIntegration(WithEngine):
         # Called when the accelerator is collected, or at the program's exit.
         self._end = weakref.finalize(accelerator, self._finish)
 
-    # ---------------------------------------------------------------- place
-
-    def _choose_place(self, directory: str | None = None) -> None:
-        """Choose the place of snapshots, if ``snapshots`` does not name it: beside a directory of the program.
-
-        The directory is ``project_dir``, else ``logging_dir``, else ``directory``.
-        """
-        project = self._accelerator.project_configuration
-        project_directory = project.project_dir or project.logging_dir
-        if project_directory is not None:
-            directory = project_directory
-        if self._default_url is None and directory is not None:
-            self._default_url = place_beside(directory)
-        if self._config is not None or self._default_url is None:
-            return
-        self._config = config_at(self._default_url)
-        self._is_place_guessed = project_directory is None
-        if self._is_place_guessed and self._is_main_process:
-            say(
-                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
-                "project_dir=... or snapshots=... to choose another place"
-            )
-
     # ---------------------------------------------------------------- objects
 
     def opened(self) -> Session:
@@ -128,10 +112,12 @@ class AcceleratorIntegration(WithEngine):
         return self._session
 
     def _begin_session(self) -> None:
-        if self._config is None:
-            self._choose_place(".")
-        assert self._config is not None
-        self._make_directory_beside(self._config)
+        if self._is_place_guessed and self._is_main_process:
+            say(
+                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
+                "project_dir=... or snapshots=... to choose another place"
+            )
+        self._make_directory_beside()
         engine = SnapshotEngine._of_integration(self._config, self._state, default_url=self._default_url)
         self._session = Session(engine, self._last_step)
         self._began_fresh = True
@@ -140,10 +126,10 @@ class AcceleratorIntegration(WithEngine):
         if self._start_report is not None:
             engine._run.tell_start(self._start_report)
 
-    def _make_directory_beside(self, config: SnapshotConfig) -> None:
+    def _make_directory_beside(self) -> None:
         """Make the directory of the program that holds the default place, if snapshots are stored there alone."""
         url = self._default_url
-        if url is None or "://" in url or [level.url for level in config.levels] != [url]:
+        if url is None or "://" in url or [level.url for level in self._config.levels] != [url]:
             return
         directory = os.path.dirname(url)
         with contextlib.suppress(OSError):  # the level reports the error when it writes
@@ -270,7 +256,6 @@ class AcceleratorIntegration(WithEngine):
             has_more: true if there are further arguments, which stock alone knows.
         """
         place = self.directories.begin(directory)
-        self._choose_place(os.path.dirname(os.path.abspath(place)))
         reason = self._reason_to_save_by_stock(has_more=has_more)
         if reason is None:
             engine = self.opened().engine
@@ -336,7 +321,6 @@ class AcceleratorIntegration(WithEngine):
         """Restore the snapshot that a directory names; ``None``, if it does not exist any more. Collective."""
         if self._is_refused:
             return None
-        self._choose_place(os.path.dirname(os.path.abspath(directory)))
         session = self.opened()
         if named.place not in [level.url for level in session.engine._config.levels]:
             return None
