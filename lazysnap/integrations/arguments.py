@@ -1,7 +1,7 @@
 """Arguments of the integrations: a place and intervals as one ``SnapshotConfig``; a path in place of a snapshot."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lazysnap.config import CAPTURE_EVERY_N_STEPS, KeepBest, PersistentLevel, SnapshotConfig, resolve_url
@@ -75,9 +75,9 @@ class Arguments:
             )
 
     def config_for(self, default_url: str) -> SnapshotConfig:
-        """Return a copy of ``config``, or one persistent level at ``dirpath``."""
+        """Return ``config``, or one persistent level at ``dirpath``."""
         if self.config is not None:
-            return replace(self.config)
+            return self.config
         return self._short_form(default_url)
 
     def named_config(self, default_url: str | None) -> SnapshotConfig | None:
