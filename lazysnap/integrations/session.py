@@ -229,6 +229,11 @@ class WithEngine:
         """
         self._running_session().engine.release(name)
 
+    def _gate(self) -> None:
+        """Wait until weights may change, if a training runs. See ``SnapshotEngine.gate``."""
+        if self._session is not None:
+            self._session.engine.gate()
+
     def _leave(self) -> None:
         """End the training; keep its counters."""
         if self._session is not None:

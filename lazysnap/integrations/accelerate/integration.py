@@ -200,10 +200,6 @@ class AcceleratorIntegration(WithEngine):
         self._capture_requested = False
         self._capture(force=is_requested)
 
-    def _gate(self) -> None:
-        if self._session is not None:
-            self._session.engine.gate()
-
     def _capture(self, *, force: bool) -> bool:
         """Capture this step, or go back as requested. True if a capture began."""
         if self._is_refused:

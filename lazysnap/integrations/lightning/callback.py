@@ -215,11 +215,10 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def _opened(self, trainer: Any) -> Session:
         """Return the session of this run of the trainer, which the first call begins. Collective then."""
+        if self._session is not None:
+            return self._session
         assert self._state is not None
-        if self._session is None:
-            self._begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
-        assert self._session is not None
-        return self._session
+        return self._begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
 
     def _opened_engine(self, trainer: Any) -> SnapshotEngine:
         return self._opened(trainer).engine
@@ -232,10 +231,6 @@ class LazySnapshotCallback(WithEngine, Callback):
         if self._state is not None:
             self._state.loaders.forget()
         self._reset()
-
-    def _gate(self) -> None:
-        if self.engine is not None:
-            self.engine.gate()
 
     # ---------------------------------------------------------------- boundaries
 

@@ -278,8 +278,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return original(*args, **kwargs)
 
     def _gated(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.engine is not None:
-            self.engine.gate()
+        self._gate()
         return original(*args, **kwargs)
 
     def _get_batch_samples(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
