@@ -82,7 +82,7 @@ class Answers:
             return False
         text = self._reason_to_stay()
         if text:
-            self._answer_stop(Answer(is_done=False, text=text))
+            self._answer_stop(Answer(text=text))
             return False
         self._must_end = self._is_all_stored()
         return self._must_end
@@ -92,7 +92,7 @@ class Answers:
         if self._must_end and self._core.is_served:
             self._must_end = False
             if self._stop is not None:
-                self._answer_stop(Answer(is_done=False, text=self._text_of_training()))
+                self._answer_stop(Answer(text=self._text_of_training()))
 
     def finish(self) -> None:
         """Answer that the keeper ends, and which step is durable."""

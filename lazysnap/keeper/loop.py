@@ -423,7 +423,7 @@ class Keeper:
         except Exception as error:  # a question must not end the keeper
             logger.exception("a question about %s", question.about)
             text = f"{type(error).__name__}: {error}"
-            self._connections.answer(connection, Answer(number=question.number, is_done=False, text=text))
+            self._connections.answer(connection, Answer(number=question.number, text=text))
 
     def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
         self._handle(TimePassed())  # captures may have begun that nothing woke the keeper for

@@ -169,9 +169,7 @@ class Answer(Struct, frozen=True, tag="answer"):
     memory: KeptMemory | None = None
     status: NodeState | None = None
     """None if the keeper knows no training yet."""
-    is_done: bool = True
-    """True if the keeper ends. For "stop" alone."""
     text: str = ""
-    """Why not, for people."""
+    """Why the keeper does not end, for people; empty, if it does. For "stop" alone."""
     durable: Mapping[str, int | None] = {}
     """Newest complete step of each level, by URL. For "stop" alone, if the keeper ends."""
