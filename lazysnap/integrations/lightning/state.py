@@ -210,7 +210,7 @@ class LightningState(StateSource):
             return
         with state_of_rank(self._trainer):
             state = with_present_data(self._trainer, list(self.optimizers()), state)
-        extra = state[EXTRAS]
+        late_part = _late_part(state)
         self._give_to_connector(state)
         try:
             self._connector.restore_model()
@@ -218,8 +218,8 @@ class LightningState(StateSource):
             self._load_training(self._connector._loaded_checkpoint)
         finally:
             self._connector._loaded_checkpoint = {}
-        self._put_back({**extra, "fit_loop": state["loops"]["fit_loop"]}, in_hook=True)
-        self._streams.restore(extra["streams"])
+        self._put_back(late_part, in_hook=True)
+        self._streams.restore(late_part["streams"])
 
     def _give_to_connector(self, state: dict[str, Any]) -> None:
         """Give the connector its part of a collected state."""
@@ -280,7 +280,7 @@ class LightningState(StateSource):
                 "with the loop that took it, or use another directory"
             )
         self._give_to_connector(state)
-        self._resumed = {**state[EXTRAS], "fit_loop": state["loops"]["fit_loop"]}
+        self._resumed = _late_part(state)
         if self._trainer.state.fn != "fit":
             return
         reason = reason_of_end(self._trainer, state)
@@ -397,6 +397,11 @@ class LightningState(StateSource):
         """Begin the fit: buffers count as changed from here on."""
         modules = {"": self._trainer.lightning_module, **self.averages()}
         self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
+
+
+def _late_part(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a collected state that Lightning's connector does not restore, or changes."""
+    return {**state[EXTRAS], "fit_loop": state["loops"]["fit_loop"]}
 
 
 def _renamed(callbacks: Mapping[Any, Any], names: Mapping[Any, Any]) -> dict[Any, Any]:
