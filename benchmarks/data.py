@@ -16,6 +16,7 @@ from benchmarks.workers import Line
 from lazysnap import ResumableLoader
 
 LIMIT_S = 5.0
+BATCH_SIZES = (1, 16)
 LEFT = 1000
 """Batches of the epoch behind the one that is resumed."""
 
@@ -60,12 +61,10 @@ LOADERS = ("sequential", "shuffled", "shuffled, 2 workers", "stream with a state
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, default=1_000_000, help="that were trained before the restart")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--loaders", nargs="+", choices=LOADERS, default=list(LOADERS))
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    for name, size in itertools.product(args.loaders, args.batch_sizes):
+    for name, size in itertools.product(LOADERS, BATCH_SIZES):
         report.take(f"{name}, {size}", functools.partial(measured, name, size, args.batches))
     for line in report.of("data"):
         if line["loader"] != LOADERS[-1]:

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from benchmarks.raw import warm_s
 from benchmarks.report import Report
 from benchmarks.workers import HERE, ROOT, Line, call, last_line
+from lazysnap.memory.limits import available_bytes
 
 TESTS_S = 300.0
 MOST_ON_DISK_GB = 5.0
@@ -93,14 +93,6 @@ def run_tests() -> Iterator[Line]:
     if done.returncode or ("skipped" in last and " 1 skipped" not in last):
         raise RuntimeError(done.stdout + done.stderr)
     yield {"measure": "tests", "tests/gpu": last}
-
-
-def available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 # ------------------------------------------------------------------------------------------------ in workers

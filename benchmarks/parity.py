@@ -10,7 +10,6 @@ import operator
 import os
 import socket
 import statistics
-import sys
 import threading
 import time
 import uuid
@@ -42,9 +41,6 @@ WARM = 2
 """Rounds that do not count: memory for parity is new in them."""
 ASKED = 0.5
 """Of the lowest limit."""
-SURVIVAL_NODES = (8, 64, 256, 2048)
-SCHEMES = {"parity=1, pairs": (2, 1), "parity=1, groups of 8": (8, 1), "parity=2, groups of 8": (8, 2)}
-"""Nodes of a group, and how many of them may be lost."""
 WARM_STEPS = 40
 STEPS = 100
 """Of the training that is slowed down."""
@@ -54,17 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, nargs="*", default=[2, 3, 4, 8], help="in one group")
     parser.add_argument("--megabytes", type=int, default=200, help="of state per node")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--model", choices=SIZES, default="small", help="that is trained while captures are protected")
     parser.add_argument("--turns", type=int, default=3, help="of that training, with redundancy and without")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     report.take("limits", functools.partial(call, "parity.limits", {"size": args.megabytes * 1_000_000}))
-    report.take("survival", survivals)
     for nodes in args.nodes:
         job = {"level": "memory", "nodes": nodes, "megabytes": args.megabytes, "rounds": args.rounds}
         report.take(f"{nodes} nodes", functools.partial(call, "parity.measure", job))
-    job = {"level": "memory", "size": SIZES[args.model], "device": "cpu", "ranks": 2, "turns": args.turns}
+    job = {"level": "memory", "size": SIZES["small"], "device": "cpu", "ranks": 2, "turns": args.turns}
     if args.turns:
         report.take("training", functools.partial(call, "parity.slowed", job))
     local = min([line["gb_per_s"] for line in report.of("limit")], default=math.nan)
@@ -74,33 +68,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
             shares.append(rate / min(tcp_rate, local))
         text = f"{line['measure']}, {line['nodes']} nodes"
         report.target(text, ">= {} of the lowest limit", ASKED, statistics.median(shares))
-
-
-def survivals() -> Iterator[Line]:
-    """In % of all sets of so many nodes, each as likely."""
-    for nodes in SURVIVAL_NODES:
-        for scheme, (size, parity) in SCHEMES.items():
-            line = {"measure": "survival", "nodes": nodes, "redundancy": scheme}
-            for lost in range(1, 5):
-                line[f"lost_{lost}"] = 100 * survival(nodes, size, parity, lost)
-            yield line
-
-
-def survival(nodes: int, size: int, parity: int, lost: int) -> float:
-    """The probability that so many lost nodes are survived, each set of them being as likely. Exact."""
-    if not 0 <= lost <= nodes:
-        raise ValueError(f"of {nodes} nodes 0 to {nodes} can be lost, got {lost}")
-    from lazysnap.parity.groups import groups_of
-
-    ways = [1] + [0] * lost
-    """In how many ways so many nodes can be lost of the groups up to here, all of which survive it."""
-    for group in groups_of(nodes, size, parity):
-        ways_before = ways
-        ways = [0] * (lost + 1)
-        for of_group in range(parity + 1):
-            for total in range(of_group, lost + 1):
-                ways[total] += math.comb(len(group.members), of_group) * ways_before[total - of_group]
-    return ways[lost] / math.comb(nodes, lost)
 
 
 # ------------------------------------------------------------------------------------------------ in a worker
@@ -223,61 +190,28 @@ def begin(job: Line, host: str) -> int:
     return dist.get_rank()
 
 
-class State:
-    """A model and its optimizer, that this node has alone."""
+def engine_of(job: Line, training: Any) -> Any:
+    """The engine of a node. Raises: as ``SnapshotEngine``."""
+    from benchmarks.training import config
+    from lazysnap import SnapshotEngine
 
-    def __init__(self, job: Line) -> None:
-        import torch
-
-        from benchmarks.training import layers
-
-        self.model = layers(job["megabytes"])
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
-
-    def step(self) -> None:
-        import torch
-
-        for parameter in self.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-
-    def engine(self, job: Line) -> Any:
-        from benchmarks.training import config
-        from lazysnap import SnapshotEngine
-
-        settings = replace(config(job), every_n_steps=EVERY)
-        return SnapshotEngine(settings, {"model": self.model, "optimizer": self._optimizer})
-
-    @property
-    def _tensors(self) -> list[Any]:
-        tensors = list(self.model.parameters())
-        for state in self._optimizer.state.values():
-            tensors += state.values()
-        return tensors
-
-    @property
-    def size(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors)
-
-    def sums(self) -> list[float]:
-        """Equal for equal states."""
-        return [float(tensor.double().sum()) for tensor in self._tensors]
+    return SnapshotEngine(replace(config(job), every_n_steps=EVERY), training.objects())
 
 
 def node(job: Line) -> Iterator[Line]:
     """A worker: captures are protected, one after the other; then the last node dies."""
     import torch.distributed as dist
 
-    from benchmarks.training import ready
+    from benchmarks.training import Layers, die, ready
 
     name = f"node{os.environ['RANK']}"
     rank = begin(job, name)
     nodes = job["nodes"]
-    state = State(job)
-    engine = state.engine(job)
+    training = Layers(job["megabytes"])
+    engine = engine_of(job, training)
     _, lost = engine._run.restart.discovery.group
-    state.step()
+    training.step_of_ones()
+    size = training.state_bytes()
     engine.boundary(EVERY)
     ready(engine)
     keepers = []
@@ -288,7 +222,7 @@ def node(job: Line) -> Iterator[Line]:
                 keeper = process
     rounds = []
     for number in range(2, 2 + WARM + job["rounds"]):
-        state.step()
+        training.step_of_ones()
         dist.barrier()
         cpu_before_s = _cpu_s(keepers)
         started = time.perf_counter()
@@ -297,21 +231,23 @@ def node(job: Line) -> Iterator[Line]:
             raise RuntimeError(f"step {number * EVERY} was not protected: {engine.statistics()}")
         seconds = time.perf_counter() - started
         dist.barrier()
-        ours = {"bytes": lost * state.size, "s": seconds, "cpu_s": (_cpu_s(keepers) - cpu_before_s) / nodes}
-        rounds.append({**ours, **bare(lost * state.size // (nodes - 1), range(nodes))})
-    parity_mb = 2 * state.size / 1e6 * lost / (nodes - lost)
+        ours = {"bytes": lost * size, "s": seconds, "cpu_s": (_cpu_s(keepers) - cpu_before_s) / nodes}
+        rounds.append({**ours, **bare(lost * size // (nodes - 1), range(nodes))})
+    parity_mb = 2 * size / 1e6 * lost / (nodes - lost)
     memory = {"slots_mb": slot_bytes() / 1e6, "parity_mb": parity_mb, "keeper_mb": keeper.memory_full_info().uss / 1e6}
-    yield {"rounds": rounds[WARM:], "may_be_lost": lost, "memory": memory, "state": state.sums()}
+    yield {"rounds": rounds[WARM:], "may_be_lost": lost, "memory": memory, "state": training.fingerprint()}
     dist.barrier()
     if rank == nodes - 1:
         keeper.kill()
         keeper.wait()
-    _leave()
+    die()
 
 
 def again(job: Line) -> None:
     """A worker: the start after that; another node is in the place of the lost one."""
     import torch.distributed as dist
+
+    from benchmarks.training import Layers, die
 
     rank = int(os.environ["RANK"])
     host = f"node{rank}"
@@ -319,9 +255,9 @@ def again(job: Line) -> None:
         host = f"spare{job['start']}"
     begin(job, host)
     tell(job, "imported")
-    state = State(job)
+    training = Layers(job["megabytes"])
     tell(job, "built")
-    engine = state.engine(job)
+    engine = engine_of(job, training)
     tell(job, "met")
     dist.barrier()  # what is timed waits for nobody
     snapshot = engine._fetch()
@@ -330,12 +266,12 @@ def again(job: Line) -> None:
     tell(job, "fetched")
     engine._load(snapshot)
     tell(job, "loaded")
-    sums = state.sums()
+    state = training.fingerprint()
     started = time.perf_counter()
-    state.step()
-    tell(job, "stepped", seconds=time.perf_counter() - started, state=sums)
+    training.step_of_ones()
+    tell(job, "stepped", seconds=time.perf_counter() - started, state=state)
     tell(job, "measured", round=rebuild(job, engine, snapshot.step))
-    _leave()
+    die()
 
 
 def rebuild(job: Line, engine: Any, step: int) -> Line:
@@ -397,7 +333,7 @@ def train(job: Line) -> Iterator[Line]:
     """A worker: a rank that is a node, of a training that captures at every step."""
     import torch.distributed as dist
 
-    from benchmarks.training import Training, config, ready
+    from benchmarks.training import Training, config, die, ready
     from lazysnap import SnapshotEngine
 
     begin(job, f"node{os.environ['RANK']}")
@@ -421,7 +357,7 @@ def train(job: Line) -> Iterator[Line]:
     protected = engine.statistics().protected - protected_before
     steps = {"step_ms": 1e3 * seconds / STEPS, "protected_of_100": 100 * protected / STEPS}
     yield {"state_mb_per_node": training.state_bytes() / 1e6, **steps}
-    _leave()
+    die()
 
 
 # ------------------------------------------------------------------------------------------------ bare sockets
@@ -486,12 +422,3 @@ def bare(size: int, readers: range) -> Line:
 def _cpu_s(sampled: list[Any]) -> float:
     """Processor time of processes, in seconds."""
     return sum(sum(process.cpu_times()[:2]) for process in sampled)
-
-
-def _leave() -> None:
-    """As a crash: keepers stay."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)

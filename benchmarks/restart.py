@@ -28,9 +28,6 @@ class Program:
 
     words: tuple[str, ...]
     ranks: int = 1
-    prints_steps: bool = False
-    """True if it prints ``step 12`` after each step; it may have no engine then."""
-    deadline_s: float = DEADLINE_S
 
 
 def example(name: str, *words: str, ranks: int = 1) -> Program:
@@ -113,7 +110,7 @@ class Run:
         self._words = [word.format(directory=directory) for word in program.words]
         tools = Path(sys.executable).parent
         launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "1000000"]
-        self._command = [str(tools / "lazysnap"), "run", "--max-restarts", "1000000", "--same-exit-within", "0", "--"]
+        self._command = [str(tools / "lazysnap"), "run", "--max-restarts", "1000000", "--"]
         if start == "cold":
             self._command += ["sh", "-c", 'exec "$@"', "sh"]  # what a shell starts is started cold
         if ranks > 1:
@@ -156,7 +153,7 @@ class Run:
 
     def _after(self, step: int) -> int:
         """Wait until that step is over; the newest one."""
-        deadline = time.monotonic() + self._program.deadline_s
+        deadline = time.monotonic() + DEADLINE_S
         newest = self._step()
         while newest < step:
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -166,9 +163,7 @@ class Run:
         return newest
 
     def _step(self) -> int:
-        """The newest step that the engine told the supervisor, or that was printed; 0 before the first."""
-        if self._program.prints_steps:
-            return int(([0, *re.findall(r"^step (\d+)$", self._text(), flags=re.M)])[-1])
+        """The newest step that the engine told the supervisor; 0 before the first."""
         for path in self._directory.glob("runtime/*/steps"):
             with contextlib.suppress(OSError, struct.error):
                 return int(struct.unpack("q", path.read_bytes())[0])

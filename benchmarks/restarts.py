@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.raw import KEEP_HEAP, timed
-from benchmarks.training import Training, capture, config, engine_of, ready
+from benchmarks.training import Training, capture, config, die, engine_of, ready
 from benchmarks.workers import Line, by_event, call_ranks, columns, tell
 
 PARTS = ("model_state_dict", "optim_state_dict")
@@ -143,7 +143,7 @@ def rank(job: Line) -> None:
 
 def _saved(job: Line, training: Training) -> None:
     tell(job, "saved", state=training.fingerprint())
-    _die()
+    die()
 
 
 def _loaded(job: Line, training: Training, seconds: float) -> None:
@@ -155,13 +155,7 @@ def _loaded(job: Line, training: Training, seconds: float) -> None:
 
 def _stepped(job: Line, training: Training) -> None:
     tell(job, "stepped", bytes=training.state_bytes())
-    _die()
-
-
-def _die() -> None:
-    """As a crash: a keeper that is there stays."""
-    _barrier()
-    os._exit(0)
+    die()
 
 
 def _barrier() -> None:
@@ -174,16 +168,9 @@ def _touch(job: Line) -> None:
     torch.ones(job["touched"], dtype=torch.uint8)
 
 
-def _give_state(training: Training) -> None:
-    """To the optimizer, by a step that costs little."""
-    for parameter in training.model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    training.update()
-
-
 def _save_lazysnap(job: Line, training: Training) -> None:
     engine = engine_of(job, training.objects())
-    _give_state(training)
+    training.step_of_ones()
     engine.boundary(STEP)  # with several ranks the size of each one's part is known from here on
     ready(engine)
     _barrier()
@@ -206,7 +193,7 @@ def _save_dcp(job: Line, training: Training) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    _give_state(training)
+    training.step_of_ones()
     dcp.save(
         dict(zip(PARTS, get_state_dict(training.model, training.optimizer), strict=True)), checkpoint_id=job["url"]
     )

@@ -28,11 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=25, help="steps from one snapshot of a peer to the next")
 
 
-def lost_ms(took_s: float, base_s: float, snapshots: int) -> float:
-    """Return the time lost per snapshot by steps that took ``took_s``, and take ``base_s`` without snapshots."""
-    return 1e3 * (took_s - base_s) / snapshots
-
-
 def run(args: argparse.Namespace, report: Report) -> None:
     copied_bytes = 1 << 26
     interval_s = 0.05

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.raw import populate_s, slot_bytes, timed
-from benchmarks.stall import lost_ms
 from benchmarks.training import Training, capture, engine_of
 from benchmarks.workers import DEADLINE_S, Line
 
@@ -126,7 +125,7 @@ class Recorder:
             "gate_ms": 1e3 * sums["gate"] / count,
             "blocked_ms": 1e3 * (sums["boundary"] + sums["gate"]) / count,
             "waited_ms": 1e3 * sums["waited"] / count,
-            "lost_ms": lost_ms(took_s, base_s * len(later), count),
+            "lost_ms": 1e3 * (took_s - base_s * len(later)) / count,
             "start_lost_ms": 1e3 * (start_s - len(first) * took_s / len(later)),
         }
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.workers import DEADLINE_S, HERE, Line
 
@@ -26,40 +27,11 @@ class Net(torch.nn.Module):
         return self.gpt.loss(ids[:, :-1], ids[:, 1:])
 
 
-class Training:
-    """A transformer with AdamW, sharded by FSDP2 if there are several ranks, and its batches."""
+class Trained:
+    """A model and its optimizer."""
 
-    def __init__(self, job: Line) -> None:
-        """Of a job ``size``, ``device``, and if given ``batch`` and ``ranks``."""
-        self.size = GPTSize(*job["size"], dropout=job.get("dropout", 0.0))
-        self.batch = job.get("batch", 1)
-        self.device = job["device"]
-        self.micro_batches = 1
-        is_sharded = job.get("ranks", 1) > 1
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            self.model = Net(self.size)
-        if is_sharded:
-            from torch.distributed.fsdp import fully_shard
-
-            for module in (*self.model.gpt.blocks, self.model):
-                fully_shard(module)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=not is_sharded)
-
-    def batch_of(self, step: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(step)
-        shape = (self.batch, self.size.context + 1)
-        return torch.randint(self.size.vocabulary, shape, generator=generator).to(self.device)
-
-    def backward(self, step: int) -> None:
-        for number in range(self.micro_batches):
-            with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device != "cpu"):
-                loss = self.model(self.batch_of(100 * step + number))
-            loss.backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    model: Any
+    optimizer: torch.optim.Optimizer
 
     def tensors(self) -> list[torch.Tensor]:
         """Of model and optimizer; of a sharded one this rank's parts."""
@@ -89,6 +61,48 @@ class Training:
     def objects(self) -> dict[str, Any]:
         """What is captured."""
         return {"model": self.model, "optimizer": self.optimizer}
+
+    def step_of_ones(self) -> None:
+        """A step that costs little. The first one gives the optimizer its state."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.update()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Training(Trained):
+    """A transformer with AdamW, sharded by FSDP2 if there are several ranks, and its batches."""
+
+    def __init__(self, job: Line) -> None:
+        """Of a job ``size``, ``device``, and if given ``batch`` and ``ranks``."""
+        self.size = GPTSize(*job["size"], dropout=0.0)
+        self.batch = job.get("batch", 1)
+        self.device = job["device"]
+        self.micro_batches = 1
+        is_sharded = job.get("ranks", 1) > 1
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            self.model = Net(self.size)
+        if is_sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            for module in (*self.model.gpt.blocks, self.model):
+                fully_shard(module)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=not is_sharded)
+
+    def batch_of(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        shape = (self.batch, self.size.context + 1)
+        return torch.randint(self.size.vocabulary, shape, generator=generator).to(self.device)
+
+    def backward(self, step: int) -> None:
+        for number in range(self.micro_batches):
+            with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.device != "cpu"):
+                loss = self.model(self.batch_of(100 * step + number))
+            loss.backward()
 
     def batches(self, count: int) -> Any:
         return torch.utils.data.DataLoader([self.batch_of(n) for n in range(count)], batch_size=None)
@@ -143,10 +157,26 @@ def config(job: Line, **level: Any) -> Any:
     return SnapshotConfig(levels=tuple(levels), memory=memory, job_id=name, verify_restart=False)
 
 
+class Layers(Trained):
+    """A model of so many megabytes of state, whose gradients are ones."""
+
+    def __init__(self, megabytes: float) -> None:
+        self.model = layers(megabytes)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
+
+
 def engine_of(job: Line, state: Line, **settings: Any) -> Any:
     from lazysnap import SnapshotEngine
 
     return SnapshotEngine(config(job, **settings), state)
+
+
+def die() -> None:
+    """As a crash: a keeper that is there stays. Ranks that have a process group go together."""
+    if dist.is_initialized():
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def ready(engine: Any) -> None:

@@ -1,6 +1,5 @@
 """The benchmark runs, judges what it measured, and compares with another checkout."""
 
-import itertools
 import json
 import os
 import subprocess
@@ -11,9 +10,7 @@ import pytest
 
 from benchmarks import compare, gpu, levels, stall
 from benchmarks.__main__ import parser
-from benchmarks.parity import survival
 from benchmarks.report import Report
-from lazysnap.parity.groups import groups_of
 
 ROOT = Path(__file__).parent.parent
 NOTHING = ("boundary_ms", "longest_boundary_ms", "blocked_ms", "lost_ms", "start_lost_ms")
@@ -195,23 +192,6 @@ def test_restarts_are_measured_phase_by_phase_and_are_exact(tmp_path):
         phases = ("imports_s", "build_s", "load_s", "step_s")
         assert line["total_s"][0] == pytest.approx(sum(line[phase][0] for phase in phases))
         assert line["exact"] == "yes"
-
-
-@pytest.mark.parametrize(("nodes", "size", "parity"), [(7, 2, 1), (9, 4, 1), (10, 5, 2), (11, 8, 2), (6, 8, 4)])
-def test_survival_is_what_counting_all_sets_gives(nodes, size, parity):
-    groups = [{*group.members} for group in groups_of(nodes, size, parity)]
-    for count in range(nodes + 1):
-        sets = [{*lost} for lost in itertools.combinations(range(nodes), count)]
-        survived = sum(all(len(group & lost) <= parity for group in groups) for lost in sets)
-        assert survival(nodes, size, parity, count) == survived / len(sets)
-
-
-def test_survival_of_large_clusters():
-    assert survival(2048, 8, 2, 2) == 1.0
-    assert survival(2048, 2, 1, 2) == pytest.approx(1 - 1 / 2047)
-    assert survival(2048, 8, 1, 257) == 0.0
-    with pytest.raises(ValueError, match="can be lost"):
-        survival(8, 8, 2, 9)
 
 
 @pytest.mark.slow

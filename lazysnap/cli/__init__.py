@@ -5,18 +5,14 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; see ``commands.main``. ``worker`` skips argparse, whose import would lengthen each restart."""
+    """Run one command: see ``commands.main``. ``worker --`` skips argparse, whose import lengthens a restart."""
     if arguments is None:
         arguments = sys.argv[1:]
     words = list(arguments)
-    if words[:1] == ["worker"] and words[1:2] not in (["--help"], ["-h"], ["--json"], []):
+    if words[:2] == ["worker", "--"] and len(words) > 2:
         from lazysnap.warm.client import main as worker
 
-        user_command = words[1:]
-        if user_command[0] == "--":
-            user_command = user_command[1:]
-        if user_command:
-            worker(user_command)
+        worker(words[2:])
     from lazysnap.cli.commands import main as command
 
     return command(words)

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from lazysnap import events
 from lazysnap.cli.history import GOODBYE, Start, levels_of, microseconds, starts_of
 from lazysnap.cli.inspecting import open_existing
-from lazysnap.cli.output import Output, count_of, percent
+from lazysnap.cli.output import Output, count_of, percent, seconds_text
 from lazysnap.config import PersistentLevel, SnapshotConfig, redundancy_for
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
@@ -382,13 +382,7 @@ def _cells(place: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterab
     share = ""
     if row["goodput"] is not None:
         share = percent(row["goodput"], 2)
-    return place, _seconds(row["every_s"]), steps, _seconds(row["lost_s"]), share
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return duration(seconds)
+    return place, seconds_text(row["every_s"]), steps, seconds_text(row["lost_s"]), share
 
 
 def _texts_of_sizes(sizes: dict[str, Any], facts: TrainingFigures) -> Iterator[str]:

@@ -26,7 +26,6 @@ _CLOCK = re.compile(r"\d{4}-\d\d-\d\d|\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?")
 _MAX_RESTARTS = 5
 _LONGEST_STOP_S = 30.0
 
-Verdict = Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL"]
 _STYLES = {"PASS": "green", "LOST_WORK": "yellow"}
 _ADVICE = {
     "LOST_WORK": "the restart found no checkpoint, or an old one: its log says which",
@@ -146,7 +145,7 @@ class Trial:
     fault: str
     done: str = ""
     at_step: int | None = None
-    verdict: Verdict = "PASS"
+    verdict: Literal["PASS", "LOST_WORK", "SILENT_DIVERGENCE", "HARD_FAIL"] = "PASS"
     reason: str = ""
     steps_again: int | None = None
     """Steps that were trained before the fault, and again after it; ``None``: no steps are printed."""
@@ -161,7 +160,7 @@ class Chaos:
     def __init__(self, args: argparse.Namespace, place: pathlib.Path) -> None:
         """Run it twice undisturbed. Blocks. Raises: ConfigError; ChaosFailed, if it cannot be judged."""
         self._args = args
-        self._words = command_words(args, "python train.py")
+        self._words = command_words(args)
         self._place = place
         self.linked: list[str] = []
         self.has_keeper = False

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lazysnap.keeper.runtime import ENVIRONMENT as RUNTIME_DIRECTORY
 from lazysnap.shard.names import SnapshotName, is_directory_of_ours, parse_file_name
+from lazysnap.warm.place import ENVIRONMENT as RUNTIME_DIRECTORY
 
 LOGS = "lazysnap-chaos"
 """The directory of all logs, in the current one."""

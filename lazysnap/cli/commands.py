@@ -75,7 +75,6 @@ _URL = _argument("url", metavar="URL", help=_URL_HELP)
 _ANY_URL = _argument("url", metavar="URL", nargs="?", help=_URL_HELP)
 _WANTED = _argument("wanted", metavar="STEP|NAME|latest", help="a step, a name given by keep, or 'latest'")
 _WORDS = _argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, behind --")
-_SAME_EXIT = "no restart after two equal exits within that time without a new step (30)"
 
 COMMANDS = {
     "ls": Command(
@@ -246,7 +245,6 @@ COMMANDS = {
         "commands:run_again",
         (
             _argument("--max-restarts", type=int, default=10, metavar="N", help="restarts in all (10)"),
-            _argument("--same-exit-within", type=float, default=30.0, metavar="SECONDS", help=_SAME_EXIT),
             _WORDS,
         ),
         "lazysnap run -- python train.py",
@@ -305,13 +303,11 @@ def _add(subparsers: Any, name: str, command: Command) -> None:
 # ---------------------------------------------------------------- running
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one command. Return its exit code: 0 good, 1 something bad was found, 2 could not look, 130 interrupted.
 
     Blocks. Raises: SystemExit, for arguments that argparse refuses (code 2), ``--help`` and ``--version``.
     """
-    if arguments is None:
-        arguments = sys.argv[1:]
     args, unknown = parser(as_json="--json" in arguments).parse_known_args(arguments)
     if unknown:
         args.refuse(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of this command
@@ -343,14 +339,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_again(args: argparse.Namespace, output: Output) -> int:
     """Run the command until it ends well, and end as its last start does. Blocks. Raises: ConfigError."""
     from lazysnap.warm.client import end_as
-    from lazysnap.warm.supervisor import Restarts, supervise
+    from lazysnap.warm.supervisor import supervise
 
-    words = command_words(args, "python train.py")
-    end_as(supervise(words, Restarts(args.max_restarts, args.same_exit_within)))
+    end_as(supervise(command_words(args), args.max_restarts))
 
 
 def run_worker(args: argparse.Namespace, output: Output) -> int:
     """Become a worker (``cli.main`` starts most without this parser). Does not return. Raises: ConfigError."""
     from lazysnap.warm.client import main as worker
 
-    worker(command_words(args, "python train.py"))
+    worker(command_words(args))

@@ -6,7 +6,7 @@ import pathlib
 import select
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lazysnap.cli.output import Output
 from lazysnap.config import SnapshotConfig, resolve_url
@@ -14,18 +14,17 @@ from lazysnap.errors import KeeperError
 from lazysnap.keeper import asking
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from lazysnap.keeper.questions import NodeState, Question
+from lazysnap.keeper.questions import Answer, NodeState, Question
 from lazysnap.keeper.wire import OtherVersion
+
+_LEAST_S = 0.5
+"""Seconds for which the answer of a keeper is waited for, also if ``--timeout`` is over: a silent one may be killed."""
 
 
 def identities(job: str) -> list[JobIdentity]:
     """Return the jobs that ``job`` may mean: a ``job_id``, or the path or URL of a first level."""
     names = dict.fromkeys((job, resolve_url(job)))
     return [JobIdentity.from_config(SnapshotConfig(job_id=name)) for name in names]
-
-
-_LEAST_S = 0.5
-"""Seconds for which the answer of a keeper is waited for, also if ``--timeout`` is over: a silent one may be killed."""
 
 
 @dataclass(frozen=True)
@@ -126,17 +125,6 @@ def _is_stopped(pid: int) -> bool:
 # ---------------------------------------------------------------- stop
 
 
-@dataclass(frozen=True)
-class _StopAnswer:
-    """The answer of a keeper that was asked to end."""
-
-    pid: int
-    refusal: str = ""
-    """Why it stays."""
-    durable: Mapping[str, int | None] = field(default_factory=dict)
-    """Newest complete step of each level, by URL."""
-
-
 def stop(args: argparse.Namespace, output: Output) -> int:
     """Ask the keeper of the job on this node to end, and wait for it.
 
@@ -147,11 +135,11 @@ def stop(args: argparse.Namespace, output: Output) -> int:
     ended = []
     staying = []
     for identity in identities(args.job):
-        answer = _ask_to_end(identity, deadline, is_forced=args.force)
-        if answer is None:
+        asked = _ask_to_end(identity, deadline, is_forced=args.force)
+        if asked is None:
             continue
-        pid = answer.pid
-        refusal = answer.refusal
+        pid, answer = asked
+        refusal = answer.text
         if not refusal and not _wait_for_end(pid, deadline):
             refusal = (
                 f"it did not end within {args.timeout:g} s: it was told to, and ends when its last write is over; "
@@ -178,24 +166,23 @@ def _text_of_durable(durable: Mapping[str, int | None]) -> str:
     return "; ".join(texts)
 
 
-def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> _StopAnswer | None:
-    """Ask the keeper of a job to end; ``None`` if there is no keeper."""
+def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> tuple[int, Answer] | None:
+    """Ask the keeper of a job to end. Return its process and its answer; ``None`` if there is no keeper."""
     channel = try_connect(identity)
     if channel is None:
         return None
     pid = channel.peer_pid
     question = Question(about="stop", is_forced=is_forced)
     try:
-        answer = asking.ask(channel, question, max(_LEAST_S, deadline - time.monotonic()))
+        return pid, asking.ask(channel, question, max(_LEAST_S, deadline - time.monotonic()))
     except (OSError, KeeperError):
         refusal = (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "
             f"`kill -9 {pid}`, which loses what is only in memory"
         )
-        return _StopAnswer(pid, refusal)
+        return pid, Answer(text=refusal)
     finally:
         channel.close()
-    return _StopAnswer(pid, answer.text, answer.durable)
 
 
 def _wait_for_end(pid: int, deadline: float) -> bool:

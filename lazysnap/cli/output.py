@@ -19,6 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from lazysnap.console import duration
 from lazysnap.errors import ConfigError
 from lazysnap.levels.redaction import Redaction
 
@@ -61,13 +62,20 @@ def percent(share: float, digits: int = 0) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def command_words(args: argparse.Namespace, example: str) -> list[str]:
+def seconds_text(seconds: float | None) -> str:
+    """Return a time as text for people; empty, if it is unknown."""
+    if seconds is None:
+        return ""
+    return duration(seconds)
+
+
+def command_words(args: argparse.Namespace) -> list[str]:
     """Return the command of the user behind ``--``. Raises: ConfigError, if there is none."""
     words: list[str] = args.words
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
-        raise ConfigError(f"{args.command}: name a command, as in `lazysnap {args.command} -- {example}`")
+        raise ConfigError(f"{args.command}: name a command, as in `lazysnap {args.command} -- python train.py`")
     return words
 
 

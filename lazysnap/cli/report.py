@@ -17,8 +17,8 @@ from rich.filesize import decimal
 from lazysnap.cli.goodput import CLASSES, Account, Interruption, account
 from lazysnap.cli.history import GOODBYE, UNSEEN, levels_of, ranks_in, value_at
 from lazysnap.cli.inspecting import open_existing
-from lazysnap.cli.output import Output, count_of, percent, when, without_beginning
-from lazysnap.cli.survival import MEMORY, OTHER_NODES
+from lazysnap.cli.output import Output, count_of, percent, when
+from lazysnap.cli.survival import MEMORY, OTHER_NODES, source_text
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
 from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted, read
@@ -28,7 +28,6 @@ _BAR_WIDTH = 32
 _SHOWN = 8
 """Interruptions, and notes, that the screen shows."""
 _SILENT_S = 60
-_MOST_OF_SOURCE = 20
 _ENDS = {UNSEEN: "died with keeper", GOODBYE: "ended well"}
 LABELS = {
     "productive": "training that counts",
@@ -316,20 +315,13 @@ def _interruption_row(interruption: dict[str, Any], figures: dict[str, Any]) -> 
     if interruption["resumed_step"] is not None:
         resumed = str(interruption["resumed_step"])
         if interruption["source"]:
-            resumed += f" from {_source(interruption['source'], figures)}"
+            levels = figures["places"].keys() - {MEMORY, OTHER_NODES}
+            resumed += f" from {source_text(interruption['source'], levels)}"
     new_step_after = "none yet"
     if interruption["new_step_after_s"] is not None:
         new_step_after = length(interruption["new_step_after_s"])
     at = when(int(interruption["at"] * 1e9))[11:]
     return at, end, str(interruption["step"]), resumed, count_of(interruption["lost_steps"], "step"), new_step_after
-
-
-def _source(source: str, figures: dict[str, Any]) -> str:
-    if source == OTHER_NODES:
-        return "other nodes"
-    if figures["places"].keys() - {MEMORY, OTHER_NODES} == {source}:
-        return "storage"
-    return without_beginning(source, _MOST_OF_SOURCE)
 
 
 def _place_row(place: str, figures: dict[str, Any]) -> Sequence[str]:

@@ -18,15 +18,13 @@ from rich.console import RenderableType
 from rich.filesize import decimal
 
 from lazysnap.cli.keepers import KeeperAnswer, KeeperProcess, ask, identities, of_this_node
-from lazysnap.cli.output import OK, Output, count_of, without_beginning
-from lazysnap.cli.survival import ALIVE, MEMORY, OTHER_NODES, survival
+from lazysnap.cli.output import OK, Output, count_of, seconds_text
+from lazysnap.cli.survival import ALIVE, MEMORY, source_text, survival
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.questions import LevelFacts, NodeState, RankState
 
 _ANSWER_S = 2.0
-_MOST_OF_SOURCE = 24
-"""Characters of a URL beside other text."""
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -358,19 +356,10 @@ def _resumed(outcome: dict[str, Any], urls: list[str]) -> str:
     if safe_step is None and disk_step is None:
         return "nothing: it begins anew"
     if disk_step is None:
-        return f"step {safe_step} from {_source(outcome['safe'], urls)}"
+        return f"step {safe_step} from {source_text(outcome['safe']['source'], urls)}"
     if safe_step is None:
-        return f"step {disk_step} from {_source(outcome['if_disks_stay'], urls)}, if its disk stays"
-    return f"step {safe_step} from {_source(outcome['safe'], urls)}, {disk_step} if its disk stays"
-
-
-def _source(resumed: dict[str, Any], urls: list[str]) -> str:
-    source: str = resumed["source"]
-    if urls == [source]:
-        return "storage"
-    if source == OTHER_NODES:
-        return "other nodes"
-    return without_beginning(source, _MOST_OF_SOURCE)
+        return f"step {disk_step} from {source_text(outcome['if_disks_stay']['source'], urls)}, if its disk stays"
+    return f"step {safe_step} from {source_text(outcome['safe']['source'], urls)}, {disk_step} if its disk stays"
 
 
 def _level_row(level: dict[str, Any]) -> list[object]:
@@ -406,14 +395,8 @@ def _rank_row(rank: dict[str, Any]) -> list[object]:
         if rate >= 1000:
             rate_text = f"{rate:.0f}"
     memory = decimal(rank["memory_bytes"] + rank["file_bytes"])
-    times = [_seconds(rank["copy_s"]), _seconds(rank["waited_s"])]
+    times = [seconds_text(rank["copy_s"]), seconds_text(rank["waited_s"])]
     return [rank["rank"], step, _ago(rank["captured_age_s"]), rate_text, *times, rank["slots"], memory]
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return duration(seconds)
 
 
 def _ago(age_s: float | None) -> str:

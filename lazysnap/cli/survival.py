@@ -2,16 +2,19 @@
 
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from lazysnap.cli.output import without_beginning
 from lazysnap.keeper.questions import LevelFacts, NodeState
 
 MEMORY = "memory"
 OTHER_NODES = "memory of other nodes"
 ALIVE = ("attached", "away")
 """Phases of a rank whose trainer lives."""
+_MOST_OF_SOURCE = 20
+"""Characters of a URL beside other text."""
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs")
 """File systems that are on no disk of this node."""
 
@@ -31,6 +34,15 @@ class Survival:
     safe: RestartPoint = field(default_factory=RestartPoint)
     if_disks_stay: RestartPoint = field(default_factory=RestartPoint)
     """A newer snapshot, on disks of the nodes that are lost."""
+
+
+def source_text(source: str, levels: Collection[str]) -> str:
+    """Return a source as text beside other text. ``levels``: the URLs of the job; the only one is called storage."""
+    if source == OTHER_NODES:
+        return "other nodes"
+    if set(levels) == {source}:
+        return "storage"
+    return without_beginning(source, _MOST_OF_SOURCE)
 
 
 def survival(state: NodeState) -> dict[str, Survival]:

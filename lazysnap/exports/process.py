@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LazySnapError
@@ -19,16 +21,18 @@ _NICE = 10  # a tenth of a busy core; 19 would be a seventieth, and a process be
 _PROGRAM = "import sys; from lazysnap.exports.process import main; sys.exit(main())"
 
 
-def start_export(directory: str, level: PersistentLevel) -> "subprocess.Popen[str]":
+def start_export(directory: str, level: PersistentLevel, superseded: Sequence[str]) -> "subprocess.Popen[str]":
     """Start a detached process of low priority that puts a checkpoint into a directory of ``save_state(directory)``.
 
-    ``level``: the level that has the snapshot of the directory. The process writes an error to its standard output, and
+    ``level``: the level that has the snapshot of the directory. ``superseded``: directories of older checkpoints, which
+    the process deletes first, beside the training. The process writes an error to its standard output, and
     exits with another code than 0. Does not block for more than some milliseconds. Raises: OSError.
     """
     arguments = {
         "directory": os.path.abspath(directory),
         "place": level.url,
         "storage_options": dict(level.storage_options or {}),
+        "superseded": [os.path.abspath(path) for path in superseded],
     }
     search_path = str(pathlib.Path(__file__).resolve().parents[2])
     inherited_path = os.environ.get("PYTHONPATH")
@@ -56,6 +60,8 @@ def start_export(directory: str, level: PersistentLevel) -> "subprocess.Popen[st
 def main() -> int:
     """Export to the directory that standard input names, unless it was deleted. Return the exit code. Blocks."""
     arguments = json.load(sys.stdin)
+    for path in arguments["superseded"]:
+        shutil.rmtree(path, ignore_errors=True)
     directory = arguments["directory"]
     options = arguments["storage_options"]
     named = named_in(directory)

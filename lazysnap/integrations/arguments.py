@@ -1,7 +1,7 @@
 """Arguments of the integrations: a place and intervals as one ``SnapshotConfig``; a path in place of a snapshot."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lazysnap.config import CAPTURE_EVERY_N_STEPS, KeepBest, PersistentLevel, SnapshotConfig, resolve_url
@@ -22,6 +22,7 @@ class Arguments:
     every_n_steps: int | None
     persist_every_n_steps: int | None
     config: SnapshotConfig | None
+    keep_best: KeepBest | None
     owner: str
     """The class of the callback, for messages."""
 
@@ -29,6 +30,10 @@ class Arguments:
         config = self.config
         if config is not None and not isinstance(config, SnapshotConfig):
             raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {config!r}")
+        if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
+            raise ConfigError(
+                f'{self.owner}.keep_best must be KeepBest("val_loss", ...) or None, got {self.keep_best!r}'
+            )
         try:
             short_form = self._short_form(".")
         except ConfigError as error:
@@ -70,9 +75,9 @@ class Arguments:
             )
 
     def config_for(self, default_url: str) -> SnapshotConfig:
-        """Return a copy of ``config``, or one persistent level at ``dirpath``."""
+        """Return ``config``, or one persistent level at ``dirpath``."""
         if self.config is not None:
-            return replace(self.config)
+            return self.config
         return self._short_form(default_url)
 
     def named_config(self, default_url: str | None) -> SnapshotConfig | None:
@@ -80,13 +85,6 @@ class Arguments:
         if default_url is None and self.config is None and self.dirpath is None:
             return None
         return self.config_for(default_url or "")
-
-
-def checked_keep_best(keep_best: KeepBest | None, owner: str) -> KeepBest | None:
-    """Return the argument ``keep_best`` of a callback. Raises: ConfigError, for a value of another type."""
-    if keep_best is not None and not isinstance(keep_best, KeepBest):
-        raise ConfigError(f'{owner}.keep_best must be KeepBest("val_loss", ...) or None, got {keep_best!r}')
-    return keep_best
 
 
 def check_path(which: Any, framework: str, how: str, export: str, exported: str = "such a checkpoint") -> None:

@@ -1,7 +1,7 @@
 """One training of an integration: its steps and figures, its start, rollback and end; the same for all frameworks."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lazysnap.config import KeepBest, PersistentLevel
@@ -9,7 +9,7 @@ from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments, place_beside
-from lazysnap.integrations.progress_bar import Bar, shown_later
+from lazysnap.integrations.progress_bar import shown_later
 from lazysnap.restore.known_run import newest_run
 from lazysnap.runs import means_snapshot
 from lazysnap.shard.names import new_id
@@ -19,53 +19,43 @@ _MAX_STEPS = 10_000
 """The most steps whose times are kept."""
 
 
-class Figures:
-    """Counters and timings under ``lazysnap/…``, and the lag of each level behind training."""
+def logged_figures(
+    statistics: Statistics, levels: Sequence[PersistentLevel], finished_s: Mapping[int, float]
+) -> dict[str, float]:
+    """Return figures for loggers under ``lazysnap/…``; none before the first capture.
 
-    def __init__(self) -> None:
-        self._finished_s: dict[int, float] = {}
-        """The times at which training finished steps, on the monotonic clock."""
+    * ``stall_ms``: the time that the training thread waited at the last capture.
+    * ``device_wait_s``: the time that devices waited at gates so far (only on devices).
+    * ``copy_gb_per_s``: the mean of all copies.
+    * ``skipped``, ``torn``: captures so far.
+    * ``lag_steps/…``, ``lag_s/…``: the lag behind the last step, in memory, on other nodes, and at storage level
+      0, 1, … of ``levels``.
 
-    def record(self, step: int) -> None:
-        """Record that training finished ``step`` now."""
-        self._finished_s[step] = time.monotonic()
-        if len(self._finished_s) > _MAX_STEPS:
-            first = next(iter(self._finished_s))
-            del self._finished_s[first]
-
-    def values(self, statistics: Statistics, levels: Sequence[PersistentLevel]) -> dict[str, float]:
-        """Return the current figures; none before the first capture.
-
-        * ``stall_ms``: the time that the training thread waited at the last capture.
-        * ``device_wait_s``: the time that devices waited at gates so far (only on devices).
-        * ``copy_gb_per_s``: the mean of all copies.
-        * ``skipped``, ``torn``: captures so far.
-        * ``lag_steps/…``, ``lag_s/…``: the lag behind the last step, in memory, on other nodes, and at storage level
-          0, 1, … of ``levels``.
-        """
-        if not statistics.began:
-            return {}
-        copy_s = statistics.copy.total_s
-        values = {
-            "lazysnap/stall_ms": 1e3 * (statistics.boundary.last_s + statistics.gate.last_s),
-            "lazysnap/skipped": float(statistics.skipped.total()),
-            "lazysnap/torn": float(statistics.torn),
-        }
-        if statistics.device_wait_s:
-            values["lazysnap/device_wait_s"] = statistics.device_wait_s
-        if copy_s:
-            values["lazysnap/copy_gb_per_s"] = statistics.shard_bytes * statistics.copy.count / copy_s / 1e9
-        newest = max(self._finished_s, default=0)
-        steps = {"memory": statistics.last_whole_step, "other_nodes": statistics.last_protected_step}
-        for number, level in enumerate(levels):  # the statistics have them in the order of their first snapshots
-            steps[f"storage_{number}"] = statistics.last_durable_step.get(level.url)
-        for place, step in steps.items():
-            if step is None:
-                continue
-            values[f"lazysnap/lag_steps/{place}"] = float(newest - step)
-            if step in self._finished_s:
-                values[f"lazysnap/lag_s/{place}"] = time.monotonic() - self._finished_s[step]
-        return values
+    ``finished_s``: the times at which training finished steps, on the monotonic clock.
+    """
+    if not statistics.began:
+        return {}
+    copy_s = statistics.copy.total_s
+    figures = {
+        "stall_ms": 1e3 * (statistics.boundary.last_s + statistics.gate.last_s),
+        "skipped": float(statistics.skipped.total()),
+        "torn": float(statistics.torn),
+    }
+    if statistics.device_wait_s:
+        figures["device_wait_s"] = statistics.device_wait_s
+    if copy_s:
+        figures["copy_gb_per_s"] = statistics.shard_bytes * statistics.copy.count / copy_s / 1e9
+    newest = max(finished_s, default=0)
+    steps = {"memory": statistics.last_whole_step, "other_nodes": statistics.last_protected_step}
+    for number, level in enumerate(levels):  # the statistics have them in the order of their first snapshots
+        steps[f"storage_{number}"] = statistics.last_durable_step.get(level.url)
+    for place, step in steps.items():
+        if step is None:
+            continue
+        figures[f"lag_steps/{place}"] = float(newest - step)
+        if step in finished_s:
+            figures[f"lag_s/{place}"] = time.monotonic() - finished_s[step]
+    return {f"lazysnap/{name}": value for name, value in figures.items()}
 
 
 class Session:
@@ -77,7 +67,8 @@ class Session:
         """The last step that is finished."""
         self._rollback_steps = 0
         """The number of steps of a rollback that the program requested; 0: no rollback."""
-        self._figures = Figures()
+        self._finished_s: dict[int, float] = {}
+        """The times at which training finished steps, on the monotonic clock."""
 
     def start(self, step: int, prepare: Callable[[], None] | None = None) -> None:
         """Begin a training behind ``step``; call ``prepare`` before.
@@ -99,7 +90,10 @@ class Session:
         if step <= self.step:
             return False
         self.step = step
-        self._figures.record(step)
+        self._finished_s[step] = time.monotonic()
+        if len(self._finished_s) > _MAX_STEPS:
+            first = next(iter(self._finished_s))
+            del self._finished_s[first]
         return True
 
     def capture(self, *, is_last: bool) -> None:
@@ -114,8 +108,8 @@ class Session:
             self.engine.boundary(self.step)
 
     def figures(self) -> dict[str, float]:
-        """Return figures for loggers: see ``Figures.values``."""
-        return self._figures.values(self.engine.statistics(), self.engine._config.levels)
+        """Return figures for loggers: see ``logged_figures``."""
+        return logged_figures(self.engine.statistics(), self.engine._config.levels, self._finished_s)
 
     def keep_best(self, setting: KeepBest, value: Any) -> None:
         """Keep the snapshot of the running step, if its ``value`` is among the best. Collective.
@@ -141,9 +135,12 @@ class Session:
         self._rollback_steps = 0
         self.step = self.engine.rollback(steps=steps).step
 
-    def close(self, bar: Bar | None) -> None:
-        """End well: see ``SnapshotEngine.close``. Blocks; ``bar`` shows the progress after a second."""
-        with shown_later(bar) as show:
+    def close(self, *, shows_bar: bool) -> None:
+        """End well: see ``SnapshotEngine.close``. Blocks; a bar may show the progress after a second."""
+        if not shows_bar:
+            self.engine.close(drain=True)
+            return
+        with shown_later() as show:
             self.engine.close(drain=True, progress=show)
 
     def report_start(self, checkpoint: Any, how: str, step: int = 0) -> None:
@@ -223,14 +220,19 @@ class WithEngine:
 
         Raises: ConfigError, also when no training runs.
         """
-        return self._running().keep(name)
+        return self._running_session().engine.keep(name)
 
     def release(self, name: str) -> None:
         """Take ``name`` from the snapshots of the running training; see ``SnapshotEngine.release``.
 
         Raises: ConfigError, also when no training runs.
         """
-        self._running().release(name)
+        self._running_session().engine.release(name)
+
+    def _gate(self) -> None:
+        """Wait until weights may change, if a training runs. See ``SnapshotEngine.gate``."""
+        if self._session is not None:
+            self._session.engine.gate()
 
     def _leave(self) -> None:
         """End the training; keep its counters."""
@@ -251,9 +253,6 @@ class WithEngine:
             self._new_run_id = ""
         self._session = Session(engine)
         return self._session
-
-    def _running(self) -> SnapshotEngine:
-        return self._running_session().engine
 
     def _running_session(self) -> Session:
         if self._session is None:

@@ -23,13 +23,13 @@ import os
 import pathlib
 import re
 import socket
-import stat
 import time
 
 from lazysnap.errors import KeeperError
 from lazysnap.shard.names import parse_events_file_name
+from lazysnap.warm import place
+from lazysnap.warm.place import ENVIRONMENT
 
-ENVIRONMENT = "LAZYSNAP_RUNTIME_DIR"
 _LONGEST_PATH = 107
 """Bytes that the kernel allows for the path of a socket."""
 REFRESH_S = 3600.0
@@ -41,35 +41,10 @@ _FILE_NAME = re.compile(r"keeper-[0-9a-f]{16}\.(lock|log)")
 
 def runtime_directory() -> pathlib.Path:
     """Return the directory, which exists from then on. Raises: KeeperError, if another user could write there."""
-    configured = os.environ.get(ENVIRONMENT)
-    path = pathlib.Path(configured or f"/tmp/lazysnap-{os.getuid()}")
     try:
-        problem = _problem_of(path)
-    except OSError as error:
-        problem = str(error)
-    if problem:
-        raise KeeperError(
-            f"{path} cannot be the runtime directory, by which the processes of a job find their keeper: {problem}; "
-            f"set {ENVIRONMENT} to a directory of mode 0700 that belongs to user {os.getuid()}, the same for all "
-            "processes and starts of the job"
-        )
-    return path
-
-
-def _problem_of(path: pathlib.Path) -> str:
-    """Make the directory if it is missing. Returns: why it cannot be used, or an empty string."""
-    if not path.is_absolute():
-        return "its path is not absolute"
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        return "it is not a directory"
-    if status.st_uid != os.getuid():
-        return f"it belongs to user {status.st_uid}"
-    if status.st_mode & 0o077:
-        return f"its mode is {stat.S_IMODE(status.st_mode):04o}, expected 0700"
-    return ""
+        return pathlib.Path(place.runtime_directory())
+    except PermissionError as error:
+        raise KeeperError(str(error)) from error
 
 
 class KeeperFiles:

@@ -24,7 +24,7 @@ from lazysnap.state.stock_dicts import state_of_module, state_of_optimizer
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
 from lazysnap.state.wrappers import ddp_of, stepping, unwrapped
 
-_RNG = "rng"
+RNG = "rng"
 
 
 def _state_of(value: Any) -> Any:
@@ -58,7 +58,7 @@ class ObjectState(StateSource):
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         for name, value in objects.items():
-            if name in (_RNG, EXTRAS):
+            if name in (RNG, EXTRAS):
                 raise ConfigError(
                     f"the name {name!r} is taken: generators are captured as 'rng', classes of optimizers as 'lazysnap'"
                 )
@@ -131,7 +131,7 @@ class ObjectState(StateSource):
         for name, value in state.items():
             if isinstance(value, dict):
                 state[name] = dict(value)
-        state[_RNG] = collect_rng()
+        state[RNG] = collect_rng()
         state[EXTRAS] = {OPTIMIZERS: classes_of(self), **self._pretrained}
         metrics = collect_metrics(self._unwrapped_modules())
         if metrics:
@@ -194,7 +194,7 @@ class ObjectState(StateSource):
         missing = [name for name in self._objects if name not in state]
         if missing:
             raise StateError(
-                f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {_RNG, EXTRAS})}: "
+                f"the snapshot has no {', '.join(missing)}; it holds {sorted(set(state) - {RNG, EXTRAS})}: "
                 "name the objects as when it was taken, or give another training a directory of its own"
             )
         if data:
@@ -222,4 +222,4 @@ class ObjectState(StateSource):
             else:
                 value.load_state_dict(state[name])
         restore_metrics(self._unwrapped_modules(), metrics)
-        restore_rng(state[_RNG])
+        restore_rng(state[RNG])

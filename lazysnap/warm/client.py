@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from lazysnap.warm.command import PythonCommand, python_command
-from lazysnap.warm.place import locked, owner_directory, owner_of, user_directory
+from lazysnap.warm.place import locked, owner_directory, owner_of, runtime_directory
 from lazysnap.warm.steps import DIRECTORY
 
 PARENT_VARIABLE = "LAZYSNAP_WARM_PARENT"
@@ -209,7 +209,7 @@ def _start_parent(
         "listener": listener.fileno(),
         "owner": handle,
         "socket": f"{directory}/{name}",
-        "names": f"{user_directory()}/{program}",
+        "names": f"{runtime_directory()}/{program}",
         "path": environ.get("PYTHONPATH"),
         "name": command.name,
         "leads": os.getsid(0) == os.getpid(),

@@ -1,29 +1,58 @@
-"""The directories of warm parents: of their user, and of the process that each belongs to."""
+"""Where processes of this user meet: the runtime directory, and in it those of the owners of warm parents.
+
+The runtime directory is also that of keepers: ``keeper.runtime``. It is here because a start of a program imports
+nothing of lazysnap but this package.
+"""
 
 import contextlib
 import fcntl
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 
+ENVIRONMENT = "LAZYSNAP_RUNTIME_DIR"
+_LOCK_S = 30.0
+"""The longest wait for a lock. Whoever has it starts a process meanwhile, unless it was stopped."""
+_PAUSE_S = 0.002
 
-def user_directory() -> str:
-    """Return the runtime directory, as ``keeper.runtime`` does. Raises: OSError, if somebody else could write there."""
-    path = os.environ.get("LAZYSNAP_RUNTIME_DIR") or f"/tmp/lazysnap-{os.getuid()}"
+
+def runtime_directory() -> str:
+    """Return the directory, which exists from then on. Raises: PermissionError, if another user could write there."""
+    path = os.environ.get(ENVIRONMENT) or f"/tmp/lazysnap-{os.getuid()}"
+    try:
+        problem = _problem_of(path)
+    except OSError as error:
+        problem = str(error)
+    if problem:
+        raise PermissionError(
+            f"{path} cannot be the runtime directory, by which the processes of a job find their keeper: {problem}; "
+            f"set {ENVIRONMENT} to a directory of mode 0700 that belongs to user {os.getuid()}, the same for all "
+            "processes and starts of the job"
+        )
+    return path
+
+
+def _problem_of(path: str) -> str:
+    """Make the directory if it is missing. Returns: why it cannot be used, or an empty string."""
     if not os.path.isabs(path):
-        raise PermissionError(f"LAZYSNAP_RUNTIME_DIR must be an absolute path, got {path}")
+        return "its path is not absolute"
     with contextlib.suppress(FileExistsError):
         os.makedirs(path, 0o700)
     status = os.lstat(path)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{path} must be a directory of user {os.getuid()} with mode 0700")
-    return path
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is not a directory"
+    if status.st_uid != os.getuid():
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & 0o077:
+        return f"its mode is {stat.S_IMODE(status.st_mode):04o}, expected 0700"
+    return ""
 
 
 def owner_directory(pid: int) -> str:
     """Return the directory of process ``pid``. It is made, and those of dead processes are removed."""
-    base = user_directory()
+    base = runtime_directory()
     for name in os.listdir(base):
         if name.startswith(f"{_pid_space()}.") and owner_of(name) is None:
             shutil.rmtree(os.path.join(base, name), ignore_errors=True)
@@ -53,13 +82,28 @@ def started(pid: int) -> str | None:
 
 @contextlib.contextmanager
 def locked(directory: str) -> Iterator[int]:
-    """Hold a lock on a directory; yield its descriptor. Blocks while another process has the lock."""
+    """Hold a lock on a directory; yield its descriptor.
+
+    Blocks: at most ``_LOCK_S``, while another process has the lock. Raises: TimeoutError, after that; OSError.
+    """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    deadline_s = time.monotonic() + _LOCK_S
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        while not _try_lock(handle):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{directory}: another process has had its lock for {_LOCK_S:g} s")
+            time.sleep(_PAUSE_S)
         yield handle
     finally:
         os.close(handle)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _pid_space() -> str:

@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError
 from lazysnap.warm import client, steps
@@ -21,6 +20,8 @@ _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """Signals after which nothing is started again."""
 _ENDED_ON_REQUEST = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Ends of a program that somebody asked to end: a preempted training exits with 143."""
+_SAME_EXIT_S = 30.0
+"""A command that ends twice within that time in the same way, without a new step, is not started again."""
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _WORKER = """#!/bin/sh
 exec {python} -I -S -c 'import sys, types
@@ -32,30 +33,18 @@ main(sys.argv[1:])' {interpreter} "$@"
 """A program in place of the interpreter of workers, without ``site`` and the rest of lazysnap: 0.05 s, not 0.3."""
 
 
-@dataclass(frozen=True)
-class Restarts:
-    """The limits up to which a command is started again."""
-
-    limit: int
-    """Restarts in all."""
-    same_exit_s: float
-    """A command that ends twice within that time in the same way, without a new step, is not started again."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("--max-restarts", self.limit), ("--same-exit-within", self.same_exit_s)):
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} must be 0 or more, got {value}")
-
-
-def supervise(words: Sequence[str], restarts: Restarts) -> int:
+def supervise(words: Sequence[str], max_restarts: int) -> int:
     """Start a command until it ends well or must not be started again. Return its last wait status.
 
     Blocks. Changes the environment and the mask of signals of this process, which must have one thread.
+    Raises: ConfigError, for a number below 0.
     """
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts must be 0 or more, got {max_restarts}")
     directory = owner_directory(os.getpid())
     try:
         os.environ[steps.DIRECTORY] = directory
-        return _Supervisor(words, directory).run(restarts)
+        return _Supervisor(words, directory).run(max_restarts)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -91,11 +80,11 @@ class _Supervisor:
         self._on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._libc = ctypes.CDLL(None)
 
-    def run(self, restarts: Restarts) -> int:
+    def run(self, max_restarts: int) -> int:
         newest = -1
         last_status = None
         last_end_s = 0.0
-        for number in range(restarts.limit + 1):
+        for number in range(max_restarts + 1):
             if isinstance(self._command, PythonCommand):
                 _name_workers(self._command, self._directory)
             status = self._wait(self._start())
@@ -107,17 +96,17 @@ class _Supervisor:
             if step > newest:
                 newest = step
                 last_status = None
-            if last_status == status and now - last_end_s < restarts.same_exit_s:
-                _say(f"the command {end} twice within {restarts.same_exit_s:g} s without a new step: no restart")
+            if last_status == status and now - last_end_s < _SAME_EXIT_S:
+                _say(f"the command {end} twice within {_SAME_EXIT_S:g} s without a new step: no restart")
                 break
             last_status = status
             last_end_s = now
-            if number == restarts.limit:
+            if number == max_restarts:
                 _say(f"the command {end}; it was restarted {number} times, as often as --max-restarts allows")
                 break
             if newest >= 0:
                 end += f" after step {newest}"
-            _say(f"the command {end}: restart {number + 1} of at most {restarts.limit}")
+            _say(f"the command {end}: restart {number + 1} of at most {max_restarts}")
         return status
 
     def _start(self) -> int:

@@ -80,10 +80,22 @@ def test_without_a_place_snapshots_go_below_the_working_directory_and_a_line_say
     again.accelerator.end_training()
 
 
-@pytest.mark.parametrize("named_by", ["save_state", "logging_dir"])
-def test_a_directory_that_the_script_names_decides_where_snapshots_go(in_empty_directory, named_by):
-    logging = {"project_config": ProjectConfiguration(logging_dir="runs")} if named_by == "logging_dir" else {}
-    script = Script(**logging)
+def test_a_directory_is_loaded_from_its_snapshot_where_the_script_names_no_other_place(in_empty_directory):
+    script = Script()
+    script.epoch()
+    script.step(torch.ones(2, 1))
+    script.accelerator.save_state("runs/first")
+    script.accelerator.end_training()
+
+    again = Script()
+    assert again.accelerator.load_state("runs/first").step == 5
+    assert again.weights() == script.weights()
+    again.accelerator.end_training()
+    assert sorted(os.listdir()) == ["lazysnap", "runs"]
+
+
+def test_a_logging_directory_decides_where_snapshots_go(in_empty_directory):
+    script = Script(project_config=ProjectConfiguration(logging_dir="runs"))
     script.accelerator.save_state("runs/first")
     assert script.accelerator.wait_for_checkpoints()
     assert Path("runs/first/model.safetensors").exists()

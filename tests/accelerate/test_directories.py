@@ -124,6 +124,24 @@ def test_hooks_are_called_and_what_they_wrote_is_part_of_the_copy(tmp_path):
     again.accelerator.end_training()
 
 
+def test_checkpoints_beyond_the_limit_are_deleted_beside_the_training_not_by_it(tmp_path, monkeypatch):
+    deleted = []
+
+    def record(path, **_):
+        deleted.append(path)
+
+    monkeypatch.setattr(shutil, "rmtree", record)
+    script = Script(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    for _ in range(2):
+        script.train()
+        script.accelerator.save_state()
+        assert script.accelerator.wait_for_checkpoints(TIMEOUT_S)
+    script.accelerator.end_training()
+
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+    assert not [path for path in deleted if "checkpoint_" in str(path)]
+
+
 def test_automatic_naming_keeps_its_limit_and_goes_on_behind_what_it_loads(tmp_path):
     def script():
         return Script(tmp_path, automatic_checkpoint_naming=True, total_limit=2)

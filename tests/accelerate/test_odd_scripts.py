@@ -79,13 +79,10 @@ def test_after_free_memory_another_training_is_one_of_its_own(zygote, tmp_path):
     assert status == 0, (tmp_path / "output").read_text()
 
 
-def test_what_cannot_be_captured_is_refused_by_name_or_saved_as_accelerate_does(zygote, tmp_path):
+def test_what_cannot_be_captured_is_refused_by_name(zygote, tmp_path):
     script = str(Path(SCRIPT).with_name("ends.py"))
     status = zygote.run([script, str(tmp_path), "refused"], {}, tmp_path / "output")
     text = (tmp_path / "output").read_text()
     assert status == 0, text
-    for line in ("refused: LazyAccelerator: DeepSpeed cannot", "refused: LazyAccelerator: FSDP 1 cannot"):
-        assert line in text
-    assert "warned: its tensors are evaluated lazily" in text
-    assert "warned: Megatron-LM keeps" in text
-    assert text.count("refused: load_state('latest'): there are no snapshots") == 2
+    for name in ("DeepSpeed", "Megatron-LM", "XLA", "FSDP 1"):
+        assert f"refused: LazyAccelerator: {name} cannot be captured" in text

@@ -16,8 +16,8 @@ from lazysnap.errors import FormatError, KeeperError
 from lazysnap.keeper.asking import NeighbourMemory
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.runtime import ENVIRONMENT
 from lazysnap.memory.slots import Slot, make_slot
+from lazysnap.warm.place import ENVIRONMENT
 
 WAIT_S = 60.0
 

@@ -16,7 +16,7 @@ from lazysnap.cli import main
 from lazysnap.cli.keepers import of_this_node
 from lazysnap.cli.survival import file_system_of, survival
 from lazysnap.keeper.questions import LevelFacts, NodeState
-from lazysnap.keeper.runtime import ENVIRONMENT
+from lazysnap.warm.place import ENVIRONMENT
 
 SHELL = ["/bin/sh", "-c", "read line", "-m", "lazysnap.keeper", "--job=a", "--node=b", "--socket=00"]
 """A process that looks like a keeper in lists of processes."""

@@ -10,7 +10,6 @@ from accelerate import Accelerator
 
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.statistics import Statistics
-from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.integration import AcceleratorIntegration, Snapshots
 from lazysnap.integrations.arguments import check_path
 from lazysnap.restore.snapshot import Snapshot
@@ -69,13 +68,13 @@ class _WithSnapshots:
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         """Like Accelerate's; the loader's position is part of the state."""
         loader = super().prepare_data_loader(*args, **kwargs)  # type: ignore[misc]
-        self._lazysnap_integration.add_loader(loader)
+        self._lazysnap_integration.boundaries.watch_loader(loader)
         return loader
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Like Accelerate's; the optimizer's steps are watched."""
         optimizer = super().prepare_optimizer(*args, **kwargs)  # type: ignore[misc]
-        self._lazysnap_integration.add_optimizers()
+        self._lazysnap_integration.boundaries.watch_optimizers(self._optimizers)  # type: ignore[attr-defined]
         return optimizer
 
     def save_state(
@@ -101,14 +100,12 @@ class _WithSnapshots:
         Returns: the directory; without one the step that was captured, or ``None``.
         """
         integration = self._lazysnap_integration
-        stock = super().save_state  # type: ignore[misc]
-        if integration.is_stock:
-            return stock(output_dir, safe_serialization, **kwargs)
         if output_dir is None and not self.project_configuration.automatic_checkpoint_naming:
             return integration.boundary()
         directory = None
         if output_dir is not None:
             directory = os.path.expanduser(os.fspath(output_dir))
+        stock = super().save_state  # type: ignore[misc]
         by_stock = functools.partial(stock, safe_serialization=safe_serialization, **kwargs)
         return integration.save(directory, by_stock, safe_serialization=safe_serialization, has_more=bool(kwargs))
 
@@ -141,19 +138,13 @@ class _WithSnapshots:
         integration = self._lazysnap_integration
         if input_dir is not None and not isinstance(input_dir, os.PathLike):
             check_choice(input_dir)
-        is_ours = isinstance(input_dir, int) or means_snapshot(input_dir)
-        if is_ours and not integration.is_stock:
+        if isinstance(input_dir, int) or means_snapshot(input_dir):
             return integration.load(input_dir)
-        if is_ours:
-            raise ConfigError(f"load_state({input_dir!r}): there are no snapshots with {self!r}; name a directory")
-        stock = super().load_state  # type: ignore[misc]
-        if integration.is_stock:
-            stock(input_dir, *args, **kwargs)
-            return None
         check_path(input_dir, "Accelerate", 'load_state("latest")', "--to DIRECTORY --format accelerate")
         directory = None
         if input_dir is not None:
             directory = os.path.expanduser(os.fspath(input_dir))
+        stock = super().load_state  # type: ignore[misc]
 
         def load_by_stock(place: str | None) -> None:
             stock(place, *args, **kwargs)
@@ -195,7 +186,7 @@ class _WithSnapshots:
         self._lazysnap_integration.rollback(steps)
 
     def log(self, values: dict[str, Any], step: int | None = None, *args: Any, **kwargs: Any) -> None:
-        """Like Accelerate's; trackers also get figures of snapshots, under ``lazysnap/…``: see ``Figures.values``."""
+        """Like Accelerate's; trackers also get figures of snapshots, under ``lazysnap/…``: see ``logged_figures``."""
         super().log({**values, **self._lazysnap_integration.figures()}, step, *args, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
@@ -222,10 +213,9 @@ class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
 
     Args:
         snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``, else in the logging
-            directory. Without these it is beside the first directory that ``save_state`` names, else ``./lazysnap``,
-            and one line on the console names it.
+            directory, else ``./lazysnap``, which one line on the console names.
 
-    All other arguments are Accelerate's. Raises: ConfigError, for DeepSpeed and FSDP 1.
+    All other arguments are Accelerate's. Raises: ConfigError, for DeepSpeed, FSDP 1, XLA and Megatron-LM.
     """
 
     def __init__(self, *args: Any, snapshots: Snapshots = None, **kwargs: Any) -> None:
@@ -249,8 +239,8 @@ def _integration_of(accelerator: Any, snapshots: Snapshots) -> AcceleratorIntegr
     """Return an integration of an accelerator that has prepared objects by now. Raises: as ``LazyAccelerator``."""
     integration = AcceleratorIntegration(accelerator, snapshots)
     for loader in accelerator._dataloaders:
-        integration.add_loader(loader)
-    integration.add_optimizers()
+        integration.boundaries.watch_loader(loader)
+    integration.boundaries.watch_optimizers(accelerator._optimizers)
     return integration
 
 

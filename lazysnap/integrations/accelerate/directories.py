@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -118,7 +119,8 @@ class Directories:
         with self.numbering.suspended():
             stock(directory)
         if self._is_main_process:
-            self.numbering.delete_superseded(directory)
+            for superseded in self.numbering.superseded(directory):
+                shutil.rmtree(superseded, ignore_errors=True)
 
     def _release_deleted(self, engine: SnapshotEngine) -> None:
         """Release the snapshots whose directories were deleted, or name no snapshot any more. Collective."""
@@ -153,9 +155,9 @@ class Directories:
             return False
         if not self._is_main_process:
             return True
-        self.numbering.delete_superseded(save.directory)
+        superseded = self.numbering.superseded(save.directory)
         try:
-            save.process = start_export(save.directory, engine._config.levels[0])
+            save.process = start_export(save.directory, engine._config.levels[0], superseded)
         except OSError as error:
             self._fail(save, f"no process can be started: {error}; {save.advice}")
             return True
@@ -181,10 +183,10 @@ class Directories:
 
     # ---------------------------------------------------------------- waiting
 
-    def wait_stored(self, engine: SnapshotEngine, timeout_s: float) -> None:
-        """Block until the level has stored all snapshots that directories name, at most ``timeout_s``."""
+    def wait_stored(self, engine: SnapshotEngine) -> None:
+        """Block until the level has stored all snapshots that directories name, at most ``drain_timeout_s``."""
         engine.gate()
-        self._wait(engine, timeout_s, self._all_stored)
+        self._wait(engine, engine._config.drain_timeout_s, self._all_stored)
 
     def wait_complete(self, engine: SnapshotEngine, timeout_s: float) -> bool:
         """Block until every directory has its checkpoint; ``False`` after the deadline, or if one cannot be made.

@@ -20,7 +20,6 @@ from lazysnap.integrations.accelerate.boundaries import BoundaryWatch
 from lazysnap.integrations.accelerate.directories import Directories
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
 from lazysnap.integrations.arguments import place_beside
-from lazysnap.integrations.progress_bar import rich_bar
 from lazysnap.integrations.session import Session, WithEngine
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.wrappers import unwrapped
@@ -29,11 +28,15 @@ logger = logging.getLogger(__name__)
 
 Snapshots = str | os.PathLike[str] | SnapshotConfig | None
 
-_STOCK = {
-    "XLA": "its tensors are evaluated lazily on another device",
-    "MEGATRON_LM": "Megatron-LM keeps the training state in objects of its own",
+_REFUSED = {
+    "DEEPSPEED": "DeepSpeed cannot be captured: each process holds a part of weights and optimizer state that no "
+    "state_dict() tells of. Use FSDP2 (fsdp_version: 2) or DDP, or stock accelerate.Accelerator",
+    "MEGATRON_LM": "Megatron-LM cannot be captured: it keeps the training state in objects of its own. Use stock "
+    "accelerate.Accelerator",
+    "XLA": "XLA cannot be captured: its tensors are evaluated lazily on another device. Use stock "
+    "accelerate.Accelerator",
 }
-"""Kinds of training that save and load as Accelerate does, each with the reason."""
+"""Kinds of training that cannot be captured, each with the reason and advice."""
 
 
 class AcceleratorIntegration(WithEngine):
@@ -41,7 +44,6 @@ class AcceleratorIntegration(WithEngine):
 
     It has a method for each call of the accelerator that concerns snapshots. A script makes these calls in any order.
 
-    If the program names no place for snapshots, one is chosen when it is needed: see ``_choose_place``.
     Raises: ConfigError, for an accelerator that cannot be captured.
     """
 
@@ -50,18 +52,26 @@ class AcceleratorIntegration(WithEngine):
         """The argument of the constructor, for copies of this accelerator."""
         # The accelerator holds this object.
         self._accelerator = weakref.proxy(accelerator)
-        self._stock_reason = _reason_for_stock(accelerator)
+        _check(accelerator)
         self._is_main_process = accelerator.is_main_process
-        self._is_place_guessed = False
+        project = accelerator.project_configuration
+        directory = project.project_dir or project.logging_dir
+        self._is_place_guessed = snapshots is None and directory is None
+        """True if the program names no place: it is below the working directory."""
         self._is_refused = False
         """True if another program uses a place that was guessed."""
+        if self._is_place_guessed:
+            directory = "."
         self._default_url: str | None = None
+        if directory is not None:
+            self._default_url = place_beside(directory)
+        place = snapshots
+        if place is None:
+            place = self._default_url
+        assert place is not None
+        self._config = config_at(place)
         self._directory_beside: str | None = None
         """The directory of the program that holds the default place, once it exists."""
-        self._config: SnapshotConfig | None = None
-        if snapshots is not None and self._stock_reason is None:
-            self._config = config_at(snapshots)
-        self._choose_place()
         self.boundaries = BoundaryWatch(self._at_boundary, self._gate, self._counted_epochs)
         self._state = AcceleratorState(self._accelerator, self.boundaries)
         self.directories = Directories(self._accelerator, self._state)
@@ -87,38 +97,7 @@ class AcceleratorIntegration(WithEngine):
         # Called when the accelerator is collected, or at the program's exit.
         self._end = weakref.finalize(accelerator, self._finish)
 
-    # ---------------------------------------------------------------- place
-
-    def _choose_place(self, directory: str | None = None) -> None:
-        """Choose the place of snapshots, if ``snapshots`` does not name it: beside a directory of the program.
-
-        The directory is ``project_dir``, else ``logging_dir``, else ``directory``.
-        """
-        project = self._accelerator.project_configuration
-        project_directory = project.project_dir or project.logging_dir
-        if project_directory is not None:
-            directory = project_directory
-        if self._default_url is None and directory is not None:
-            self._default_url = place_beside(directory)
-        if self._config is not None or self._stock_reason is not None or self._default_url is None:
-            return
-        self._config = config_at(self._default_url)
-        self._is_place_guessed = project_directory is None
-        if self._is_place_guessed and self._is_main_process:
-            say(
-                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
-                "project_dir=... or snapshots=... to choose another place"
-            )
-
     # ---------------------------------------------------------------- objects
-
-    @property
-    def is_stock(self) -> bool:
-        """True if this accelerator saves and loads as Accelerate does. Logs the reason at the first call."""
-        if self._stock_reason is None:
-            return False
-        self._report_once("%s: saving and loading as Accelerate does, without snapshots", self._stock_reason)
-        return True
 
     def opened(self) -> Session:
         """Return the session. Its state has everything that is prepared by now.
@@ -133,11 +112,12 @@ class AcceleratorIntegration(WithEngine):
         return self._session
 
     def _begin_session(self) -> None:
-        if self._config is None and self._stock_reason is None:
-            self._choose_place(".")
-        if self._config is None:
-            raise ConfigError(f"LazyAccelerator: there is no engine: {self._stock_reason}")
-        self._make_directory_beside(self._config)
+        if self._is_place_guessed and self._is_main_process:
+            say(
+                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
+                "project_dir=... or snapshots=... to choose another place"
+            )
+        self._make_directory_beside()
         engine = SnapshotEngine._of_integration(self._config, self._state, default_url=self._default_url)
         self._session = Session(engine, self._last_step)
         self._began_fresh = True
@@ -146,10 +126,10 @@ class AcceleratorIntegration(WithEngine):
         if self._start_report is not None:
             engine._run.tell_start(self._start_report)
 
-    def _make_directory_beside(self, config: SnapshotConfig) -> None:
+    def _make_directory_beside(self) -> None:
         """Make the directory of the program that holds the default place, if snapshots are stored there alone."""
         url = self._default_url
-        if url is None or "://" in url or [level.url for level in config.levels] != [url]:
+        if url is None or "://" in url or [level.url for level in self._config.levels] != [url]:
             return
         directory = os.path.dirname(url)
         with contextlib.suppress(OSError):  # the level reports the error when it writes
@@ -182,16 +162,6 @@ class AcceleratorIntegration(WithEngine):
         if not self._end.alive:
             return {}
         return counted_epochs(self._state.custom_objects())
-
-    def add_loader(self, loader: Any) -> None:
-        """Watch a loader that was prepared."""
-        if self._stock_reason is None:
-            self.boundaries.watch_loader(loader)
-
-    def add_optimizers(self) -> None:
-        """Watch the optimizers that were prepared."""
-        if self._stock_reason is None:
-            self.boundaries.watch_optimizers(list(self._accelerator._optimizers))
 
     def add_model(self, prepared: Any) -> None:
         """Remember the wrapper that a model was prepared to, if Accelerate does not list the wrapper."""
@@ -229,10 +199,6 @@ class AcceleratorIntegration(WithEngine):
         is_requested = self._capture_requested
         self._capture_requested = False
         self._capture(force=is_requested)
-
-    def _gate(self) -> None:
-        if self._session is not None:
-            self._session.engine.gate()
 
     def _capture(self, *, force: bool) -> bool:
         """Capture this step, or go back as requested. True if a capture began."""
@@ -286,7 +252,6 @@ class AcceleratorIntegration(WithEngine):
             has_more: true if there are further arguments, which stock alone knows.
         """
         place = self.directories.begin(directory)
-        self._choose_place(os.path.dirname(os.path.abspath(place)))
         reason = self._reason_to_save_by_stock(has_more=has_more)
         if reason is None:
             engine = self.opened().engine
@@ -303,7 +268,7 @@ class AcceleratorIntegration(WithEngine):
         return place
 
     def _reason_to_save_by_stock(self, *, has_more: bool) -> str | None:
-        """Return the reason for which a directory cannot name a snapshot now; ``None`` if it can.
+        """Return why a directory cannot name a snapshot now; ``None`` if it can.
 
         Collective, as ``opened``.
         """
@@ -352,11 +317,10 @@ class AcceleratorIntegration(WithEngine):
         """Restore the snapshot that a directory names; ``None``, if it does not exist any more. Collective."""
         if self._is_refused:
             return None
-        self._choose_place(os.path.dirname(os.path.abspath(directory)))
         session = self.opened()
         if named.place not in [level.url for level in session.engine._config.levels]:
             return None
-        self.directories.wait_stored(session.engine, session.engine._config.drain_timeout_s)
+        self.directories.wait_stored(session.engine)
         self._state.run_load_hooks(directory)
         try:
             return self._restore(session, named.which)
@@ -398,7 +362,7 @@ class AcceleratorIntegration(WithEngine):
             )
             session.engine._preemption.listen()
             return None
-        self.directories.wait_stored(session.engine, session.engine._config.drain_timeout_s)
+        self.directories.wait_stored(session.engine)
         return self._restore(session, which)
 
     def _restore(self, session: Session, which: int | str) -> Snapshot | None:
@@ -433,10 +397,7 @@ class AcceleratorIntegration(WithEngine):
             self._finish_step(session)
             if session.step:
                 session.capture(is_last=True)
-        bar = None
-        if self._is_main_process:
-            bar = rich_bar
-        session.close(bar)
+        session.close(shows_bar=self._is_main_process)
         self._end_session(session, session.engine._config.drain_timeout_s)
 
     def forget(self) -> None:
@@ -497,20 +458,13 @@ def _last_error_id() -> int | None:
     return id(error)
 
 
-def _reason_for_stock(accelerator: Any) -> str | None:
-    """Return the reason for which this accelerator has no snapshots; ``None`` if it has.
-
-    Raises: ConfigError, for DeepSpeed and FSDP 1.
-    """
+def _check(accelerator: Any) -> None:
+    """Raises: ConfigError, for an accelerator that cannot be captured."""
     kind = accelerator.distributed_type.name
-    if kind == "DEEPSPEED":
-        raise ConfigError(
-            "LazyAccelerator: DeepSpeed cannot be captured: each process holds a part of weights and optimizer state "
-            "that no state_dict() tells of. Use FSDP2 (fsdp_version: 2) or DDP, or stock accelerate.Accelerator"
-        )
+    if kind in _REFUSED:
+        raise ConfigError(f"LazyAccelerator: {_REFUSED[kind]}")
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise ConfigError(
             "LazyAccelerator: FSDP 1 cannot be captured: its parameters are pieces of one flat tensor. Set "
             "fsdp_version: 2, or use stock accelerate.Accelerator"
         )
-    return _STOCK.get(kind)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,16 +64,15 @@ class Numbering:
             return []
         return [self._path_of(number) for number in reversed(self._numbers())]
 
-    def delete_superseded(self, directory: str) -> None:
-        """Delete the oldest checkpoints beyond ``total_limit`` that are older than ``directory``, which is durable."""
+    def superseded(self, directory: str) -> list[str]:
+        """Return the oldest checkpoints beyond ``total_limit`` that are older than ``directory``, which is durable."""
         limit = self._project.total_limit
         if not self.is_automatic or limit is None:
-            return
+            return []
+        newest = int(directory.rpartition("_")[2])
         numbers = self._numbers()
         num_surplus = max(0, len(numbers) - limit)
-        for number in numbers[:num_surplus]:
-            if number < int(directory.rpartition("_")[2]):
-                shutil.rmtree(self._path_of(number), ignore_errors=True)
+        return [self._path_of(number) for number in numbers[:num_surplus] if number < newest]
 
     @property
     def _root(self) -> str:

@@ -63,7 +63,7 @@ class FitBoundaries:
 
     def _run(self, original: Callable[[], Any]) -> None:
         original()
-        if self._state.has_ended:
+        if self._state.is_finished():
             self._state.put_averages_into_model()
 
     def _before_epoch(self, original: Callable[[], Any]) -> None:

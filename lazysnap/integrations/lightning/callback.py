@@ -7,22 +7,18 @@ import os
 import signal
 import sys
 import threading
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
-
-from rich.progress import BarColumn
 
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.arguments import Arguments, checked_keep_best
+from lazysnap.integrations.arguments import Arguments
 from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.lightning.boundaries import FitBoundaries
 from lazysnap.integrations.lightning.framework import callback_bases, class_of_program, extended, new_of_class
 from lazysnap.integrations.lightning.latest import HOW, Latest
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
-from lazysnap.integrations.progress_bar import Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import Session, WithEngine
 
 logger = logging.getLogger(__name__)
@@ -65,8 +61,9 @@ class LazySnapshotCallback(WithEngine, Callback):
         # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.
         self.__class__ = extended(type(self))
         super().__init__()
-        self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazySnapshotCallback")
-        self._keep_best = checked_keep_best(keep_best, "LazySnapshotCallback")
+        self._arguments = Arguments(
+            dirpath, every_n_steps, persist_every_n_steps, config, keep_best, "LazySnapshotCallback"
+        )
         self._reset()
 
     def _reset(self) -> None:
@@ -79,7 +76,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         """Loggers that raised: each is named once, and gets no more figures."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_arguments": self._arguments, "_keep_best": self._keep_best, "_new_run_id": self._new_run_id}
+        return {"_arguments": self._arguments, "_new_run_id": self._new_run_id}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return new_of_class, (class_of_program(self),), self.__getstate__()
@@ -127,17 +124,19 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
-        if self._state is not None and not trainer.fast_dev_run:
-            session = self._opened(trainer)
-            state = self._state
-            _listen(trainer, session.engine)
+        if not self._is_fit:
+            return
+        session = self._opened(trainer)
+        state = self._state
+        assert state is not None
+        _listen(trainer, session.engine)
 
-            def prepare() -> None:
-                check_parts(trainer)
-                state.start()
-                session.report_start(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
+        def prepare() -> None:
+            check_parts(trainer)
+            state.start()
+            session.report_start(trainer._checkpoint_connector._ckpt_path, HOW, trainer.global_step)
 
-            session.start(trainer.global_step, prepare)
+        session.start(trainer.global_step, prepare)
 
     def rollback(self, steps: int = 1) -> None:
         """Go back in place to the newest snapshot at least ``steps`` older than the running step.
@@ -178,7 +177,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._keep_if_best(trainer)
 
     def _keep_if_best(self, trainer: Any) -> None:
-        setting = self._keep_best
+        setting = self._arguments.keep_best
         if self._session is None or setting is None or not self._is_fit:
             return
         metrics = trainer.callback_metrics
@@ -202,11 +201,11 @@ class LazySnapshotCallback(WithEngine, Callback):
         Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
         """
         try:
-            if self._session is not None and stage == "fit":
-                bar = None
-                if trainer.is_global_zero:
-                    bar = functools.partial(_bar_of, trainer)
-                self._session.close(bar)
+            if self._session is not None and self._is_fit:
+                rich_display = getattr(trainer.progress_bar_callback, "progress", None)
+                if rich_display is not None:
+                    rich_display.stop()  # two live displays of rich disturb each other
+                self._session.close(shows_bar=trainer.is_global_zero)
             elif self.engine is not None:
                 self.engine.abandon()  # an evaluation only reads: the memory for a later fit stays
         finally:
@@ -216,11 +215,10 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     def _opened(self, trainer: Any) -> Session:
         """Return the session of this run of the trainer, which the first call begins. Collective then."""
+        if self._session is not None:
+            return self._session
         assert self._state is not None
-        if self._session is None:
-            self._begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
-        assert self._session is not None
-        return self._session
+        return self._begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
 
     def _opened_engine(self, trainer: Any) -> SnapshotEngine:
         return self._opened(trainer).engine
@@ -231,12 +229,8 @@ class LazySnapshotCallback(WithEngine, Callback):
             super()._leave()
         self._patches.undo()
         if self._state is not None:
-            self._state.leave()
+            self._state.loaders.forget()
         self._reset()
-
-    def _gate(self) -> None:
-        if self.engine is not None:
-            self.engine.gate()
 
     # ---------------------------------------------------------------- boundaries
 
@@ -267,21 +261,6 @@ class LazySnapshotCallback(WithEngine, Callback):
                 self._failed_loggers.add(id(target))
                 text = f"{type(error).__name__}: {error}"
                 logger.warning("%s takes no figures of snapshots: %s", type(target).__name__, text)
-
-
-def _bar_of(trainer: Any) -> AbstractContextManager[Show]:
-    """Return the bar for the end of a fit: in the style of the trainer's own, if it shows one."""
-    callback = trainer.progress_bar_callback
-    if callback is None or callback.is_disabled:
-        return rich_bar()
-    if hasattr(callback, "init_train_tqdm"):
-        return tqdm_bar(callback.init_train_tqdm())
-    if not hasattr(callback, "theme"):
-        return rich_bar()
-    callback.progress.stop()  # two live displays of rich disturb each other
-    theme = callback.theme
-    column = BarColumn(complete_style=theme.progress_bar, finished_style=theme.progress_bar_finished)
-    return rich_bar(callback._console, column)
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:

@@ -37,7 +37,7 @@ def collect_loops(trainer: Any) -> dict[str, Any]:
 
 
 def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
-    """Return the reason for which a collected state leaves nothing to train; empty, if it does not.
+    """Return why a collected state leaves nothing to train; empty, if it leaves something.
 
     The limits are those of the trainer now.
     """

@@ -10,7 +10,7 @@ schedule that StochasticWeightAveraging swaps in; masks that ModelPruning omits 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ class LightningState(StateSource):
         self._resumed: dict[str, Any] | None = None
         """The part of a restored state that waits for its step boundary."""
         self._loads_checked = False
-        self.has_ended = False
+        self._is_finished = False
         """True if the restored fit has nothing left to train."""
         self._reported_paths: set[Path] = set()
         """Paths that a warning has named."""
@@ -210,7 +210,7 @@ class LightningState(StateSource):
             return
         with state_of_rank(self._trainer):
             state = with_present_data(self._trainer, list(self.optimizers()), state)
-        extra = state[EXTRAS]
+        late_part = _late_part(state)
         self._give_to_connector(state)
         try:
             self._connector.restore_model()
@@ -218,8 +218,8 @@ class LightningState(StateSource):
             self._load_training(self._connector._loaded_checkpoint)
         finally:
             self._connector._loaded_checkpoint = {}
-        self._put_back({**extra, "fit_loop": state["loops"]["fit_loop"]}, in_hook=True)
-        self._streams.restore(extra["streams"])
+        self._put_back(late_part, in_hook=True)
+        self._streams.restore(late_part["streams"])
 
     def _give_to_connector(self, state: dict[str, Any]) -> None:
         """Give the connector its part of a collected state."""
@@ -280,17 +280,17 @@ class LightningState(StateSource):
                 "with the loop that took it, or use another directory"
             )
         self._give_to_connector(state)
-        self._resumed = {**state[EXTRAS], "fit_loop": state["loops"]["fit_loop"]}
+        self._resumed = _late_part(state)
         if self._trainer.state.fn != "fit":
             return
         reason = reason_of_end(self._trainer, state)
         if reason:
-            self._become_ended(reason)
+            self._become_finished(reason)
 
-    def _become_ended(self, reason: str) -> None:
+    def _become_finished(self, reason: str) -> None:
         """Train nothing: the restored fit had ended."""
         self._trainer.should_stop = True  # Lightning checks it before the first epoch
-        self.has_ended = True
+        self._is_finished = True
         logger.warning(
             "nothing is left to train: %s. Hooks for the end of training do not run again; averaged weights are "
             "put into the model as they were then",
@@ -299,7 +299,7 @@ class LightningState(StateSource):
 
     def is_finished(self) -> bool:
         """See ``StateSource.is_finished``."""
-        return self.has_ended
+        return self._is_finished
 
     @property
     def is_resuming(self) -> bool:
@@ -381,27 +381,27 @@ class LightningState(StateSource):
 
     def averages(self) -> dict[str, torch.nn.Module]:
         """Return the averaged models of the WeightAveraging callbacks."""
-        averages = {}
-        for callback in self._trainer.callbacks:
-            average = getattr(callback, "_average_model", None)
-            if isinstance(average, torch.nn.Module):
-                averages[key_of(callback)] = average
-        return averages
+        return {key_of(callback): callback._average_model for callback in self._averaging_callbacks()}
 
     def put_averages_into_model(self) -> None:
         """Call WeightAveraging's hook for the end of a fit: Lightning calls none if nothing is trained."""
+        for callback in self._averaging_callbacks():
+            callback.on_train_end(self._trainer, self._trainer.lightning_module)
+
+    def _averaging_callbacks(self) -> Iterator[Any]:
         for callback in self._trainer.callbacks:
             if isinstance(getattr(callback, "_average_model", None), torch.nn.Module):
-                callback.on_train_end(self._trainer, self._trainer.lightning_module)
-
-    def leave(self) -> None:
-        """Leave the loaders as they were before the fit."""
-        self.loaders.forget()
+                yield callback
 
     def start(self) -> None:
         """Begin the fit: buffers count as changed from here on."""
         modules = {"": self._trainer.lightning_module, **self.averages()}
         self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
+
+
+def _late_part(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a collected state that Lightning's connector does not restore, or changes."""
+    return {**state[EXTRAS], "fit_loop": state["loops"]["fit_loop"]}
 
 
 def _renamed(callbacks: Mapping[Any, Any], names: Mapping[Any, Any]) -> dict[Any, Any]:

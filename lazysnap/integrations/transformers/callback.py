@@ -10,19 +10,16 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
-from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.data import with_position
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.integrations.arguments import Arguments, check_path, checked_keep_best, place_beside
+from lazysnap.integrations.arguments import Arguments, check_path, place_beside
 from lazysnap.integrations.frameworks import Patches
-from lazysnap.integrations.progress_bar import Bar, Show, rich_bar, tqdm_bar
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
 from lazysnap.restore.snapshot import Snapshot
@@ -76,8 +73,9 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         keep_best: KeepBest | None = None,
     ) -> None:
         super().__init__()
-        self._arguments = Arguments(dirpath, every_n_steps, persist_every_n_steps, config, "LazyTrainerCallback")
-        self._keep_best = checked_keep_best(keep_best, "LazyTrainerCallback")
+        self._arguments = Arguments(
+            dirpath, every_n_steps, persist_every_n_steps, config, keep_best, "LazyTrainerCallback"
+        )
         self._trainer: Any = None
         self._is_running = False
         self._patches = Patches()
@@ -141,7 +139,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, for an unknown metric."""
-        setting = self._keep_best
+        setting = self._arguments.keep_best
         if setting is None or self._session is None:
             return
         values = metrics or {}
@@ -178,7 +176,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
                 checkpoint = None
             result = original(checkpoint, *args, **kwargs)
             if self._session is not None:
-                self._session.close(self._bar())
+                self._session.close(shows_bar=self._trainer.is_world_process_zero())
             return result
         finally:
             if self.engine is not None:
@@ -186,14 +184,6 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
             self._leave()
             self._patches.undo()
             self._reset()
-
-    def _bar(self) -> Bar | None:
-        """Return the bar for the end of the training."""
-        if not self._trainer.is_world_process_zero():
-            return None
-        if self._trainer.args.disable_tqdm:
-            return rich_bar
-        return _own_bar
 
     def _hook(self) -> None:
         trainer = self._trainer
@@ -288,8 +278,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return original(*args, **kwargs)
 
     def _gated(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.engine is not None:
-            self.engine.gate()
+        self._gate()
         return original(*args, **kwargs)
 
     def _get_batch_samples(self, original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -360,11 +349,6 @@ def attach_trainer(
 def _callbacks_of(trainer: Any) -> list[Any]:
     callbacks: list[Any] = trainer.callback_handler.callbacks
     return callbacks
-
-
-def _own_bar() -> AbstractContextManager[Show]:
-    """Return a bar in the style of the trainer's own."""
-    return tqdm_bar(tqdm(dynamic_ncols=True))
 
 
 def _check(trainer: Any) -> None:

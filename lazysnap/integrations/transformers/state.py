@@ -22,7 +22,7 @@ from lazysnap.data import Position
 from lazysnap.data.streams import restore_rng
 from lazysnap.errors import FormatError, StateError
 from lazysnap.state.codec import decode, encode, is_known, path_text
-from lazysnap.state.objects import ObjectState
+from lazysnap.state.objects import RNG, ObjectState
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class TrainingState(ObjectState):
         self.position_text = ""
         """The position of the restored state in the data, in words."""
         self.end_reason = ""
-        """The reason for which the restored state leaves nothing to train; empty, if it does not."""
+        """Text: why the restored state leaves nothing to train; empty, if it leaves something."""
         self._history = History()
         self._is_at_epoch_end = False
         self._completions_reported = False
@@ -261,7 +261,7 @@ class TrainingState(ObjectState):
                 "the snapshot has the state of %s, which this Trainer does not have: that state is dropped",
                 " and ".join(unmatched_names),
             )
-        restore_rng(resumed["rng"])
+        restore_rng(resumed[RNG])
 
 
 def _are_numbers(value: Any) -> bool:
