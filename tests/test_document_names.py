@@ -69,11 +69,9 @@ def templates():
 
 
 def explained_messages():
-    """Return the messages on the page of messages: its headings, and what is quoted with a ``…`` for a value."""
-    text = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().partition("\n## ")[2].splitlines())
-    headings = re.findall(r"### `([^`]+)`", text)
-    quoted = [quote for quote in re.findall(r"`([^`]+)`", text) if "…" in quote and not quote.startswith("Is a direc")]
-    return sorted({*headings, *quoted})
+    """Return the messages on the page of messages: what is quoted with a ``…`` for a value."""
+    text = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().partition("\n## ")[2].split())
+    return sorted({quote for quote in re.findall(r"`([^`]+)`", text) if "…" in quote and "Is a direc" not in quote})
 
 
 def says(template, message):

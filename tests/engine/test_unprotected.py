@@ -228,7 +228,7 @@ def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
         told.remind()
         times += [now] * len(warnings(caplog, "NOT protected in memory for "))
 
-    assert times == [60, 660, 1260, 1860]  # after one minute and every ten, as docs/operations.md says
+    assert times == [60, 660, 1260, 1860]  # after one minute and every ten, as docs/troubleshooting.md says
     told.regain()
     caplog.clear()
     told.remind()
