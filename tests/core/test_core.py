@@ -303,7 +303,7 @@ class TestNames:
         done = driver.step(Listed(listing[1].number, (key,)))
         [slower] = of_kind(done, actions.SetNames)
         driver.step(actions.NamesSet(slower.number))
-        assert driver.core.state_of(driver.core.ranks.rank(0)).names == ()
+        assert driver.core.common_state().names == ()
 
         done = driver.step(Listed(listing[0].number, (key,)))
         [faster] = of_kind(done, actions.SetNames)
