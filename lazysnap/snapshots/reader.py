@@ -64,8 +64,6 @@ class OpenShard:
             )
         spec, offset = self.layout.find(name)
         facts = self.meta.tensors.get(name, {})
-        if not isinstance(facts, dict):
-            raise FormatError(f"{self.where}: tensor {name}: expected an object, the manifest says {facts!r:.50}")
         logical = facts.get("dtype")
         if not isinstance(logical, (str, type(None))):
             raise FormatError(f"{self.where}: tensor {name}: bad dtype {logical!r:.50}")
