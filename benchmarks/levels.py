@@ -4,7 +4,6 @@ import argparse
 import functools
 import itertools
 import math
-import operator
 import os
 import statistics
 import subprocess
@@ -75,7 +74,10 @@ def ratio(ours: list[float], raw: list[float]) -> float:
     The order turns with every round, and who comes first may find emptier caches on the way to the medium (over NFS:
     three times faster); in two rounds each side was first once. A last one without a pair counts if it is all there is.
     """
-    return statistics.median(map(operator.truediv, _in_pairs(raw), _in_pairs(ours)))
+    shares = []
+    for raw_s, ours_s in zip(_in_pairs(raw), _in_pairs(ours), strict=True):
+        shares.append(raw_s / ours_s)
+    return statistics.median(shares)
 
 
 def _in_pairs(seconds: list[float]) -> list[float]:

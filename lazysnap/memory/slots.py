@@ -110,7 +110,7 @@ class Slot:
 
         Raises: FormatError, if its checksum does not agree: another capture began, or memory is damaged.
         """
-        length = min(self.words.load(SlotWord.META_BYTES), self.meta_capacity_bytes)
+        length = self.words.load(SlotWord.META_BYTES)
         checksum = self.words.load(SlotWord.META_SUM)
         meta = bytes(self._meta[:length])
         if xxhash.xxh3_64_intdigest(meta) != checksum:

@@ -89,8 +89,6 @@ class Layout:
 
         Raises: FormatError, naming ``where``, if it is not exactly what ``plan`` may write.
         """
-        if size_bytes < 8 or len(head) < 8:
-            raise FormatError(f"{where}: {size_bytes} bytes, too short for a header")
         length = int.from_bytes(bytes(head[:8]), "little")
         if length > MAX_HEADER_BYTES or 8 + length > size_bytes or 8 + length > len(head):
             raise FormatError(

@@ -68,7 +68,7 @@ class CaptureMeta:
     rank: Count
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     captured_ns: Count
-    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[Text, dict[str, Any]] = field(default_factory=dict)
     """Facts that safetensors cannot express, by name of a tensor: logical dtype, memory order, scope, place in the
     whole."""
     aliases: dict[Text, Text] = field(default_factory=dict)
@@ -110,8 +110,12 @@ class CaptureMeta:
         meta: CaptureMeta = _checked(fields, cls, where)
         if meta.rank >= meta.world_size:
             raise FormatError(f"{where}: rank {meta.rank} of {meta.world_size}")
-        if len(meta.tensors) + len(meta.aliases) > MAX_TENSORS or not all(map(_is_facts, meta.tensors.values())):
-            raise FormatError(f"{where}: tensors must be at most {MAX_TENSORS} objects of {', '.join(_FACTS)}")
+        num_names = len(meta.tensors) + len(meta.aliases)
+        if num_names > MAX_TENSORS:
+            raise FormatError(f"{where}: {num_names} tensors and further names, the limit is {MAX_TENSORS}")
+        for name, facts in meta.tensors.items():
+            if not _is_facts(facts):
+                raise FormatError(f"{where}: tensor {name!r:.100}: expected {', '.join(_FACTS)}, got {facts!r:.200}")
         return meta
 
 
@@ -332,7 +336,7 @@ def _check_places(manifest: Manifest, where: str) -> None:
         raise FormatError(f"{where}: the only shard begins at byte {manifest.shards[0].offset}")
     for shard in manifest.shards:
         if (shard.meta.name, shard.meta.world_size) != (manifest.meta.name, manifest.meta.world_size):
-            raise FormatError(f"{where}: shards of different snapshots: {shard.meta.name}, {manifest.meta.name}")
+            raise FormatError(f"{where}: shards of different snapshots: {_named(shard)}, {_named(manifest.shards[0])}")
         if shard.offset < end or shard.offset % PAGE:
             raise FormatError(f"{where}: the shard of rank {shard.meta.rank} begins at byte {shard.offset}")
         end = shard.offset + shard.size_bytes
@@ -340,6 +344,10 @@ def _check_places(manifest: Manifest, where: str) -> None:
         raise FormatError(f"{where}: the shards end at byte {end}, the file has {manifest.size_bytes}")
     if len({shard.meta.rank for shard in manifest.shards}) != len(manifest.shards):
         raise FormatError(f"{where}: several shards of one rank")
+
+
+def _named(shard: Shard) -> str:
+    return f"{shard.meta.name.directory} of {shard.meta.world_size} ranks"
 
 
 def _check_base(manifest: Manifest, where: str) -> None:

@@ -22,7 +22,7 @@ from lazysnap.memory import capture_reader
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.memory.slots import KeeperSlot, Slot, TrainerSlot, make_slot
-from lazysnap.memory.words import PAGE_BYTES, NodePage, SlotWord
+from lazysnap.memory.words import PAGE_BYTES, NodePage, SlotWord, word_bytes
 
 MIB = 1 << 20
 IMAGE_BYTES = NUM_PIECES * PIECE_BYTES
@@ -221,13 +221,67 @@ def test_a_capture_that_does_not_fit_leaves_the_slot_as_it_was(keeper_slot, trai
     assert read(keeper_slot, 1) == b"\1" * IMAGE_BYTES
 
 
-@pytest.mark.parametrize("word", [SlotWord.META_BYTES, SlotWord.META_SUM, SlotWord.START, SlotWord.IMAGE_BYTES])
-def test_words_that_are_damaged_are_not_believed(word, keeper_slot, trainer_slot):
+@pytest.mark.parametrize(
+    ("word", "value", "said"),
+    [
+        (SlotWord.META_BYTES, 1, "the metadata in a slot does not agree with its checksum"),
+        (SlotWord.META_BYTES, (1 << 64) - 1, "the metadata in a slot does not agree with its checksum"),
+        (SlotWord.META_SUM, 1, "the metadata in a slot does not agree with its checksum"),
+        (
+            SlotWord.START,
+            5,
+            "its words say step 1 of start 0{15}5 .*, its metadata says step 1 of start 1{16}",
+        ),
+        (SlotWord.BEGIN, 6, "its words say step 5 of start 1{16} .*, its metadata says step 1 of start 1{16}"),
+        (SlotWord.IMAGE_BYTES, IMAGE_BYTES + 1, f"its words say step 1 of start 1{{16}} and {IMAGE_BYTES + 1} bytes"),
+        (SlotWord.IMAGE_BYTES, (1 << 64) - 1, "its words say step 1 of start 1{16} and [0-9]{20} bytes"),
+    ],
+    ids=lambda item: item.name if isinstance(item, SlotWord) else "",
+)
+def test_words_that_are_damaged_are_not_believed(word, value, said, keeper_slot, trainer_slot):
     write(trainer_slot, 1)
-    trainer_slot.words.store(word, (1 << 64) - 1)
+    assert CaptureReader(keeper_slot, 1, lambda: None).meta.step == 1
+    trainer_slot.words.store(word, value)
 
-    with pytest.raises(FormatError):
+    with pytest.raises(FormatError, match=said):
         CaptureReader(keeper_slot, 1, lambda: None)
+
+
+@pytest.mark.parametrize("fields", [b"", b"{}", b"[1]", b"\xff"])
+def test_metadata_that_is_none_is_refused(fields, keeper_slot, trainer_slot):
+    """Its checksum is right."""
+    trainer_slot.begin(1, 2, sequence=1, image_bytes=1, meta=fields)
+
+    with pytest.raises(FormatError, match="a slot: "):
+        CaptureReader(keeper_slot, 1, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (SlotWord.MAGIC, 1),
+        (SlotWord.META_CAPACITY, 2 * PAGE_BYTES),
+        (SlotWord.META_CAPACITY, (1 << 64) - PAGE_BYTES),
+        (SlotWord.IMAGE_CAPACITY, IMAGE_BYTES + 1),
+        (SlotWord.IMAGE_CAPACITY, 0),
+    ],
+    ids=lambda item: item.name if isinstance(item, SlotWord) else "",
+)
+def test_shared_memory_with_another_layout_is_no_slot(word, value, keeper_slot):
+    Slot.attach(os.dup(keeper_slot.descriptor)).close()
+    os.pwrite(keeper_slot.descriptor, word_bytes(value), 8 * word)
+
+    with pytest.raises(
+        FormatError, match=r"is no slot of this version \(magic 0x[0-9a-f]+, capacities"
+    ):
+        Slot.attach(os.dup(keeper_slot.descriptor))
+
+
+def test_an_image_that_does_not_begin_at_a_page_is_no_slot(keeper_slot):
+    os.pwrite(keeper_slot.descriptor, word_bytes(PAGE_BYTES + 8, IMAGE_BYTES - 8), 8 * SlotWord.META_CAPACITY)
+
+    with pytest.raises(FormatError, match=f"capacities {PAGE_BYTES + 8} \\+ {IMAGE_BYTES - 8}"):
+        Slot.attach(os.dup(keeper_slot.descriptor))
 
 
 def shared_bytes():
@@ -353,13 +407,21 @@ def test_other_memory_is_no_slot_and_no_node_page(keeper_slot):
     node = NodePage.create()
     resizable = os.memfd_create("slot", os.MFD_ALLOW_SEALING)
     os.write(resizable, os.pread(keeper_slot.descriptor, keeper_slot.size_bytes, 0))
+    resizable_page = os.memfd_create("node", os.MFD_ALLOW_SEALING)
+    os.write(resizable_page, os.pread(node.descriptor, PAGE_BYTES, 0))
 
     with pytest.raises(FormatError, match="no slot of this version"):
         KeeperSlot.attach(os.dup(node.descriptor))
     with pytest.raises(FormatError, match="whose size another process could change"):
         KeeperSlot.attach(resizable)
     with pytest.raises(FormatError, match="no node page"):
+        NodePage.attach(resizable_page)
+    os.pwrite(keeper_slot.descriptor, os.pread(node.descriptor, 8, 0), 0)
+    with pytest.raises(FormatError, match="no node page"):
         NodePage.attach(os.dup(keeper_slot.descriptor))
+    os.pwrite(node.descriptor, word_bytes(1), 0)
+    with pytest.raises(FormatError, match="no node page"):
+        NodePage.attach(os.dup(node.descriptor))
     node.close()
 
 

@@ -85,18 +85,23 @@ def test_nodes_that_cut_the_same_shards_at_other_rows_hold_replicas(shape, colum
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("facts", "said"),
     [
-        {},
-        {"global_shape": [8], "offsets": [0, 0]},
-        {"global_shape": [8], "offsets": [6]},
-        {"global_shape": [-1], "offsets": [0]},
-        {"global_shape": ["8"], "offsets": [0]},
-        {"global_shape": [8], "offsets": [True]},
+        ({}, "bad global_shape None or offsets None"),
+        ({"global_shape": [8]}, r"bad global_shape \[8\] or offsets None"),
+        ({"global_shape": [8], "offsets": [0, 0]}, r"bad global_shape \[8\] or offsets \[0, 0\]"),
+        ({"global_shape": [8, 8], "offsets": [0]}, r"bad global_shape \[8, 8\] or"),
+        ({"global_shape": [-1], "offsets": [0]}, r"bad global_shape \[-1\] or"),
+        ({"global_shape": [1 << 62], "offsets": [0]}, r"bad global_shape \[4611686018427387904\] or"),
+        ({"global_shape": ["8"], "offsets": [0]}, r"bad global_shape \['8'\] or"),
+        ({"global_shape": {"8": 8}, "offsets": [0]}, "bad global_shape {'8': 8} or"),
+        ({"global_shape": [8], "offsets": [True]}, r"bad global_shape \[8\] or offsets \[True\]"),
+        ({"global_shape": [8], "offsets": [6]}, r"a piece of shape \[4\] at \[6\] lies outside \[8\]"),
     ],
 )
-def test_places_that_cannot_be_are_refused(facts):
-    with pytest.raises(FormatError, match="there"):
+def test_places_that_cannot_be_are_refused(facts, said):
+    assert extent_of({"global_shape": [8], "offsets": [4]}, (4,), "there") == ((8,), (4,))
+    with pytest.raises(FormatError, match=f"there: {said}"):
         extent_of(facts, (4,), "there")
 
 
