@@ -271,9 +271,7 @@ def test_shared_memory_with_another_layout_is_no_slot(word, value, keeper_slot):
     Slot.attach(os.dup(keeper_slot.descriptor)).close()
     os.pwrite(keeper_slot.descriptor, word_bytes(value), 8 * word)
 
-    with pytest.raises(
-        FormatError, match=r"is no slot of this version \(magic 0x[0-9a-f]+, capacities"
-    ):
+    with pytest.raises(FormatError, match=r"is no slot of this version \(magic 0x[0-9a-f]+, capacities"):
         Slot.attach(os.dup(keeper_slot.descriptor))
 
 

@@ -42,7 +42,8 @@ DECODER = msgspec.msgpack.Decoder(Request | Answer)
 
 
 def parsed(data):
-    return parse_frame(parse_head(data[:HEAD_BYTES]), data[HEAD_BYTES:], DECODER)
+    _, checksum = parse_head(data[:HEAD_BYTES])
+    return parse_frame(data[HEAD_BYTES:], checksum, DECODER)
 
 
 def flipped(data, position):
