@@ -199,6 +199,10 @@ class Ranks:
         dead = [rank for rank in self.all if rank.presence is Presence.DEAD]
         return any(slot.is_whole for rank in dead for slot in rank.slots)
 
+    def is_training_over(self) -> bool:
+        """Return True if each trainer of the node said so."""
+        return bool(self.all) and all(rank.presence is Presence.ENDED for rank in self.all)
+
     def views(self, job: JobSettings) -> list[RankView]:
         """Return what the grants need to know of each rank of a job."""
         views = []
