@@ -306,7 +306,12 @@ class Core:
     def _advance_life(self) -> None:
         """Go on to the next phase, or end."""
         was_over = self.phase is Phase.OVER
-        self.lifecycle.advance(self.now, is_served=self.is_served, is_restart_expected=self.ranks.is_restart_expected())
+        self.lifecycle.advance(
+            self.now,
+            is_served=self.is_served,
+            is_restart_expected=self.ranks.is_restart_expected(),
+            is_training_over=self.ranks.is_training_over(),
+        )
         if self.phase is Phase.DRAINING:
             self._drain()
         if self.phase is Phase.OVER and not was_over:

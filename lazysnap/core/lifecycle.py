@@ -2,7 +2,8 @@
 
 ::
 
-    WAITING ──a trainer──> SERVING       WAITING ──nobody came in time──> OVER
+    WAITING ──a trainer──> SERVING       WAITING ──time is up, or SIGTERM──> DRAINING
+    WAITING or LINGERING ──trainers came, and all they said is that training is over──> DRAINING
 
     SERVING ──the last trainer died──> LINGERING ──time is up, or SIGTERM──> DRAINING ──> OVER
        ▲ │                                 │                                    │ ▲
@@ -52,22 +53,21 @@ class Lifecycle:
     """True once SIGTERM came: memory waits for nobody."""
     _drained_at: float | None = None
 
-    def advance(self, now: float, *, is_served: bool, is_restart_expected: bool) -> None:
+    def advance(self, now: float, *, is_served: bool, is_restart_expected: bool, is_training_over: bool) -> None:
         """Go to the next phase, if it is time.
 
         Args:
             now: seconds of a monotonic clock.
             is_served: True if a trainer is attached, or alive and about to connect again.
             is_restart_expected: True if a trainer died and left a whole capture.
+            is_training_over: True if all trainers of the node said so.
         """
         if self.phase is Phase.OVER:
             return
         is_time_up = self.is_terminated or now >= self._deadline()
         if is_served:
             self._become(Phase.SERVING, now)
-        elif self.phase is Phase.WAITING and is_time_up:
-            self._become(Phase.OVER, now)
-        elif self.phase is Phase.LINGERING and is_time_up:
+        elif self.phase in (Phase.WAITING, Phase.LINGERING) and (is_time_up or is_training_over):
             self._become(Phase.DRAINING, now)
         elif self.phase is Phase.SERVING and is_restart_expected and not self.is_terminated:
             self._become(Phase.LINGERING, now)

@@ -207,6 +207,10 @@ class Ranks:
                 total_bytes += rank.state.memory.growth_bytes
         return total_bytes
 
+    def is_training_over(self) -> bool:
+        """Return True if each trainer of the node said so."""
+        return bool(self.all) and all(rank.presence is Presence.ENDED for rank in self.all)
+
     def views(self, job: JobSettings) -> list[RankView]:
         """Return what the grants need to know of each rank of a job."""
         views = []

@@ -1,4 +1,4 @@
-"""Killed by SIGKILL in the middle of any step, a training under Accelerate goes on as if nothing had happened."""
+"""Killed by SIGKILL in the middle of a step, a training under Accelerate goes on as if nothing had happened."""
 
 import signal
 from pathlib import Path
@@ -24,7 +24,7 @@ def arguments(directory, case, dies_after, seed):
         for case, first in FIRST_STEPS
     ],
 )
-def test_killed_in_every_step_of_a_training_it_ends_bit_for_bit_as_uninterrupted(zygote, tmp_path, case, first):
+def test_killed_in_steps_of_a_training_of_any_kind_it_ends_bit_for_bit_as_uninterrupted(zygote, tmp_path, case, first):
     uncut, cut = tmp_path / "whole", tmp_path / "cut"
     begun = start(zygote, arguments(uncut, case, 0, 1), uncut)
     assert begun.status == 0, begun.text

@@ -318,6 +318,45 @@ class TestTheEnd:
         assert driver.core.wake_at() == START_GRACE_S
         assert actions.Finish() in driver.pass_time(START_GRACE_S)
 
+    def test_a_trainer_that_comes_only_to_say_that_training_is_over_ends_the_keeper(self):
+        over = TrainerState(local_rank=0, farewell=Farewell.OVER)
+        assert actions.Finish() in Driver().report(over)
+
+    def test_a_restart_that_comes_only_to_say_that_training_is_over_ends_the_wait_for_another_one(self):
+        driver, step = driver_with_a_grant()
+        driver.see((slot(0, step), empty(1), empty(2)))
+        driver.report(structs.replace(STATE, linger_s=60.0))
+        driver.step(actions.ProcessDied(100))
+        assert driver.core.phase is Phase.LINGERING
+
+        driver.report(structs.replace(STATE, farewell=Farewell.OVER), pid=200, connection=2)
+
+        assert driver.core.phase is Phase.DRAINING
+
+    def test_a_new_keeper_stores_what_is_handed_over_by_a_training_that_is_over(self):
+        over = structs.replace(STATE, slots=(0,), required=(4,), is_sealed=True, farewell=Farewell.OVER)
+        driver = Driver()
+        [listing] = of_kind(driver.report(over), ListLevel)
+        driver.step(Listed(0, listing.job, ()))
+        driver.see((slot(0, 4), empty(1), empty(2)))
+        done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
+        [write] = of_kind(done, WriteLevel)
+        driver.step(actions.JobMoved(0, write.job))
+
+        driver.now += START_GRACE_S
+        assert not of_kind(driver.step(actions.JobMoved(0, write.job)), actions.Finish)
+        assert not of_kind(driver.pass_time(1.0), actions.Finish)
+        assert actions.Finish() in driver.step(actions.StepStored(0, write.job))
+
+    def test_a_new_keeper_waits_for_each_rank_of_a_training_that_is_over(self):
+        over = structs.replace(STATE, job=JobSettings("run", (), ranks=(0, 1), world_size=2), farewell=Farewell.OVER)
+        driver = Driver()
+
+        assert not of_kind(driver.report(over), actions.Finish)
+        done = driver.report(structs.replace(over, local_rank=1), pid=101, connection=2)
+
+        assert actions.Finish() in done
+
     def test_a_preempted_training_has_its_newest_capture_stored(self):
         every_100 = structs.replace(SETTINGS, levels=(structs.replace(LEVEL, every_n_steps=100),))
         state = structs.replace(STATE, job=every_100)

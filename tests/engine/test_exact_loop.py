@@ -1,6 +1,7 @@
-"""Killed by SIGKILL in the middle of every step, a plain loop goes on as if nothing had happened.
+"""Killed by SIGKILL in the middle of a step, a plain loop goes on as if nothing had happened.
 
-With loaders and samplers of other kinds it dies in every second step: at an end of an epoch and within one.
+The plainest one dies in every step, those with loaders and samplers of other kinds in every second: at an end of an
+epoch and within one.
 """
 
 from pathlib import Path
@@ -16,5 +17,5 @@ SCRIPT = str(Path(__file__).with_name("looped.py"))
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.quick if case == "Accumulated" else ()) for case in CASES]
 )
-def test_killed_in_every_step_of_a_loop_it_ends_bit_for_bit_as_uninterrupted(zygote, tmp_path, case):
+def test_killed_in_steps_of_a_loop_of_any_kind_it_ends_bit_for_bit_as_uninterrupted(zygote, tmp_path, case):
     check_every_cut(zygote, SCRIPT, case, tmp_path, stride=1 if case == "Shuffled" else 2)

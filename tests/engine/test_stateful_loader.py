@@ -125,7 +125,7 @@ class Run:
 
 
 @pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS.keys())
-def test_a_loader_that_keeps_its_position_goes_on_exactly_after_any_step(make, job):
+def test_a_loader_that_keeps_its_position_goes_on_exactly_within_an_epoch_and_between_two(make, job):
     whole = Run(make, seed=1)
     whole.train(LAST)
     assert [entry[0] for entry in whole.trace] == [0] * PER_EPOCH + [1] * PER_EPOCH + [2] * 3

@@ -50,9 +50,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def faults(zygote, root: pathlib.Path) -> list[str]:
-    """Each point that an undisturbed training passes, once or, where names change, each time; and what dies there.
+    """Each point that an undisturbed training passes, and what dies there: each time and both where names change.
 
-    ``test_kill_everywhere`` has both deaths at each point: here they take turns.
+    At other points, where ``test_kill_everywhere`` has both deaths, there is one, and they take turns.
     """
     job = BestJob(zygote, root / "dry", len(VALUES))
     log = root / "points"
@@ -62,7 +62,8 @@ def faults(zygote, root: pathlib.Path) -> list[str]:
     found = []
     for number, name in enumerate(sorted(set(passed))):
         if name.startswith(("engine.best", "keeper.names")):
-            found += [f"{name}:{at}:{ACTIONS[at % 2]}" for at in range(1, passed.count(name) + 1)]
+            for at in range(1, passed.count(name) + 1):
+                found += [f"{name}:{at}:{action}" for action in ACTIONS]
         else:
             found.append(f"{name}:{(passed.count(name) + 1) // 2}:{ACTIONS[number % 2]}")
     return found

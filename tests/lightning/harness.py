@@ -301,8 +301,8 @@ class Case:
     """How one kind of training is built; subclasses change one thing."""
 
     module: type[Net] = Net
-    cuts = slice(None, None, -3)
-    """Of the captures, by default the last one and every third before it: the ends of epochs are among them."""
+    cuts = slice(2, None, 3)
+    """Of the captures: some within an epoch, and one at the end of an epoch."""
     dies_at = 8
 
     def settings(self) -> dict[str, Any]:
@@ -330,6 +330,7 @@ class Shuffled(Case):
 
 
 class Accumulated(Case):
+    cuts = slice(None)
     dies_at = 3
 
     def settings(self):
@@ -409,10 +410,26 @@ def check_cuts(case: Case, directory: Path, choose: Callable[[list[Kept]], Itera
     return whole
 
 
+def next_batch_of_epoch(kept: Kept, trace: list[Any]) -> int:
+    """Return the number, within its epoch, of the first batch after a capture."""
+    for event, *facts in trace[kept.trace_length :]:
+        if event == "batch":
+            return facts[1]
+    raise AssertionError(f"no batch follows step {kept.step}")
+
+
 def check_exact(case: Case, directory: Path, cuts: slice | None = None) -> None:
     """The same at these cuts, by default those of the case; and snapshots change nothing."""
+    chosen: list[Kept] = []
+
+    def choose(kept: list[Kept]) -> list[Kept]:
+        chosen.extend(kept[cuts or case.cuts])
+        return chosen
+
     plain = run(case, directory, snapshots=False)
-    whole = check_cuts(case, directory, lambda kept: kept[cuts or case.cuts])
+    whole = check_cuts(case, directory, choose)
+    places = {next_batch_of_epoch(kept, whole.trace) == 0 for kept in chosen}
+    assert places == {True, False}, "cuts must be at the end of an epoch and within one"
     assert whole.trace == plain.trace
     assert {**whole.final, "callbacks": None} == {**plain.final, "callbacks": None}
 

@@ -1,6 +1,7 @@
 """Killed after a step, a training goes on as if nothing had happened.
 
-``test_versions.py`` has the plainest cases, two of them cut after every step; those here are cut after every third.
+``test_versions.py`` has the plainest cases, two of them cut after every step; most of those here are cut after every
+third, and all of them within an epoch and at the end of one.
 """
 
 import pytest
@@ -35,8 +36,6 @@ class OwnGenerators(Case):
 
 
 class Workers(Case):
-    cuts = slice(2, None, 3)  # each start has workers of its own to start: in both epochs and between them
-
     def train_loader(self):
         return DataLoader(Numbers(SIZE), BATCH_SIZE, shuffle=True, num_workers=2)
 
@@ -74,8 +73,6 @@ class OwnGeneratorsAndWorkers(OwnGenerators):
 
 
 class UnsizedWorkers(Case):
-    cuts = Workers.cuts
-
     def train_loader(self):
         return DataLoader(Stream(SIZE), BATCH_SIZE, num_workers=2)
 
@@ -88,7 +85,7 @@ class StatefulUnsized(Case):
 class StatefulWorkers(Case):
     """Augmentation in workers draws from generators of all three libraries, and from one of the dataset's own."""
 
-    cuts = slice(3, 4)  # torchdata takes seconds to start and stop workers
+    cuts = slice(3, 6, 2)  # torchdata takes seconds to start and stop workers
 
     def train_loader(self):
         return StatefulDataLoader(NumbersOfTheirOwn(SIZE), BATCH_SIZE, shuffle=True, num_workers=2)
@@ -135,6 +132,7 @@ class TwoLoaders(Case):
 
 
 class AccumulatedUnsized(Unsized):
+    cuts = slice(None)
     dies_at = 3
 
     def settings(self):
@@ -164,6 +162,7 @@ class AcrossEpochs(Case):
 
 
 class Limited(Case):
+    cuts = slice(1, None, 2)
     dies_at = 5
 
     def settings(self):
@@ -195,7 +194,7 @@ class Clipped(Case):
 class Half(Case):
     """Lightning converts the module behind the restore of a checkpoint; a snapshot is of the converted module."""
 
-    cuts = slice(2, None, 4)
+    cuts = slice(1, None, 4)
 
     class module(Net):
         """A module for batches of any dtype, with one buffer that stays float32."""
@@ -276,7 +275,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
-def test_resumed_after_any_step_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
+def test_resumed_within_an_epoch_and_at_its_end_it_ends_bit_for_bit_as_uninterrupted(kind, tmp_path):
     check_exact(kind(), tmp_path)
 
 

@@ -35,6 +35,7 @@ def main(directory, width, steps, kill=0):
         model = torch.nn.parallel.DistributedDataParallel(model)
     level = PersistentLevel(directory, every_n_steps=1000)
     memory = MemoryLevel(linger_s=120)
+    # The newest capture is resumed, not the one before it: where that was held is what the tests look at.
     config = SnapshotConfig(levels=(level,), memory=memory, io_timeout_s=60, verify_restart=False)
     engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
     snapshot = engine.restore("latest")
