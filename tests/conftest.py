@@ -66,8 +66,10 @@ def pytest_configure(config):
     paths = [str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     resume_newest()
-    # Else Hypothesis also tries numbers from the modules that happen to be imported, and a seed means little.
-    hypothesis.internal.conjecture.providers._get_local_constants = hypothesis.internal.constants_ast.Constants
+    # Else Hypothesis also tries numbers from the modules that happen to be imported, and a seed means little. Versions
+    # before 6.131.30, which pyproject.toml takes too, lack this function.
+    if hypothesis.__version_info__ >= (6, 131, 30):
+        hypothesis.internal.conjecture.providers._get_local_constants = hypothesis.internal.constants_ast.Constants
     if config.getoption("tier") == "quick":
         hypothesis.settings.register_profile("quick", max_examples=10, derandomize=True)
         hypothesis.settings.load_profile("quick")

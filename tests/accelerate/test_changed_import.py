@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
+from support.keepers import stopped
 
 from lazysnap import LazyAccelerator
 
@@ -128,8 +129,9 @@ def test_a_program_may_remove_its_directory_before_it_ends(tmp_path):
     script = Script(project_dir=str(root))
     script.epoch()
     script.accelerator.save_state(root / "last")
-    assert script.accelerator.wait_for_checkpoints()  # else files come while others are removed
-    shutil.rmtree(root)
+    assert script.accelerator.wait_for_checkpoints()
+    with stopped(script.accelerator.engine._client.keeper_pid):  # else files come while others are removed
+        shutil.rmtree(root)
     script.accelerator.end_training()
     del script
     assert not root.exists()

@@ -100,7 +100,7 @@ def test_a_finished_training_that_is_started_again_trains_nothing_and_ends_the_s
     trainings.run("best", tmp_path, "first", NEVER)
     again, output = trainings.run("best", tmp_path, "again")
     assert "nothing is left to train" in output
-    assert "no step was trained" not in output
+    assert "is the last step of this training" in output
     assert not [event for event in again if event[0] in ("batch", "evaluated", "saved")]
     assert again[-1] == whole[-1]
 

@@ -4,11 +4,11 @@ import json
 import os
 import pathlib
 import re
-import signal
 import subprocess
 
 import pytest
 from msgspec.structs import replace
+from support.keepers import stopped
 from support.names import START
 from support.waiting import until
 
@@ -146,26 +146,16 @@ def test_what_is_being_stored_is_shown_with_its_progress(job, of_job):
     assert 0 <= level["moved_bytes"] <= level["total_bytes"] == 12_004_096
 
 
-def all_threads_stopped(pid):
-    """Whether a signal to stop, which reaches one thread after the other, has reached all."""
-    texts = [path.read_text() for path in pathlib.Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(text.rpartition(")")[2].split()[0] == "T" for text in texts)
-
-
 @pytest.mark.slow
 def test_a_keeper_that_is_stopped_is_one_line_within_the_deadline(job, status, capsys):
     trainer = job.trainer()
     trainer.capture(step=1)
     whole = set(status(job.job_id)[1]["jobs"][0])
     keeper = job.keeper_pid()
-    os.kill(keeper, signal.SIGSTOP)
-    try:
-        until(lambda: all_threads_stopped(keeper))
+    with stopped(keeper):
         code, said = status(job.job_id)
         main(["status", job.job_id])
         lines = capsys.readouterr().out.split("\n")
-    finally:
-        os.kill(keeper, signal.SIGCONT)
 
     text = f"keeper {keeper} does not answer within 2 s: it is stopped; `kill -CONT {keeper}` lets it go on"
     assert code == 1
