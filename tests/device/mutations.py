@@ -1,15 +1,10 @@
 """Every wait, event, comparison and end word of the capture, each spoilt once: ``mutations.py PLACE``.
 
 A mutant is one change of the package's source, in a process of its own that runs the named tests on the software
-device. Processes are forked from this one, which has imported all but the package. One line of JSON is printed for
-each. That the package as it is passes these tests, is what ``test_on_software_device.py`` and tests/capture say.
+device.
 """
 
-import json
 import os
-import pathlib
-import sys
-import textwrap
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +12,6 @@ import lightning  # noqa: F401  imported here, not by each process
 import pytest_timeout  # noqa: F401
 from support import mutants
 
-ROOT = pathlib.Path(__file__).parents[2]
 SUITES = {
     "gpu": "tests/gpu/test_device_capture.py",
     "frozen": "tests/gpu/test_frozen_tensors.py",
@@ -38,7 +32,7 @@ class Mutant:
 
     def text(self) -> str:
         """The spoilt source. Raises: AssertionError, if the lines are not there any more."""
-        source = (ROOT / "lazysnap" / self.file).read_text()
+        source = (mutants.PACKAGE / self.file).read_text()
         found = [place for place in range(len(source)) if source.startswith(self.lines, place)]
         assert len(found) == 1, f"{self.file} has {self.lines!r} {len(found)} times, not once: change mutations.py"
         return source.replace(self.lines, self.instead)
@@ -144,22 +138,18 @@ MUTANTS = [
 ]
 
 
-def spoil(mutant: Mutant) -> list[str]:
-    """Change the package, in this process. Returns: the arguments of pytest."""
+def spoil(mutant: Mutant) -> None:
+    """Change the package, in this process."""
     mutants.replace_module(mutant.file, compile(mutant.text(), mutants.PACKAGE / mutant.file, "exec"))
+
+
+def change_of(mutant: Mutant) -> mutants.Change:
     suite, name = mutant.test.split(":")
-    alone = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "-W", "ignore")
-    words = ["-x", "-q", *alone, "-p", "pytest_timeout", "--timeout", "60", "-p", "device.checked"]
-    return [*words, str(ROOT / SUITES[suite]), "-k", name]
-
-
-def main() -> None:
-    changes = [partial(spoil, mutant) for mutant in MUTANTS]
-    for number, status, output in mutants.run_all(changes, pathlib.Path(sys.argv[1])):
-        mutant = MUTANTS[number]
-        facts = {"status": status, "output": output[-3000:], "file": mutant.file, "test": mutant.test}
-        print(json.dumps({**facts, "lines": textwrap.dedent(mutant.lines)}), flush=True)
+    alone = ("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(mutants.ROOT), "--noconftest", "-W", "ignore")
+    options = ("-x", "-q", *alone, "-p", "pytest_timeout", "--timeout", "60", "-p", "device.checked")
+    arguments = (*options, str(mutants.ROOT / SUITES[suite]), "-k", name)
+    return mutants.Change(f"{mutant.file}: {mutant.lines}", partial(spoil, mutant), arguments)
 
 
 if __name__ == "__main__":
-    main()
+    mutants.main([change_of(mutant) for mutant in MUTANTS])

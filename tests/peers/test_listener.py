@@ -19,6 +19,10 @@ from lazysnap.peers.secret import draw_secret
 SLOT = SlotOf(0, 7, "image")
 
 
+def fail():
+    raise AssertionError("what was refused is asked for again")
+
+
 class Port:
     """A port of a keeper, and what tells that a peer was let in."""
 
@@ -45,7 +49,7 @@ class Port:
         until(self.was_reached)
 
     def _ask(self):
-        reader = PeerReader(self.secret, self.address, timeout_s=TIMEOUT_S)
+        reader = PeerReader(self.secret, self.address, beat=fail, timeout_s=TIMEOUT_S)
         with contextlib.closing(reader):
             try:
                 reader.size(SLOT)

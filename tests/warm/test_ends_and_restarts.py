@@ -405,9 +405,32 @@ def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_pat
         pass
 
 
-def test_a_logout_does_not_delete_the_directory(place):
+def test_a_logout_ends_no_parent(place):
+    """In the default directory. A mount namespace puts one of this test there: that of the machine stays as it is."""
+    default = f"/tmp/lazysnap-{os.getuid()}"
+    own = place.directory / "lazysnap-warm"
+    own.mkdir(mode=0o700)
+    mount = f'mkdir -p -m 700 {default} && mount --bind "$1" {default} && shift && exec "$@"'
+    with_own = ["unshare", "--mount", "sh", "-c", mount, "sh", str(own)]
+    if place.run(*with_own, "true")[0] != 0:
+        pytest.skip("needs the right to make a mount namespace")
+    del place.environ["LAZYSNAP_RUNTIME_DIR"]
     session = place.directory / "session"
     session.mkdir()
     place.environ["XDG_RUNTIME_DIR"] = str(session)
-    assert place.warm(sys.executable, "-c", "")[0] == 0
-    assert list(session.iterdir()) == []
+    path = place.write(
+        "train.py",
+        COUNTS + "import shutil\n"
+        "steps.reached(len(starts))\n"
+        "shutil.rmtree(os.environ['XDG_RUNTIME_DIR'], ignore_errors=True)\n"
+        "sys.exit(len(starts) < 4)\n",
+    )
+
+    code, _, err = place.run(*with_own, LAZYSNAP, "run", "--", sys.executable, path)
+
+    starts = place.read("starts.json")
+    assert (code, len(starts)) == (0, 4), err
+    assert len({parent for _, parent, *_ in starts[1:]}) == 1
+    assert [is_warm for _, _, is_warm, _ in starts[1:]] == [True, True, True]
+    assert not session.exists()
+    assert list(own.glob("*.imports"))

@@ -31,7 +31,7 @@ FORMS = {
 
 @pytest.fixture
 def both(place):
-    """Starts a form of the probe cold and warm; what each saw."""
+    """Starts a form of the probe by a shell and warm."""
     place.write("probe.py", PROBE.replace("main.__file__", "getattr(main, '__file__', None)"))
     text = (place.directory / "probe.py").read_text()
     for name in ("inside", "folder"):
@@ -48,21 +48,27 @@ def both(place):
     place.environ["PATH"] = f"{place.directory}{os.pathsep}{place.environ['PATH']}"
 
     def start(words, *arguments, **how):
+        """Return what the probe sees that a shell starts, and what two see that are started warm.
+
+        The parent of the first of these has imported nothing, that of the second what the first one imported.
+        """
         words = [word.format(directory=place.directory, name=place.directory.name) for word in words]
-        seen = []
-        # The second warm start is of a parent that has imported something.
-        for before in ([], *2 * [[LAZYSNAP, "run", "--max-restarts", "0", "--"]]):
+
+        def seen_by_probe(*runner):
             path = place.directory / "seen.json"
             path.unlink(missing_ok=True)
-            code, _, said = place.run(*before, *words, str(path), *arguments, **how)
+            code, _, said = place.run(*runner, *words, str(path), *arguments, **how)
             assert code == 0, said
-            seen.append(json.loads(path.read_text()))
-        return seen
+            return json.loads(path.read_text())
+
+        runner = (LAZYSNAP, "run", "--max-restarts", "0", "--")
+        return [seen_by_probe(), seen_by_probe(*runner), seen_by_probe(*runner)]
 
     return start
 
 
 def compare(cold, warm):
+    """All that a warm start saw is what the start by a shell saw, but for random values and further modules."""
     warm["environ"] = {name: value for name, value in warm["environ"].items() if name not in OURS}
     for seen in (cold, warm):
         seen["environ_of_children"] = sorted(
