@@ -8,6 +8,7 @@ without weights, so it never loads a part of a checkpoint, or files of two. All 
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import time
@@ -19,6 +20,8 @@ from lazysnap.errors import ConfigError, WaitTimeout
 from lazysnap.exports.target import STOCK_FILE, check_outside, sync
 from lazysnap.levels.files import sync_directory, temp_name
 from lazysnap.shard.limits import load_json
+
+logger = logging.getLogger(__name__)
 
 _NAME_FILE = "lazysnap.json"
 _EXPORT = ".lazysnap-export"
@@ -85,8 +88,11 @@ def forget_name(directory: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, _NAME_FILE))
     # An export reads the name before it moves files. One that has read it by now is waited for.
-    with contextlib.suppress(FileNotFoundError, WaitTimeout), _locked(directory, _MOVES_S):
-        return
+    try:
+        with contextlib.suppress(FileNotFoundError), _locked(directory, _MOVES_S):
+            return
+    except WaitTimeout as error:
+        logger.warning("%s; files of it may be moved into the directory beside those that are saved there now", error)
 
 
 def has_checkpoint(directory: str) -> bool:

@@ -16,7 +16,7 @@ def shown_later() -> Iterator[Callable[[int, int], None]]:
     started_s = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # A console of its own: a display that the program has on the common one would refuse a second one.
-    progress = Progress(*columns, console=Console())
+    progress = Progress(*columns, console=Console(stderr=True))
     task = progress.add_task("saving the last snapshot", total=None)
 
     def show(done_bytes: int, total_bytes: int) -> None:

@@ -17,7 +17,7 @@ from lazysnap.restore.targets import (
     check_fits,
     is_empty_part,
     is_part,
-    other_prefixes,
+    other_objects,
     room_on_device,
     target_of,
     wanted_box,
@@ -61,13 +61,12 @@ class PartReader:
             named = tensor_names(meta.state)
         except FormatError as error:
             return self._sources.refuse(chosen[own_rank], error)
-        expected, resizable, target = self._live_tensors(named)
-        others = other_prefixes(self._source, expected)
+        expected, resizable, target, is_of_other = self._live_tensors(named)
         assembly = Assembly(own_rank, lambda name, shape: wanted_box(target(name), shape))
         # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
         live = set(saved_names(expected, named).values())
         assembly.request(name for name in named if name not in live or not is_empty_part(target(name)))
-        facts: dict[str, Facts | None] = {name: None for name in named if not name.startswith(others)}
+        facts: dict[str, Facts | None] = {name: None for name in named if not is_of_other(name)}
         added: list[int] = []
 
         def add(rank: int) -> Failure | None:
@@ -76,8 +75,9 @@ class PartReader:
                 return shard
             try:
                 for name, stored in assembly.add(shard).items():
-                    if not name.startswith(others):
-                        facts[name] = facts_of(stored)
+                    found = facts_of(stored)
+                    if not is_of_other(name):
+                        facts[name] = found
             except FormatError as error:
                 return self._sources.refuse(chosen[rank], error)
             added.append(rank)
@@ -113,8 +113,11 @@ class PartReader:
             captured_ns=meta.captured_ns,
         )
 
-    def _live_tensors(self, named: Iterable[str]) -> tuple[Mapping[str, torch.Tensor], Collection[str], Target]:
-        """Return the live tensors by name, the names of those that may be resized, and the target of each name.
+    def _live_tensors(
+        self, named: Iterable[str]
+    ) -> tuple[Mapping[str, torch.Tensor], Collection[str], Target, Callable[[str], bool]]:
+        """Return the live tensors by name, the names of those that may be resized, the target of each name, and
+        whether a name is of another object.
 
         Raises: StateError, if the program's own objects raise: no other snapshot would help.
         """
@@ -122,13 +125,14 @@ class PartReader:
             expected = self._source.expected()
             resizable = self._source.resizable_names()
             target = target_of(self._source, expected, named)
+            is_of_other = other_objects(self._source, expected)
         except StateError:
             raise
         except Exception as error:
             raise StateError(
                 f"the program's objects cannot be asked for the tensors to restore: {error!r}. Nothing was loaded"
             ) from error
-        return expected, resizable, target
+        return expected, resizable, target, is_of_other
 
     def _read_state(
         self, entry: Entry, small: Any, room: Callable[[str, Made, Reads], torch.Tensor]

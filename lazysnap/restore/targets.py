@@ -74,14 +74,23 @@ def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], saved: 
     return target
 
 
-def other_prefixes(source: StateSource, expected: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return how the names begin that are below objects of the state of which no tensor is expected: optimizers."""
-    prefixes = []
-    for path in source.named():
-        prefix = f"{path}."
-        if not any(name.startswith(prefix) for name in expected):
-            prefixes.append(prefix)
-    return tuple(prefixes)
+def other_objects(source: StateSource, expected: Mapping[str, torch.Tensor]) -> Callable[[str], bool]:
+    """Return a function that is true for tensors below objects of which no tensor is expected: optimizers."""
+    paths = sorted(source.named(), key=len, reverse=True)
+
+    def owner_of(name: str) -> str | None:
+        for path in paths:
+            if name.startswith(f"{path}."):
+                return path
+        return None
+
+    owners = {owner_of(name) for name in expected}
+
+    def is_of_other(name: str) -> bool:
+        owner = owner_of(name)
+        return owner is not None and owner not in owners
+
+    return is_of_other
 
 
 def check_fits(

@@ -83,7 +83,10 @@ def test_without_a_place_snapshots_go_below_the_working_directory_and_a_line_say
 
 def test_a_directory_is_loaded_from_its_snapshot_where_the_script_names_no_other_place(in_empty_directory):
     script = Script()
+    engine = script.accelerator.engine
+    assert engine._wait_ready(60)
     script.epoch()
+    assert engine.wait(1, timeout_s=60)  # memory and storage can take the next step
     script.step(torch.ones(2, 1))
     script.accelerator.save_state("runs/first")
     script.accelerator.end_training()
@@ -127,10 +130,13 @@ def test_a_program_may_remove_its_directory_before_it_ends(tmp_path):
     """As tests do that train in a temporary one: nothing fails, and nothing comes back."""
     root = tmp_path / "run"
     script = Script(project_dir=str(root))
+    engine = script.accelerator.engine
+    assert engine._wait_ready(60)
     script.epoch()
+    assert engine.wait(1, timeout_s=60)  # nothing else is being stored
     script.accelerator.save_state(root / "last")
     assert script.accelerator.wait_for_checkpoints()
-    with stopped(script.accelerator.engine._client.keeper_pid):  # else files come while others are removed
+    with stopped(engine._client.keeper_pid):  # else files come while others are removed
         shutil.rmtree(root)
     script.accelerator.end_training()
     del script
@@ -257,6 +263,7 @@ def test_a_loop_that_is_left_by_break_goes_on_behind_the_batches_that_were_train
         if trained:  # nothing is owed to the seed
             torch.manual_seed(5)
         script.accelerator.load_state("latest")
+        assert script.accelerator.engine._wait_ready(60)  # the last step is captured
         train_until(script, steps, trained)
         for number, batch in enumerate(evaluation):  # is left, too, and begins anew in each evaluation
             if number == 1:

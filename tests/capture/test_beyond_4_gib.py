@@ -96,9 +96,9 @@ def test_tensors_beyond_4_gib_of_an_image_are_decoded(large):
     meta = CaptureMeta(RUN, START, 1, 0, 1, 0, state={"model": state})
     layout = Layout.parse(large.image, large.size_bytes, "slot")
     assembly = Assembly(0)
-    stored = assembly.add(OpenShard(0, meta, layout, MemoryBlocks(large.image, None, "slot")))
+    stored = assembly.add(OpenShard(meta, layout, MemoryBlocks(large.image, None, "slot")))
     facts = {name: facts_of(part) for name, part in stored.items()}
-    check_fits(facts, large.source.expected(), "slot", casts=False)
+    check_fits(facts, large.source.expected(), "slot", casts=False, resizable=())
     assembly.request(f"model.{name}" for name in SMALL_NAMES)
     for name in SMALL_NAMES:
         tensor = assembly.tensor(f"model.{name}")

@@ -250,18 +250,19 @@ def test_a_decoder_that_refuses_every_snapshot_ends_the_restart(job, tmp_path, l
 
 
 @pytest.mark.slow
-def test_names_of_objects_may_have_points(job, tmp_path):
+@pytest.mark.parametrize("optimizer", ["critic.optimizer", "critic", "critic.net.optimizer"])
+def test_names_of_objects_may_have_points(job, tmp_path, optimizer):
     """What an optimizer holds was taken for tensors of the model whose name begins alike, and nothing was loaded."""
 
     def objects():
         net = torch.nn.Linear(3, 3)
-        return {"critic.net": net, "critic.optimizer": torch.optim.AdamW(net.parameters())}
+        return {"critic.net": net, optimizer: torch.optim.AdamW(net.parameters())}
 
     first = objects()
     training = job.start(tmp_path, extra=first)
     first["critic.net"](torch.ones(3)).sum().backward()
-    first["critic.optimizer"].step()
-    first["critic.optimizer"].zero_grad()
+    first[optimizer].step()
+    first[optimizer].zero_grad()
     training.run(1, 1)
     end(training)
     again = objects()
@@ -269,7 +270,7 @@ def test_names_of_objects_may_have_points(job, tmp_path):
     assert job.start(tmp_path, ready=False, extra=again).engine.restore().step == 1
 
     assert torch.equal(again["critic.net"].weight, first["critic.net"].weight)
-    moments = [each["critic.optimizer"].state_dict()["state"][0]["exp_avg"] for each in (first, again)]
+    moments = [each[optimizer].state_dict()["state"][0]["exp_avg"] for each in (first, again)]
     assert torch.equal(*moments)
 
 

@@ -127,5 +127,5 @@ def test_behind_the_trainers_own_bar_another_one_shows_how_the_last_snapshot_is_
     # A level that was idle takes the first block at once.
     make_trainer(tmp_path, lazy, bar(), Storing(1), **settings).fit(Wide(), loaders()[0])
 
-    shown = [line for line in re.split("[\r\n]", capsys.readouterr().out) if "saving the last snapshot" in line]
+    shown = [line for line in re.split("[\r\n]", capsys.readouterr().err) if "saving the last snapshot" in line]
     assert re.search(r"(4\.\d+)/\1 MB", shown[-1]), shown

@@ -54,22 +54,15 @@ class AcceleratorIntegration(WithEngine):
         self._accelerator = weakref.proxy(accelerator)
         _check(accelerator)
         self._is_main_process = accelerator.is_main_process
-        project = accelerator.project_configuration
-        directory = project.project_dir or project.logging_dir
-        self._is_place_guessed = snapshots is None and directory is None
+        self._is_place_guessed = False
         """True if the program names no place: it is below the working directory."""
         self._is_refused = False
         """True if another program uses a place that was guessed."""
-        if self._is_place_guessed:
-            directory = "."
         self._default_url: str | None = None
-        if directory is not None:
-            self._default_url = place_beside(directory)
-        place = snapshots
-        if place is None:
-            place = self._default_url
-        assert place is not None
-        self._config = config_at(place)
+        """See ``_choose_place``; ``None`` before."""
+        self._config: SnapshotConfig | None = None
+        if snapshots is not None:
+            self._config = config_at(snapshots)
         self._directory_beside: str | None = None
         """The directory of the program that holds the default place, once it exists."""
         self.boundaries = BoundaryWatch(self._at_boundary, self._gate, self._counted_epochs)
@@ -111,14 +104,26 @@ class AcceleratorIntegration(WithEngine):
         assert self._session is not None
         return self._session
 
+    def _choose_place(self) -> SnapshotConfig:
+        """Return where snapshots go. Chosen at the first session: a program may set its directories until then."""
+        if self._default_url is None:
+            project = self._accelerator.project_configuration
+            directory = project.project_dir or project.logging_dir
+            self._default_url = place_beside(directory or ".")
+            self._is_place_guessed = self.snapshots is None and not directory
+            if self._is_place_guessed and self._is_main_process:
+                say(
+                    f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
+                    "project_dir=... or snapshots=... to choose another place"
+                )
+        if self._config is None:
+            self._config = config_at(self._default_url)
+        return self._config
+
     def _begin_session(self) -> None:
-        if self._is_place_guessed and self._is_main_process:
-            say(
-                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
-                "project_dir=... or snapshots=... to choose another place"
-            )
-        self._make_directory_beside()
-        engine = SnapshotEngine._of_integration(self._config, self._state, default_url=self._default_url)
+        config = self._choose_place()
+        self._make_directory_beside(config)
+        engine = SnapshotEngine._of_integration(config, self._state, default_url=self._default_url)
         self._session = Session(engine, self._last_step)
         self._began_fresh = True
         self._has_trained = True
@@ -126,10 +131,10 @@ class AcceleratorIntegration(WithEngine):
         if self._start_report is not None:
             engine._run.tell_start(self._start_report)
 
-    def _make_directory_beside(self) -> None:
+    def _make_directory_beside(self, config: SnapshotConfig) -> None:
         """Make the directory of the program that holds the default place, if snapshots are stored there alone."""
         url = self._default_url
-        if url is None or "://" in url or [level.url for level in self._config.levels] != [url]:
+        if url is None or "://" in url or [level.url for level in config.levels] != [url]:
             return
         directory = os.path.dirname(url)
         with contextlib.suppress(OSError):  # the level reports the error when it writes

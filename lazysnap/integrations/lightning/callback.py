@@ -9,6 +9,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from rich.progress import Progress
+
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import ConfigError
@@ -203,7 +205,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         try:
             if self._session is not None and self._is_fit:
                 rich_display = getattr(trainer.progress_bar_callback, "progress", None)
-                if rich_display is not None:
+                if isinstance(rich_display, Progress):
                     rich_display.stop()  # two live displays of rich disturb each other
                 self._session.close(shows_bar=trainer.is_global_zero)
             elif self.engine is not None:
