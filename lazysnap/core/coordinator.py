@@ -467,12 +467,20 @@ class Coordinator:
                 is_ahead = key.start == begun.start and key > begun
                 if is_ahead or not is_missed(key, ranks) or is_in_memory(key, ranks):
                     continue
-                if self._source_of(key, index) is None and not self._is_being_stored(key, index):
+                is_being_stored = level.is_under_way and level.grant == key
+                if not is_being_stored and not self._may_be_copied(key, index):
                     self._give_up(level, key)
 
-    def _is_being_stored(self, key: StepKey, index: int) -> bool:
-        """Return True if a level, or a faster one that it may copy from, is granted this step and not done yet."""
-        return any(level.is_under_way and level.grant == key for level in self.levels[: index + 1])
+    def _may_be_copied(self, key: StepKey, index: int) -> bool:
+        """Return True if a faster level has this snapshot, or is granted it. It may have to work again first."""
+        if self.levels[index].is_redundancy:
+            return False
+        for faster in range(index):
+            level = self.levels[faster]
+            is_being_stored = level.is_under_way and level.grant == key
+            if (key in level.complete or is_being_stored) and self._may_copy(faster, index):
+                return True
+        return False
 
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
@@ -485,7 +493,7 @@ class Coordinator:
                     self._give_up(level, key)
 
     def _give_up(self, level: LevelGrants, key: StepKey) -> None:
-        """The slots do not have a required step any more, and no faster level has it."""
+        """The slots do not have a required step any more, and it cannot be copied from a faster level."""
         level.given_up.add(key)
         if not level.is_redundancy:
             self._lose(key)

@@ -42,6 +42,7 @@ class KeeperSources:
         self._store = store
         self._opened: OrderedDict[Subject, OpenedSource] = OrderedDict()
         """The one that was read last is last."""
+        self._num_clears = 0
         self._lock = threading.Lock()
 
     def open(self, subject: Subject) -> OpenedSource:
@@ -53,9 +54,11 @@ class KeeperSources:
             if source is not None:
                 self._opened.move_to_end(subject)
                 return source
+            num_clears = self._num_clears
         source = self._open(subject)
         with self._lock:
-            self._opened[subject] = source
+            if num_clears == self._num_clears:  # else a slot of it may have been freed meanwhile
+                self._opened[subject] = source
             if len(self._opened) > MAX_OPENED:
                 self._opened.popitem(last=False)
         return source
@@ -69,6 +72,7 @@ class KeeperSources:
         """Let go of all slots: one of them was freed, and its memory is to go back to the machine."""
         with self._lock:
             self._opened.clear()
+            self._num_clears += 1
 
     def _open(self, subject: PartOf | SlotOf) -> OpenedSource:
         if isinstance(subject, PartOf):

@@ -18,7 +18,7 @@ from lazysnap.levels.source import BlockSource
 from lazysnap.peers.blocking import receive_message
 from lazysnap.peers.listener import Deadlines
 from lazysnap.peers.messages import MAX_TEXT, Block, NotYet, Read, Refusal, Request, Subject
-from lazysnap.peers.wire import Violation, frame
+from lazysnap.peers.wire import FAILURES, Violation, frame
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,16 @@ async def serve_reads(connection: socket.socket, sources: ServedSources, read: R
 
 
 def _run(work: Callable[[], None], loop: asyncio.AbstractEventLoop, ended: "asyncio.Future[None]") -> None:
+    failure: Exception = EOFError()
     try:
         work()
-    except Exception as error:  # noqa: BLE001  raised where the end is awaited
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_fail, ended, error)
+    except FAILURES as error:
+        failure = error.with_traceback(None)  # its frames view a slot, which would be kept as long as they are
+    except Exception as error:  # a reader must not end the keeper
+        logger.exception("peers: a reader cannot be served")
+        failure = ConnectionAbortedError(str(error))
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(_fail, ended, failure)
 
 
 def _fail(ended: "asyncio.Future[None]", error: BaseException) -> None:

@@ -57,7 +57,7 @@ def parse_frame(data: bytes | bytearray, expected_checksum: int, decoder: "msgpa
         )
     try:
         return decoder.decode(data)
-    except (DecodeError, RecursionError) as error:
+    except (DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Violation(f"a malformed message: {error}") from error
 
 

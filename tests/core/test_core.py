@@ -337,16 +337,16 @@ class TestTheEnd:
         over = structs.replace(STATE, slots=(0,), required=(4,), is_sealed=True, farewell=Farewell.OVER)
         driver = Driver()
         [listing] = of_kind(driver.report(over), ListLevel)
-        driver.step(Listed(0, listing.job, ()))
+        driver.step(Listed(listing.number, ()))
         driver.see((slot(0, 4), empty(1), empty(2)))
         done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
-        driver.step(actions.JobMoved(0, write.job))
+        driver.step(actions.JobMoved(0, write.number))
 
         driver.now += START_GRACE_S
-        assert not of_kind(driver.step(actions.JobMoved(0, write.job)), actions.Finish)
+        assert not of_kind(driver.step(actions.JobMoved(0, write.number)), actions.Finish)
         assert not of_kind(driver.pass_time(1.0), actions.Finish)
-        assert actions.Finish() in driver.step(actions.StepStored(0, write.job))
+        assert actions.Finish() in driver.step(actions.StepStored(write.number))
 
     def test_a_new_keeper_waits_for_each_rank_of_a_training_that_is_over(self):
         over = structs.replace(STATE, job=JobSettings("run", (), ranks=(0, 1), world_size=2), farewell=Farewell.OVER)
@@ -518,6 +518,26 @@ class TestRequiredSteps:
 
         assert driver.sent(done).lost == (StepKey(START, 2),)
         assert driver.core.job.node.levels[0].grant == StepKey(START, 10)
+
+    def test_one_that_a_faster_level_has_is_not_given_up_while_that_one_does_not_work(self):
+        """The slower one, which is busy with another step, copies it once the faster one works again."""
+        driver, state, _ = self.driver_that_stored(JobSettings("run", (LEVEL, LevelSettings("slow"))))
+        for step in (5, 6):
+            driver.see((slot(0, step), *self.EMPTY))
+            done = driver.see((slot(0, step, is_held=True), *self.EMPTY))
+            [write] = of_kind(done, WriteLevel)
+            if step == 5:
+                driver.step(actions.StepStored(write.number))
+        driver.step(actions.Failed(write.number, "the disk is away"))
+        first, second = driver.core.job.node.levels
+        assert not first.is_ready
+        assert second.grant == StepKey(START, 4)
+        driver.see((slot(0, 6), slot(1, 7), slot(2, 8), slot(3, 9)))
+
+        done = driver.report(structs.replace(state, required=(5,)))
+
+        [_, slow] = driver.sent(done).levels
+        assert slow.given_up == ()
 
     def test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one(self):
         slow = LevelSettings("slow", every_n_steps=5)

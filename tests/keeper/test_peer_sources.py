@@ -137,6 +137,19 @@ def test_a_slot_that_the_keeper_frees_is_refused_and_what_was_opened_stays_reada
         sources.open(SlotOf(0, sequence, "meta"))
 
 
+def test_a_source_of_which_a_slot_is_freed_while_it_is_opened_is_not_kept(ranks, store):
+    for captures in ranks:
+        captures.capture(4)
+
+    def slots():
+        sources.clear()
+        return {local_rank: dict(captures.keeper) for local_rank, captures in enumerate(ranks)}
+
+    sources = KeeperSources(slots, lambda start: len(ranks), store)
+    source = weakref.ref(sources.open(PartOf(TEXT, 4, 1)))
+    assert source() is None
+
+
 def test_few_sources_stay_open_and_their_slots_are_let_go(ranks, sources):
     gc.collect()  # what earlier tests left open is closed now, and not while this one counts
     descriptors = num_descriptors()

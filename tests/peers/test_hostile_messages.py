@@ -138,6 +138,12 @@ def test_a_field_that_is_out_of_bounds_is_named(message, path, value):
         parsed(with_field(message, path, value))
 
 
+def test_a_text_that_is_no_utf_8_is_refused():
+    data = msgspec.msgpack.encode(Refusal("unlikely")).replace(b"unlikely", 8 * b"\xff")
+    with pytest.raises(Violation, match="a malformed message: "):
+        parsed(raw_frame(data))
+
+
 @pytest.mark.parametrize("message", [HELLO, READ, READ_OF_PART, READ_OF_PARITY, BLOCK, REFUSAL])
 def test_fields_that_are_missing_or_unknown_are_named(message):
     for path in msgspec.to_builtins(message):

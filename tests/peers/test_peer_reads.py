@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import socket
@@ -295,6 +296,15 @@ def test_what_a_source_raises_is_told_and_the_connection_lives_on(serve, connect
     assert out == DATA[:10]
 
 
+def test_a_reader_that_cannot_be_answered_is_dropped_and_the_keeper_lives_on(serve, connect):
+    source = whole()
+    source.error = CaptureAborted("no text can be sent of this: \ud800")
+    serve({SLOT: whole(), PART: source})
+    with pytest.raises(KeeperError, match="closed the connection"):
+        connect().size(PART)
+    assert_still_serves(connect)
+
+
 def test_an_endless_text_is_cut(serve, connect):
     source = whole()
     source.error = CaptureAborted("x" * (2 * MAX_FRAME_BYTES))
@@ -571,6 +581,20 @@ def test_a_reader_that_asks_nothing_holds_no_view(serve, connect):
     reader = connect()
     reader.read_into(SLOT, 0, memoryview(bytearray(100)))
     until(lambda: not is_viewed(source.memory), timeout_s=WAIT_S)
+
+
+def test_a_reader_that_ends_while_bytes_are_sent_holds_no_view(serve, address, secret):
+    """Without a collection of garbage: those of a keeper are rare."""
+    source = whole()
+    serve({SLOT: source})
+    gc.disable()
+    try:
+        with authenticated(address, secret) as peer:
+            peer.sendall(20 * frame(Read(SLOT, 0, len(DATA))))
+            until(lambda: source.num_asked)
+        until(lambda: not is_viewed(source.memory), timeout_s=WAIT_S)
+    finally:
+        gc.enable()
 
 
 def test_close_does_not_wait_for_a_source_that_hangs(serve, connect):
