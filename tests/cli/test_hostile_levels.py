@@ -93,7 +93,7 @@ def test_a_claim_of_many_ranks_makes_a_snapshot_incomplete_and_nothing_more(make
         ({"shards__0__place__header_bytes": 1 << 62}, "a header of"),
         ({"file__size_bytes": 1 << 62}, "does not fit"),
         ({"shards__0__step": 1 << 63}, "$.step"),
-        ({"shards__0__tensors": {"w": {"offsets": [0] * 65}}}, "tensors must be"),
+        ({"shards__0__tensors": {"w": {"offsets": [0] * 65}}}, "tensor 'w': expected"),
         ({"shards__0__packages": {"x" * 5000: "1"}}, "length <= 4096"),
         ({"shards__0__run_id": "\ud800"}, "$.run_id"),
         ({"file__checksum__algorithm": "\ud800"}, "surrogates not allowed"),

@@ -7,14 +7,15 @@ import socket
 
 import pytest
 from raw_peer import WAIT_S, announced, authenticated, exactly, frame, is_closed, peak_kib, preamble, prove, refusals
-from support.peer_ends import Table
+from support.peer_ends import Table, settings_of
 from support.waiting import TIMEOUT_S, until
 
 from lazysnap.errors import ConfigError, KeeperError
 from lazysnap.peers.listener import MAX_UNKNOWN, Deadlines, ReservedPort, listener_at
 from lazysnap.peers.messages import Hello, PeerRefused, Read, SlotOf
 from lazysnap.peers.reader import PeerReader
-from lazysnap.peers.secret import draw_secret
+from lazysnap.peers.secret import draw_secret, handshake
+from lazysnap.peers.wire import HEAD_BYTES, Violation, parse_head
 
 SLOT = SlotOf(0, 7, "image")
 
@@ -73,6 +74,32 @@ def check_refused(keeper, caplog):
     until(lambda: refusals(caplog))
     assert "127.0.0.1" in refusals(caplog)[0]
     keeper.check_serves()
+
+
+def test_a_proof_by_another_secret_is_none(secret):
+    for other, is_let_in in ((secret, True), (draw_secret(), False)):
+        server = handshake(secret, is_server=True)
+        client = handshake(other, is_server=False)
+        opening, preamble_bytes = next(client)
+        answer, _ = next(server)
+        for end, received in ((server, opening), (client, answer)):
+            end.send(received[:preamble_bytes])
+        server.send(opening[preamble_bytes:])
+        proof, _ = client.send(answer[preamble_bytes:])
+        with pytest.raises(StopIteration if is_let_in else Violation):
+            server.send(proof)
+
+
+def test_the_same_settings_again_end_no_connection(make_end, address, secret, port):
+    end = make_end(0)
+    with authenticated(address, secret) as peer:
+        for _ in range(2):
+            peer.sendall(frame(Read(SLOT, 0, 1)))
+            head = exactly(peer, HEAD_BYTES)
+            assert len(head) == HEAD_BYTES, "it is still open"
+            length, _ = parse_head(head)
+            exactly(peer, length)
+            end.begin(settings_of(secret, [port, 0, 0], "job"), 0)
 
 
 def test_a_guess_is_no_proof(keeper, caplog):

@@ -25,6 +25,9 @@ class Rule:
 
 
 RULES: dict[str, list[tuple[str, str, str]]] = {
+    "core/test_core.py::test_a_capture_that_is_being_written_is_held_and_then_stored": [
+        ("core/core.py", "Core._shows_nothing_new", "self.ranks.all[number].slots != slots"),
+    ],
     "core/test_core.py::TestLevelsByTime::test_the_first_capture_is_stored_at_once_and_the_next_one_a_minute_later": [
         ("core/coordinator.py", "Coordinator._grant_level", "not level.is_open"),
         ("core/coordinator.py", "Coordinator._grant_due", "not is_due and (not ahead)"),
@@ -167,7 +170,6 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._count_level", "level.grant is not None and level.is_under_way"),
         ("core/coordinator.py", "Coordinator._count_grant", "progress == {GrantProgress.STORED}"),
         ("core/coordinator.py", "Coordinator._source_of", "key in level.complete"),
-        ("core/core.py", "Core._shows_nothing_new", "self.ranks.all[number].slots != slots"),
         ("core/core.py", "Core._advance_life", "self.phase is Phase.OVER and (not was_over)"),
         ("core/job.py", "JobCore.__init__", "settings.node == COORDINATOR_NODE"),
         ("core/job.py", "JobCore.receive", "self.coordinator is None and message != self._obeyed"),
@@ -183,11 +185,9 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "memory/test_slot_choice.py::test_one_capture_that_all_ranks_have_stays": [
         ("memory/slot_choice.py", "kept_whole", "runs_ahead"),
     ],
-    "memory/test_slot_memory.py::test_a_capture_that_does_not_fit_leaves_the_slot_as_it_was": [
-        ("memory/words.py", "SlotPage._phase", "self.load(SlotWord.END) == begin"),
-    ],
     "memory/test_slot_memory.py::test_a_discarded_capture_is_gone_and_its_number_is_not": [
         ("memory/words.py", "SlotPage._phase", "begin == 0"),
+        ("memory/words.py", "SlotPage._phase", "self.load(SlotWord.END) == begin"),
     ],
     "memory/test_slot_memory.py::test_a_slot_may_be_a_file_without_a_name_that_has_all_its_space": [
         ("memory/words.py", "SlotPage.view", "self.load(SlotWord.SEQUENCE) == sequence"),
@@ -200,7 +200,6 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "peers/test_listener.py::test_a_guess_is_no_proof": [
         ("peers/reader.py", "PeerReader._read", "not answer.is_not_yet"),
-        ("peers/secret.py", "handshake", "not hmac.compare_digest(proof, expected_proof)"),
         ("peers/server.py", "Peers.begin", "own.port"),
     ],
     "peers/test_listener.py::test_every_interface_is_refused": [
@@ -210,8 +209,13 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "peers/test_listener.py::test_many_connections_of_strangers_are_bounded": [
         ("peers/listener.py", "ConnectionLimit.enter", "self._num_unknown >= MAX_UNKNOWN"),
     ],
-    "peers/test_listener.py::test_the_secret_of_another_start_is_refused": [
+    "peers/test_listener.py::test_a_proof_by_another_secret_is_none": [
+        ("peers/secret.py", "handshake", "not hmac.compare_digest(proof, expected_proof)"),
+    ],
+    "peers/test_listener.py::test_the_same_settings_again_end_no_connection": [
         ("peers/server.py", "Peers.begin", "settings == self._settings"),
+    ],
+    "peers/test_listener.py::test_the_secret_of_another_start_is_refused": [
         ("peers/server.py", "Peers._accept", "self._limit.enter()"),
     ],
     "peers/test_listener.py::test_what_strangers_send_takes_no_memory": [
