@@ -27,7 +27,7 @@ from typing import Any
 
 from msgspec import Struct
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report`` and
 ``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
 """

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from operator import is_not
 
 from lazysnap.core.messages import KeeperState, StepKey
 from lazysnap.keeper.client import KeeperClient
@@ -45,7 +44,12 @@ def wait_stored(
             return False
         if not client.is_connected and client.failure():
             return False  # no keeper could be reached, and none is sought
-        client.wait(partial(is_not, state), min(left_s, _LOOK_S))
+        client.wait(partial(_is_other, state), min(left_s, _LOOK_S))
+
+
+def _is_other(seen: KeeperState, state: KeeperState) -> bool:
+    """True if the keeper sent a state since ``seen``."""
+    return state is not seen
 
 
 def _lacking(client: KeeperClient, key: StepKey, num_levels: int) -> list[int]:

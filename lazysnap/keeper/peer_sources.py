@@ -43,6 +43,7 @@ class KeeperSources:
         self._opened: OrderedDict[Subject, OpenedSource] = OrderedDict()
         """The one that was read last is last."""
         self._num_clears = 0
+        """Calls of ``clear``."""
         self._lock = threading.Lock()
 
     def open(self, subject: Subject) -> OpenedSource:

@@ -98,7 +98,7 @@ class Peers:
             self._links.send(node, message)
 
     def close(self) -> None:
-        """End all connections, and accept nothing more. Who uses a connection fails now, and closes it then."""
+        """End all connections, and accept nothing more. What still uses one fails, and closes it then."""
         self._end_start()
 
     # The start

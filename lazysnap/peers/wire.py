@@ -15,7 +15,7 @@ from msgspec import DecodeError, Struct, msgpack
 
 _HEAD = struct.Struct("!IQ")
 HEAD_BYTES = _HEAD.size
-PROTOCOL = b"lazysnap", 8
+PROTOCOL = b"lazysnap", 9
 """Letters, and the version of all messages between keepers: raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 4 << 20
 """As between a trainer and its keeper: both are the whole state of their sender."""

@@ -250,7 +250,7 @@ def test_what_is_no_keeper_is_named(keeper, client):
     client.start()
     peer = keeper.accept()
     peer.state()
-    os.write(peer.channel.fileno(), b"\x02\x00\x00\x00\x01\x00\x00\x00[]")
+    os.write(peer.channel.fileno(), struct.pack("<IHH", 2, PROTOCOL, 0) + b"[]")
 
     assert until(client.failure)
     assert re.search("is no keeper: .*; end it, or give the job another name", client.failure())

@@ -4,11 +4,13 @@ import contextlib
 import os
 import signal
 import tempfile
+from functools import partial
 
 import pytest
 from msgspec import structs
 from support.hand_trainer import JOB, WISH, HandTrainer
 from support.ports import free_port
+from support.waiting import until
 
 from lazysnap.core.messages import LevelSettings, PeerAddress, PeerSettings, RedundancySettings, StepKey
 from lazysnap.peers.secret import draw_secret
@@ -71,7 +73,9 @@ def test_captures_are_protected_by_the_other_node(nodes):
             trainer.capture_free(step)
             trainer.read(timeout_s=0.05)
 
-    for trainer in nodes:
+    def holds_what_is_protected(trainer):
         answer, _ = trainer.ask(about="memory")
-        steps = {parity.step for parity in answer.memory.parity}
-        assert trainer.keeper.protected.step in steps
+        return trainer.keeper.protected.step in {parity.step for parity in answer.memory.parity}
+
+    for trainer in nodes:  # an answer may be older than the state that came before it
+        until(partial(holds_what_is_protected, trainer))
