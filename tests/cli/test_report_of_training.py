@@ -33,7 +33,10 @@ def lines_of(journal):
 def train(url, journal, kill_at, *, with_keeper=False):
     """Run one start. Return its beginning, its lines and its end."""
     began = time.time()
-    process = subprocess.Popen([sys.executable, str(PROGRAM), url, str(STEPS), str(journal)])
+    steps = STEPS
+    if kill_at is not None:
+        steps = 100 * STEPS  # it is killed long before
+    process = subprocess.Popen([sys.executable, str(PROGRAM), url, str(steps), str(journal)])
     try:
         if kill_at is not None:
             until(lambda: journal.exists() and f"step {kill_at} " in journal.read_text(), timeout_s=200)

@@ -222,6 +222,7 @@ def main():
     with SnapshotEngine(config, state) as engine:
         found = engine.restore("latest")
         trace.add(resumed=None if found is None else found.step, level=None if found is None else found.level)
+        assert engine._wait_ready(60)  # no step is left out while memory is being prepared
         while progress["epoch"] < EPOCHS:
             for numbers, values in case.batches(loaders, progress["epoch"]):
                 loss = (model(values) - values).square().mean()
