@@ -107,6 +107,7 @@ class Keeper:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._on_loop_error)
         self._core = Core(secrets.randbits(62), self._loop.time(), os.getpid())
+        NODE.expect(self._core.ranks.growth_bytes)
         self._timer: asyncio.TimerHandle | None = None
         self._must_observe = False
         """True if words were changed, or slots came or went, since the core saw them."""
@@ -195,7 +196,6 @@ class Keeper:
 
     def _follow_up(self) -> None:
         """Do what has to follow any event."""
-        NODE.expect(self._core.ranks.growth_bytes())
         self._events.note(self._core, self._slots.by_rank)
         self._answer_stop()
         self._compute_checksums_at_rest()
