@@ -333,6 +333,18 @@ class TestTheEnd:
 
         assert driver.core.phase is Phase.DRAINING
 
+    def test_a_trainer_that_comes_only_to_say_that_it_left_leaves_memory_to_a_restart(self):
+        left = structs.replace(STATE, slots=(0,), linger_s=600.0, is_sealed=True, farewell=Farewell.LEFT)
+        driver = Driver()
+        driver.report(left)
+        driver.see((slot(0, 4), empty(1), empty(2)))
+
+        driver.pass_time(START_GRACE_S)
+
+        assert driver.core.phase is Phase.LINGERING
+        driver.pass_time(600.0)
+        assert driver.core.phase is not Phase.LINGERING
+
     def test_a_new_keeper_stores_what_is_handed_over_by_a_training_that_is_over(self):
         over = structs.replace(STATE, slots=(0,), required=(4,), is_sealed=True, farewell=Farewell.OVER)
         driver = Driver()
