@@ -58,7 +58,10 @@ class Coordinator:
     """Steps that redundancy must protect."""
     captures_left: set[StepKey] | None = None
     """Captures that all nodes have, once nobody trains any more; None as long as somebody does."""
+    gone: set[StepKey] = field(default_factory=set)
+    """Required steps that the slots do not have any more, while it is not known whether a level has them."""
     lost: set[StepKey] = field(default_factory=set)
+    """Required steps that neither the slots nor any level had when that was known of all levels."""
     is_drained: bool = False
     last_order: Order | None = None
     """The state that all nodes are to have."""
@@ -133,6 +136,7 @@ class Coordinator:
         if len(self.reports) == self.num_nodes:
             for level in self.levels:
                 self._count_level(level)
+            self._find_lost()
             if ranks and self._is_training_on_all():
                 self._give_up_what_is_gone(ranks)
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
@@ -428,9 +432,6 @@ class Coordinator:
         """Return True if no grant under way reads another step from slots."""
         return self._key_that_is_read() in (None, key)
 
-    def _is_stored_somewhere(self, key: StepKey) -> bool:
-        return any(key in level.complete for level in self.levels if not level.is_redundancy)
-
     # What must be stored
 
     def _named_keys(self, index: int) -> set[StepKey]:
@@ -472,22 +473,22 @@ class Coordinator:
                     self._give_up(level, key)
 
     def _may_be_copied(self, key: StepKey, index: int) -> bool:
-        """Return True if a faster level has this snapshot, or is granted it. It may have to work again first."""
+        """Return True if a faster level may have this snapshot, or is granted it. It may have to work again first."""
         if self.levels[index].is_redundancy:
             return False
         for faster in range(index):
             level = self.levels[faster]
             is_being_stored = level.is_under_way and level.grant == key
-            if (key in level.complete or is_being_stored) and self._may_copy(faster, index):
+            may_have = not level.is_open or key in level.complete
+            if (may_have or is_being_stored) and self._may_copy(faster, index):
                 return True
         return False
 
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
-        storage = [level for level in self.levels if not level.is_redundancy]
-        if self.captures_left is None or not all(level.is_open for level in storage):
-            return  # what a level has that is not open yet is not known
-        for index, level in enumerate(storage):
+        if self.captures_left is None or not self._is_storage_open():
+            return
+        for index, level in enumerate(self._storage):
             for key in self._required_at(index) - self.captures_left - level.complete:
                 if self._source_of(key, index) is None:
                     self._give_up(level, key)
@@ -499,10 +500,27 @@ class Coordinator:
             self._lose(key)
 
     def _lose(self, key: StepKey) -> None:
-        """The slots do not have a required step any more: it is lost if no level has it."""
-        if not self._is_stored_somewhere(key):
-            self.lost.add(key)
-            self.lost = set(sorted(self.lost)[-MAX_REMEMBERED:])
+        """The slots do not have a required step any more."""
+        self.gone.add(key)
+        self._find_lost()
+
+    def _find_lost(self) -> None:
+        """Count what is gone as lost, unless a level has it."""
+        if not self._is_storage_open():
+            return
+        for key in self.gone:
+            if not any(key in level.complete for level in self._storage):
+                self.lost.add(key)
+        self.gone.clear()
+        self.lost = set(sorted(self.lost)[-MAX_REMEMBERED:])
+
+    @property
+    def _storage(self) -> list[LevelGrants]:
+        return [level for level in self.levels if not level.is_redundancy]
+
+    def _is_storage_open(self) -> bool:
+        """Return True if it is known of each level what it has."""
+        return all(level.is_open for level in self._storage)
 
     def _keys_to_drain(self, index: int) -> set[StepKey]:
         """Return what a level must store when nobody trains any more.

@@ -551,6 +551,24 @@ class TestRequiredSteps:
         [_, slow] = driver.sent(done).levels
         assert slow.given_up == ()
 
+    @pytest.mark.parametrize("last", [0, 1])
+    def test_one_that_a_level_may_have_is_not_lost_before_that_one_is_listed(self, last):
+        """A new keeper: memory has newer steps only, and one level is not listed yet."""
+        settings = JobSettings("run", (LEVEL, LevelSettings("slow", every_n_steps=100)))
+        driver = Driver()
+        listings = of_kind(driver.report(structs.replace(STATE, job=settings, required=(2,))), ListLevel)
+        driver.see((slot(0, 7), slot(1, 8), slot(2, 9)))
+
+        done = driver.step(Listed(listings[1 - last].number, ()))
+
+        assert driver.core.job.node.lost == set()
+        assert (StepKey(START, 2) in driver.sent(done).levels[1 - last].given_up) == (last == 1)
+
+        done = driver.step(Listed(listings[last].number, (StepKey(START, 2),)))
+
+        assert driver.core.job.node.lost == set()
+        assert [job.key.step for job in of_kind(done, WriteLevel) if job.source == 0] == [2] * (last == 0)
+
     def test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one(self):
         slow = LevelSettings("slow", every_n_steps=5)
         driver, state, done = self.driver_that_stored(JobSettings("run", (LEVEL, slow)))

@@ -108,11 +108,11 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._keys_to_drain", "self._source_of(key, index) is not None"),
     ],
     "core/test_core.py::TestTheEnd::test_a_step_that_memory_lacks_is_not_lost_before_all_levels_are_listed": [
-        (
-            "core/coordinator.py",
-            "Coordinator._give_up_what_nobody_has",
-            "not all((level.is_open for level in storage))",
-        ),
+        ("core/coordinator.py", "Coordinator._give_up_what_nobody_has", "not self._is_storage_open()"),
+    ],
+    "core/test_core.py::TestRequiredSteps::test_one_that_a_level_may_have_is_not_lost_before_that_one_is_listed": [
+        ("core/coordinator.py", "Coordinator._find_lost", "not self._is_storage_open()"),
+        ("core/coordinator.py", "Coordinator._may_be_copied", "not level.is_open"),
     ],
     "core/test_core.py::TestTrainers": [
         (
@@ -162,7 +162,11 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/jobs.py", "LevelJobs._watch", "now >= self._moved_at + self.level.timeout_s"),
     ],
     "core/test_core_by_model.py::test_anything_may_happen_in_a_few_examples": [
-        ("core/coordinator.py", "Coordinator._lose", "not self._is_stored_somewhere(key)"),
+        (
+            "core/coordinator.py",
+            "Coordinator._find_lost",
+            "not any((key in level.complete for level in self._storage))",
+        ),
         ("core/job.py", "JobCore._send_state", "self.coordinator is None and self._sent_report is not None"),
     ],
     "core/test_core_by_model.py::test_storage_is_not_starved_by_slow_redundancy": [
