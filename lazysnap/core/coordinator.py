@@ -191,9 +191,10 @@ class Coordinator:
         num_answered = 0
         progress = set()
         for report in level.reports:
-            if report.version == level.version:
-                num_answered += 1
-                progress.add(report.progress)
+            if report.version != level.version:
+                continue  # it is about an earlier grant
+            num_answered += 1
+            progress.add(report.progress)
         if num_answered == self.num_nodes and progress == {GrantProgress.STORED}:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):

@@ -14,6 +14,7 @@ from lazysnap.core.messages import (
     GrantProgress,
     JobSettings,
     LevelOrder,
+    LevelReport,
     LevelSettings,
     MemoryWish,
     NamedStep,
@@ -741,6 +742,33 @@ class TestOtherNodes:
         numbers.append(driver.core.job.coordinator.number)
 
         assert len(set(numbers)) == 3
+
+    def test_a_report_on_an_earlier_grant_of_the_same_step_does_not_count(self):
+        """The file that it speaks of may be deleted since."""
+        settings = structs.replace(SETTINGS, world_size=2, num_nodes=2)
+        key = StepKey(START, 1)
+        driver = Driver()
+        [listing] = of_kind(driver.report(structs.replace(STATE, job=settings)), ListLevel)
+        driver.see(THREE_EMPTY)
+        driver.step(Listed(listing.number, ()))
+        job = driver.core.job
+
+        def other_reports(version: int, grant: StepKey | None, progress: GrantProgress) -> list[actions.Action]:
+            level = LevelReport(version, grant, progress, True, ())
+            return driver.step(Report(1, job.digest, job.coordinator.number, (level,)))
+
+        other_reports(0, None, GrantProgress.IDLE)
+        other_reports(1, None, GrantProgress.IDLE)
+        [level] = job.coordinator.levels
+        assert (level.version, level.grant) == (2, key)
+        driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
+        driver.step(actions.StepStored(job.level_jobs[0].job.number))
+
+        other_reports(1, key, GrantProgress.STORED)
+        assert level.complete == set()
+
+        other_reports(2, key, GrantProgress.STORED)
+        assert level.complete == {key}
 
     @pytest.mark.parametrize("change", [{"levels": (structs.replace(LEVEL, is_shared=False),)}, {"redundancy": PARITY}])
     def test_what_a_keeper_with_other_settings_reports_does_not_count(self, change):

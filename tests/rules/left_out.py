@@ -49,6 +49,9 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/jobs.py", "LevelJobs.may_give", "named.key in self.level.stored"),
         ("core/jobs.py", "LevelJobs.may_give", "not is_refused"),
     ],
+    "core/test_core.py::TestOtherNodes::test_a_report_on_an_earlier_grant_of_the_same_step_does_not_count": [
+        ("core/coordinator.py", "Coordinator._count_grant", "report.version != level.version"),
+    ],
     "core/test_core.py::TestOtherNodes::test_trainers_hear_that_a_node_is_not_reached_and_that_it_is_back": [
         ("core/coordinator.py", "Coordinator.receive", "report.coordinator != self.number"),
         ("core/job.py", "JobCore.alerts", "silent and (not self._is_alone)"),
@@ -58,6 +61,9 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestRequiredSteps::test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one": [
         ("core/coordinator.py", "Coordinator._grant_next", "self._copies_from_faster(index)"),
         ("core/coordinator.py", "Coordinator._find_overtaken", "self._may_be_overtaken(index)"),
+    ],
+    "core/test_core.py::TestRequiredSteps::test_what_is_protected_stays_while_a_trainer_with_fewer_slots_restores": [
+        ("core/node.py", "Node.keys_to_hold", "self.protected is not None"),
     ],
     "core/test_core.py::TestRequiredSteps::test_one_that_is_to_be_protected_takes_the_place_of_a_grant_ahead": [
         (
@@ -168,6 +174,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
             "not any((key in level.complete for level in self._storage))",
         ),
         ("core/job.py", "JobCore._send_state", "self.coordinator is None and self._sent_report is not None"),
+        ("core/retention.py", "Retention.is_expired", "num_newer >= self.keep_last"),
     ],
     "core/test_core_by_model.py::test_storage_is_not_starved_by_slow_redundancy": [
         ("core/coordinator.py", "Coordinator.deadlines", "level.due_at > now"),
@@ -185,6 +192,11 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/jobs.py", "LevelJobs.deadlines", "not self.level.is_ready"),
         ("core/jobs.py", "LevelJobs.ended", "self.job.number != event.number"),
         ("core/jobs.py", "LevelJobs._next_job", "self.level.progress is GrantProgress.LISTING"),
+    ],
+    "memory/test_slot_choice.py::test_a_held_a_busy_and_the_newest_whole_slots_are_never_chosen": [
+        ("memory/slot_choice.py", "_replaceable", "not view.is_held"),
+        ("memory/slot_choice.py", "_replaceable", "view not in untouched"),
+        ("memory/slot_choice.py", "_replaceable", "view.slot_id not in busy"),
     ],
     "memory/test_slot_choice.py::test_one_capture_that_all_ranks_have_stays": [
         ("memory/slot_choice.py", "kept_whole", "runs_ahead"),
