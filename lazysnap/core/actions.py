@@ -227,8 +227,8 @@ class VoidSlot:
 
 @dataclass(frozen=True)
 class BeginJob:
-    """Serve a training with these settings from now on. Its levels take the place of the earlier ones, whose jobs are
-    abandoned, and commit nothing more. This is no ``Job``: no ``JobEnded`` follows.
+    """Serve a training with these settings from now on. Its levels take the place of the earlier ones, whose jobs were
+    cancelled. This is no ``Job``: no ``JobEnded`` follows.
     """
 
     settings: JobSettings
@@ -271,7 +271,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Job:
-    """Begin a job. Exactly one ``JobEnded`` follows, unless the job is abandoned."""
+    """Begin a job on a thread of its own. Exactly one ``JobEnded`` follows, unless the thread hangs."""
 
     level: int
     number: int
@@ -316,18 +316,10 @@ class SetNames(Job):
 
 @dataclass(frozen=True)
 class CancelJob:
-    """The job must not commit any more; it ends soon, as ``Missed``."""
+    """The job must begin no commit any more.
 
-    level: int
-    number: int
-
-
-@dataclass(frozen=True)
-class AbandonJob:
-    """The job hangs: leave its thread alone, and use a new one.
-
-    The thread begins no commit any more. ``JobEnded`` may still follow, and then tells that the thread returned. A step
-    that it stored all the same counts.
+    One that works ends soon, as ``Missed``. One that hangs may end late or never, and the next job begins beside it: if
+    ``JobEnded`` follows, its thread returned. A step that it stored all the same counts.
     """
 
     level: int
@@ -361,7 +353,6 @@ Action = (
     | Release
     | Job
     | CancelJob
-    | AbandonJob
     | Send
     | Finish
 )

@@ -18,6 +18,7 @@ from lazysnap.core.actions import (
     ConnectionLost,
     Event,
     Finish,
+    Job,
     JobEnded,
     JobMoved,
     KeeperTrouble,
@@ -33,7 +34,6 @@ from lazysnap.core.actions import (
     TrainerReported,
 )
 from lazysnap.core.job import JobCore
-from lazysnap.core.jobs import Threads
 from lazysnap.core.lifecycle import Lifecycle, Phase
 from lazysnap.core.messages import KeeperAlert, KeeperState, Order, PeerSettings, Report
 from lazysnap.core.ranks import Presence, Rank, Ranks
@@ -45,11 +45,11 @@ MAX_TROUBLES = 8
 class Core:
     """The decisions of one keeper. See the module's docstring."""
 
-    def __init__(self, coordinator_number: int, now: float, pid: int = 0) -> None:
+    def __init__(self, first_number: int, now: float, pid: int = 0) -> None:
         """Begin with nothing.
 
         Args:
-            coordinator_number: random; the first one of the coordinators that this keeper makes.
+            first_number: random; the first of the numbers of coordinators and of jobs of levels.
             now: seconds of a monotonic clock.
             pid: the process of the keeper, for people.
         """
@@ -60,8 +60,9 @@ class Core:
         self.lifecycle = Lifecycle(now)
         self.job_start = 0
         """The newest start of which a trainer came."""
-        self._threads = Threads()
-        self._coordinator_numbers = itertools.count(coordinator_number)
+        self._numbers = itertools.count(first_number)
+        self._abandoned: dict[str, dict[int, Job]] = {}
+        """See ``JobCore``."""
         self._pid = pid
         self._peers: PeerSettings | None = None
         self._is_serving_peers = False
@@ -203,7 +204,7 @@ class Core:
             return
         if self.job is not None:
             self._actions += self.job.abandon_all()
-        self.job = JobCore(settings, self._threads, self._coordinator_numbers, self.now)
+        self.job = JobCore(settings, self._numbers, self._abandoned, self.now)
         self._actions.append(BeginJob(settings))
 
     # Decisions

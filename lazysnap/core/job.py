@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 import xxhash
 from msgspec import json, structs
 
-from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send
+from lazysnap.core.actions import Action, Hold, Job, JobEnded, Release, Send
 from lazysnap.core.coordinator import Coordinator
-from lazysnap.core.jobs import LevelJobs, Threads
+from lazysnap.core.jobs import LevelJobs
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
     GrantProgress,
@@ -59,25 +59,30 @@ class JobCore:
     There is a new one when a start has other settings than the one before.
     """
 
-    def __init__(self, settings: JobSettings, threads: Threads, numbers: Iterator[int], now: float) -> None:
+    def __init__(
+        self, settings: JobSettings, numbers: Iterator[int], abandoned: dict[str, dict[int, Job]], now: float
+    ) -> None:
         """Begin with nothing known.
 
         Args:
             settings: those of all ranks of the node.
-            threads: of the keeper, also those of settings before these.
-            numbers: of the coordinators that this keeper makes, each used once.
+            numbers: for coordinators and for jobs of levels; the keeper uses none twice.
+            abandoned: jobs whose threads have not returned, by name of the level and number. They may be of settings
+                before these.
             now: seconds of a monotonic clock.
         """
         self.settings = settings
-        self._threads = threads
+        self._numbers = numbers
+        self._abandoned = abandoned
         self.digest = _digest(settings)
         self.node = Node(_storage_levels(settings), _redundancy_level(settings))
-        self.level_jobs = [LevelJobs(index, self.node, threads) for index in range(len(self.node.levels))]
+        self.level_jobs = []
+        for index, level in enumerate(self.node.levels):
+            self.level_jobs.append(LevelJobs(index, self.node, numbers, abandoned.setdefault(level.name, {})))
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
         self.is_preempted = False
         """True if the processes of some rank of some node are about to be killed."""
-        self._coordinator_numbers = numbers
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
         self.awaited_step: int | None = 0
@@ -131,7 +136,8 @@ class JobCore:
         """A job of a level ended, perhaps one of the settings before these."""
         for level in self.level_jobs:
             level.ended(event, now)
-        self._threads.forget(event.number)
+        for abandoned in self._abandoned.values():
+            abandoned.pop(event.number, None)
 
     def job_moved(self, number: int, now: float) -> None:
         """A job moved some bytes."""
@@ -172,7 +178,7 @@ class JobCore:
         if self.settings.redundancy is not None:
             levels.append(LevelGrants.of_redundancy(self.settings.redundancy))
         return Coordinator(
-            next(self._coordinator_numbers),
+            next(self._numbers),
             self.digest,
             num_nodes,
             tuple(levels),
@@ -381,8 +387,8 @@ class JobCore:
                     complete=level.complete,
                     given_up=tuple(sorted(level.given_up)),
                     is_listed=level.progress is not GrantProgress.LISTING,
-                    is_failing=level.is_failing or level.is_failing_somewhere,
-                    failure=jobs.failure,
+                    is_failing=bool(level.failure) or level.is_failing_somewhere,
+                    failure=level.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,
                     writing=writing,
@@ -454,7 +460,7 @@ class JobCore:
         if silent and not self._is_alone:
             alerts.append(KeeperAlert("links", _unreached(self.settings.node, silent, address)))
         if self.settings.redundancy is not None and now >= self._protected_at + UNPROTECTED_S:
-            reason = self.level_jobs[-1].failure or "a node of its group, or of another one, has no parity yet"
+            reason = self.node.levels[-1].failure or "a node of its group, or of another one, has no parity yet"
             if silent:
                 reason = f"no link to the keeper of node {min(silent)}"
             alerts.append(KeeperAlert("protection", f"nothing was protected for {UNPROTECTED_S:.0f} s: {reason}"))

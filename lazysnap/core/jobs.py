@@ -1,26 +1,24 @@
-"""Which job does the thread of a level do next? Pure.
+"""Which job does a level do next? Pure.
 
-A level has one thread, so one job at a time::
+A level does one job at a time::
 
                  ┌──────────── a small write works ────────────┐
                  ▼                                             │
     list ──> write, delete, write, ... ──a job fails──> pause, probe ──fails: pause twice as long──> probe
                                         or hangs
 
-A job that moves no byte for ``timeout_s`` hangs: its thread is abandoned, and counts as a failed job. A level that
-hangs costs that thread and nothing else. At most ``MAX_HANGING`` threads of a level are abandoned at a time.
+A job that moves no byte for ``timeout_s`` hangs: it is abandoned, and counts as failed. It costs the thread that it
+runs on and nothing else. At most ``MAX_HANGING`` jobs of a level are abandoned at a time.
 
 Invariant: no two threads work on the same step of a level, also if a restart changes settings between them. An
-abandoned thread may wake up in the middle of a rename or an unlink. Until it has returned, its step is not deleted, and
+abandoned job may wake up in the middle of a rename or an unlink. Until it has returned, its step is not deleted, and
 a grant of it ends as MISSED.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from lazysnap.core.actions import (
-    AbandonJob,
     Action,
     CancelJob,
     DeleteFiles,
@@ -45,35 +43,21 @@ LONGEST_PAUSE_S = 30.0
 
 
 @dataclass
-class Threads:
-    """What all jobs of a keeper share, whatever settings it serves."""
-
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Numbers of jobs; none is used twice by one keeper."""
-    abandoned: dict[str, dict[int, Job]] = field(default_factory=dict)
-    """Jobs whose threads have not returned, by name of the level and number."""
-
-    def forget(self, job: int) -> None:
-        """Note that the thread of a job returned, whatever its level."""
-        for jobs in self.abandoned.values():
-            jobs.pop(job, None)
-
-
-@dataclass
 class LevelJobs:
     """The jobs of one level."""
 
     index: int
     node: Node
-    threads: Threads
+    numbers: Iterator[int]
+    """Numbers of jobs. The keeper uses none twice."""
+    abandoned: dict[int, Job]
+    """Jobs of this level whose threads have not returned, by number; also those of settings before these."""
     level: NodeLevel = field(init=False)
     """The node's state of the level."""
     job: Job | None = None
     """The job that runs now."""
-    failure: str = ""
-    """Why the last job failed; empty while the level works."""
     failed_step: int | None = None
-    """The step that it did not store; None: it was another job."""
+    """The step that the last job that failed did not store; None: it was another job."""
     num_failures: int = 0
     """Steps that were not stored because the level failed."""
     written_bytes: int = 0
@@ -84,23 +68,19 @@ class LevelJobs:
     """Names that the level does not take. They are not tried again."""
     _moved_at: float = 0.0
     _is_cancelled: bool = False
-    _abandoned: dict[int, Job] = field(init=False)
-    """Jobs of this level whose threads have not returned, by number."""
     _retry_at: float = 0.0
     _pause_s: float = FIRST_PAUSE_S
 
     def __post_init__(self) -> None:
         self.level = self.node.levels[self.index]
-        self._abandoned = self.threads.abandoned.setdefault(self.level.name, {})
-        if len(self._abandoned) >= MAX_HANGING:
-            self.failure = _hang_text(self.level)
-            self.level.become_failed()
+        if len(self.abandoned) >= MAX_HANGING:
+            self.level.become_failed(_hang_text(self.level))
 
     def deadlines(self) -> list[float]:
         """Return the times at which ``decide`` may say something new."""
         if self.job is not None:
             return [self._moved_at + self.level.timeout_s]
-        if not self.level.is_ready and len(self._abandoned) < MAX_HANGING:
+        if not self.level.is_ready and len(self.abandoned) < MAX_HANGING:
             return [self._retry_at]
         return []
 
@@ -130,10 +110,10 @@ class LevelJobs:
             return []
         return [self._abandon(self.job)]
 
-    def _abandon(self, job: Job) -> AbandonJob:
+    def _abandon(self, job: Job) -> CancelJob:
         self.job = None
-        self._abandoned[job.number] = job
-        return AbandonJob(self.index, job.number)
+        self.abandoned[job.number] = job
+        return CancelJob(self.index, job.number)
 
     def moved(self, number: int, now: float) -> None:
         """The job moved some bytes."""
@@ -145,7 +125,7 @@ class LevelJobs:
 
         One that was abandoned counted as failed then. A file that it stored all the same counts now.
         """
-        abandoned = self._abandoned.pop(event.number, None)
+        abandoned = self.abandoned.pop(event.number, None)
         if isinstance(abandoned, WriteLevel) and isinstance(event, StepStored):
             self.level.become_stored(abandoned.key)
         if self.job is None or self.job.number != event.number:
@@ -166,8 +146,7 @@ class LevelJobs:
         if isinstance(job, ProbeLevel):
             self.level.become_ready()
             return  # a small write that works does not show that a real job does
-        self.failure = ""
-        self.level.is_failing = False
+        self.level.failure = ""
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
             self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)
@@ -189,14 +168,13 @@ class LevelJobs:
     def _fail(self, job: Job, text: str, now: float) -> None:
         """A job failed. What it may have left half done is deleted once the level works again."""
         self._leave_behind(job)
-        self.failure = text
         self.failed_step = None
         if isinstance(job, WriteLevel):
             self.failed_step = job.key.step
             self.num_failures += 1
         self._retry_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self.level.become_failed()
+        self.level.become_failed(text)
 
     def _leave_behind(self, job: Job) -> None:
         """Files of what the job worked on may be there, and do not count."""
@@ -214,7 +192,7 @@ class LevelJobs:
         """
         if self.job is not None:
             return self._watch(self.job, ranks, now)
-        if len(self._abandoned) >= MAX_HANGING:
+        if len(self.abandoned) >= MAX_HANGING:
             return []
         job = self._next_job(ranks, names, released, now)
         if job is None:
@@ -228,20 +206,20 @@ class LevelJobs:
         if not self.level.is_ready:
             if now < self._retry_at:
                 return None
-            return ProbeLevel(self.index, next(self.threads.numbers))
+            return ProbeLevel(self.index, next(self.numbers))
         if self.level.progress is GrantProgress.LISTING:
-            return ListLevel(self.index, next(self.threads.numbers))
+            return ListLevel(self.index, next(self.numbers))
         write = self._write(ranks)
         if write is not None:
             return write
         names_to_set = self._names_to_set(names, released)
         if names_to_set is not None:
             added, taken_away = names_to_set
-            return SetNames(self.index, next(self.threads.numbers), added, taken_away)
+            return SetNames(self.index, next(self.numbers), added, taken_away)
         expired = self._keys_to_delete()
         if expired:
             self.level.forget(expired)
-            return DeleteFiles(self.index, next(self.threads.numbers), expired)
+            return DeleteFiles(self.index, next(self.numbers), expired)
         return None
 
     def _write(self, ranks: Sequence[RankView]) -> WriteLevel | None:
@@ -259,7 +237,7 @@ class LevelJobs:
             if len(slots) < len(ranks):
                 return None
         level.become_writing()
-        return WriteLevel(self.index, next(self.threads.numbers), key, slots, level.source)
+        return WriteLevel(self.index, next(self.numbers), key, slots, level.source)
 
     def _names_to_set(
         self, names: Set[NamedStep], released: Set[str]
@@ -289,7 +267,7 @@ class LevelJobs:
 
     def _keys_of_hanging_threads(self) -> set[StepKey]:
         keys: set[StepKey] = set()
-        for job in self._abandoned.values():
+        for job in self.abandoned.values():
             keys.update(_keys_of(job))
         return keys
 

@@ -145,10 +145,10 @@ class NodeLevel:
     is_ready: bool = True
     has_slots: bool = True
     """False for redundancy where a rank has no slot to spare: nothing is held, counted or granted then."""
-    is_failing: bool = False
-    """True from a failed job until a real job works: a small write that works is not enough."""
+    failure: str = ""
+    """Why the last job failed, until a real job works: a small write that works is not enough. Else empty."""
     is_failing_somewhere: bool = False
-    """True while that is so on any node, by the last order."""
+    """True while the level does not work on some node, by the last order."""
     stored: set[StepKey] = field(default_factory=set)
     """Invariant: this node's part of each of these was committed and read back, and its deletion has not begun."""
     leftovers: set[StepKey] = field(default_factory=set)
@@ -273,13 +273,13 @@ class NodeLevel:
         if key == self.wanted_key:
             self.progress = GrantProgress.MISSED
 
-    def become_failed(self) -> None:
-        """A job failed or hangs, whichever it was. The level gets no grant before a small write works.
+    def become_failed(self, text: str) -> None:
+        """A job failed or hangs, whichever it was, for the reason in ``text``. No grant before a small write works.
 
-        Its present grant is given up: other levels wait until its step is read.
+        The present grant is given up: other levels wait until its step is read.
         """
         self.is_ready = False
-        self.is_failing = True
+        self.failure = text
         if self.progress in (GrantProgress.WAITING, GrantProgress.WRITING):
             self.progress = GrantProgress.FAILED
 
@@ -320,7 +320,7 @@ class NodeLevel:
         newest = sorted(self.stored, reverse=True)[:MAX_STORED_REPORTED]
         names = tuple(sorted(self.names))
         is_ready = self.is_ready and self.has_slots
-        return LevelReport(self.version, self.grant, self.progress, is_ready, tuple(newest), names, self.is_failing)
+        return LevelReport(self.version, self.grant, self.progress, is_ready, tuple(newest), names, bool(self.failure))
 
 
 @dataclass

@@ -125,10 +125,10 @@ class Answers:
             )
         newest = max(whole_on_all(self._core.ranks.views(job.settings)), default=None)
         is_any_failing = False
-        for level, jobs in zip(job.node.storage, job.level_jobs, strict=False):
+        for level in job.node.storage:
             if newest is None or newest in level.complete:
                 continue
-            if not jobs.failure:
+            if not level.failure:
                 return ""  # it is being stored
             is_any_failing = True
         if newest is None or not is_any_failing:

@@ -23,7 +23,6 @@ from msgspec import structs
 
 from lazysnap import faults
 from lazysnap.core.actions import (
-    AbandonJob,
     Action,
     AdoptSlots,
     BeginJob,
@@ -282,8 +281,6 @@ class Keeper:
                 self._levels.start(action, self._slots.by_rank)
             case CancelJob():
                 self._levels.cancel(action.level, action.number)
-            case AbandonJob():
-                self._levels.abandon(action.level, action.number)
             case Send():
                 self._others.send(action.node, action.message)
             case Finish():
@@ -322,7 +319,7 @@ class Keeper:
         return self._core.job.settings.num_ranks
 
     def _job_returned(self, control: JobControl, event: JobEnded) -> None:
-        """Take the end of a job. Called on the thread of its level."""
+        """Take the end of a job. Called on its thread."""
         self._loop.call_soon_threadsafe(self._job_ended, control, event)
 
     def _job_ended(self, control: JobControl, event: JobEnded) -> None:

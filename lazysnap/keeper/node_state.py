@@ -254,8 +254,8 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
     if jobs.written_bytes:
         bytes_per_s = jobs.written_bytes / max(jobs.written_s, 1e-9)
     failure = history.failure
-    if jobs.failure:
-        failure = Redaction(settings.storage_options or {}).clean(jobs.failure)
+    if level.failure:
+        failure = Redaction(settings.storage_options or {}).clean(level.failure)
     return LevelFacts(
         url=settings.url,
         is_shared=settings.is_shared,
@@ -266,7 +266,7 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
         moved_bytes=0,
         total_bytes=0,
         waiting=0,
-        is_failing=bool(jobs.failure),
+        is_failing=bool(level.failure),
         failure=failure,
         failed_ns=history.failed_ns,
     )

@@ -226,7 +226,7 @@ class TestStarts:
 
         done = driver.report(structs.replace(STATE, start=START + 1, job=other), pid=200, connection=2)
 
-        assert actions.AbandonJob(0, before.number) in done
+        assert actions.CancelJob(0, before.number) in done
         assert actions.BeginJob(other) in done
         [after] = of_kind(done, ListLevel)
         assert after.number > before.number
@@ -241,7 +241,7 @@ class TestStarts:
 
         driver.step(Listed(hanging.number, ()))
 
-        assert not driver.core._threads.abandoned[LEVEL.url]
+        assert not driver.core._abandoned[LEVEL.url]
 
     def test_a_start_that_is_older_does_not_change_the_job(self):
         """One rank of a node may begin the next start before another one."""

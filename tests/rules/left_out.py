@@ -162,7 +162,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore._hold_slots", "slot.is_held"),
     ],
     "core/test_core_by_model.py::test_a_thread_that_hangs_works_alone_on_its_step_also_after_a_change_of_settings": [
-        ("core/jobs.py", "LevelJobs.deadlines", "len(self._abandoned) < MAX_HANGING"),
+        ("core/jobs.py", "LevelJobs.deadlines", "len(self.abandoned) < MAX_HANGING"),
         ("core/jobs.py", "LevelJobs._next_job", "not self.level.is_ready"),
         ("core/jobs.py", "LevelJobs._write", "key in self._keys_of_hanging_threads()"),
         ("core/jobs.py", "LevelJobs._watch", "now >= self._moved_at + self.level.timeout_s"),

@@ -327,7 +327,7 @@ class SimKeeper:
             case actions.VoidSlot():
                 self.node.slots(action.rank)[action.slot_id].void(action.sequence)
                 self._must_look = True
-            case actions.CancelJob() | actions.AbandonJob():
+            case actions.CancelJob():
                 self.jobs[action.level].is_cancelled = True
             case actions.Job():
                 self.jobs[action.level] = SimJob(self, action)
