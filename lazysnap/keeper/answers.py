@@ -8,7 +8,8 @@ from msgspec import structs
 from lazysnap.core.core import Core
 from lazysnap.core.node import whole_on_all
 from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
-from lazysnap.keeper.node_state import NodeHistory, node_state
+from lazysnap.keeper.event_log import EventLog
+from lazysnap.keeper.node_state import node_state
 from lazysnap.keeper.questions import Answer, HeldParity, KeptMemory, Question
 from lazysnap.keeper.slot_table import SlotTable
 
@@ -30,13 +31,13 @@ class Answers:
     # Memory and state
 
     def answer_memory(
-        self, connection: TrainerConnection, question: Question, history: NodeHistory, parity: Sequence[HeldParity]
+        self, connection: TrainerConnection, question: Question, log: EventLog, parity: Sequence[HeldParity]
     ) -> None:
         """Send what memory a rank has; to anybody but its trainer with descriptors that can only be read."""
         rank = question.local_rank
         memory = KeptMemory(
             slots=self._slots.facts(rank),
-            end=history.ends.get(rank),
+            end=log.ends.get(rank),
             local_ranks=self._slots.ranks,
             parity=tuple(parity) if rank == 0 else (),
         )
@@ -54,11 +55,11 @@ class Answers:
         connection: TrainerConnection,
         question: Question,
         parity_bytes: int,
-        history: NodeHistory,
+        log: EventLog,
         moved_bytes: Mapping[int, int],
     ) -> None:
         """Send the state of the node."""
-        state = node_state(self._core, self._slots.by_rank, parity_bytes, history, moved_bytes)
+        state = node_state(self._core, self._slots.by_rank, parity_bytes, log, moved_bytes)
         self._connections.answer(connection, Answer(number=question.number, status=state))
 
     # The end

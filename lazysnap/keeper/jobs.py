@@ -15,7 +15,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from lazysnap import faults
 from lazysnap.core.actions import (
@@ -35,12 +35,12 @@ from lazysnap.core.actions import (
 )
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.level_files import LevelFiles
+from lazysnap.keeper.slot_table import NodeSlots
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, shard_of
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
-from lazysnap.memory.slots import Slot
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 
@@ -48,9 +48,6 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 """The least time between two messages of a job that it moves."""
-
-NodeSlots = Mapping[int, Mapping[int, Slot]]
-"""Slots of a node, by local rank and slot id."""
 
 
 class JobControl:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from lazysnap import faults
 from lazysnap.core.actions import Event, Failed, Job, JobEnded, WriteLevel
 from lazysnap.core.messages import JobSettings
-from lazysnap.keeper.jobs import JobControl, NodeSlots, run_level_job
+from lazysnap.keeper.jobs import JobControl, run_level_job
 from lazysnap.keeper.level_files import LevelFiles
+from lazysnap.keeper.slot_table import NodeSlots
 from lazysnap.memory.slots import Slot
 
 ParityJob = Callable[[Job, NodeSlots, JobControl], Callable[[], JobEnded]]

@@ -403,13 +403,12 @@ class Keeper:
 
     def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
         self._handle(PlainEvent.TIME_PASSED)  # captures may have begun that nothing woke the keeper for
-        history = self._events.history
         match question.about:
             case "memory":
-                self._answers.answer_memory(connection, question, history, self._others.held_parity())
+                self._answers.answer_memory(connection, question, self._events, self._others.held_parity())
             case "status":
                 moved_bytes = self._moved_bytes()
-                self._answers.answer_status(connection, question, self._others.parity_bytes, history, moved_bytes)
+                self._answers.answer_status(connection, question, self._others.parity_bytes, self._events, moved_bytes)
             case "stop":
                 self._answers.stop_asked(connection, question)
                 if question.is_forced and not self._core.is_served:

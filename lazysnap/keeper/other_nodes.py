@@ -4,16 +4,15 @@ What it needs is imported with the first start that has several nodes: a keeper 
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lazysnap.core.actions import Event, Failed, Job, JobEnded
 from lazysnap.core.messages import JobSettings, Order, PeerSettings, Report
 from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.questions import HeldParity
-from lazysnap.keeper.slot_table import SlotTable
+from lazysnap.keeper.slot_table import NodeSlots, SlotTable
 from lazysnap.levels.watched import RateLimiter
-from lazysnap.memory.slots import Slot
 
 if TYPE_CHECKING:
     from lazysnap.keeper.parity import ParityContext, ParityStore
@@ -94,9 +93,7 @@ class OtherNodes:
         """Return the parity that the node holds."""
         return [] if self._parity is None else self._parity.inventory()
 
-    def parity_job(
-        self, job: Job, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
-    ) -> Callable[[], JobEnded]:
+    def parity_job(self, job: Job, slots: NodeSlots, control: JobControl) -> Callable[[], JobEnded]:
         """Return the work of a job of redundancy, for a thread of its own."""
         from lazysnap.keeper.parity import run_parity_job
 

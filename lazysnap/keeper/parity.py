@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -36,12 +36,12 @@ from lazysnap.errors import KeeperError, LazySnapError
 from lazysnap.keeper.jobs import JobControl, open_captures
 from lazysnap.keeper.node_part import NodePart, read_index
 from lazysnap.keeper.questions import HeldMember, HeldParity
+from lazysnap.keeper.slot_table import NodeSlots
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
-from lazysnap.memory.slots import Slot
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
@@ -162,9 +162,7 @@ class ParityContext:
         return self.settings.redundancy
 
 
-def run_parity_job(
-    job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
-) -> JobEnded:
+def run_parity_job(job: Job, context: ParityContext, slots: NodeSlots, control: JobControl) -> JobEnded:
     """Do a job of redundancy and return how it ended. Blocks. Never raises.
 
     Args:
@@ -196,7 +194,7 @@ def _purpose(job: Job) -> str:
     return "nothing is protected by other nodes"
 
 
-def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl) -> JobEnded:
+def _run(job: Job, context: ParityContext, slots: NodeSlots, control: JobControl) -> JobEnded:
     if isinstance(job, ListLevel):
         return Listed(job.number, context.store.keys())
     if isinstance(job, DeleteFiles):
@@ -214,9 +212,7 @@ def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot
     return JobEnded(job.number)
 
 
-def _protect(
-    job: WriteLevel, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
-) -> StepStored:
+def _protect(job: WriteLevel, context: ParityContext, slots: NodeSlots, control: JobControl) -> StepStored:
     faults.point("keeper.parity.begin")
     began = time.monotonic()
     readers = open_captures(job, slots, control.beat)
