@@ -27,7 +27,6 @@ from lazysnap.core.actions import (
     ProcessDied,
     Release,
     SendToTrainer,
-    SetAwaitedStep,
     SetPeers,
     SlotMade,
     SlotsSeen,
@@ -66,8 +65,6 @@ class Core:
         self._pid = pid
         self._peers: PeerSettings | None = None
         self._is_serving_peers = False
-        self._awaited_step: int | None = 0
-        """As the node page has it. A new page awaits every capture."""
         self._troubles: list[str] = []
         self._decide_at: float | None = min(self.lifecycle.deadlines())
         """Time at which something is to be decided without any other event."""
@@ -217,9 +214,6 @@ class Core:
             is_draining = self.phase is Phase.DRAINING
             self.job.find_coordinator(self.now, is_served=self.is_served, is_draining=is_draining)
             self._actions += self.job.decide(self.ranks.views(self.job.settings), self.ranks.wants, self.now)
-            if self.job.awaited_step != self._awaited_step:
-                self._awaited_step = self.job.awaited_step
-                self._actions.append(SetAwaitedStep(self._awaited_step))
             self._release_former(self.job)
         for rank in self.ranks.all:
             make_slot = rank.slot_to_make(self.now)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import xxhash
 from msgspec import json, structs
 
-from lazysnap.core.actions import Action, Hold, Job, JobEnded, Release, Send
+from lazysnap.core.actions import Action, Hold, Job, JobEnded, Release, Send, SetAwaitedStep
 from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.jobs import LevelJobs
 from lazysnap.core.level_grants import LevelGrants
@@ -85,8 +85,8 @@ class JobCore:
         """True if the processes of some rank of some node are about to be killed."""
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
-        self.awaited_step: int | None = 0
-        """The step from which on captures are awaited; None: none is."""
+        self._awaited_step: int | None = -1
+        """The step from which on captures are awaited, as the node page has it; None: none is. -1: not known yet."""
         self._sent_report: Report | None = None
         self._obeyed: Order | None = None
         """The last order that this node took."""
@@ -241,7 +241,10 @@ class JobCore:
             if order is None:
                 break
             self._obey(order)
-        self.awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
+        awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
+        if awaited_step != self._awaited_step:
+            self._awaited_step = awaited_step
+            self._actions.append(SetAwaitedStep(awaited_step))
         self._note_protection(ranks, now)
         return self._actions
 

@@ -129,8 +129,6 @@ class Keeper:
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
         self._answers = Answers(self._core, self._slots, self._connections)
-        self._sent: dict[int, SendToTrainer] = {}
-        """The last state that was sent, by rank."""
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections there."""
@@ -245,16 +243,17 @@ class Keeper:
         alerts = []
         while not self._trouble.texts.empty():
             alerts.append(KeeperAlert("keeper", self._trouble.texts.get()))
-        for action in self._sent.values():
-            state = structs.replace(action.state, alerts=(*action.state.alerts, *alerts))
-            self._connections.send_state(action.connection, action.rank, state)
+        for rank in self._core.ranks.all:
+            if rank.last_sent is not None:
+                state = structs.replace(rank.last_sent, alerts=(*rank.last_sent.alerts, *alerts))
+                self._connections.send_state(rank.connection, rank.number, state)
 
     # Actions
 
     def _perform(self, action: Action) -> None:
         match action:
             case SendToTrainer():
-                self._send_state(action)
+                self._send_state(action.connection, action.rank, action.state)
             case CloseConnection():
                 self._connections.close(action.connection)
             case AdoptSlots():
@@ -367,14 +366,8 @@ class Keeper:
             frame.descriptors = self._handed_over
             self._handed_over = []
 
-    def _send_state(self, action: SendToTrainer) -> None:
-        if not action.state.refusal:
-            self._sent[action.rank] = action
-        state = self._with_progress(action.state)
-        self._connections.send_state(action.connection, action.rank, state)
-
-    def _with_progress(self, state: KeeperState) -> KeeperState:
-        """Add the bytes that jobs moved, where somebody waits for them: the core does not know them."""
+    def _send_state(self, connection: int, rank: int, state: KeeperState) -> None:
+        """Send a state, with the bytes that jobs moved where somebody waits for them: the core does not know them."""
         levels = []
         for index, level in enumerate(state.levels):
             moved_bytes = self._levels.moved_bytes(index)
@@ -382,14 +375,14 @@ class Keeper:
                 levels.append(structs.replace(level, moved_bytes=moved_bytes))
             else:
                 levels.append(level)
-        return structs.replace(state, levels=tuple(levels))
+        self._connections.send_state(connection, rank, structs.replace(state, levels=tuple(levels)))
 
     def _send_progress(self, level: int) -> None:
         """Send the last states again, with the bytes that a job moved since."""
-        for action in list(self._sent.values()):
-            levels = action.state.levels
-            if level < len(levels) and levels[level].writing is not None:
-                self._send_state(action)
+        for rank in self._core.ranks.all:
+            state = rank.last_sent
+            if state is not None and level < len(state.levels) and state.levels[level].writing is not None:
+                self._send_state(rank.connection, rank.number, state)
 
     # Questions
 
