@@ -236,7 +236,7 @@ class Core:
             return
         starts = set()  # those of which there are snapshots
         if job.node.storage:
-            for key in job.node.storage[0].complete:
+            for key in job.node.storage[0].order.complete:
                 starts.add(key.start)
             is_replaced = self.job_start in starts
         else:
@@ -278,9 +278,9 @@ class Core:
             protected=job.protected,
             names=job.given_names(),
             name_refusals=job.name_refusals,
-            lost=tuple(sorted(job.node.lost)),
+            lost=job.node.order.lost,
             alerts=tuple(alerts),
-            is_preempted=job.is_preempted or wants.is_preempted,
+            is_preempted=job.node.order.is_preempted or wants.is_preempted,
             is_serving_peers=self._is_serving_peers,
         )
 
@@ -316,6 +316,6 @@ class Core:
         is_drained = True
         do_all_know = True
         if self.job is not None:
-            is_drained = self.job.node.is_drained and self.job.is_idle(self.ranks.wants)
+            is_drained = self.job.node.order.is_drained and self.job.is_idle(self.ranks.wants)
             do_all_know = self.job.coordinator is None or self.job.coordinator.is_finished()
         self.lifecycle.drained(self.now, is_drained=is_drained, do_all_know=do_all_know)

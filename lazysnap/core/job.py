@@ -81,15 +81,11 @@ class JobCore:
             self.level_jobs.append(LevelJobs(index, self.node, numbers, abandoned.setdefault(level.name, {})))
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
-        self.is_preempted = False
-        """True if the processes of some rank of some node are about to be killed."""
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
         self._awaited_step: int | None = -1
         """The step from which on captures are awaited, as the node page has it; None: none is. -1: not known yet."""
         self._sent_report: Report | None = None
-        self._obeyed: Order | None = None
-        """The last order that this node took."""
         self._repeat_at = now
         """Time at which the state is repeated for other nodes. It moves on whenever a new one is sent."""
         self._received_at = now
@@ -122,15 +118,10 @@ class JobCore:
         if isinstance(message, Report):
             if self.coordinator is not None:
                 is_new = self.coordinator.receive(message)
-        elif self.coordinator is None and message != self._obeyed:
-            self._obey(message)
+        elif self.coordinator is None and message != self.node.order:
+            self.node.obey(message)
             is_new = True
         return is_new or was_silent
-
-    def _obey(self, order: Order) -> None:
-        self._obeyed = order
-        self.node.obey(order)
-        self.is_preempted = order.is_preempted
 
     def job_ended(self, event: JobEnded, now: float) -> None:
         """A job of a level ended, perhaps one of the settings before these."""
@@ -208,7 +199,6 @@ class JobCore:
             self._received_at = now
             if self._is_alone:  # the job goes on, and with it the other nodes
                 self.coordinator = None
-                self._obeyed = None
                 self.node.forget_orders()
                 if self.settings.node == COORDINATOR_NODE:
                     self.coordinator = self._new_coordinator(self.settings.num_nodes)
@@ -240,7 +230,7 @@ class JobCore:
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
                 break
-            self._obey(order)
+            self.node.obey(order)
         awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
         if awaited_step != self._awaited_step:
             self._awaited_step = awaited_step
@@ -253,7 +243,7 @@ class JobCore:
 
         It stays required until it is stored or lost: a newer one at each step would overtake it before it is stored.
         """
-        if not (wants.is_preempted or self.is_preempted):
+        if not (wants.is_preempted or self.node.order.is_preempted):
             self._rescued = None
             return wants
         if self._rescued is None or not self.node.unanswered([self._rescued], ()):
@@ -280,14 +270,14 @@ class JobCore:
         return Report(
             node=node,
             job=self.digest,
-            coordinator=self.node.coordinator,
+            coordinator=self.node.order.coordinator,
             levels=tuple(level.report() for level in self.node.levels),
             required=wants.required,
             names=wants.names,
             protect=wants.protect,
             is_preempted=wants.is_preempted,
             left=captures_left,
-            knows_drained=self.node.is_drained,
+            knows_drained=self.node.order.is_drained,
         )
 
     def _exchange(self, report: Report, ranks: Sequence[RankView], now: float) -> Order | None:
@@ -363,9 +353,10 @@ class JobCore:
         for key in unanswered:
             steps.append(key.step)
         for level in self.node.levels:
-            if level.progress is GrantProgress.WAITING and level.grant is not None and level.source is None:
-                steps.append(level.grant.step)
-        if self.is_preempted or any(rank.awaits_first for rank in ranks):
+            order = level.order
+            if level.progress is GrantProgress.WAITING and order.grant is not None and order.source is None:
+                steps.append(order.grant.step)
+        if self.node.order.is_preempted or any(rank.awaits_first for rank in ranks):
             steps.append(0)
         return min(steps, default=None)
 
@@ -387,10 +378,10 @@ class JobCore:
                 writing = jobs.writing
             states.append(
                 LevelState(
-                    complete=level.complete,
-                    given_up=tuple(sorted(level.given_up)),
+                    complete=level.order.complete,
+                    given_up=level.order.given_up,
                     is_listed=level.progress is not GrantProgress.LISTING,
-                    is_failing=bool(level.failure) or level.is_failing_somewhere,
+                    is_failing=bool(level.failure) or level.order.is_failing,
                     failure=level.failure,
                     failed_step=jobs.failed_step,
                     num_failures=jobs.num_failures,
@@ -405,7 +396,7 @@ class JobCore:
         redundancy = self.node.redundancy
         if redundancy is None:
             return None
-        return max(redundancy.complete, default=None)
+        return max(redundancy.order.complete, default=None)
 
     @property
     def name_refusals(self) -> tuple[NameRefusal, ...]:

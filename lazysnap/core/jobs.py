@@ -232,12 +232,12 @@ class LevelJobs:
             level.become_missed(key)
             return None
         slots: tuple[tuple[int, int], ...] = ()
-        if level.source is None:
+        if level.order.source is None:
             slots = _held_slots(key, ranks)
             if len(slots) < len(ranks):
                 return None
         level.become_writing()
-        return WriteLevel(self.index, next(self.numbers), key, slots, level.source)
+        return WriteLevel(self.index, next(self.numbers), key, slots, level.order.source)
 
     def _names_to_set(
         self, names: Set[NamedStep], released: Set[str]

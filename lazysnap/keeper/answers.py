@@ -102,7 +102,7 @@ class Answers:
         steps: dict[str, int | None] = {}
         if job is not None:
             for settings, level in zip(job.settings.levels, job.node.levels, strict=False):
-                newest = max(level.complete, default=None)
+                newest = max(level.order.complete, default=None)
                 steps[settings.url] = None if newest is None else newest.step
         return steps
 
@@ -127,7 +127,7 @@ class Answers:
         newest = max(whole_on_all(self._core.ranks.views(job.settings)), default=None)
         is_any_failing = False
         for level in job.node.storage:
-            if newest is None or newest in level.complete:
+            if newest is None or newest in level.order.complete:
                 continue
             if not level.failure:
                 return ""  # it is being stored
@@ -151,4 +151,4 @@ class Answers:
         job = self._core.job
         if job is None:
             return not any(slot.is_whole for rank in self._core.ranks.all for slot in rank.slots)
-        return job.settings.num_nodes > 1 or job.node.is_drained
+        return job.settings.num_nodes > 1 or job.node.order.is_drained

@@ -42,7 +42,7 @@ def node_state(
     settings = job.settings
     common = None
     ranks = []
-    if not (core.phase is Phase.DRAINING and job.node.is_drained):  # else nothing needs memory any more
+    if not (core.phase is Phase.DRAINING and job.node.order.is_drained):  # else nothing needs memory any more
         common = max(whole_on_all(core.ranks.views(settings)), default=None)
         for rank in core.ranks.all:
             if rank.presence is not Presence.ABSENT or rank.slots:
@@ -151,7 +151,7 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
     settings = job.settings.levels[index]
     level = job.node.levels[index]
     jobs = job.level_jobs[index]
-    newest = max(level.complete, default=None)
+    newest = max(level.order.complete, default=None)
     complete_ns = None
     if newest is not None and newest == history.completed:
         # A keeper that replaces another one finds old steps complete: their time is not known.
@@ -203,7 +203,7 @@ def _num_waiting(core: Core, job: JobCore, index: int) -> int:
     if index == 0:
         keys.update(named.key for named in wants.names)
     level = job.node.levels[index]
-    keys -= {*level.complete, *level.given_up, *job.node.lost}
+    keys -= {*level.order.complete, *level.order.given_up, *job.node.order.lost}
     writing = job.level_jobs[index].writing
     if writing is not None:
         keys.discard(writing)

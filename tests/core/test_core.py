@@ -401,7 +401,7 @@ class TestTheEnd:
         [job] = of_kind(done, ListLevel)
         done = driver.step(Listed(job.number, ()))
         assert not of_kind(done, WriteLevel)
-        assert not driver.core.job.node.lost
+        assert not driver.core.job.node.order.lost
 
         driver.see((slot(0, 4), empty(1), empty(2)))
         done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
@@ -412,11 +412,11 @@ class TestTheEnd:
         driver = Driver()
         [job] = of_kind(driver.report(structs.replace(STATE, required=(4,), is_sealed=True)), ListLevel)
         driver.see((slot(0, 7), empty(1), empty(2)))
-        assert not driver.core.job.node.lost
+        assert not driver.core.job.node.order.lost
 
         driver.step(Listed(job.number, (StepKey(START, 4),)))
 
-        assert not driver.core.job.node.lost
+        assert not driver.core.job.node.order.lost
 
     def test_a_required_step_that_only_a_faster_level_has_is_copied_before_the_end(self):
         slow = LevelSettings("slow", every_n_steps=100)
@@ -456,7 +456,7 @@ class TestSeveralLevels:
 
         assert [job.source for job in of_kind(done, WriteLevel) if job.level == 1] == ([0] if copies else [])
         if not copies:
-            assert driver.core.job.node.levels[1].source is None
+            assert driver.core.job.node.levels[1].order.source is None
 
     def test_a_required_step_that_no_level_can_take_does_not_stop_redundancy(self):
         """Its grant lies ahead, and nothing is gained by giving it up: it was given up again and again."""
@@ -470,12 +470,12 @@ class TestSeveralLevels:
         driver.step(actions.StepStored(parity.number))
         driver.step(actions.Failed(write.number, "the disk is away"))
         redundancy = driver.core.job.node.levels[1]
-        version = redundancy.version
+        version = redundancy.order.version
         assert redundancy.grant == StepKey(START, 3)
 
         driver.pass_time(0.1)
 
-        assert redundancy.version == version
+        assert redundancy.order.version == version
         assert redundancy.grant == StepKey(START, 3)
 
     def test_a_level_that_still_reads_an_older_step_crowds_out_the_next_one(self):
@@ -562,12 +562,12 @@ class TestRequiredSteps:
 
         done = driver.step(Listed(listings[1 - last].number, ()))
 
-        assert driver.core.job.node.lost == set()
+        assert driver.core.job.node.order.lost == ()
         assert (StepKey(START, 2) in driver.sent(done).levels[1 - last].given_up) == (last == 1)
 
         done = driver.step(Listed(listings[last].number, (StepKey(START, 2),)))
 
-        assert driver.core.job.node.lost == set()
+        assert driver.core.job.node.order.lost == ()
         assert [job.key.step for job in of_kind(done, WriteLevel) if job.source == 0] == [2] * (last == 0)
 
     def test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one(self):

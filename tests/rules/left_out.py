@@ -31,7 +31,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestLevelsByTime::test_the_first_capture_is_stored_at_once_and_the_next_one_a_minute_later": [
         ("core/coordinator.py", "Coordinator._grant_level", "not level.is_open"),
         ("core/coordinator.py", "Coordinator._grant_due", "not is_due and (not ahead)"),
-        ("core/job.py", "JobCore._with_newest", "not (wants.is_preempted or self.is_preempted)"),
+        ("core/job.py", "JobCore._with_newest", "not (wants.is_preempted or self.node.order.is_preempted)"),
     ],
     "core/test_core.py::TestMemory::test_a_refusal_is_reported_and_tried_again": [
         ("core/core.py", "Core._update_trainers", "state != rank.last_sent"),
@@ -183,7 +183,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._source_of", "key in level.complete"),
         ("core/core.py", "Core._advance_life", "self.phase is Phase.OVER and (not was_over)"),
         ("core/job.py", "JobCore.__init__", "settings.node == COORDINATOR_NODE"),
-        ("core/job.py", "JobCore.receive", "self.coordinator is None and message != self._obeyed"),
+        ("core/job.py", "JobCore.receive", "self.coordinator is None and message != self.node.order"),
         ("core/job.py", "JobCore.deadlines", "self._protected_at + UNPROTECTED_S > now"),
         ("core/job.py", "JobCore._is_alone", "self.coordinator.is_alone"),
         ("core/job.py", "JobCore._exchange", "report != self._sent_report"),
