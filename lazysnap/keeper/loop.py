@@ -128,7 +128,7 @@ class Keeper:
         self._levels = LevelThreads(self._post, self._job_returned, self._others.parity_job)
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
-        self._answers = Answers(self._core, self._slots, self._connections)
+        self._answers = Answers(self._core, self._slots, self._connections, self._others, self._events)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections there."""
@@ -398,10 +398,9 @@ class Keeper:
         self._handle(PlainEvent.TIME_PASSED)  # captures may have begun that nothing woke the keeper for
         match question.about:
             case "memory":
-                self._answers.answer_memory(connection, question, self._events, self._others.held_parity())
+                self._answers.answer_memory(connection, question)
             case "status":
-                moved_bytes = self._moved_bytes()
-                self._answers.answer_status(connection, question, self._others.parity_bytes, self._events, moved_bytes)
+                self._answers.answer_status(connection, question, self._moved_bytes())
             case "stop":
                 self._answers.stop_asked(connection, question)
                 if question.is_forced and not self._core.is_served:
