@@ -99,7 +99,7 @@ class Coordinator:
         """Return the times at which a level becomes due."""
         times = []
         for level in self.levels:
-            if level.every_n_steps is None and not level.is_under_way and level.due_at > now:
+            if level.settings.every_n_steps is None and not level.is_under_way and level.due_at > now:
                 times.append(level.due_at)
         return times
 
@@ -206,7 +206,7 @@ class Coordinator:
                     self._lose(grant)
             # By time, the newest capture may have been granted, too. If steps are so short that it is missed, only a
             # grant further ahead is in time.
-            is_due_by_time = level.every_n_steps is None
+            is_due_by_time = level.settings.every_n_steps is None
             is_late = is_missed_step and (level.is_ahead or is_due_by_time) and not level.is_overtaken
             level.become_cancelled(grant, is_late=is_late)
 
@@ -296,9 +296,9 @@ class Coordinator:
             return False
         if level.is_redundancy:
             return level.passes_a_multiple(key)
-        if level.every_n_steps is None:
+        if level.settings.every_n_steps is None:
             return level.is_due(key.start, now)
-        return key.step % level.every_n_steps == 0
+        return key.step % level.settings.every_n_steps == 0
 
     def _takes_newest_begun(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
         """Return True if a level that is due by time is to store the newest capture that was begun.
@@ -306,7 +306,7 @@ class Coordinator:
         So the first capture is stored at once, however long a step takes. Where steps are so short that other nodes
         miss it, the next grant lies ahead.
         """
-        if level.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0:
+        if level.settings.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0:
             return False
         return not level.is_done_with(key) and is_in_memory(key, ranks) and not is_missed(key, ranks)
 
@@ -410,7 +410,7 @@ class Coordinator:
 
     def _may_copy(self, faster: int, index: int) -> bool:
         """Return False if a faster level has, of each node, only its share of what several nodes hold."""
-        return self.levels[index].is_shared or not self.levels[faster].is_shared
+        return self.levels[index].settings.is_shared or not self.levels[faster].settings.is_shared
 
     def _source_of(self, key: StepKey, index: int) -> int | None:
         """Return the next faster level that works and has this snapshot."""

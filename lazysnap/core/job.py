@@ -36,7 +36,6 @@ from lazysnap.core.messages import (
 )
 from lazysnap.core.node import Node, NodeLevel, RankView, key_of, newest_begun, whole_on_all
 from lazysnap.core.ranks import Wants, num_spare_slots
-from lazysnap.core.retention import Retention
 
 HEARTBEAT_S = 1.0
 """A node that sent nothing for so long repeats its state: a lost message costs a second, and needs no other care."""
@@ -75,10 +74,15 @@ class JobCore:
         self._numbers = numbers
         self._abandoned = abandoned
         self.digest = _digest(settings)
-        self.node = Node(_storage_levels(settings), _redundancy_level(settings))
+        storage = tuple(NodeLevel(level) for level in settings.levels)
+        redundancy = None
+        if settings.redundancy is not None:
+            redundancy = NodeLevel(settings.redundancy.level, is_redundancy=True)
+        self.node = Node(storage, redundancy)
         self.level_jobs = []
         for index, level in enumerate(self.node.levels):
-            self.level_jobs.append(LevelJobs(index, self.node, numbers, abandoned.setdefault(level.name, {})))
+            of_level = abandoned.setdefault(level.settings.url, {})
+            self.level_jobs.append(LevelJobs(index, self.node, numbers, of_level))
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
         if settings.node == COORDINATOR_NODE:
@@ -163,16 +167,11 @@ class JobCore:
     # The coordinator
 
     def _new_coordinator(self, num_nodes: int, *, is_alone: bool = False) -> Coordinator:
-        levels = []
-        for level in self.settings.levels:
-            levels.append(LevelGrants.of_level(level))
-        if self.settings.redundancy is not None:
-            levels.append(LevelGrants.of_redundancy(self.settings.redundancy))
         return Coordinator(
             next(self._numbers),
             self.digest,
             num_nodes,
-            tuple(levels),
+            tuple(LevelGrants(level.settings, level.is_redundancy) for level in self.node.levels),
             self.settings.capture_every_n_steps,
             is_alone,
         )
@@ -481,20 +480,6 @@ def _unreached(node: int, silent: list[int], address: str) -> str:
         f"{address}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach each "
         "other there; the address is that of MASTER_ADDR"
     )
-
-
-def _storage_levels(settings: JobSettings) -> tuple[NodeLevel, ...]:
-    levels = []
-    for level in settings.levels:
-        levels.append(NodeLevel(level.url, Retention.of_level(level), level.timeout_s))
-    return tuple(levels)
-
-
-def _redundancy_level(settings: JobSettings) -> NodeLevel | None:
-    redundancy = settings.redundancy
-    if redundancy is None:
-        return None
-    return NodeLevel("redundancy", Retention(keep_last=1), redundancy.timeout_s, is_redundancy=True)
 
 
 def _digest(settings: JobSettings) -> int:

@@ -79,7 +79,7 @@ class LevelJobs:
     def deadlines(self) -> list[float]:
         """Return the times at which ``decide`` may say something new."""
         if self.job is not None:
-            return [self._moved_at + self.level.timeout_s]
+            return [self._moved_at + self.level.settings.timeout_s]
         if not self.level.is_ready and len(self.abandoned) < MAX_HANGING:
             return [self._retry_at]
         return []
@@ -273,7 +273,7 @@ class LevelJobs:
 
     def _watch(self, job: Job, ranks: Sequence[RankView], now: float) -> list[Action]:
         """Cancel a write that is wanted no more, and abandon a job that hangs."""
-        if now >= self._moved_at + self.level.timeout_s:
+        if now >= self._moved_at + self.level.settings.timeout_s:
             self._fail(job, _hang_text(self.level), now)
             return [self._abandon(job)]
         if isinstance(job, WriteLevel) and not self._is_cancelled and not self._is_wanted(job, ranks):
@@ -291,7 +291,7 @@ class LevelJobs:
 
 
 def _hang_text(level: NodeLevel) -> str:
-    text = f"{level.name} did not move for {level.timeout_s:g} s"
+    text = f"{level.settings.url} did not move for {level.settings.timeout_s:g} s"
     if level.is_redundancy:
         return text
     return f"{text}; check the mount or endpoint, or raise PersistentLevel(timeout_s=...)"

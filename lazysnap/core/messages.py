@@ -92,6 +92,11 @@ class RedundancySettings(Struct, frozen=True):
     block_bytes: int = 1 << 20
     max_bytes_per_s: int | None = None
 
+    @property
+    def level(self) -> LevelSettings:
+        """Redundancy as one more level, whose files are parity in memory."""
+        return LevelSettings("redundancy", every_n_steps=self.every_n_steps, keep_last=1, timeout_s=self.timeout_s)
+
 
 class JobSettings(Struct, frozen=True):
     """What all ranks of a node agree on for one start, and for the ones before it that had the same settings."""

@@ -14,6 +14,7 @@ from lazysnap.core.messages import (
     GrantProgress,
     LevelOrder,
     LevelReport,
+    LevelSettings,
     NamedStep,
     Order,
     StepKey,
@@ -132,10 +133,7 @@ def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
 class NodeLevel:
     """The node's state of one level, or of redundancy. Each transition of ``GrantProgress`` is a method."""
 
-    name: str
-    """For people: the path, or ``redundancy``."""
-    retention: Retention
-    timeout_s: float
+    settings: LevelSettings
     is_redundancy: bool = False
     """True for redundancy: what is stored is lost with the keeper, and its slots are held along with it."""
     progress: GrantProgress = GrantProgress.LISTING
@@ -290,8 +288,9 @@ class NodeLevel:
         for named in self.names:
             spared.add(named.key)
         keys = sorted(self.leftovers - {self.grant})
+        retention = Retention.of_level(self.settings)
         for key in sorted((self.stored | self.unusable) - spared):
-            if self.retention.may_delete(key, self.order.complete, self.order.cancelled):
+            if retention.may_delete(key, self.order.complete, self.order.cancelled):
                 keys.append(key)
         return keys
 

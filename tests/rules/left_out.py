@@ -77,7 +77,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestSeveralLevels::test_a_level_of_one_node_is_not_copied_from_a_shared_one": [
         ("core/coordinator.py", "Coordinator._grant_copy", "level.passes_a_multiple(newest)"),
         ("core/coordinator.py", "Coordinator._faster", "self._may_copy(faster, index)"),
-        ("core/coordinator.py", "Coordinator._may_copy", "self.levels[index].is_shared"),
+        ("core/coordinator.py", "Coordinator._may_copy", "self.levels[index].settings.is_shared"),
     ],
     "core/test_core.py::TestSeveralLevels::test_a_level_that_still_reads_an_older_step_crowds_out_the_next_one": [
         ("core/coordinator.py", "Coordinator._count_level", "level.is_listing"),
@@ -149,7 +149,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         (
             "core/coordinator.py",
             "Coordinator._takes_newest_begun",
-            "level.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0",
+            "level.settings.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0",
         ),
     ],
     "core/test_core.py::test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_required": [
@@ -165,7 +165,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/jobs.py", "LevelJobs.deadlines", "len(self.abandoned) < MAX_HANGING"),
         ("core/jobs.py", "LevelJobs._next_job", "not self.level.is_ready"),
         ("core/jobs.py", "LevelJobs._write", "key in self._keys_of_hanging_threads()"),
-        ("core/jobs.py", "LevelJobs._watch", "now >= self._moved_at + self.level.timeout_s"),
+        ("core/jobs.py", "LevelJobs._watch", "now >= self._moved_at + self.level.settings.timeout_s"),
     ],
     "core/test_core_by_model.py::test_anything_may_happen_in_a_few_examples": [
         (
