@@ -292,7 +292,7 @@ class GrantProgress(enum.Enum):
     """The node does not know yet which files it has. It follows no grant, and nothing is counted or deleted there."""
     IDLE = "idle"
     WAITING = "waiting"
-    """The write has not begun: not all ranks of the node hold the capture, or the thread of the level is busy, or the
+    """The write has not begun: not all ranks of the node hold the capture, or another job of the level runs, or the
     level does not work now.
     """
     WRITING = "writing"

@@ -1,4 +1,4 @@
-"""What does the thread of a level do? One job at a time: list, write, delete, name, or try a small write.
+"""What does a job of a level do, on its thread? It lists, writes, deletes, names, or tries a small write.
 
 ::
 
@@ -6,9 +6,9 @@
                     │
                     └─ WriteLevel: slots, or a faster level ──> file, manifest (commits) ──> read back ──> StepStored
 
-``core.jobs`` decides which job is next, and handles a level that fails. A job that is cancelled or abandoned notices it
-at its next ``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more. A job
-that is cancelled after its commit ends as ``Missed``, too; the core has its files deleted.
+``core.jobs`` decides which job is next, and handles a level that fails. A job that is cancelled notices it at its next
+``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more. A job that is
+cancelled after its commit ends as ``Missed``, too; the core has its files deleted.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ BEAT_S = 0.5
 
 
 class JobControl:
-    """Link between a job on the thread of a level and the loop."""
+    """Link between a job on its thread and the loop."""
 
     def __init__(self, job: Job, post: Callable[[Event], None], level_url: str = "") -> None:
         """Begin the job.

@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 class LevelFiles:
-    """The files of one node at one level, for one job. All methods but the constructor block, on the level's thread.
+    """The files of one node at one level, for one training. All methods but the constructor block.
 
-    A thread that hangs is left behind, and another one uses the same object. The one that was left behind changes
-    nothing here: each operation of a store first calls the ``beat`` of its job, which raises by then.
+    Each job of the level has a thread of its own. One that hangs is left behind, and changes nothing here: each
+    operation of a store first calls the ``beat`` of its job, which raises by then.
 
     Example::
 
