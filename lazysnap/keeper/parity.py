@@ -26,8 +26,7 @@ from lazysnap.core.actions import (
     Listed,
     ListLevel,
     Missed,
-    NamesSet,
-    SetNames,
+    ProbeLevel,
     StepStored,
     WriteLevel,
 )
@@ -195,20 +194,19 @@ def _purpose(job: Job) -> str:
 
 
 def _run(job: Job, context: ParityContext, slots: NodeSlots, control: JobControl) -> JobEnded:
-    if isinstance(job, ListLevel):
-        return Listed(job.number, context.store.keys())
-    if isinstance(job, DeleteFiles):
-        context.store.delete(job.keys)
-    elif isinstance(job, SetNames):
-        return NamesSet(job.number)  # names are of storage
-    elif isinstance(job, WriteLevel):
-        return _protect(job, context, slots, control)
-    else:
-        group = GroupReader(context, control)
-        try:
-            group.connect()
-        finally:
-            group.close()
+    match job:
+        case ListLevel():
+            return Listed(job.number, context.store.keys())
+        case WriteLevel():
+            return _protect(job, context, slots, control)
+        case DeleteFiles():
+            context.store.delete(job.keys)
+        case ProbeLevel():
+            group = GroupReader(context, control)
+            try:
+                group.connect()
+            finally:
+                group.close()
     return JobEnded(job.number)
 
 
