@@ -18,9 +18,6 @@ from lazysnap.core.actions import (
     ConnectionLost,
     Event,
     Finish,
-    Job,
-    JobEnded,
-    JobMoved,
     KeeperTrouble,
     MemoryRefused,
     PlainEvent,
@@ -30,6 +27,9 @@ from lazysnap.core.actions import (
     SetPeers,
     SlotMade,
     SlotsSeen,
+    Task,
+    TaskEnded,
+    TaskMoved,
     TrainerReported,
 )
 from lazysnap.core.job import JobCore
@@ -48,7 +48,7 @@ class Core:
         """Begin with nothing.
 
         Args:
-            first_number: random; the first of the numbers of coordinators and of jobs of levels.
+            first_number: random; the first of the numbers of coordinators and of tasks of levels.
             now: seconds of a monotonic clock.
             pid: the process of the keeper, for people.
         """
@@ -60,7 +60,7 @@ class Core:
         self.job_start = 0
         """The newest start of which a trainer came."""
         self._numbers = itertools.count(first_number)
-        self._abandoned: dict[str, dict[int, Job]] = {}
+        self._abandoned: dict[str, dict[int, Task]] = {}
         """See ``JobCore``."""
         self._pid = pid
         self._peers: PeerSettings | None = None
@@ -138,13 +138,13 @@ class Core:
                 self.ranks.rank(event.rank).slot_made()
             case MemoryRefused():
                 self.ranks.rank(event.rank).memory_refused(event.text, self.now)
-            case JobMoved():
+            case TaskMoved():
                 if self.job is not None:
-                    self.job.job_moved(event.number, self.now)
+                    self.job.task_moved(event.number, self.now)
                 return False
-            case JobEnded():
+            case TaskEnded():
                 if self.job is not None:
-                    self.job.job_ended(event, self.now)
+                    self.job.task_ended(event, self.now)
             case PlainEvent.PEER_UP:
                 if self.job is not None:
                     self.job.peer_up(self.now)

@@ -1,12 +1,10 @@
 """What does a keeper store, and when? Pure: the levels, grants and redundancy of one training.
 
-``jobs`` has the work on the threads of levels. That is called a job, too: ``job_ended`` and ``job_moved`` are about it.
-
 ::
 
     decide, until nothing changes any more:
         node         which grants are missed, which slots are to be held?
-        jobs         what does each level do next?
+        tasks        what does each level do next?
         report       to the coordinator: of another node by a message, the own one at once
         coordinator  what is complete, which step is granted next?  ──order──> node
 
@@ -19,9 +17,8 @@ from collections.abc import Iterator, Sequence
 import xxhash
 from msgspec import json, structs
 
-from lazysnap.core.actions import Action, Hold, Job, JobEnded, Release, Send, SetAwaitedStep
+from lazysnap.core.actions import Action, Hold, Release, Send, SetAwaitedStep, Task, TaskEnded
 from lazysnap.core.coordinator import Coordinator
-from lazysnap.core.jobs import LevelJobs
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
     GrantProgress,
@@ -36,6 +33,7 @@ from lazysnap.core.messages import (
 )
 from lazysnap.core.node import Node, NodeLevel, RankView, key_of, newest_begun, whole_on_all
 from lazysnap.core.ranks import Wants, num_spare_slots
+from lazysnap.core.tasks import LevelTasks
 
 HEARTBEAT_S = 1.0
 """A node that sent nothing for so long repeats its state: a lost message costs a second, and needs no other care."""
@@ -59,14 +57,14 @@ class JobCore:
     """
 
     def __init__(
-        self, settings: JobSettings, numbers: Iterator[int], abandoned: dict[str, dict[int, Job]], now: float
+        self, settings: JobSettings, numbers: Iterator[int], abandoned: dict[str, dict[int, Task]], now: float
     ) -> None:
         """Begin with nothing known.
 
         Args:
             settings: those of all ranks of the node.
-            numbers: for coordinators and for jobs of levels; the keeper uses none twice.
-            abandoned: jobs whose threads have not returned, by name of the level and number. They may be of settings
+            numbers: for coordinators and for tasks of levels; the keeper uses none twice.
+            abandoned: tasks whose threads have not returned, by name of the level and number. They may be of settings
                 before these.
             now: seconds of a monotonic clock.
         """
@@ -79,10 +77,10 @@ class JobCore:
         if settings.redundancy is not None:
             redundancy = NodeLevel(settings.redundancy.level, is_redundancy=True)
         self.node = Node(storage, redundancy)
-        self.level_jobs = []
+        self.level_tasks = []
         for index, level in enumerate(self.node.levels):
             of_level = abandoned.setdefault(level.settings.url, {})
-            self.level_jobs.append(LevelJobs(index, self.node, numbers, of_level))
+            self.level_tasks.append(LevelTasks(index, self.node, numbers, of_level))
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
         if settings.node == COORDINATOR_NODE:
@@ -127,22 +125,22 @@ class JobCore:
             is_new = True
         return is_new or was_silent
 
-    def job_ended(self, event: JobEnded, now: float) -> None:
-        """A job of a level ended, perhaps one of the settings before these."""
-        for level in self.level_jobs:
+    def task_ended(self, event: TaskEnded, now: float) -> None:
+        """A task of a level ended, perhaps one of the settings before these."""
+        for level in self.level_tasks:
             level.ended(event, now)
         for abandoned in self._abandoned.values():
             abandoned.pop(event.number, None)
 
-    def job_moved(self, number: int, now: float) -> None:
-        """A job moved some bytes."""
-        for level in self.level_jobs:
+    def task_moved(self, number: int, now: float) -> None:
+        """A task moved some bytes."""
+        for level in self.level_tasks:
             level.moved(number, now)
 
     def abandon_all(self) -> list[Action]:
-        """Give up all jobs: another job takes the place of this one."""
+        """Give up all tasks: another job takes the place of this one."""
         actions: list[Action] = []
-        for level in self.level_jobs:
+        for level in self.level_tasks:
             actions += level.abandon()
         return actions
 
@@ -158,7 +156,7 @@ class JobCore:
             times.append(self._protected_at + UNPROTECTED_S)
         if self._may_become_alone(is_draining=is_draining):
             times.append(self._received_at + SILENCE_S)
-        for level in self.level_jobs:
+        for level in self.level_tasks:
             times += level.deadlines()
         if self.coordinator is not None:
             times += self.coordinator.deadlines(now)
@@ -224,7 +222,7 @@ class JobCore:
             unanswered = self.node.unanswered(wants.required, wants.names)
             self.node.find_missed(ranks, unanswered)
             self._hold_slots(ranks, unanswered)
-            for index, level in enumerate(self.level_jobs):
+            for index, level in enumerate(self.level_tasks):
                 self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
@@ -361,7 +359,7 @@ class JobCore:
 
     def is_idle(self, wants: Wants) -> bool:
         """Return True if no level has anything left to do."""
-        for index, level in enumerate(self.level_jobs):
+        for index, level in enumerate(self.level_tasks):
             if not level.is_idle(self._names_at(index, wants), wants.released):
                 return False
         return True
@@ -371,10 +369,10 @@ class JobCore:
     def level_states(self, *, has_progress: bool) -> tuple[LevelState, ...]:
         """Return the state of each storage level. ``has_progress``: True if somebody waits for a step."""
         states = []
-        for level, jobs in zip(self.node.storage, self.level_jobs, strict=False):
+        for level, tasks in zip(self.node.storage, self.level_tasks, strict=False):
             writing = None
             if has_progress:
-                writing = jobs.writing
+                writing = tasks.writing
             states.append(
                 LevelState(
                     complete=level.order.complete,
@@ -382,8 +380,8 @@ class JobCore:
                     is_listed=level.progress is not GrantProgress.LISTING,
                     is_failing=bool(level.failure) or level.order.is_failing,
                     failure=level.failure,
-                    failed_step=jobs.failed_step,
-                    num_failures=jobs.num_failures,
+                    failed_step=tasks.failed_step,
+                    num_failures=tasks.num_failures,
                     writing=writing,
                 )
             )
@@ -401,7 +399,7 @@ class JobCore:
     def name_refusals(self) -> tuple[NameRefusal, ...]:
         """Names that a level does not take as they are."""
         refusals: list[NameRefusal] = []
-        for level in self.level_jobs:
+        for level in self.level_tasks:
             refusals += level.name_refusals
         return tuple(refusals)
 
@@ -423,7 +421,7 @@ class JobCore:
         level = self.node.levels[index]
         if not level.is_ready or named in level.names:
             return False
-        return level.progress is GrantProgress.LISTING or self.level_jobs[index].may_give(named)
+        return level.progress is GrantProgress.LISTING or self.level_tasks[index].may_give(named)
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
         """Note whether something is due to be protected, and was not yet."""

@@ -143,11 +143,12 @@ class NodeLevel:
     has_slots: bool = True
     """False for redundancy where a rank has no slot to spare: nothing is held, counted or granted then."""
     failure: str = ""
-    """Why the last job failed, until a real job works: a small write that works is not enough. Else empty."""
+    """Why the last task failed, until a real task works: a small write that works is not enough. Else empty."""
     stored: set[StepKey] = field(default_factory=set)
     """Invariant: this node's part of each of these was committed and read back, and its deletion has not begun."""
     leftovers: set[StepKey] = field(default_factory=set)
-    """Snapshots of which a dead keeper, or a job that failed, may have left files. Invariant: disjoint from ``stored``.
+    """Snapshots of which a dead keeper, or a task that failed, may have left files.
+    Invariant: disjoint from ``stored``.
     """
     unusable: set[StepKey] = field(default_factory=set)
     """Snapshots with committed files of this node that do not count. They go when as many newer ones are complete as
@@ -240,7 +241,7 @@ class NodeLevel:
         self._follow_grant()
 
     def become_writing(self) -> None:
-        """A job writes the granted step. Its source stays meanwhile."""
+        """A task writes the granted step. Its source stays meanwhile."""
         assert self.progress is GrantProgress.WAITING
         self.progress = GrantProgress.WRITING
 
@@ -258,7 +259,7 @@ class NodeLevel:
             self.progress = GrantProgress.MISSED
 
     def become_failed(self, text: str) -> None:
-        """A job failed or hangs, whichever it was, for the reason in ``text``. No grant before a small write works.
+        """A task failed or hangs, whichever it was, for the reason in ``text``. No grant before a small write works.
 
         The present grant is given up: other levels wait until its step is read.
         """
@@ -425,7 +426,7 @@ class Node:
     def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
         """Give up the grants that this node cannot follow any more, and those that a required step overtook.
 
-        Of a grant whose write runs already, ``LevelJobs`` cancels the write.
+        Of a grant whose write runs already, ``LevelTasks`` cancels the write.
 
         Args:
             ranks: those of the node.

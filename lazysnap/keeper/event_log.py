@@ -18,7 +18,7 @@ from typing import Literal, ParamSpec
 
 from lazysnap import events, faults
 from lazysnap.config import PersistentLevel, is_path
-from lazysnap.core.actions import JobEnded, StepStored
+from lazysnap.core.actions import StepStored, TaskEnded
 from lazysnap.core.core import Core
 from lazysnap.core.messages import Farewell, JobSettings, KeeperAlert, KeeperState, LevelState, StepKey
 from lazysnap.core.ranks import Rank
@@ -129,7 +129,7 @@ class EventLog:
 
         log = EventLog()
         log.job_began(settings)
-        log.job_ended("/scratch/run", StepStored(number=1, written_bytes=1000), key)
+        log.task_ended("/scratch/run", StepStored(number=1, written_bytes=1000), key)
         log.note(core, slots)
         log.close()
     """
@@ -289,13 +289,13 @@ class EventLog:
     # Levels
 
     @_guarded
-    def job_ended(self, level_url: str, event: JobEnded, key: StepKey | None) -> None:
-        """Note that the job of a level ended.
+    def task_ended(self, level_url: str, event: TaskEnded, key: StepKey | None) -> None:
+        """Note that the task of a level ended.
 
         Args:
             level_url: the level. What ends at another one, such as redundancy, is not noted.
-            event: how it ended. A failure is noted from the state of the level: a job may also hang.
-            key: the step that the job was to store; None if it was another job.
+            event: how it ended. A failure is noted from the state of the level: a task may also hang.
+            key: the step that the task was to store; None if it was another task.
         """
         notes = self._levels.get(level_url)
         if notes is not None and isinstance(event, StepStored) and key is not None:

@@ -2,7 +2,7 @@
 
 ::
 
-    sockets, pidfds, eventfd, timer ──> _handle(event) ──> core.step ──> actions ──> words, messages, jobs
+    sockets, pidfds, eventfd, timer ──> _handle(event) ──> core.step ──> actions ──> words, messages, tasks
                                             ▲                                            │
                                             └───────── call_soon_threadsafe ─────────────┘ threads of levels, of memory
 
@@ -26,15 +26,12 @@ from lazysnap.core.actions import (
     Action,
     AdoptSlots,
     BeginJob,
-    CancelJob,
+    CancelTask,
     CloseConnection,
     Event,
     Finish,
     FreeSlot,
     Hold,
-    Job,
-    JobEnded,
-    JobMoved,
     KeeperTrouble,
     MakeSlot,
     PlainEvent,
@@ -45,6 +42,9 @@ from lazysnap.core.actions import (
     SetPeers,
     SlotMade,
     SlotsSeen,
+    Task,
+    TaskEnded,
+    TaskMoved,
     TrainerReported,
     VoidSlot,
     WriteLevel,
@@ -55,13 +55,13 @@ from lazysnap.core.messages import KeeperAlert, KeeperState, TrainerState
 from lazysnap.keeper.answers import Answers
 from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.event_log import EventLog
-from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.level_threads import LevelThreads
 from lazysnap.keeper.memory_work import MemoryWork
 from lazysnap.keeper.other_nodes import OtherNodes
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
 from lazysnap.keeper.slot_table import SlotTable
+from lazysnap.keeper.tasks import TaskControl
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.keeper.wire import Frame
 from lazysnap.memory.budget import NODE
@@ -125,7 +125,7 @@ class Keeper:
         self._handed_over: list[int] = []
         """Descriptors of the message that is handled, until ``AdoptSlots`` takes them."""
         self._others = OtherNodes(self._loop, self._handle, self._slots, self._num_ranks)
-        self._levels = LevelThreads(self._post, self._job_returned, self._others.parity_job)
+        self._levels = LevelThreads(self._post, self._task_returned, self._others.parity_task)
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
         self._answers = Answers(self._core, self._slots, self._connections, self._others, self._events)
@@ -212,7 +212,7 @@ class Keeper:
 
     def _handle_posted(self, event: Event) -> None:
         self._handle(event)
-        if isinstance(event, JobMoved):
+        if isinstance(event, TaskMoved):
             self._send_progress(event.level)
 
     def _set_timer(self) -> None:
@@ -276,9 +276,9 @@ class Keeper:
                 self._events.job_began(action.settings)
             case SetPeers():
                 self._others.set_peers(action.peers)
-            case Job():
+            case Task():
                 self._levels.start(action, self._slots.by_rank)
-            case CancelJob():
+            case CancelTask():
                 self._levels.cancel(action.level, action.number)
             case Send():
                 self._others.send(action.node, action.message)
@@ -317,16 +317,16 @@ class Keeper:
             return 0
         return self._core.job.settings.num_ranks
 
-    def _job_returned(self, control: JobControl, event: JobEnded) -> None:
-        """Take the end of a job. Called on its thread."""
-        self._loop.call_soon_threadsafe(self._job_ended, control, event)
+    def _task_returned(self, control: TaskControl, event: TaskEnded) -> None:
+        """Take the end of a task. Called on its thread."""
+        self._loop.call_soon_threadsafe(self._task_ended, control, event)
 
-    def _job_ended(self, control: JobControl, event: JobEnded) -> None:
-        job = control.job
+    def _task_ended(self, control: TaskControl, event: TaskEnded) -> None:
+        task = control.task
         self._levels.forget(control)
         self._slots.note_checksums(control.checksums)
-        key = job.key if isinstance(job, WriteLevel) else None
-        self._events.job_ended(control.level_url, event, key)
+        key = task.key if isinstance(task, WriteLevel) else None
+        self._events.task_ended(control.level_url, event, key)
         self._handle(event)
 
     # Memory
@@ -367,7 +367,7 @@ class Keeper:
             self._handed_over = []
 
     def _send_state(self, connection: int, rank: int, state: KeeperState) -> None:
-        """Send a state, with the bytes that jobs moved where somebody waits for them: the core does not know them."""
+        """Send a state, with the bytes that tasks moved where somebody waits for them: the core does not know them."""
         levels = []
         for index, level in enumerate(state.levels):
             moved_bytes = self._levels.moved_bytes(index)
@@ -378,7 +378,7 @@ class Keeper:
         self._connections.send_state(connection, rank, structs.replace(state, levels=tuple(levels)))
 
     def _send_progress(self, level: int) -> None:
-        """Send the last states again, with the bytes that a job moved since."""
+        """Send the last states again, with the bytes that a task moved since."""
         for rank in self._core.ranks.all:
             state = rank.last_sent
             if state is not None and level < len(state.levels) and state.levels[level].writing is not None:

@@ -34,7 +34,7 @@ def node_state(
         slots: all slots of the node.
         parity_bytes: memory that protects other nodes.
         log: has what the core does not know: times by the wall clock, trainers that ended.
-        moved_bytes: by index of a level, the bytes that its present job moved.
+        moved_bytes: by index of a level, the bytes that its present task moved.
     """
     job = core.job
     if job is None:
@@ -150,15 +150,15 @@ def _captures(rank: Rank, slots: Mapping[int, Slot]) -> list[CaptureTimes]:
 def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
     settings = job.settings.levels[index]
     level = job.node.levels[index]
-    jobs = job.level_jobs[index]
+    tasks = job.level_tasks[index]
     newest = max(level.order.complete, default=None)
     complete_ns = None
     if newest is not None and newest == history.completed:
         # A keeper that replaces another one finds old steps complete: their time is not known.
         complete_ns = history.completed_ns
     bytes_per_s = None
-    if jobs.written_bytes:
-        bytes_per_s = jobs.written_bytes / max(jobs.written_s, 1e-9)
+    if tasks.written_bytes:
+        bytes_per_s = tasks.written_bytes / max(tasks.written_s, 1e-9)
     failure = history.failure
     if level.failure:
         failure = Redaction(settings.storage_options or {}).clean(level.failure)
@@ -168,7 +168,7 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
         newest=_step_of(newest),
         complete_ns=complete_ns,
         bytes_per_s=bytes_per_s,
-        storing=_step_of(jobs.writing),
+        storing=_step_of(tasks.writing),
         moved_bytes=0,
         total_bytes=0,
         waiting=0,
@@ -179,15 +179,15 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
 
 
 def _total_bytes(job: JobCore, index: int, slots: NodeSlots) -> int:
-    """Return the bytes that the job of a level writes; 0 if it writes none, or it is not known.
+    """Return the bytes that the task of a level writes; 0 if it writes none, or it is not known.
 
     Of a copy they are estimated: as many as the other level wrote for its last step.
     """
-    write = job.level_jobs[index].job
+    write = job.level_tasks[index].task
     if not isinstance(write, WriteLevel):
         return 0
     if write.source is not None:
-        return job.level_jobs[write.source].written_bytes
+        return job.level_tasks[write.source].written_bytes
     total_bytes = 0
     for rank, slot_id in write.slots:
         slot = slots.get(rank, {}).get(slot_id)
@@ -204,7 +204,7 @@ def _num_waiting(core: Core, job: JobCore, index: int) -> int:
         keys.update(named.key for named in wants.names)
     level = job.node.levels[index]
     keys -= {*level.order.complete, *level.order.given_up, *job.node.order.lost}
-    writing = job.level_jobs[index].writing
+    writing = job.level_tasks[index].writing
     if writing is not None:
         keys.discard(writing)
     return len(keys)

@@ -42,12 +42,12 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestNames::test_a_name_is_not_given_before_the_fastest_level_that_has_the_step_gave_it": [
         ("core/job.py", "JobCore.given_names", "not any((self._is_to_name(faster, named) for faster in range(index)))"),
         ("core/job.py", "JobCore._is_to_name", "level.progress is GrantProgress.LISTING"),
-        ("core/job.py", "JobCore._is_to_name", "self.level_jobs[index].may_give(named)"),
+        ("core/job.py", "JobCore._is_to_name", "self.level_tasks[index].may_give(named)"),
     ],
     "core/test_core.py::TestNames::test_a_name_that_a_level_refuses_is_reported_and_not_tried_again": [
-        ("core/jobs.py", "LevelJobs._names_to_set", "self.may_give(named)"),
-        ("core/jobs.py", "LevelJobs.may_give", "named.key in self.level.stored"),
-        ("core/jobs.py", "LevelJobs.may_give", "not is_refused"),
+        ("core/tasks.py", "LevelTasks._names_to_set", "self.may_give(named)"),
+        ("core/tasks.py", "LevelTasks.may_give", "named.key in self.level.stored"),
+        ("core/tasks.py", "LevelTasks.may_give", "not is_refused"),
     ],
     "core/test_core.py::TestOtherNodes::test_a_report_on_an_earlier_grant_of_the_same_step_does_not_count": [
         ("core/coordinator.py", "Coordinator._count_grant", "report.version != level.version"),
@@ -72,7 +72,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
             "not self._copies_from_faster(index) and self._may_read_slots(key)",
         ),
         ("core/coordinator.py", "Coordinator._required_at", "self.levels[index].is_redundancy"),
-        ("core/jobs.py", "LevelJobs._write", "len(slots) < len(ranks)"),
+        ("core/tasks.py", "LevelTasks._write", "len(slots) < len(ranks)"),
     ],
     "core/test_core.py::TestSeveralLevels::test_a_level_of_one_node_is_not_copied_from_a_shared_one": [
         ("core/coordinator.py", "Coordinator._grant_copy", "level.passes_a_multiple(newest)"),
@@ -138,11 +138,11 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("core/coordinator.py", "Coordinator._required_at", "index == 0"),
         ("core/job.py", "JobCore._hold_slots", "rank.is_capturing"),
-        ("core/jobs.py", "LevelJobs._watch", "not self._is_wanted(job, ranks)"),
+        ("core/tasks.py", "LevelTasks._watch", "not self._is_wanted(task, ranks)"),
         (
-            "core/jobs.py",
-            "LevelJobs._is_wanted",
-            "self.level.grant != job.key or self.level.progress is not GrantProgress.WRITING",
+            "core/tasks.py",
+            "LevelTasks._is_wanted",
+            "self.level.grant != task.key or self.level.progress is not GrantProgress.WRITING",
         ),
     ],
     "core/test_core.py::test_a_capture_is_never_held_once_its_slot_may_be_chosen": [
@@ -162,10 +162,10 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore._hold_slots", "slot.is_held"),
     ],
     "core/test_core_by_model.py::test_a_thread_that_hangs_works_alone_on_its_step_also_after_a_change_of_settings": [
-        ("core/jobs.py", "LevelJobs.deadlines", "len(self.abandoned) < MAX_HANGING"),
-        ("core/jobs.py", "LevelJobs._next_job", "not self.level.is_ready"),
-        ("core/jobs.py", "LevelJobs._write", "key in self._keys_of_hanging_threads()"),
-        ("core/jobs.py", "LevelJobs._watch", "now >= self._moved_at + self.level.settings.timeout_s"),
+        ("core/tasks.py", "LevelTasks.deadlines", "len(self.abandoned) < MAX_HANGING"),
+        ("core/tasks.py", "LevelTasks._next_task", "not self.level.is_ready"),
+        ("core/tasks.py", "LevelTasks._write", "key in self._keys_of_hanging_threads()"),
+        ("core/tasks.py", "LevelTasks._watch", "now >= self._moved_at + self.level.settings.timeout_s"),
     ],
     "core/test_core_by_model.py::test_anything_may_happen_in_a_few_examples": [
         (
@@ -189,9 +189,9 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore._exchange", "report != self._sent_report"),
         ("core/job.py", "JobCore.repeat_state", "now < self._repeat_at"),
         ("core/job.py", "JobCore._hold_slots", "key_of(slot) not in keys"),
-        ("core/jobs.py", "LevelJobs.deadlines", "not self.level.is_ready"),
-        ("core/jobs.py", "LevelJobs.ended", "self.job.number != event.number"),
-        ("core/jobs.py", "LevelJobs._next_job", "self.level.progress is GrantProgress.LISTING"),
+        ("core/tasks.py", "LevelTasks.deadlines", "not self.level.is_ready"),
+        ("core/tasks.py", "LevelTasks.ended", "self.task.number != event.number"),
+        ("core/tasks.py", "LevelTasks._next_task", "self.level.progress is GrantProgress.LISTING"),
     ],
     "memory/test_slot_choice.py::test_a_held_a_busy_and_the_newest_whole_slots_are_never_chosen": [
         ("memory/slot_choice.py", "_replaceable", "not view.is_held"),
