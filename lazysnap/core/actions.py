@@ -317,7 +317,7 @@ class SetNames(Task):
 class CancelTask:
     """The task must begin no commit any more.
 
-    One that works ends soon, as ``Missed``. One that hangs may end late or never, and the next task begins beside it.
+    One that works ends soon, as ``Missed``. One that hangs may end late or never, and the next task begins meanwhile.
     If ``TaskEnded`` follows, its thread returned. A step that it stored all the same counts.
     """
 

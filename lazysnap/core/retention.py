@@ -14,7 +14,7 @@ class Retention:
     """The rule of one level."""
 
     keep_last: int
-    """At least 1, so that the newest one stays."""
+    """Invariant: at least 1, so that the newest one stays."""
     keep_every_n_steps: int | None = None
 
     @classmethod
