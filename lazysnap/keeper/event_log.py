@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, ParamSpec
 
 from lazysnap import events, faults
-from lazysnap.config import PersistentLevel, is_path
+from lazysnap.config import is_path
 from lazysnap.core.actions import StepStored, TaskEnded
 from lazysnap.core.core import Core
 from lazysnap.core.messages import Farewell, JobSettings, KeeperAlert, KeeperState, LevelState, StepKey
@@ -177,8 +177,7 @@ class EventLog:
         first = settings.levels[0]
         if settings.node > 0 and not is_path(first.url):
             return  # node 0 alone writes the file of a level at a URL
-        level = PersistentLevel(first.url, storage_options=first.storage_options)
-        self._file = EventFileWriter(level, settings.run, settings.node)
+        self._file = EventFileWriter(first, settings.run, settings.node)
         started = events.KeeperStarted(
             t=time.time(),
             pid=os.getpid(),
